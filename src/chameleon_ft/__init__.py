@@ -1,0 +1,40 @@
+"""Chameleon: train large language models with PyTorch, and keep training when workers fail.
+
+The names below are loaded when they are first used, so that importing the package costs next to nothing and does not
+import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chameleon_ft.config import RunConfig, TrainConfig
+    from chameleon_ft.errors import ChameleonError, ConfigError
+    from chameleon_ft.job import BoundarySpec, Job
+
+__all__ = ["BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "TrainConfig", "__version__"]
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BoundarySpec": "job",
+    "ChameleonError": "errors",
+    "ConfigError": "errors",
+    "Job": "job",
+    "RunConfig": "config",
+    "TrainConfig": "config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,117 @@
+"""Flags for every field of a configuration, over the values of a configuration file.
+
+The flags are parsed into a mirror of the configuration, dataclasses that know types only, and what comes out of it is
+validated once, together with the values of the file. So a flag may set right what does not fit together in the file,
+and every mistake, whether in the file or in a flag, is reported in the same words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+
+import tyro
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from chameleon_ft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["Parsed", "optional_argument", "parse_arguments", "parse_with_flags"]
+
+_Own = TypeVar("_Own", bound="DataclassInstance")
+
+_FAILURES = "failures"
+_FAILURE_PARTS = ("step", "worker", "phase", "kind")
+_FAILURE_FORM = "STEP:WORKER[:PHASE[:KIND]]"
+_NO_FAILURES = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[_Own]):
+    """What a command line says."""
+
+    own: _Own
+    """The arguments that are the command's own."""
+    values: dict[str, Any]
+    """The configuration by key, sections as dictionaries, not validated yet."""
+
+
+def optional_argument(metavar: str, text: str) -> Any:
+    """Return the metadata of an argument that may be left out."""
+    return tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint="")
+
+
+def parse_arguments(own: type[_Own], arguments: Sequence[str], *, command: str) -> _Own:
+    """Parse `arguments` into an `own`, whose docstring is the help. Ends the process at --help and at a mistake."""
+    return tyro.cli(own, prog=f"chameleon {command}", args=arguments)
+
+
+def parse_with_flags(
+    own: type[_Own],
+    model: type[BaseModel],
+    arguments: Sequence[str],
+    *,
+    command: str,
+    defaults: Mapping[str, Any],
+    without: Collection[str] = (),
+) -> Parsed[_Own]:
+    """Parse `arguments` into an `own` and the values of a `model`, those of `defaults` where no flag is given.
+
+    There are no flags for the fields in `without`. Raises ConfigError at a failure that is written wrongly. Ends the
+    process at --help, at a flag that does not exist, and at one with a value of the wrong type.
+    """
+    mirror = dataclasses.make_dataclass(
+        own.__name__, [flag for flag in _flags(model, defaults) if flag[0] not in without], bases=(own,), frozen=True
+    )
+    mirror.__doc__ = own.__doc__
+    values = dataclasses.asdict(tyro.cli(mirror, prog=f"chameleon {command}", args=arguments))
+    own_values = {field.name: values.pop(field.name) for field in dataclasses.fields(own)}
+    if _FAILURES in values:
+        values[_FAILURES] = _failures(values[_FAILURES])
+    return Parsed(own(**own_values), values)
+
+
+def _flags(model: type[BaseModel], defaults: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [_flag(name, info, defaults) for name, info in model.model_fields.items()]
+
+
+def _flag(name: str, info: FieldInfo, defaults: Mapping[str, Any]) -> tuple[str, Any, Any]:
+    """Return name, annotation and default, as `dataclasses.make_dataclass` takes a field."""
+    kind: Any = info.annotation
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        section: Any = dataclasses.make_dataclass(kind.__name__, _flags(kind, defaults.get(name, {})), frozen=True)
+        # Given here, the help need not be searched for in source files, which takes longer than all the rest.
+        described = Annotated[section, tyro.conf.arg(help=kind.__doc__)]
+        return name, described, dataclasses.field(default_factory=section)
+    default = defaults.get(name, info.get_default())
+    if name == _FAILURES:
+        kind, default = str, ",".join(map(_failure_text, default)) or _NO_FAILURES
+        text = f"{info.description} Each as {_FAILURE_FORM}; or {_NO_FAILURES}."
+        form = tyro.conf.arg(metavar="FAILURE[,FAILURE ...]", help=text)
+    elif default is None:
+        form = optional_argument("PATH", info.description or "")
+    else:
+        form = tyro.conf.arg(help=info.description)
+    return name, Annotated[kind, form], dataclasses.field(default=default)
+
+
+def _failure_text(failure: Mapping[str, Any]) -> str:
+    return ":".join(str(failure[part]) for part in _FAILURE_PARTS if part in failure)
+
+
+def _failures(text: str) -> list[dict[str, Any]]:
+    return [] if text == _NO_FAILURES else [_failure(part) for part in text.split(",")]
+
+
+def _failure(text: str) -> dict[str, Any]:
+    step, *rest = text.split(":")
+    if not 1 <= len(rest) < len(_FAILURE_PARTS) or not (step.isdigit() and rest[0].isdigit()):
+        raise ConfigError(
+            f'--failures "{text}": should be {_FAILURE_FORM}, such as 12:5:backward:kill; put commas between several'
+        )
+    return {"step": int(step), "worker": int(rest[0]), **dict(zip(_FAILURE_PARTS[2:], rest[1:], strict=False))}

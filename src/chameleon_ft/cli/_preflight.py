@@ -1,0 +1,88 @@
+"""Checks that look outside the configuration: files, addresses, the user's own code. None starts a process."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+from typing import TypeGuard
+
+from chameleon_ft.config import LLAMA_JOB, Control, RunConfig, TrainConfig
+from chameleon_ft.errors import ConfigError
+
+# What needs torch, numpy or the user's code is imported where it is used: `--help` must not wait for any of them.
+
+__all__ = ["absolute_job", "check_address", "check_data_source", "check_layers", "prepare_data_of"]
+
+
+def absolute_job(reference: str) -> str:
+    """Return `reference` with the path of a file made absolute. Raises ConfigError where it names nothing."""
+    from chameleon_ft.job import check_job_reference
+
+    check_job_reference(reference)
+    location, colon, function = reference.rpartition(":")
+    if not colon:
+        location, function = reference, ""
+    if location.endswith(".py"):
+        location = str(Path(location).expanduser().absolute())
+    return f"{location}{colon}{function}"
+
+
+def check_address(control: Control) -> None:
+    """Raise ConfigError where the coordinator could not listen."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(control.host, control.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As the server will: a port that only waits for the stragglers of a closed connection is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise ConfigError(f'control.host = "{control.host}": {error.strerror}; give an address of this host') from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"control.port = {control.port}: is in use on {control.host}; take another one, or 0 for any free one"
+            ) from None
+        raise ConfigError(
+            f'control.host = "{control.host}": cannot listen there: {error.strerror}; give an address of this host'
+        ) from None
+
+
+def check_layers(config: RunConfig) -> None:
+    """Raise ConfigError where a job of the user's own has fewer layers than there are stages. Imports the job."""
+    if config.job == LLAMA_JOB:
+        return  # its configuration says how many there are, and has been checked
+    from chameleon_ft.job import load_job
+
+    layers = load_job(config.job, config).num_layers
+    if config.parallel.pp > layers:
+        raise ConfigError(
+            f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {layers}; "
+            f"take {layers} at most or split the model into more layers"
+        )
+
+
+def check_data_source(config: RunConfig) -> str | None:
+    """Return what there is to train on in words, None where the job brings its own data.
+
+    Raises DataError where it is missing, empty, shorter than one sample or has ids that the model does not know.
+    """
+    if not _reads_data(config):
+        return None
+    from chameleon_ft.data.corpus import check_data
+
+    data = check_data(config)
+    skipped = f", {len(data.skipped)} files left out" if data.skipped else ""
+    return f"data: {data.source}: {data.num_tokens:,} tokens, {data.num_samples:,} samples{skipped}"
+
+
+def prepare_data_of(config: RunConfig) -> None:
+    """Put the data into the run directory, `config.out`, in the form that workers read. Raises DataError."""
+    if _reads_data(config) and config.out is not None:
+        from chameleon_ft.data.corpus import prepare_data
+
+        prepare_data(config, config.out)
+
+
+def _reads_data(config: RunConfig) -> TypeGuard[TrainConfig]:
+    return isinstance(config, TrainConfig)

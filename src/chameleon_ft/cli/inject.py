@@ -1,0 +1,65 @@
+"""`chameleon inject`: make a worker of a live run fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, get_args
+
+import tyro
+
+from chameleon_ft.cli._flags import parse_arguments
+from chameleon_ft.config import FailureKind, FailurePhase
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import RunDirectory
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class InjectArguments:
+    """Make a worker of a live run fail, to see what becomes of the run.
+
+    It fails at once, or where --phase or --step is given, when it comes to that point.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="Run directory.")]
+    worker: Annotated[int, tyro.conf.arg(help="Number of the worker, as the run shows it.")]
+    kind: Annotated[
+        FailureKind,
+        tyro.conf.arg(help="kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut."),
+    ] = "kill"
+    phase: Annotated[
+        FailurePhase | None,
+        tyro.conf.arg(
+            metavar="{" + ",".join(get_args(FailurePhase)) + "}",
+            help="What the worker should be doing when it fails.",
+            help_behavior_hint="",
+        ),
+    ] = None
+    step: Annotated[
+        int | None,
+        tyro.conf.arg(metavar="INT", help="Step in which it should fail.", help_behavior_hint=""),
+    ] = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(InjectArguments, arguments, command="inject")
+    run = RunDirectory.open(given.run)
+    config = run.config()
+    if not 0 <= given.worker < config.workers:
+        raise ConfigError(
+            f"--worker {given.worker}: there is no such worker; the run has {config.workers}, "
+            f"numbered 0 to {config.workers - 1}"
+        )
+    if given.step is not None and not 0 <= given.step < config.steps:
+        raise ConfigError(
+            f"--step {given.step}: there is no such step; the run has {config.steps}, numbered 0 to {config.steps - 1}"
+        )
+    run.read_control()  # says so at once where the run is not live
+    from chameleon_ft.control.inject import inject
+
+    inject(run, worker=given.worker, kind=given.kind, phase=given.phase, step=given.step)
+    return 0

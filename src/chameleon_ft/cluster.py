@@ -1,0 +1,100 @@
+"""Who is there: the workers, how fast each is, and the links between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from chameleon_ft.errors import ConfigError
+
+__all__ = ["Cluster", "Link", "Worker"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection over which a message of n bytes takes `latency_s + n / bytes_per_s` seconds.
+
+    `bytes_per_s` may be `math.inf`. Raises ConfigError when the latency is negative or the bandwidth not positive.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ConfigError(f"latency_s of a link must be zero or a positive number; got {self.latency_s}")
+        if not self.bytes_per_s > 0:
+            raise ConfigError(f"bytes_per_s of a link must be positive; got {self.bytes_per_s}")
+
+    def message_s(self, num_bytes: float) -> float:
+        """Seconds from the start of a send of `num_bytes` until it has arrived."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What holds a stage and fails as one: the ranks of one tensor-parallel group, or one rank.
+
+    Attributes:
+        id: number of the worker, unique in the cluster and kept for the whole run.
+        host: name of the machine; workers with equal names are joined by the intra-host link.
+        speed: 1 / (time an operation takes here relative to a worker of speed 1).
+        memory_bytes: capacity, or None where it is unknown and not checked.
+
+    Raises:
+        ConfigError: a negative id, or a speed or memory that is not positive.
+    """
+
+    id: int
+    host: str
+    speed: float = 1.0
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.id < 0:
+            raise ConfigError(f"a worker id must be zero or a positive integer; got {self.id}")
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise ConfigError(f"speed of worker {self.id} must be positive; got {self.speed}")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise ConfigError(
+                f"memory_bytes of worker {self.id} must be positive, or None if unknown; got {self.memory_bytes}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The workers and the two kinds of link between them.
+
+    Raises ConfigError when two workers share an id. A cluster may be empty: everybody can fail.
+    """
+
+    workers: tuple[Worker, ...]
+    intra_host: Link
+    inter_host: Link
+    _by_id: dict[int, Worker] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_id: dict[int, Worker] = {}
+        for worker in self.workers:
+            if worker.id in by_id:
+                raise ConfigError(f"worker {worker.id} is in the cluster twice; give every worker its own id")
+            by_id[worker.id] = worker
+        object.__setattr__(self, "_by_id", by_id)
+
+    def worker(self, worker_id: int) -> Worker:
+        """The worker with this id; raises ConfigError when there is none."""
+        try:
+            return self._by_id[worker_id]
+        except KeyError:
+            known = ", ".join(map(str, sorted(self._by_id))) or "none"
+            raise ConfigError(f"worker {worker_id} is not in the cluster; its workers are: {known}") from None
+
+    def link(self, a: int, b: int) -> Link:
+        """The link between two workers: inside a host when both are on it, else between hosts."""
+        return self.intra_host if self.worker(a).host == self.worker(b).host else self.inter_host
+
+    def without(self, ids: Collection[int]) -> Cluster:
+        """The cluster that is left when the workers with these ids are gone (ids it does not have are ignored)."""
+        gone = frozenset(ids)
+        return Cluster(tuple(w for w in self.workers if w.id not in gone), self.intra_host, self.inter_host)

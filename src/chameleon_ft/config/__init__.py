@@ -1,0 +1,46 @@
+"""The configuration of a run: what it may say, how it is read, and what is refused.
+
+Importing this package imports neither torch nor anything that reads a clock or the environment.
+"""
+
+from __future__ import annotations
+
+from chameleon_ft.config.files import config_to_toml, load_config, read_toml
+from chameleon_ft.config.run import LLAMA_JOB, RunConfig, TrainConfig
+from chameleon_ft.config.sections import (
+    Batch,
+    Checkpoint,
+    Control,
+    Data,
+    Failure,
+    FailureKind,
+    FailurePhase,
+    LlamaConfig,
+    Optimizer,
+    Parallel,
+    Timeouts,
+)
+from chameleon_ft.config.validation import config_type, parse_config, parse_fields
+
+__all__ = [
+    "LLAMA_JOB",
+    "Batch",
+    "Checkpoint",
+    "Control",
+    "Data",
+    "Failure",
+    "FailureKind",
+    "FailurePhase",
+    "LlamaConfig",
+    "Optimizer",
+    "Parallel",
+    "RunConfig",
+    "Timeouts",
+    "TrainConfig",
+    "config_to_toml",
+    "config_type",
+    "load_config",
+    "parse_config",
+    "parse_fields",
+    "read_toml",
+]

@@ -1,0 +1,41 @@
+"""Configurations as TOML."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from chameleon_ft.config.run import RunConfig
+from chameleon_ft.config.validation import config_type, parse_config
+from chameleon_ft.errors import ConfigError
+
+__all__ = ["config_to_toml", "load_config", "read_toml"]
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises ConfigError that names the file and the place of a mistake in it."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; give the path of a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from None
+
+
+def load_config(path: Path) -> RunConfig:
+    """Read a configuration, of the type that its sections ask for. Raises ConfigError listing all that is wrong."""
+    data = read_toml(path)
+    return parse_config(config_type(data), data, source=str(path))
+
+
+def config_to_toml(config: RunConfig) -> str:
+    """Return `config` as TOML with every field resolved, which `load_config` reads back to an equal one.
+
+    The run directory itself is left out, so that a run may be moved.
+    """
+    return tomli_w.dumps(config.model_dump(mode="json", exclude={"out"}))

@@ -1,0 +1,119 @@
+"""The configuration of a run, and of a run of the Llama that comes with Chameleon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from chameleon_ft.config.sections import (
+    Batch,
+    Checkpoint,
+    Control,
+    Data,
+    Failure,
+    LlamaConfig,
+    Optimizer,
+    Parallel,
+    Section,
+    Timeouts,
+)
+
+__all__ = ["LLAMA_JOB", "RunConfig", "TrainConfig"]
+
+LLAMA_JOB = "chameleon_ft.models.llama_job:llama_job"
+"""Reference of the job that `chameleon train` trains unless told otherwise."""
+
+
+class RunConfig(Section):
+    """How to run a job: everything but the job itself."""
+
+    job: str = Field(
+        default=LLAMA_JOB,
+        min_length=1,
+        description='What to train: "package.module:function" or "path/to/file.py:function".',
+    )
+    # `strict` would refuse the string that a TOML file or a flag holds a path in.
+    out: Annotated[Path, Field(strict=False)] | None = Field(
+        default=None, description="New directory for everything the run writes; by default runs/NAME-TIME."
+    )
+    workers: int = Field(default=4, ge=1, description="Worker processes; must equal parallel.dp * parallel.pp.")
+    steps: int = Field(default=100, ge=1, description="Optimizer steps, numbered from 0.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the weights, the sample order and the dropout.")
+    policy: Literal["reroute"] = Field(
+        default="reroute", description="What to do at a loss; reroute: the peers of a lost worker do its share."
+    )
+    backend: Literal["gloo", "nccl"] = Field(default="gloo", description="Library that carries the tensors.")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Kind of device a worker computes on.")
+    threads: int = Field(default=1, ge=1, description="Threads that one worker computes with on a CPU.")
+    parallel: Parallel = Parallel()
+    batch: Batch = Batch()
+    checkpoint: Checkpoint = Checkpoint()
+    timeouts: Timeouts = Timeouts()
+    control: Control = Control()
+    failures: Annotated[tuple[Failure, ...], Field(strict=False)] = Field(
+        default=(), description="Failures to inject on purpose."
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        dp, pp = self.parallel.dp, self.parallel.pp
+        if dp * pp != self.workers:
+            yield (
+                "workers",
+                f"must equal parallel.dp * parallel.pp = {dp} * {pp} = {dp * pp}; "
+                f"set workers to {dp * pp} or change the layout",
+            )
+        if self.batch.micro_batches % dp:
+            below = self.batch.micro_batches // dp * dp
+            nearest = f"{below} or {below + dp}" if below else f"{dp}"
+            yield "batch.micro_batches", f"must divide evenly over parallel.dp = {dp} pipelines; take {nearest}"
+        if self.backend == "nccl" and self.device != "cuda":
+            yield "backend", f'nccl carries tensors between GPUs only, and device = "{self.device}"; take gloo'
+        yield from self._failure_problems()
+
+    def _failure_problems(self) -> Iterator[tuple[str, str]]:
+        seen: dict[int, int] = {}
+        for index, failure in enumerate(self.failures):
+            key = f"failures[{index}]"
+            if failure.worker >= self.workers:
+                yield (
+                    f"{key}.worker",
+                    f"there is no such worker: the run has {self.workers}, numbered 0 to {self.workers - 1}",
+                )
+            elif failure.worker in seen:
+                yield (
+                    f"{key}.worker",
+                    f"already fails in failures[{seen[failure.worker]}], and a lost worker does not come back; "
+                    "name another one or remove this failure",
+                )
+            seen.setdefault(failure.worker, index)
+            if failure.step >= self.steps:
+                yield (
+                    f"{key}.step",
+                    f"there is no such step: the run has {self.steps}, numbered 0 to {self.steps - 1}; "
+                    "change it, or pass --failures none for a run without any",
+                )
+            if failure.phase == "checkpoint" and not self.checkpoint.every:
+                yield f"{key}.phase", "no checkpoint is written on the way; set checkpoint.every"
+
+
+class TrainConfig(RunConfig):
+    """A run of the Llama that comes with Chameleon."""
+
+    model: LlamaConfig = LlamaConfig()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.parallel.pp > self.model.partition_layers:
+            yield (
+                "parallel.pp",
+                f"asks for more stages than the model has layers: {self.model.partition_layers}, "
+                f"which are the embedding, model.num_layers = {self.model.num_layers} blocks and the head; "
+                f"take {self.model.partition_layers} at most or add blocks",
+            )
+        if self.data.kind == "text" and self.model.vocab_size < 256:
+            yield "model.vocab_size", "text is read as bytes, which need 256 ids; set it to 256"

@@ -1,0 +1,196 @@
+"""The sections of a run's configuration: frozen, strict, every field documented where it stands."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+__all__ = [
+    "Batch",
+    "Checkpoint",
+    "Control",
+    "Data",
+    "Failure",
+    "FailureKind",
+    "FailurePhase",
+    "LlamaConfig",
+    "Optimizer",
+    "Parallel",
+    "Section",
+    "Timeouts",
+]
+
+FailurePhase = Literal["forward", "backward", "sync", "vote", "optimizer", "recovery", "checkpoint"]
+FailureKind = Literal["kill", "hang", "disconnect"]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, refuses unknown keys and values of another type.
+
+    A section overrides `problems` to state what its fields must satisfy together; all of them are reported at once.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, what to change) for every relation between fields that does not hold."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _relations_hold(self) -> Self:
+        found = list(self.problems())
+        if found:
+            summary = "; ".join(f"{field}: {message}" for field, message in found)
+            # A validator may raise one error only, so all that was found travels in its context.
+            raise PydanticCustomError("relation", "{summary}", {"summary": summary, "problems": found})
+        return self
+
+
+class Parallel(Section):
+    """How the model and the batch are divided over the workers before anything fails."""
+
+    dp: int = Field(default=2, ge=1, description="Pipelines, each training a share of the batch.")
+    pp: int = Field(default=2, ge=1, description="Stages of a pipeline, each holding a range of layers.")
+    split_backward: bool = Field(
+        default=False,
+        description="Run the input-gradient and the weight-gradient half of a backward apart (zero bubble).",
+    )
+
+
+class Batch(Section):
+    """The global batch: the samples of one optimizer step."""
+
+    micro_batches: int = Field(default=8, ge=1, description="Micro-batches of one step, over all pipelines.")
+    micro_batch_size: int = Field(default=2, ge=1, description="Samples of one micro-batch.")
+
+    @property
+    def samples(self) -> int:
+        """Samples of one step."""
+        return self.micro_batches * self.micro_batch_size
+
+
+class Checkpoint(Section):
+    """Checkpoints, written in the background of training."""
+
+    every: int = Field(default=0, ge=0, description="Steps between two checkpoints; 0 writes none on the way.")
+    keep: int = Field(default=2, ge=1, description="Complete checkpoints to keep; older ones are removed.")
+
+
+class Timeouts(Section):
+    """How long to wait before something is taken for lost; each must be longer than the one before it."""
+
+    heartbeat_s: float = Field(
+        default=1.0, gt=0, description="Seconds of silence after which a control connection is lost."
+    )
+    watchdog_min_s: float = Field(
+        default=1.5, gt=0, description="Least time in seconds without progress after which a worker counts as hung."
+    )
+    watchdog_factor: float = Field(
+        default=10.0, gt=1, description="A worker counts as hung after this many times its predicted operation time."
+    )
+    collective_s: float = Field(
+        default=30.0, gt=0, description="Seconds a message or a collective may take before it counts as failed."
+    )
+    rendezvous_s: float = Field(
+        default=60.0, gt=0, description="Seconds the workers have to form their communicators together."
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        ordered = ("heartbeat_s", "watchdog_min_s", "collective_s", "rendezvous_s")
+        for shorter, longer in itertools.pairwise(ordered):
+            if getattr(self, shorter) >= getattr(self, longer):
+                yield (
+                    longer,
+                    f"must be longer than {shorter} = {getattr(self, shorter):g}, or the later of the two never fires; "
+                    f"raise {longer} or lower {shorter}",
+                )
+
+
+class Control(Section):
+    """Where the coordinator listens."""
+
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="Address the coordinator listens on; loopback unless told."
+    )
+    port: int = Field(default=0, ge=0, le=65535, description="Port the coordinator listens on; 0 takes a free one.")
+
+
+class Failure(Section):
+    """A failure to inject on purpose: `worker` fails in `phase` of `step`."""
+
+    step: int = Field(ge=0, description="Step in which it happens, counted from 0.")
+    worker: int = Field(ge=0, description="Worker that fails, counted from 0.")
+    phase: FailurePhase = Field(default="forward", description="What the worker is doing when it fails.")
+    kind: FailureKind = Field(
+        default="kill", description="kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut."
+    )
+
+
+class LlamaConfig(Section):
+    """Shape of the Llama-style model."""
+
+    vocab_size: int = Field(default=256, ge=2, description="Number of token ids; text is read as bytes and needs 256.")
+    dim: int = Field(default=128, ge=2, description="Width of the residual stream.")
+    num_layers: int = Field(
+        default=6, ge=1, description="Transformer blocks; embedding and head are one layer each beside them."
+    )
+    num_heads: int = Field(default=4, ge=1, description="Query heads of a block.")
+    num_kv_heads: int = Field(default=2, ge=1, description="Key and value heads, each shared by several query heads.")
+    ffn_dim: int = Field(default=352, ge=1, description="Inner width of the feed-forward network.")
+    seq_len: int = Field(default=128, ge=1, description="Tokens of one sample.")
+    rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary position frequencies.")
+    norm_eps: float = Field(default=1e-5, gt=0, description="Term that keeps the RMS norm from dividing by zero.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of activations dropped in training.")
+
+    @property
+    def partition_layers(self) -> int:
+        """Layers that stages are made of: the embedding, the blocks, and the final norm with the head."""
+        return self.num_layers + 2
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.dim % self.num_heads:
+            yield "dim", f"must be a multiple of num_heads = {self.num_heads}; change one of them"
+        elif (self.dim // self.num_heads) % 2:
+            yield (
+                "dim",
+                f"gives heads of width {self.dim // self.num_heads}, and rotary positions need an even one; "
+                f"take a multiple of {2 * self.num_heads}",
+            )
+        if self.num_heads % self.num_kv_heads:
+            yield "num_heads", f"must be a multiple of num_kv_heads = {self.num_kv_heads}; change one of them"
+
+
+class Data(Section):
+    """What to train on."""
+
+    path: str = Field(
+        default="",
+        description="A text file, a folder of text, or a token file; empty: the source text of Python's own library.",
+    )
+    kind: Literal["auto", "text", "tokens"] = Field(
+        default="auto", description="auto: tokens where the name ends in .bin or .npy, text otherwise."
+    )
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = Field(
+        default="uint16", description="Type of the ids in a raw token file."
+    )
+
+
+class Optimizer(Section):
+    """AdamW with linear warm-up and cosine decay."""
+
+    lr: float = Field(default=3e-3, gt=0, description="Learning rate at the end of the warm-up.")
+    min_lr: float = Field(default=3e-4, ge=0, description="Learning rate at the last step.")
+    warmup_steps: int = Field(default=10, ge=0, description="Steps in which the learning rate rises linearly.")
+    weight_decay: float = Field(default=0.1, ge=0, description="Decay of the weights per unit of learning rate.")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the running mean of the gradient.")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the running mean of its square.")
+    eps: float = Field(default=1e-8, gt=0, description="Term that keeps the update from dividing by zero.")
+    clip_norm: float = Field(default=1.0, ge=0, description="Largest global gradient norm; 0 switches clipping off.")
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.min_lr > self.lr:
+            yield "min_lr", f"must not exceed lr = {self.lr:g}; lower min_lr or raise lr"

@@ -1,0 +1,505 @@
+"""The coordinator: the one place that knows who is in the run, decides what everyone does, and says so."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import replace
+from enum import Enum, auto
+
+from chameleon_ft.config import RunConfig, config_to_toml
+from chameleon_ft.control.decision import Decision, Situation, decide
+from chameleon_ft.control.job_info import JobInfo, OperationRate
+from chameleon_ft.control.members import Members, Worker
+from chameleon_ft.control.messages import (
+    CheckpointSaved,
+    Committed,
+    Crashed,
+    Exit,
+    Finish,
+    Finished,
+    Hello,
+    HostHello,
+    Inject,
+    Kill,
+    Message,
+    Parked,
+    PeerFailed,
+    Position,
+    Probe,
+    Refused,
+    Run,
+    Started,
+    Stop,
+    Vote,
+    Welcome,
+    WorkerExited,
+)
+from chameleon_ft.control.outage import Loss, Outage, exit_in_words
+from chameleon_ft.control.server import Departure, Peer
+from chameleon_ft.control.watchdog import Watchdog
+from chameleon_ft.errors import ControlError, NoHolderError
+from chameleon_ft.observe import (
+    FaultLog,
+    NoticedBy,
+    Recorder,
+    RunDirectory,
+    RunInfo,
+    RunStatus,
+    StepRecord,
+    complete_checkpoints,
+    mark_complete,
+    prune_checkpoints,
+)
+from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.schedule import CostModel, check_program, list_schedule
+from chameleon_ft.sync import gradient_segments
+
+__all__ = ["Coordinator"]
+
+_TICK_S = 0.05
+_UNEXPLAINED_RETRIES = 3  # generations that may fail in a row with nobody to blame
+
+
+class _Phase(Enum):
+    GATHERING = auto()  # workers are joining
+    STOPPING = auto()  # a generation is over, and not all survivors have parked
+    REGROUPING = auto()  # a new generation has its orders, and has not run an operation
+    TRAINING = auto()
+    OVER = auto()
+
+
+class Coordinator:
+    """Takes a run from its first worker to its end.
+
+    All methods are called from the thread of the event loop; each runs to its end before the next message is looked at,
+    so that every decision sees one consistent state. `await wait()` returns the exit code.
+    """
+
+    def __init__(
+        self, *, config: RunConfig, run: RunDirectory, recorder: Recorder, job: JobInfo, store_port: int, resume: bool
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._recorder = recorder
+        self._job = job
+        self._store_port = store_port
+        self._resume = resume
+        self._members = Members(config.workers)
+        self._faults = FaultLog(run.faults_file)
+        self._watchdog = Watchdog(config.timeouts)
+        self._rate = OperationRate()
+        self._phase = _Phase.GATHERING
+        self._generation = 0
+        self._plan: Plan | None = None
+        self._decision: Decision | None = None
+        self._committed = 0
+        self._last_vote: Vote | None = None
+        self._parked: dict[int, Parked] = {}
+        self._suspects: Counter[int] = Counter()
+        self._unexplained = 0
+        self._outage = Outage()
+        self._crashes: dict[int, str] = {}  # step -> the error that ended a worker in it
+        self._finished: set[int] = set()
+        self._saved: dict[int, set[int]] = {}
+        self._interrupted = False
+        self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
+
+    # --- its life ----------------------------------------------------------------------------------------------------
+
+    async def wait(self) -> RunStatus:
+        """Watch over the run until it ends; everything is recorded when this returns."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            status, reason = await asyncio.shield(self._end)
+        finally:
+            watching.cancel()
+        self._phase = _Phase.OVER
+        self._members.tell(Exit(reason=reason))
+        for supervisor in self._members.supervisors:
+            supervisor.send(Exit(reason=reason))
+        self._recorder.finish(status, reason=reason)
+        return status
+
+    def interrupt(self) -> None:
+        """End the run after the current step with a checkpoint; called again, or before training, at once."""
+        if self._phase is _Phase.GATHERING or self._interrupted:
+            self.end("interrupted", "interrupted by the user")
+            return
+        self._interrupted = True
+        self._recorder.event("interrupt", message="ending after this step with a checkpoint; again to end at once")
+        self._members.tell(Finish())
+
+    def end(self, status: RunStatus, reason: str) -> None:
+        """End the run."""
+        if not self._end.done():
+            self._end.set_result((status, reason))
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        last = loop.time()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = loop.time()
+            self._watchdog.forgive(max(0.0, now - last - 2 * _TICK_S))
+            last = now
+            if self._phase not in (_Phase.TRAINING, _Phase.REGROUPING, _Phase.STOPPING):
+                continue
+            for verdict in self._watchdog.verdicts(now):
+                self._lose(self._members[verdict.worker], "watchdog", f"hung: {verdict.reason}")
+            silent = self._silent()
+            if silent and (probe := self._watchdog.ask(now, silent)) is not None:
+                for worker in silent:
+                    self._send(worker, Probe(probe=probe))
+
+    def _silent(self) -> list[int]:
+        """Workers that something is expected of."""
+        if self._phase is _Phase.STOPPING:
+            return [worker for worker in self._members.live() if worker not in self._parked]
+        plan = self._plan
+        return [worker for worker in self._members.live() if plan is not None and worker in plan.workers]
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def message(self, peer: Peer, message: Message) -> None:
+        match message:
+            case Hello():
+                self._join(peer, message)
+            case HostHello():
+                self._members.add_host(peer, message)
+            case Inject():
+                peer.send(self._inject(message))
+            case WorkerExited() if self._members.is_supervisor(peer):
+                self._exited(self._members[message.worker], message.exit_code)
+            case _:
+                worker = self._members.worker_of(peer)
+                if worker is None:
+                    raise ControlError(f"{message.type!r} from somebody who has not joined")
+                self._worker_message(worker, message)
+
+    def departed(self, peer: Peer, how: Departure) -> None:
+        if (host := self._members.remove_supervisor(peer)) is not None and self._phase is not _Phase.OVER:
+            self._recorder.event("host_lost", host=host)
+        worker = self._members.worker_of(peer)
+        if worker is None:
+            return
+        worker.peer = None
+        cause = "control connection closed" if how == "connection" else "no heartbeat"
+        self._lose(worker, how, cause)
+
+    def refused(self, address: str, reason: str) -> None:
+        self._recorder.event("refused", address=address, reason=reason)
+
+    def _worker_message(self, worker: Worker, message: Message) -> None:
+        match message:
+            case Committed():
+                self._on_committed(message)
+            case Position():
+                self._watchdog.answer(worker.id, message)
+            case Parked(generation=generation) if generation == self._generation:
+                self._parked[worker.id] = message
+                self._proceed()
+            case Started(generation=generation) if generation == self._generation:
+                self._on_started()
+            case PeerFailed(generation=generation) if generation == self._generation:
+                self._on_peer_failed(message)
+            case Finished(generation=generation) if generation == self._generation:
+                self._finished.add(worker.id)
+                self._end_if_finished()
+            case Crashed(error=error):
+                worker.crash = error
+                self._on_crash(worker, error)
+            case CheckpointSaved():
+                self._on_saved(message)
+            case Parked() | Started() | PeerFailed() | Finished():
+                pass  # of a generation that is over
+            case _:
+                raise ControlError(f"a rank does not say {message.type!r}")
+
+    def _send(self, worker: int, message: Message) -> None:
+        peer = self._members[worker].peer
+        if peer is not None:
+            peer.send(message)
+
+    # --- joining -----------------------------------------------------------------------------------------------------
+
+    def _join(self, peer: Peer, hello: Hello) -> None:
+        if self._phase is not _Phase.GATHERING:
+            raise ControlError(f"worker {hello.worker} comes too late: the run has begun")
+        self._members.join(peer, hello)
+        peer.send(
+            Welcome(
+                config=config_to_toml(self._config), run=str(self._run.path), boundaries=self._job.boundaries
+            )
+        )
+        if len(self._members.live()) == self._config.workers:
+            self._begin()
+
+    def _begin(self) -> None:
+        parallel = self._config.parallel
+        plan = data_pipeline_plan(
+            layer_costs=self._job.relative_costs,
+            dp=parallel.dp,
+            pp=parallel.pp,
+            micro_batches=self._config.batch.micro_batches,
+            workers=self._members.live(),
+            split_backward=parallel.split_backward,
+        )
+        checkpoints = complete_checkpoints(self._run.checkpoints) if self._resume else []
+        self._committed = checkpoints[-1] if checkpoints else 0
+        self._generation = 1
+        self._launch(
+            Decision(
+                plan=plan,
+                first_step=self._committed,
+                load=checkpoints[-1] if checkpoints else "initial",
+                roll_forward=None,
+                policy="start",
+                action="start",
+            )
+        )
+        self._recorder.started(self._info(plan))
+
+    def _info(self, plan: Plan) -> RunInfo:
+        pipelines = tuple(dict.fromkeys(tuple(hop.worker for hop in route.hops) for route in plan.routes))
+        return RunInfo(
+            model=self._job.model,
+            data=self._job.data,
+            run=str(self._run.path),
+            pipelines=pipelines,
+            stages=tuple(f"{hop.layers.start}-{hop.layers.stop - 1}" for hop in plan.routes[0].hops),
+            first_step=self._committed,
+            steps=self._config.steps,
+            generation=self._generation,
+        )
+
+    # --- progress ----------------------------------------------------------------------------------------------------
+
+    def _on_started(self) -> None:
+        self._watchdog.progress(asyncio.get_running_loop().time())
+        if self._phase is not _Phase.REGROUPING:
+            return
+        self._phase = _Phase.TRAINING
+        if self._outage.losses:
+            self._record_outage(self._decision)
+
+    def _on_committed(self, message: Committed) -> None:
+        decision = self._decision
+        if decision is None or message.step != self._committed:
+            return  # another worker was first
+        self._committed = message.step + 1
+        self._last_vote = message.vote
+        self._unexplained = 0
+        self._watchdog.committed(
+            asyncio.get_running_loop().time(), step_s=message.step_s, longest_operation_s=message.times.longest_s
+        )
+        vote = message.vote
+        self._recorder.step(
+            StepRecord(
+                step=message.step,
+                loss=vote.loss_sum / vote.terms,
+                grad_norm=message.grad_norm,
+                lr=message.lr,
+                samples=vote.samples,
+                tokens=vote.terms,
+                step_s=message.step_s,
+                workers=len(decision.plan.workers),
+                generation=message.generation,
+            )
+        )
+
+    def _on_saved(self, message: CheckpointSaved) -> None:
+        if message.error is not None:
+            self._recorder.event("checkpoint_failed", step=message.step, error=message.error)
+            return
+        saved = self._saved.setdefault(message.step, set())
+        saved.update(message.layers)
+        if len(saved) == self._job.num_layers:
+            del self._saved[message.step]
+            mark_complete(self._run.checkpoints, message.step, num_layers=self._job.num_layers)
+            prune_checkpoints(self._run.checkpoints, keep=self._config.checkpoint.keep)
+            self._recorder.event("checkpoint", step=message.step)
+
+    def _end_if_finished(self) -> None:
+        plan = self._plan
+        if plan is None or not self._finished.issuperset(plan.workers):
+            return
+        if self._committed < self._config.steps:
+            self.end("interrupted", "interrupted by the user, with a checkpoint")
+        else:
+            self.end("finished", "all steps are trained")
+
+    # --- failure -----------------------------------------------------------------------------------------------------
+
+    def _exited(self, worker: Worker, exit_code: int) -> None:
+        worker.exit_code = exit_code
+        self._lose(worker, "child", exit_in_words(exit_code))
+
+    def _on_crash(self, worker: Worker, error: str) -> None:
+        """A rank's own code failed: its loss, unless every other one would fail of the same."""
+        if self._phase is _Phase.GATHERING or self._crashes.get(self._committed) == error or self._committed == 0:
+            log = self._run.logs / f"worker-{worker.id}.log"
+            self.end("failed", f"worker {worker.id} failed in step {self._committed}: {error}; see {log}")
+            return
+        self._crashes[self._committed] = error
+        self._lose(worker, "self", error)
+
+    def _on_peer_failed(self, message: PeerFailed) -> None:
+        if message.peer is not None:
+            self._suspects[message.peer] += 1
+        if self._phase in (_Phase.TRAINING, _Phase.REGROUPING):
+            self._stop()
+
+    def _lose(self, worker: Worker, noticed_by: NoticedBy, cause: str) -> None:
+        if worker.lost or self._phase is _Phase.OVER:
+            return
+        self._members.fence(worker)
+        if self._phase is _Phase.GATHERING:
+            self.end("failed", f"worker {worker.id} ended before the run began: {cause}; see {self._run.logs}")
+            return
+        fault = self._faults.last(worker.id)
+        self._outage.losses.append(
+            Loss(
+                worker=worker.id,
+                step=self._committed,
+                noticed_by=noticed_by,
+                cause=cause,
+                noticed_at=time.time(),
+                failed_at=None if fault is None else fault["time"],
+            )
+        )
+        if self._phase is _Phase.STOPPING:
+            self._parked.pop(worker.id, None)
+            self._proceed()
+        elif self._plan is not None and worker.id in self._plan.workers:
+            if worker.id not in self._finished:
+                self._stop()
+        else:
+            self._record_outage(self._decision)  # a spare: nothing that trains is touched
+
+    def _stop(self) -> None:
+        """End the generation: everyone leaves what it is doing and says what it holds."""
+        self._generation += 1
+        self._phase = _Phase.STOPPING
+        self._parked.clear()
+        self._finished.clear()
+        self._members.tell(Stop(generation=self._generation))
+        self._watchdog.progress(asyncio.get_running_loop().time())
+        self._proceed()
+
+    def _proceed(self) -> None:
+        """Once all survivors have parked, decide and tell everyone how to go on."""
+        if self._phase is not _Phase.STOPPING or not self._parked.keys() >= set(self._members.live()):
+            return
+        assert self._plan is not None
+        if all(worker in self._members.live() for worker in self._plan.workers) and self._blame():
+            return
+        self._outage.stopped_at = time.time()
+        situation = Situation(
+            plan=self._plan,
+            live=self._members.live(),
+            parked=self._parked,
+            committed=self._committed,
+            last_vote=self._last_vote,
+            checkpoints=complete_checkpoints(self._run.checkpoints),
+        )
+        try:
+            if not situation.live:
+                raise ControlError("no worker is left")
+            decision = decide(situation, self._costs(), preferred_pp=self._config.parallel.pp)
+        except (NoHolderError, ControlError) as error:
+            self._give_up(error)
+            return
+        self._launch(decision)
+        self._outage.decided_at = time.time()
+
+    def _blame(self) -> bool:
+        """Messages failed, and yet everyone is there: give up who is named most, or try again if nobody is.
+
+        Returns whether that changed who is live, and so has taken care of going on.
+        """
+        if self._suspects:
+            suspect = max(self._suspects, key=lambda worker: (self._suspects[worker], worker))
+            self._suspects.clear()
+            self._lose(self._members[suspect], "peer", "messages with it failed")
+            return True
+        self._unexplained += 1
+        self._recorder.event("messages_failed", generation=self._generation - 1, attempt=self._unexplained)
+        if self._unexplained > _UNEXPLAINED_RETRIES:
+            self.end("failed", f"messages failed {self._unexplained} times in a row though no worker is lost")
+            return True
+        return False
+
+    def _give_up(self, error: NoHolderError | ControlError) -> None:
+        reason = str(error)
+        if isinstance(error, NoHolderError):
+            reason += "; there is no complete checkpoint in this run: set checkpoint.every to have some"
+        self._record_outage(None, stop=reason)
+        self.end("failed", reason)
+
+    def _launch(self, decision: Decision) -> None:
+        """Give every member of the plan its orders for the current generation."""
+        plan = decision.plan
+        program = list_schedule(plan, self._costs())
+        check_program(program, plan)
+        segments = tuple(
+            (segment.layers.start, segment.layers.stop, segment.holders) for segment in gradient_segments(plan.placement)
+        )
+        self._plan = plan
+        self._decision = decision
+        self._committed = decision.first_step
+        self._suspects.clear()
+        self._finished.clear()
+        self._phase = _Phase.REGROUPING
+        self._watchdog.progress(asyncio.get_running_loop().time())
+        for worker in plan.workers:
+            self._send(
+                worker,
+                Run(
+                    generation=self._generation,
+                    members=plan.workers,
+                    store_port=self._store_port,
+                    first_step=decision.first_step,
+                    operations=Run.pack_operations(program.of(worker)),
+                    segments=segments,
+                    roll_forward=decision.roll_forward,
+                    load=decision.load,
+                ),
+            )
+        self._recorder.event("plan", generation=self._generation, policy=decision.policy, plan=plan.to_json())
+
+    def _costs(self) -> CostModel:
+        return self._job.costs(self._config, self._members.hosts(), self._rate)
+
+    def _record_outage(self, decision: Decision | None, *, stop: str = "") -> None:
+        now = time.time()
+        outage, self._outage = self._outage, Outage()
+        outage = replace(
+            outage, stopped_at=outage.stopped_at or now, decided_at=outage.decided_at or outage.stopped_at or now
+        )
+        for record in outage.records(
+            decision, generation=self._generation, resumed_at=now, cause_of=self._cause, stop=stop
+        ):
+            self._recorder.failure(record)
+
+    def _cause(self, loss: Loss) -> str:
+        """How a worker was lost, by the best that is known now: its own words, its exit, or how it was noticed."""
+        worker = self._members[loss.worker]
+        if worker.crash is not None:
+            return worker.crash
+        # A worker that was given up is killed then; what it was given up for is the cause.
+        if worker.exit_code is not None and loss.noticed_by not in ("watchdog", "heartbeat", "peer"):
+            return exit_in_words(worker.exit_code)
+        return loss.cause
+
+    def _inject(self, message: Inject) -> Message:
+        if message.worker not in self._members.live():
+            return Refused(reason=f"worker {message.worker} is not live; live are {self._members.live()}")
+        worker = self._members[message.worker]
+        if message.kind == "kill" and message.phase is None and worker.supervisor is not None:
+            self._faults.append(worker=worker.id, kind="kill", phase=None, step=None)
+            worker.supervisor.send(Kill(worker=worker.id))
+        else:
+            self._send(worker.id, message)
+        return message

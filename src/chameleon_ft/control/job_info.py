@@ -1,0 +1,76 @@
+"""What the coordinator knows of a job, without loading it or torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control.messages import BoundaryMessage
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.workload import LayerCost, Workload
+
+__all__ = ["JobInfo", "OperationRate"]
+
+_LOOPBACK = Link(latency_s=1e-4, bytes_per_s=1e9)  # until links are measured; only the order of operations depends on it
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRate:
+    """Seconds of a forward and of a backward per unit of relative layer cost."""
+
+    forward_s: float = 1e-3
+    backward_s: float = 2e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobInfo:
+    """A job's layers in numbers.
+
+    Attributes:
+        model: what is trained, in a few words.
+        data: what it is trained on, in a few words.
+        relative_costs: cost of each layer, in units that only compare layers.
+        boundaries: what leaves each layer for one micro-batch.
+        boundary_bytes: its size.
+        param_bytes: bytes of each layer's parameters.
+    """
+
+    model: str
+    data: str
+    relative_costs: tuple[float, ...]
+    boundaries: tuple[BoundaryMessage, ...]
+    boundary_bytes: tuple[int, ...]
+    param_bytes: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.relative_costs)
+
+    def costs(self, config: RunConfig, hosts: dict[int, str], rate: OperationRate) -> CostModel:
+        """Return the cost model of this job on the workers of `hosts`, worker -> host."""
+        total = math.fsum(self.relative_costs)
+        layers = tuple(
+            LayerCost(
+                name=f"layer {index}",
+                forward_s=rate.forward_s * cost / total,
+                input_grad_s=rate.backward_s / 2 * cost / total,
+                weight_grad_s=rate.backward_s / 2 * cost / total,
+                param_bytes=param_bytes,
+                output_bytes=boundary_bytes,
+            )
+            for index, (cost, param_bytes, boundary_bytes) in enumerate(
+                zip(self.relative_costs, self.param_bytes, self.boundary_bytes, strict=True)
+            )
+        )
+        workers = tuple(Worker(worker, host) for worker, host in sorted(hosts.items()))
+        return CostModel(
+            Workload(layers, config.batch.micro_batches, config.batch.micro_batch_size),
+            Cluster(workers, _LOOPBACK, _LOOPBACK),
+        )
+
+    def share(self, layers: Iterable[int]) -> float:
+        """Return which part of the whole model's cost these layers are."""
+        return math.fsum(self.relative_costs[layer] for layer in layers) / math.fsum(self.relative_costs)

@@ -1,0 +1,357 @@
+"""What the coordinator, the supervisors and the ranks say to each other: one JSON object a message.
+
+A rank is one process of the run. `generation` is the number of a membership with its plan; everything that refers to
+a generation which is over is dropped by whoever receives it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from chameleon_ft.errors import ControlError
+from chameleon_ft.plan import LayerRange
+from chameleon_ft.schedule import Operation, OperationKind
+from chameleon_ft.sync import Segment
+
+__all__ = [
+    "BoundaryMessage",
+    "CheckpointSaved",
+    "Committed",
+    "Crashed",
+    "Exit",
+    "Finish",
+    "Finished",
+    "Hello",
+    "HostHello",
+    "Inject",
+    "Kill",
+    "Message",
+    "OperationTimes",
+    "Parked",
+    "PeerFailed",
+    "Position",
+    "Probe",
+    "Refused",
+    "Run",
+    "Spawn",
+    "Started",
+    "Stop",
+    "Vote",
+    "Welcome",
+    "WorkerExited",
+    "decode",
+    "encode",
+]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Vote(_Message):
+    """The sums that the vote of a step carries; with them any rank can apply that step."""
+
+    grad_square_sum: float
+    """Squared L2 norm of the summed, not yet averaged, gradient of the whole model."""
+    loss_sum: float
+    terms: int
+    """Loss terms of the global batch; the gradient and the loss are divided by it."""
+    samples: int
+    finish: bool
+    """Whether some rank was told to end the run after this step."""
+
+
+class OperationTimes(_Message):
+    """Median seconds of the operations that a worker ran in a step; 0 for a kind that it did not run."""
+
+    forward_s: float
+    backward_s: float
+    longest_s: float
+
+
+class BoundaryMessage(_Message):
+    """Shape and torch dtype name of what leaves a layer for one micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+# --- to the coordinator ----------------------------------------------------------------------------------------------
+
+
+class Hello(_Message):
+    """First message of a rank."""
+
+    type: Literal["hello"] = "hello"
+    worker: int
+    host: str
+    pid: int
+
+
+class HostHello(_Message):
+    """First message of a supervisor."""
+
+    type: Literal["host_hello"] = "host_hello"
+    host: str
+    slots: int
+    """Workers it can run."""
+    pid: int
+
+
+class WorkerExited(_Message):
+    """A supervisor reaped a rank. `exit_code` is negative for a signal, as in `subprocess`."""
+
+    type: Literal["worker_exited"] = "worker_exited"
+    worker: int
+    exit_code: int
+
+
+class Parked(_Message):
+    """A rank has left its operations and waits for `generation`."""
+
+    type: Literal["parked"] = "parked"
+    generation: int
+    committed: int
+    """Steps whose update it has applied: the next one is step `committed`."""
+    reduced: bool
+    """Whether it holds the fully reduced gradient of step `committed`."""
+    last_vote: Vote | None
+    """The vote of the last step it applied."""
+
+
+class Started(_Message):
+    """A rank starts its first operation of the generation."""
+
+    type: Literal["started"] = "started"
+    generation: int
+    step: int
+
+
+class Committed(_Message):
+    """A rank has applied the update of `step`."""
+
+    type: Literal["committed"] = "committed"
+    generation: int
+    step: int
+    vote: Vote
+    grad_norm: float
+    lr: float
+    step_s: float
+    times: OperationTimes
+
+
+class PeerFailed(_Message):
+    """A message failed; `peer` is the other end, or None where a collective does not tell."""
+
+    type: Literal["peer_failed"] = "peer_failed"
+    generation: int
+    peer: int | None
+    error: str
+
+
+class Position(_Message):
+    """Answer to a probe: what the rank is doing and since when."""
+
+    type: Literal["position"] = "position"
+    probe: int
+    generation: int
+    doing: str
+    waiting: bool
+    """Whether it waits for another rank; otherwise it computes."""
+    since_s: float
+    """Seconds it has been doing so."""
+
+
+class CheckpointSaved(_Message):
+    """A rank has written `layers` of the checkpoint that resumes at `step`; `error` where it could not."""
+
+    type: Literal["checkpoint_saved"] = "checkpoint_saved"
+    step: int
+    layers: tuple[int, ...]
+    error: str | None = None
+
+
+class Finished(_Message):
+    """A rank has reached the end of its training, with `committed` steps applied and its checkpoint written."""
+
+    type: Literal["finished"] = "finished"
+    generation: int
+    committed: int
+
+
+class Crashed(_Message):
+    """A rank ends itself because of an error in what it was given to run."""
+
+    type: Literal["crashed"] = "crashed"
+    error: str
+
+
+class Inject(_Message):
+    """Make `worker` fail: at once, or in `phase` of step `step` or the first one after it."""
+
+    type: Literal["inject"] = "inject"
+    worker: int
+    kind: Literal["kill", "hang", "disconnect"]
+    phase: Literal["forward", "backward", "sync", "vote", "optimizer", "recovery", "checkpoint"] | None = None
+    step: int | None = None
+
+
+# --- from the coordinator --------------------------------------------------------------------------------------------
+
+
+class Welcome(_Message):
+    """All that a rank needs to load what it trains."""
+
+    type: Literal["welcome"] = "welcome"
+    config: str
+    """The run's resolved configuration as TOML."""
+    run: str
+    """The run directory."""
+    boundaries: tuple[BoundaryMessage, ...]
+    """What leaves each layer."""
+
+
+class Run(_Message):
+    """Form `generation` and train from `first_step` with this program."""
+
+    type: Literal["run"] = "run"
+    generation: int
+    members: tuple[int, ...]
+    """Workers of the generation, ascending; a worker's rank in the world communicator is its index."""
+    store_port: int
+    """Port of the rendezvous store, on the coordinator's host."""
+    first_step: int
+    operations: tuple[tuple[str, int, int, int, int, int | None, int | None, bool, bool], ...]
+    """This worker's program; see `pack_operations`."""
+    segments: tuple[tuple[int, int, tuple[int, ...]], ...]
+    """(first layer, layer after the last, holders) of every gradient segment, in the order all workers issue them."""
+    roll_forward: Vote | None = None
+    """The vote of step ``first_step - 1``: a rank that has not applied that step yet does so first."""
+    load: Literal["initial", "keep"] | int = "keep"
+    """Where the layers' state comes from: fresh weights, what the rank holds, or the checkpoint of this step."""
+
+    @staticmethod
+    def pack_operations(
+        operations: tuple[Operation, ...],
+    ) -> tuple[tuple[str, int, int, int, int, int | None, int | None, bool, bool], ...]:
+        """Write operations as plain tuples; `unpack_operations` reads them back."""
+        return tuple(
+            (
+                o.kind.value,
+                o.micro_batch,
+                o.hop,
+                o.layers.start,
+                o.layers.stop,
+                o.receive_from,
+                o.send_to,
+                o.first,
+                o.last,
+            )
+            for o in operations
+        )
+
+    def unpack_operations(self) -> tuple[Operation, ...]:
+        """Return this worker's program."""
+        return tuple(
+            Operation(
+                OperationKind(kind), micro_batch, hop, LayerRange(start, stop), receive_from, send_to, first, last
+            )
+            for kind, micro_batch, hop, start, stop, receive_from, send_to, first, last in self.operations
+        )
+
+    def unpack_segments(self) -> tuple[Segment, ...]:
+        """Return the gradient segments of the whole model."""
+        return tuple(Segment(LayerRange(start, stop), holders) for start, stop, holders in self.segments)
+
+
+class Stop(_Message):
+    """The generation before `generation` is over: leave every operation and answer with `Parked`."""
+
+    type: Literal["stop"] = "stop"
+    generation: int
+
+
+class Finish(_Message):
+    """End the run after the current step, with a checkpoint."""
+
+    type: Literal["finish"] = "finish"
+
+
+class Probe(_Message):
+    """Answer with a `Position` at once."""
+
+    type: Literal["probe"] = "probe"
+    probe: int
+
+
+class Exit(_Message):
+    """End the process: the run is over, or this rank is no longer part of it."""
+
+    type: Literal["exit"] = "exit"
+    reason: str
+
+
+class Spawn(_Message):
+    """A supervisor is to start these workers."""
+
+    type: Literal["spawn"] = "spawn"
+    workers: tuple[int, ...]
+
+
+class Kill(_Message):
+    """A supervisor is to end `worker` with SIGKILL."""
+
+    type: Literal["kill"] = "kill"
+    worker: int
+
+
+class Refused(_Message):
+    """Answer to a message that cannot be done."""
+
+    type: Literal["refused"] = "refused"
+    reason: str
+
+
+Message: TypeAlias = (
+    Hello
+    | HostHello
+    | WorkerExited
+    | Parked
+    | Started
+    | Committed
+    | PeerFailed
+    | Position
+    | CheckpointSaved
+    | Finished
+    | Crashed
+    | Inject
+    | Welcome
+    | Run
+    | Stop
+    | Finish
+    | Probe
+    | Exit
+    | Spawn
+    | Kill
+    | Refused
+)
+
+_ADAPTER: TypeAdapter[Any] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
+
+
+def encode(message: Message) -> str:
+    """Write a message as one JSON object."""
+    return message.model_dump_json()
+
+
+def decode(text: str | bytes) -> Message:
+    """Read a message. Raises ControlError that says what is wrong with it."""
+    try:
+        message: Message = _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ControlError(f"not a message of this protocol: {place + ': ' if place else ''}{first['msg']}") from None
+    return message

@@ -1,0 +1,76 @@
+"""One outage: from the first worker lost until training goes on, timed phase by phase."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chameleon_ft.control.decision import Decision
+from chameleon_ft.observe import FailureRecord, NoticedBy
+
+__all__ = ["Loss", "Outage", "exit_in_words"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Loss:
+    """A worker that is lost. Times are Unix seconds."""
+
+    worker: int
+    step: int
+    noticed_by: NoticedBy
+    cause: str
+    noticed_at: float
+    failed_at: float | None
+    """When it failed, where that is known."""
+
+
+@dataclass(slots=True)
+class Outage:
+    """The losses between two stretches of training, and when its phases ended."""
+
+    losses: list[Loss] = field(default_factory=list)
+    stopped_at: float = 0.0
+    """When the last survivor had left its operation."""
+    decided_at: float = 0.0
+
+    def records(
+        self, decision: Decision | None, *, generation: int, resumed_at: float, cause_of: Callable[[Loss], str], stop: str
+    ) -> list[FailureRecord]:
+        """Return a record for each loss.
+
+        Args:
+            decision: what was decided; None where the run had to end.
+            resumed_at: when the first operation was run again, or the run ended.
+            cause_of: what is known by now of why a worker was lost.
+            stop: why the run had to end, where it had.
+        """
+        return [
+            FailureRecord(
+                worker=loss.worker,
+                step=loss.step,
+                cause=cause_of(loss),
+                noticed_by=loss.noticed_by,
+                detect_s=None if loss.failed_at is None else max(0.0, loss.noticed_at - loss.failed_at),
+                stop_s=max(0.0, self.stopped_at - loss.noticed_at),
+                decide_s=max(0.0, self.decided_at - self.stopped_at),
+                regroup_s=max(0.0, resumed_at - self.decided_at),
+                stall_s=resumed_at - (loss.noticed_at if loss.failed_at is None else loss.failed_at),
+                policy="stop" if decision is None else decision.policy,
+                action=stop if decision is None else decision.action,
+                generation=generation,
+                resume_step=loss.step if decision is None else decision.first_step,
+                lost_layers=() if decision is None else decision.lost_layers,
+            )
+            for loss in self.losses
+        ]
+
+
+def exit_in_words(exit_code: int) -> str:
+    """Say how a process ended, from its exit code as `subprocess` gives it."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"

@@ -1,0 +1,161 @@
+"""The supervisor of one host: starts its ranks, reaps them, and ends those that the coordinator gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from typing import Protocol
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
+
+from chameleon_ft.control.address import bearer, local_address_towards, websocket_url
+from chameleon_ft.control.messages import Exit, HostHello, Kill, Message, Spawn, WorkerExited, decode, encode
+from chameleon_ft.errors import ControlError
+
+__all__ = ["RankEntry", "Supervisor"]
+
+_EXIT_GRACE_S = 5.0  # a rank that is told to exit has nothing left to do
+
+
+class RankEntry(Protocol):
+    """What a rank's process runs."""
+
+    def __call__(
+        self, *, coordinator: str, token: str, worker: int, host: str, local_index: int
+    ) -> None: ...
+
+
+class Supervisor:
+    """Serves one coordinator until the run ends or the connection to it is lost.
+
+    Args:
+        coordinator: host:port.
+        slots: workers to run on this host.
+        host: this host's address for the others; None finds the one that faces the coordinator.
+        context: fork server that has everything loaded that a rank needs.
+        entry: what a rank runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        coordinator: str,
+        token: str,
+        slots: int,
+        host: str | None,
+        context: ForkServerContext,
+        entry: RankEntry,
+    ) -> None:
+        self._coordinator = coordinator
+        self._token = token
+        self._slots = slots
+        self._host = host or local_address_towards(coordinator)
+        self._context = context
+        self._entry = entry
+        self._ranks: dict[int, BaseProcess] = {}
+        self._told_to_exit = False
+        self._reports: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> bool:
+        """Do what the coordinator says; return whether it ended the run, rather than vanish.
+
+        Raises:
+            ControlError: the coordinator does not answer, or does not want this host.
+        """
+        try:
+            async with connect(
+                websocket_url(self._coordinator),
+                additional_headers=bearer(self._token),
+                ping_interval=None,
+                compression=None,
+                proxy=None,
+            ) as connection:
+                await connection.send(
+                    encode(HostHello(host=f"{socket.gethostname()} ({self._host})", slots=self._slots, pid=os.getpid()))
+                )
+                await self._obey(connection)
+        except (OSError, InvalidHandshake) as error:
+            raise ControlError(
+                f"the coordinator at {self._coordinator} cannot be joined: {error}; check address and token"
+            ) from None
+        finally:
+            await self.end_all()
+        return self._told_to_exit
+
+    async def end_all(self) -> None:
+        """End every rank that is left: those told to exit get a moment, all others none."""
+        deadline = asyncio.get_running_loop().time() + (_EXIT_GRACE_S if self._told_to_exit else 0.0)
+        while any(rank.is_alive() for rank in self._ranks.values()):
+            if asyncio.get_running_loop().time() >= deadline:
+                self.kill_all()
+            await asyncio.sleep(0.01)
+
+    def kill_all(self) -> None:
+        """Kill every rank at once."""
+        for rank in self._ranks.values():
+            _kill(rank)
+
+    async def _obey(self, connection: ClientConnection) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            async for text in connection:
+                match message := decode(text):
+                    case Spawn(workers=workers):
+                        for index, worker in enumerate(workers):
+                            await asyncio.to_thread(self._spawn, worker, index)
+                            self._watch(worker, connection)
+                    case Kill(worker=worker):
+                        if worker in self._ranks:
+                            _kill(self._ranks[worker])
+                    case Exit():
+                        self._told_to_exit = True
+                        return
+                    case _:
+                        raise ControlError(f"a supervisor does not expect {message.type!r}")
+
+    def _spawn(self, worker: int, index: int) -> None:
+        rank = self._context.Process(
+            target=self._entry,
+            name=f"chameleon-worker-{worker}",
+            kwargs={
+                "coordinator": self._coordinator,
+                "token": self._token,
+                "worker": worker,
+                "host": self._host,
+                "local_index": index,
+            },
+        )
+        rank.start()
+        self._ranks[worker] = rank
+
+    def _watch(self, worker: int, connection: ClientConnection) -> None:
+        """Have the event loop reap a rank the moment it ends, and tell the coordinator."""
+        loop = asyncio.get_running_loop()
+        rank = self._ranks[worker]
+
+        def reap() -> None:
+            loop.remove_reader(rank.sentinel)
+            rank.join()
+            report = loop.create_task(
+                _try_to_send(connection, WorkerExited(worker=worker, exit_code=rank.exitcode or 0))
+            )
+            self._reports.add(report)  # the loop itself keeps no task alive
+            report.add_done_callback(self._reports.discard)
+
+        loop.add_reader(rank.sentinel, reap)
+
+
+async def _try_to_send(connection: ClientConnection, message: Message) -> None:
+    with contextlib.suppress(ConnectionClosed):
+        await connection.send(encode(message))
+
+
+def _kill(rank: BaseProcess) -> None:
+    if rank.pid is not None and rank.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, signal.SIGKILL)

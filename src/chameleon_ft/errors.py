@@ -1,0 +1,77 @@
+"""Every error that Chameleon raises on purpose.
+
+    ChameleonError
+      ConfigError            a value the user gave: configuration, command line, environment
+        DataError            training data that is missing, too short or does not fit the model
+      PlanError              a placement, route or plan that breaks a rule
+        NoHolderError        layers that no live worker holds any more
+      ProgramError           operations out of order, missing or stuck
+      CheckpointError        a checkpoint that is missing, incomplete or of another model
+      ControlError           the control plane: membership, messages, joining
+
+The message of each names the input, what was expected and what to try next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "ChameleonError",
+    "CheckpointError",
+    "ConfigError",
+    "ControlError",
+    "DataError",
+    "NoHolderError",
+    "PlanError",
+    "ProgramError",
+]
+
+
+class ChameleonError(Exception):
+    """Base of every error raised on purpose; catching it catches them all."""
+
+
+class ConfigError(ChameleonError):
+    """A value that the user gave cannot be used."""
+
+
+class DataError(ConfigError):
+    """The training data is missing, too short or does not fit the model."""
+
+
+class PlanError(ChameleonError):
+    """A placement, route or plan breaks one of the rules that make it runnable."""
+
+
+class NoHolderError(PlanError):
+    """Layers that no live worker holds: their parameters exist nowhere but in a checkpoint.
+
+    `layers` are the numbers of those layers in ascending order.
+    """
+
+    layers: tuple[int, ...]
+
+    def __init__(self, layers: Iterable[int]) -> None:
+        self.layers = tuple(sorted(layers))
+        noun = "layer" if len(self.layers) == 1 else "layers"
+        super().__init__(
+            f"no live worker holds {noun} {', '.join(map(str, self.layers))}; "
+            "go back to a checkpoint, or place these layers on more workers"
+        )
+
+    def __reduce__(self) -> tuple[type[NoHolderError], tuple[tuple[int, ...]]]:
+        # The default would hand the message to __init__ when the error crosses a process boundary.
+        return type(self), (self.layers,)
+
+
+class ProgramError(ChameleonError):
+    """A program has operations missing, out of order, or that wait for each other for ever."""
+
+
+class CheckpointError(ChameleonError):
+    """A checkpoint is missing, incomplete, or was written by another model."""
+
+
+class ControlError(ChameleonError):
+    """The control plane refused or lost a member, or got a message it cannot accept."""

@@ -1,0 +1,256 @@
+"""What is trained: layers, loss, data and optimizer, as plain callables that know nothing of the runtime.
+
+A job is all that the runtime, the plain reference loop and the checkpoints share about a model. This module imports no
+torch, so that a reference to a job can be checked before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.keys import random_key
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+    from torch import nn
+
+    from chameleon_ft.config import RunConfig
+
+    TensorPair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+    LayerFactory: TypeAlias = Callable[[], nn.Module]
+    Loss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    OptimizerFactory: TypeAlias = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+__all__ = ["BoundarySpec", "Dataset", "Job", "check_job_reference", "load_job", "random_key"]
+
+
+class Dataset(Protocol):
+    """A map-style dataset: sample `i` is the same (input, target) in every process and at every time."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> TensorPair: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BoundarySpec:
+    """The tensor that leaves a layer for one micro-batch.
+
+    Attributes:
+        shape: all its dimensions, the micro-batch's own included.
+        dtype: its element type; a gradient that comes back has the same.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.shape):
+            raise ConfigError(f"a boundary tensor has the shape {self.shape}: every dimension must be at least 1")
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A model as a list of layers, and what it takes to train it.
+
+    Every worker builds only the layers it holds, and a tensor crosses from layer to layer, so a layer is any
+    ``nn.Module`` from one tensor to one tensor. A layer must not depend on anything but its input, its parameters and
+    torch's generator, which is seeded before each run of it: then it does not matter which worker runs it.
+
+    Attributes:
+        layers: a factory for each layer, first to last. Layer 0 gets the dataset's inputs, stacked: (micro-batch, ...).
+        loss: (output of the last layer, stacked targets) -> the *sum* of the loss terms of the micro-batch, a scalar.
+        loss_terms: stacked targets -> how many terms `loss` sums for them; their sum over the global batch divides the
+            gradients, so that the loss that is trained on is the mean over all terms. Default: one for each sample.
+        dataset: sample number -> (input, target), each a tensor of the same shape for every sample.
+        optimizer: parameters of this worker -> optimizer. Its state must be elementwise or for each parameter alone, as
+            workers hold different parameters.
+        learning_rate: step (from 0) -> the rate that is set on all groups before the update of that step; None leaves
+            the optimizer's own.
+        clip_norm: the largest global L2 norm of the gradient; above it the gradient is scaled down. None: no clipping.
+        layer_costs: relative cost of running each layer, by which layers are shared out; None: all alike.
+        boundaries: for a model whose layers cannot be run on torch's meta device: (micro-batch size) -> what
+            leaves each layer. None: found by running the layers on the meta device.
+
+    Raises:
+        ConfigError: a field is missing or out of range; the message says which and what to change.
+    """
+
+    layers: Sequence[LayerFactory]
+    loss: Loss
+    loss_terms: Callable[[torch.Tensor], int] = len
+    dataset: Dataset
+    optimizer: OptimizerFactory
+    learning_rate: Callable[[int], float] | None = None
+    clip_norm: float | None = None
+    layer_costs: Sequence[float] | None = None
+    boundaries: Callable[[int], Sequence[BoundarySpec]] | None = None
+
+    def __post_init__(self) -> None:
+        # nn.Sequential is no Sequence, and neither is a class: both would fail later and less clearly.
+        if not isinstance(self.layers, Sequence):
+            raise ConfigError(f"`layers` is {type(self.layers).__name__}: give a list of functions that build layers")
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise ConfigError("a job needs at least one layer: put layer factories in `layers`")
+        for index, factory in enumerate(self.layers):
+            _require_factory(index, factory)
+        for name in ("loss", "loss_terms", "optimizer"):
+            _require_callable(name, getattr(self, name))
+        for name in ("learning_rate", "boundaries"):
+            if getattr(self, name) is not None:
+                _require_callable(name, getattr(self, name))
+        if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
+            raise ConfigError("`dataset` must be map-style: give it __len__ and __getitem__(i) -> (input, target)")
+        if len(self.dataset) < 1:
+            raise ConfigError("`dataset` is empty: training needs at least one sample")
+        if self.clip_norm is not None and not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
+            raise ConfigError(f"`clip_norm` is {self.clip_norm}: it must be positive, or None for no clipping")
+        if self.layer_costs is not None:
+            object.__setattr__(self, "layer_costs", _checked_costs(self.layer_costs, len(self.layers)))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def relative_costs(self) -> tuple[float, ...]:
+        """The cost of each layer, in units that only compare layers; all 1 where the job gives none."""
+        return (1.0,) * self.num_layers if self.layer_costs is None else tuple(self.layer_costs)
+
+
+def check_job_reference(reference: str) -> None:
+    """See that the file or module of a reference exists, without importing it (the packages around it excepted).
+
+    Raises:
+        ConfigError: the reference is malformed, or its file or module does not exist.
+    """
+    location, _ = _split_reference(reference)
+    if _is_file(location):
+        if not Path(location).is_file():
+            raise ConfigError(f"job {reference!r}: there is no file {location}")
+        return
+    _look_in_working_directory()
+    try:
+        found = importlib.util.find_spec(location) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        raise ConfigError(
+            f"job {reference!r}: there is no module {location}; a file is named with its ending, {location}.py"
+        )
+
+
+def load_job(reference: str, config: RunConfig) -> Job:
+    """Call the function that `reference` names and return its job.
+
+    Args:
+        reference: ``package.module:function`` or ``path/to/file.py:function``; without ``:function`` it is ``job``.
+            Modules are also looked for in the working directory. The folder of a file is put on the import path, as it
+            is for a script.
+        config: handed to the function if that has to be given an argument.
+
+    Raises:
+        ConfigError: nothing of that name, or it does not give a `Job`. What the function itself raises passes through.
+    """
+    check_job_reference(reference)
+    location, name = _split_reference(reference)
+    module = _import_file(Path(location)) if _is_file(location) else importlib.import_module(location)
+    function = getattr(module, name, None)
+    if function is None:
+        raise ConfigError(f"job {reference!r}: {location} has no function {name!r}; name one as {location}:FUNCTION")
+    if not callable(function):
+        raise ConfigError(f"job {reference!r}: {name!r} is no function; name one that returns a Job")
+    job = function(*((config,) if _needs_an_argument(function) else ()))
+    if not isinstance(job, Job):
+        raise ConfigError(f"job {reference!r}: {name}() returned {type(job).__name__}, not a chameleon_ft.Job")
+    return job
+
+
+def _require_factory(index: int, factory: object) -> None:
+    # A module is callable too, and building it late is the point: name the mistake instead of failing in a worker.
+    if hasattr(factory, "parameters") and not isinstance(factory, type):
+        raise ConfigError(f"layers[{index}] is a module: give a factory that builds it, e.g. `lambda: Block(...)`")
+    _require_callable(f"layers[{index}]", factory)
+
+
+def _require_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise ConfigError(f"`{name}` is {type(value).__name__}: it must be a function")
+
+
+def _checked_costs(costs: Sequence[float], num_layers: int) -> tuple[float, ...]:
+    if len(costs) != num_layers:
+        raise ConfigError(f"`layer_costs` has {len(costs)} entries for {num_layers} layers: give one for each layer")
+    if any(not (math.isfinite(cost) and cost > 0) for cost in costs):
+        raise ConfigError(
+            "`layer_costs` must all be positive and finite; a layer that costs nearly nothing gets a small one"
+        )
+    return tuple(float(cost) for cost in costs)
+
+
+def _split_reference(reference: str) -> tuple[str, str]:
+    head, colon, tail = reference.rpartition(":")
+    # "C:\model.py" has a colon that separates nothing: what follows a separator is a plain name.
+    location, name = (head, tail) if colon and tail.isidentifier() else (reference, "job")
+    if not location or (":" in location and not _is_file(location)):
+        raise ConfigError(f"job {reference!r}: write it as package.module:function or path/to/file.py:function")
+    return location, name
+
+
+def _is_file(location: str) -> bool:
+    return location.endswith(".py")
+
+
+def _look_in_working_directory() -> None:
+    # An installed command, unlike `python -m`, does not. Last, so that nothing lying around shadows what is installed.
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    # The name is fixed by the path: another process, and pickle, find the same module under the same name.
+    name = f"chameleon_job_{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"job {str(path)!r}: this file cannot be imported")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _needs_an_argument(function: Callable[..., Any]) -> bool:
+    # One with a default may be anything but a configuration.
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)

@@ -1,0 +1,220 @@
+"""Starting the processes of a run: coordinator, rendezvous store, supervisor and ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control.address import local_address_towards
+from chameleon_ft.control.coordinator import Coordinator
+from chameleon_ft.control.job_info import JobInfo
+from chameleon_ft.control.server import control_server, listening_address
+from chameleon_ft.control.supervisor import Supervisor
+from chameleon_ft.errors import ChameleonError, ControlError
+from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus
+from chameleon_ft.observe.terminal import TerminalView
+
+__all__ = ["coordinate", "supervise", "train", "work"]
+
+_EXIT_CODES: dict[RunStatus, int] = {"finished": 0, "failed": 1, "interrupted": 130}
+
+
+def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
+    """Run everything on this machine: coordinator, supervisor and ranks. Returns the exit code."""
+    return asyncio.run(_coordinate(config, run=run, resume=resume, supervised_here=True))
+
+
+def coordinate(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
+    """Run the coordinator alone; the workers join from other processes. Returns the exit code."""
+    return asyncio.run(_coordinate(config, run=run, resume=resume, supervised_here=False))
+
+
+def supervise(*, coordinator: str, token: str, workers: int, host: str | None) -> int:
+    """Start and watch `workers` ranks of the run at `coordinator`, which is host:port. Returns the exit code.
+
+    Raises:
+        ControlError: the coordinator does not answer, or does not want this host.
+    """
+    return asyncio.run(_supervise(coordinator=coordinator, token=token, workers=workers, host=host))
+
+
+def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> int:
+    """Be one rank, started by a launcher that sets RANK and LOCAL_RANK. Returns the exit code.
+
+    Raises:
+        ControlError: the coordinator cannot be joined.
+    """
+    from chameleon_ft.runtime.rank import rank_main
+
+    return rank_main(
+        coordinator=coordinator,
+        token=token,
+        worker=int(environ["RANK"]),
+        host=environ.get("CHAMELEON_HOST") or local_address_towards(coordinator),
+        local_index=int(environ["LOCAL_RANK"]),
+    )
+
+
+async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, supervised_here: bool) -> int:
+    context = _fork_server()
+    token = secrets.token_urlsafe(16)
+    with _store(context, config.control.host) as ready:
+        # Both wait for the fork server to have torch loaded.
+        job, store_port = await asyncio.gather(
+            asyncio.to_thread(_inspect, context, config), asyncio.to_thread(ready)
+        )
+        with Recorder(run, TerminalView()) as recorder:
+            coordinator = Coordinator(
+                config=config, run=run, recorder=recorder, job=job, store_port=store_port, resume=resume
+            )
+            async with control_server(
+                coordinator,
+                host=config.control.host,
+                port=config.control.port,
+                token=token,
+                heartbeat_s=config.timeouts.heartbeat_s,
+            ) as server:
+                address = listening_address(server, config.control.host)
+                run.write_control(ControlAddress(address=address, token=token, pid=os.getpid()))
+                try:
+                    async with _supervisor(context, config, address, token, here=supervised_here):
+                        status = await _until_end(coordinator)
+                finally:
+                    run.remove_control()
+    return _EXIT_CODES[status]
+
+
+async def _until_end(coordinator: Coordinator) -> RunStatus:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, coordinator.interrupt)
+    try:
+        return await coordinator.wait()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+@asynccontextmanager
+async def _supervisor(
+    context: ForkServerContext, config: RunConfig, address: str, token: str, *, here: bool
+) -> AsyncIterator[None]:
+    """Run this machine's supervisor inside the block; a no-op where the workers come from elsewhere."""
+    if not here:
+        print(f"waiting for {config.workers} workers; on each machine, with the token in CHAMELEON_TOKEN:")
+        print(f"  CHAMELEON_TOKEN={token} chameleon supervise --coordinator {address} --workers N", flush=True)
+        yield
+        return
+    supervisor = Supervisor(
+        coordinator=address, token=token, slots=config.workers, host=None, context=context, entry=_rank_entry
+    )
+    serving = asyncio.create_task(supervisor.serve())
+    try:
+        yield
+    finally:
+        try:
+            await serving  # told to exit, it sees to it that every rank has ended
+        finally:
+            supervisor.kill_all()
+
+
+async def _supervise(*, coordinator: str, token: str, workers: int, host: str | None) -> int:
+    context = _fork_server()
+    supervisor = Supervisor(
+        coordinator=coordinator, token=token, slots=workers, host=host, context=context, entry=_rank_entry
+    )
+    serving = asyncio.ensure_future(supervisor.serve())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, serving.cancel)
+    try:
+        if await serving:
+            return 0
+        print("the connection to the coordinator is lost; the ranks of this host have been ended", file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:
+        return 130
+
+
+def _fork_server() -> ForkServerContext:
+    """Return a fork server that loads everything a rank needs, and have it begin at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["chameleon_ft.runtime.preload"])
+    from multiprocessing import forkserver
+
+    forkserver.ensure_running()
+    return context
+
+
+def _rank_entry(*, coordinator: str, token: str, worker: int, host: str, local_index: int) -> None:
+    from chameleon_ft.runtime.rank import spawned_rank_main
+
+    spawned_rank_main(coordinator=coordinator, token=token, worker=worker, host=host, local_index=local_index)
+
+
+def _store_entry(host: str, pipe: Connection) -> None:
+    from chameleon_ft.runtime.store import store_main
+
+    store_main(host, pipe)
+
+
+def _inspection_entry(config: RunConfig, pipe: Connection) -> None:
+    from chameleon_ft.runtime.inspection import inspection_main
+
+    inspection_main(config, pipe)
+
+
+def _inspect(context: ForkServerContext, config: RunConfig) -> JobInfo:
+    """Look at the job in a process of its own. Raises what is wrong with it."""
+    with _child(context, _inspection_entry, config) as pipe:
+        try:
+            found = pipe.recv()
+        except EOFError:
+            raise ControlError(f"job {config.job}: the process that loads it ended without a word") from None
+    if isinstance(found, ChameleonError):
+        raise found
+    assert isinstance(found, JobInfo)
+    return found
+
+
+@contextmanager
+def _store(context: ForkServerContext, host: str) -> Iterator[Callable[[], int]]:
+    """Run the rendezvous store inside the block, which gets a function that waits for its port."""
+    with _child(context, _store_entry, host) as pipe:
+
+        def ready() -> int:
+            try:
+                return int(pipe.recv())
+            except EOFError:
+                raise ControlError(f"the rendezvous store could not be started on {host}") from None
+
+        yield ready
+
+
+@contextmanager
+def _child(context: ForkServerContext, entry: Callable[[Any, Connection], None], argument: Any) -> Iterator[Connection]:
+    """Run ``entry(argument, pipe)`` in a process of its own for as long as the block lasts."""
+    ours, theirs = context.Pipe()
+    child = context.Process(target=entry, args=(argument, theirs), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        child.join(timeout=2)
+        with contextlib.suppress(ProcessLookupError):
+            if child.is_alive():
+                child.kill()
+                child.join()

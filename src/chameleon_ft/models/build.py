@@ -1,0 +1,123 @@
+"""Building a job's layers, seeding their runs, and finding the shapes that cross between them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import BoundarySpec
+from chameleon_ft.keys import init_key, step_key
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from chameleon_ft.job import Job
+
+__all__ = ["boundary_specs", "build_layer", "param_bytes", "seed_forward"]
+
+
+def build_layer(job: Job, layer: int, seed: int) -> nn.Module:
+    """Build layer `layer` on the CPU; every worker that builds it gets the same weights, on whatever device it trains.
+
+    Torch's CPU generator is left as it was found.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(init_key(seed, layer))
+        return job.layers[layer]()
+
+
+def seed_forward(seed: int, *, step: int, micro_batch: int, layer: int, device: torch.device | None = None) -> None:
+    """Seed the generator that the forward of `layer` on `micro_batch` of `step` draws from; call it just before.
+
+    The CPU's generator, and with `device` that device's as well. A mask is thus the same on any worker of one kind of
+    device; between kinds it differs, as their generators do.
+    """
+    key = step_key(seed, step=step, micro_batch=micro_batch, layer=layer)
+    # Not torch.manual_seed: it looks for every kind of accelerator, which takes longer than a small layer's forward.
+    torch.default_generator.manual_seed(key)
+    if device is not None and device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(key)
+
+
+def boundary_specs(job: Job, micro_batch_size: int) -> tuple[BoundarySpec, ...]:
+    """What leaves each layer for one micro-batch of `micro_batch_size` samples, first layer to last.
+
+    Taken from the job where it states it, otherwise found by running the layers on the meta device: nothing is
+    computed and no parameter is allocated.
+
+    Raises:
+        ConfigError: the dataset does not hold pairs of tensors; or a layer cannot be built or run on the meta device,
+            or does not return one tensor: it is named.
+    """
+    first_input = _first_input(job)
+    if job.boundaries is not None:
+        stated = tuple(job.boundaries(micro_batch_size))
+        if len(stated) != job.num_layers:
+            raise ConfigError(f"`boundaries` gives {len(stated)} shapes for {job.num_layers} layers: give one for each")
+        return stated
+    spec = BoundarySpec((micro_batch_size, *first_input.shape), first_input.dtype)
+    specs: list[BoundarySpec] = []
+    # Running on the meta device costs milliseconds a layer, and the blocks of a model mostly share one factory.
+    known: dict[tuple[int, BoundarySpec], BoundarySpec] = {}
+    for layer, factory in enumerate(job.layers):
+        key = (id(factory), spec)
+        if key not in known:
+            known[key] = _output_spec(_build_on_meta(job, layer), spec, layer)
+        spec = known[key]
+        specs.append(spec)
+    return tuple(specs)
+
+
+def param_bytes(job: Job) -> tuple[int, ...]:
+    """The bytes of each layer's parameters, first layer to last; nothing is allocated.
+
+    Raises:
+        ConfigError: a layer cannot be built on the meta device; the message names it.
+    """
+    known: dict[int, int] = {}
+    for layer, factory in enumerate(job.layers):
+        if id(factory) not in known:
+            known[id(factory)] = sum(parameter.nbytes for parameter in _build_on_meta(job, layer).parameters())
+    return tuple(known[id(factory)] for factory in job.layers)
+
+
+def _first_input(job: Job) -> Tensor:
+    # A user's data set may hold anything, whatever its annotation says.
+    sample: Any = job.dataset[0]
+    match sample:
+        case (torch.Tensor() as first_input, torch.Tensor()):
+            return first_input
+    raise ConfigError("the dataset's samples must be pairs of tensors: let __getitem__(i) return (input, target)")
+
+
+def _build_on_meta(job: Job, layer: int) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return job.layers[layer]()
+    except Exception as error:
+        raise ConfigError(
+            f"layer {layer} cannot be built on torch's meta device ({type(error).__name__}: {error}); "
+            "see that its factory works under `with torch.device('meta')`, or set the job's `boundaries`"
+        ) from error
+
+
+def _output_spec(module: nn.Module, spec: BoundarySpec, layer: int) -> BoundarySpec:
+    # Without the meta device as default, a tensor that forward makes on the CPU would clash with its input.
+    with torch.no_grad(), torch.device("meta"):
+        try:
+            output = module(torch.empty(spec.shape, dtype=spec.dtype))
+        except Exception as error:
+            raise ConfigError(
+                f"layer {layer} ({type(module).__name__}) cannot be run on an input of shape {spec.shape} and "
+                f"{spec.dtype} on torch's meta device ({type(error).__name__}: {error}); check that it takes what "
+                "the layer before it gives, or set the job's `boundaries`"
+            ) from error
+    if not isinstance(output, torch.Tensor):
+        raise ConfigError(
+            f"layer {layer} ({type(module).__name__}) returned {type(output).__name__}: a layer returns one tensor; "
+            "pack several into one, or put both users of them into the same layer"
+        )
+    return BoundarySpec(tuple(output.shape), output.dtype)

@@ -1,0 +1,186 @@
+"""A Llama as a list of layers: embedding, transformer blocks, head. Each is built alone, by whoever holds it.
+
+Grouped-query attention with rotary positions, root-mean-square norms and SwiGLU feed-forward, all without biases; the
+head is not tied to the embedding, so that no two layers share a parameter. Parameters correspond one to one to those of
+transformers' ``LlamaForCausalLM`` (see `chameleon_ft.models.hugging_face`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from chameleon_ft.config import LlamaConfig
+
+__all__ = ["Block", "Embedding", "Head", "layer_flops", "llama_layers", "next_token_loss", "num_parameters"]
+
+_INIT_STD = 0.02
+
+
+class Embedding(nn.Module):
+    """Layer 0: token ids (batch, time), int64 -> (batch, time, dim)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.dropout = config.dropout
+        nn.init.normal_(self.tokens.weight, std=_INIT_STD)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return _drop(self.tokens(ids), self.dropout, training=self.training)
+
+
+class Block(nn.Module):
+    """A transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)); (batch, time, dim) to the same."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = _Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = _FeedForward(config)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + _drop(self.attention(self.attention_norm(x)), self.dropout, training=self.training)
+        return x + _drop(self.feed_forward(self.feed_forward_norm(x)), self.dropout, training=self.training)
+
+
+class Head(nn.Module):
+    """The last layer: final norm and output projection; (batch, time, dim) -> logits (batch, time, vocab_size)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = _Linear(config.dim, config.vocab_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+
+class _Attention(nn.Module):
+    """Causal self-attention; every `num_heads / num_kv_heads` query heads share one key and value head."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.num_heads
+        kv_dim = config.num_kv_heads * self.head_dim
+        self.query = _Linear(config.dim, config.dim)
+        self.key = _Linear(config.dim, kv_dim)
+        self.value = _Linear(config.dim, kv_dim)
+        self.output = _Linear(config.dim, config.dim, std=_residual_std(config))
+        cos, signed_sin = _rotary_tables(config.seq_len, self.head_dim, config.rope_theta)
+        self.cos: Tensor
+        self.signed_sin: Tensor
+        # Not persistent: they follow the module to its device but are no state of the training.
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("signed_sin", signed_sin, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, dim = x.shape
+        heads = (batch, time, -1, self.head_dim)
+        query = self._rotate(self.query(x).view(heads)).transpose(1, 2)
+        key = self._rotate(self.key(x).view(heads)).transpose(1, 2)
+        value = self.value(x).view(heads).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
+        )
+        projected: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, time, dim))
+        return projected
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        """Rotary positions on (batch, time, heads, head_dim), dimension i paired with i + head_dim / 2."""
+        time = x.shape[1]
+        # Swapping the halves by a roll, with the sign kept in the table, saves a negation and a concatenation.
+        swapped = x.roll(self.head_dim // 2, dims=-1)
+        return torch.addcmul(x * self.cos[:time], swapped, self.signed_sin[:time])
+
+
+class _FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = _Linear(config.dim, config.ffn_dim)
+        self.up = _Linear(config.dim, config.ffn_dim)
+        self.down = _Linear(config.ffn_dim, config.dim, std=_residual_std(config))
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return projected
+
+
+def llama_layers(config: LlamaConfig) -> tuple[Callable[[], nn.Module], ...]:
+    """The factories of the ``num_layers + 2`` layers, first to last.
+
+    Weights are drawn from N(0, 0.02^2); those of the two projections into the residual stream from
+    N(0, 0.02^2 / (2 num_layers)), so that its variance at the start does not grow with depth (Radford et al. 2019).
+    """
+    block = partial(Block, config)
+    return (partial(Embedding, config), *(block for _ in range(config.num_layers)), partial(Head, config))
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in float32, summed: logits (batch, time, vocab_size), targets (batch, time) -> scalar."""
+    return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
+
+
+def num_parameters(config: LlamaConfig) -> int:
+    """The number of parameters of the whole model, by its shape."""
+    kv_dim = config.num_kv_heads * (config.dim // config.num_heads)
+    attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
+    block = attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
+    return config.num_layers * block + 2 * config.vocab_size * config.dim + config.dim
+
+
+def layer_flops(config: LlamaConfig) -> tuple[float, ...]:
+    """Floating-point operations of each layer's forward for one token of a full sequence; a multiply-add is two.
+
+    Matrix products, and attention over the half of the positions that a causal mask leaves on average. The embedding
+    multiplies nothing: its copy is counted as one operation for each element.
+    """
+    kv_dim = config.num_kv_heads * (config.dim // config.num_heads)
+    weights = 2 * config.dim * config.dim + 2 * config.dim * kv_dim + 3 * config.dim * config.ffn_dim
+    # Scores and their weighted sum: two products of (head_dim x seq_len / 2) for each of the heads.
+    attention = 2 * 2 * config.dim * config.seq_len / 2
+    block = 2.0 * weights + attention
+    return (float(config.dim), *(block for _ in range(config.num_layers)), 2.0 * config.dim * config.vocab_size)
+
+
+class _Linear(nn.Linear):
+    """A matrix without bias, drawn from N(0, std^2) in place of torch's own initialisation."""
+
+    def __init__(self, inputs: int, outputs: int, *, std: float = _INIT_STD) -> None:
+        self.std = std
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+def _residual_std(config: LlamaConfig) -> float:
+    return _INIT_STD / math.sqrt(2 * config.num_layers)
+
+
+def _rotary_tables(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and signed sin of the rotation angles, each (seq_len, 1, head_dim), float32.
+
+    Position t turns pair i by t * theta^(-2i / head_dim) (Su et al. 2021). The first half of the sines is negated:
+    (x1, x2) turns into (x1 cos - x2 sin, x2 cos + x1 sin).
+    """
+    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequency).unsqueeze(1)
+    return torch.cat((angle.cos(), angle.cos()), dim=-1), torch.cat((-angle.sin(), angle.sin()), dim=-1)
+
+
+def _drop(x: Tensor, probability: float, *, training: bool) -> Tensor:
+    # At probability 0 torch would still draw from the generator and copy.
+    return functional.dropout(x, probability, training=training) if probability > 0 else x

@@ -1,0 +1,33 @@
+"""What a run shows and writes down: records, the run directory, the recorder and the view.
+
+The terminal view is in `chameleon_ft.observe.terminal`, apart, because it loads a library that only a live run needs.
+"""
+
+from __future__ import annotations
+
+from chameleon_ft.observe.checkpoints import complete_checkpoints, layer_directory, mark_complete, prune_checkpoints
+from chameleon_ft.observe.faults import FaultLog
+from chameleon_ft.observe.files import ControlAddress, RunDirectory
+from chameleon_ft.observe.recorder import Recorder
+from chameleon_ft.observe.records import FailureRecord, NoticedBy, RunStatus, StepRecord, Summary, summarize
+from chameleon_ft.observe.view import NullView, RunInfo, View
+
+__all__ = [
+    "ControlAddress",
+    "FailureRecord",
+    "FaultLog",
+    "NoticedBy",
+    "NullView",
+    "Recorder",
+    "RunDirectory",
+    "RunInfo",
+    "RunStatus",
+    "StepRecord",
+    "Summary",
+    "View",
+    "complete_checkpoints",
+    "layer_directory",
+    "mark_complete",
+    "prune_checkpoints",
+    "summarize",
+]

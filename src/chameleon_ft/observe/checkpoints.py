@@ -1,0 +1,50 @@
+"""Where checkpoints are and which of them are complete. What is in them is torch's business."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+__all__ = ["complete_checkpoints", "layer_directory", "mark_complete", "prune_checkpoints"]
+
+_MARK = "complete.json"
+_PREFIX = "step-"
+
+
+def step_directory(checkpoints: Path, step: int) -> Path:
+    """Folder of the checkpoint from which training resumes at `step`."""
+    return checkpoints / f"{_PREFIX}{step:08d}"
+
+
+def layer_directory(checkpoints: Path, step: int, layer: int) -> Path:
+    """Folder of one layer of that checkpoint."""
+    return step_directory(checkpoints, step) / f"layer-{layer:04d}"
+
+
+def mark_complete(checkpoints: Path, step: int, *, num_layers: int) -> None:
+    """Say that all layers of a checkpoint are on disk; without this mark it is never read."""
+    directory = step_directory(checkpoints, step)
+    draft = directory / f".{_MARK}"
+    draft.write_text(json.dumps({"step": step, "num_layers": num_layers}) + "\n", encoding="utf-8")
+    draft.replace(directory / _MARK)
+
+
+def complete_checkpoints(checkpoints: Path) -> list[int]:
+    """Return the steps of the complete checkpoints, ascending."""
+    return sorted(int(mark.parent.name.removeprefix(_PREFIX)) for mark in checkpoints.glob(f"{_PREFIX}*/{_MARK}"))
+
+
+def prune_checkpoints(checkpoints: Path, *, keep: int) -> None:
+    """Remove all but the newest `keep` complete checkpoints, and whatever is older than those and incomplete."""
+    complete = complete_checkpoints(checkpoints)
+    if len(complete) < keep:
+        return
+    oldest_kept = complete[-keep]
+    for directory in checkpoints.glob(f"{_PREFIX}*"):
+        if int(directory.name.removeprefix(_PREFIX)) < oldest_kept:
+            # Unmarked first: a removal that is cut short must not leave half a checkpoint that looks whole.
+            (directory / _MARK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                shutil.rmtree(directory)

@@ -1,0 +1,183 @@
+"""The run directory: where everything a run writes is, and how it is read back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from chameleon_ft.config import RunConfig, config_to_toml, load_config
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe.records import FailureRecord, StepRecord, Summary
+
+__all__ = ["ControlAddress", "RunDirectory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlAddress:
+    """How to reach the coordinator of a live run."""
+
+    address: str
+    """host:port"""
+    token: str
+    pid: int
+    """Process of the coordinator, on its own host."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """A directory that belongs to one run.
+
+    Records are appended a line at a time, so what a crash leaves behind is complete up to its last line.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig) -> RunDirectory:
+        """Make the directory and write the resolved configuration into it.
+
+        Raises ConfigError where `path` exists or cannot be made.
+        """
+        cls.require_free(path)
+        run = cls(path.absolute())
+        try:
+            run.path.mkdir(parents=True)
+            run.checkpoints.mkdir()
+            run.logs.mkdir()
+            run.config_file.write_text(config_to_toml(config), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out {path}: cannot be made: {error.strerror}; take another directory") from None
+        return run
+
+    @staticmethod
+    def require_free(path: Path) -> None:
+        """Raise ConfigError where there is something at `path` already."""
+        if path.exists():
+            raise ConfigError(
+                f"--out {path}: exists already, and a run never writes over another; "
+                f"take another directory, or go on with that run by --resume {path}"
+            )
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Return the directory of an earlier run. Raises ConfigError where `path` is not one."""
+        run = cls(path.absolute())
+        if not run.config_file.is_file():
+            raise ConfigError(
+                f"{path}: is not a run directory, for it holds no {run.config_file.name}; "
+                "give the directory that `chameleon train` printed as its run"
+            )
+        return run
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration, TOML."""
+        return self.path / "config.toml"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One StepRecord per line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        """One event per line, with `time` in Unix seconds and `event`, its name."""
+        return self.path / "events.jsonl"
+
+    @property
+    def faults_file(self) -> Path:
+        """When each injected failure happened; see `FaultLog`."""
+        return self.path / "faults.jsonl"
+
+    @property
+    def summary_file(self) -> Path:
+        """The Summary, written when the run ends."""
+        return self.path / "summary.json"
+
+    @property
+    def control_file(self) -> Path:
+        """The ControlAddress while the run is live; readable by its owner only, for it holds the token."""
+        return self.path / "control.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of what the processes print."""
+        return self.path / "logs"
+
+    def config(self) -> RunConfig:
+        """Read the resolved configuration; its `out` is this directory, wherever it has been moved to."""
+        return load_config(self.config_file).model_copy(update={"out": self.path})
+
+    def write_config(self, config: RunConfig) -> None:
+        """Replace the resolved configuration, when a run goes on with another one."""
+        _replace(self.config_file, config_to_toml(config), mode=0o644)
+
+    def steps(self) -> list[StepRecord]:
+        """Read the committed steps in the order they were written."""
+        return [StepRecord.from_json(line) for line in read_lines(self.metrics_file)]
+
+    def events(self) -> list[dict[str, Any]]:
+        """Read the events in the order they were written."""
+        return list(read_lines(self.events_file))
+
+    def failures(self) -> list[FailureRecord]:
+        """Read the failures in the order they were written."""
+        return [FailureRecord.from_json(event) for event in self.events() if event["event"] == "failure"]
+
+    def write_summary(self, summary: Summary) -> None:
+        """Write the summary, whole or not at all."""
+        _replace(self.summary_file, json.dumps(summary.to_json(), indent=2) + "\n", mode=0o644)
+
+    def write_control(self, control: ControlAddress) -> None:
+        """Tell the other commands how to reach the live run; only the owner can read it."""
+        _replace(self.control_file, json.dumps(asdict(control)) + "\n", mode=0o600)
+
+    def read_control(self) -> ControlAddress:
+        """Return how to reach the live run. Raises ConfigError where the run is not live."""
+        try:
+            return ControlAddress(**json.loads(self.control_file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{self.path}: this run is not live, for it has no {self.control_file.name}; "
+                "start it, or give the directory of one that is running"
+            ) from None
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{self.control_file}: cannot be read: {error}") from None
+
+    def remove_control(self) -> None:
+        """Withdraw what `write_control` wrote, when the run ends."""
+        self.control_file.unlink(missing_ok=True)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file of lines; none where it does not exist.
+
+    Raises ConfigError at a line that is not JSON, unless it is an unfinished last one, which a crash may leave.
+    """
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            if line.endswith("\n"):
+                raise ConfigError(f"{path}, line {number}: is not JSON; the file is damaged") from None
+
+
+def _replace(path: Path, text: str, *, mode: int) -> None:
+    """Write a file so that a reader, or a crash, sees the old content or the new one and nothing between."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        file.write(text)
+    draft.replace(path)

@@ -1,0 +1,95 @@
+"""The one place through which a run tells the outside what it does."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from chameleon_ft.observe.files import RunDirectory
+from chameleon_ft.observe.records import FailureRecord, RunStatus, StepRecord, Summary, summarize
+from chameleon_ft.observe.view import RunInfo, View
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Appends records to the run directory and shows them in a view.
+
+    Every line is on its way to the file system before the call returns: a crash of this process loses none. Use it as
+    a context manager, or call `close`. `clock` gives Unix seconds.
+    """
+
+    def __init__(self, run: RunDirectory, view: View, *, clock: Callable[[], float] = time.time) -> None:
+        self.run = run
+        self._view = view
+        self._clock = clock
+        self._metrics = _open_for_appending(run.metrics_file)
+        self._events = _open_for_appending(run.events_file)
+
+    def started(self, info: RunInfo) -> None:
+        """Record that the workers are together and training begins, or goes on, with `info`."""
+        self._write_event("started", info.to_json())
+        self._view.started(info)
+
+    def step(self, record: StepRecord) -> None:
+        """Record a committed step."""
+        _append(self._metrics, record.to_json())
+        self._view.step(record)
+
+    def failure(self, record: FailureRecord) -> None:
+        """Record a lost worker, once training goes on without it or the run ends."""
+        self._write_event("failure", record.to_json())
+        self._view.failure(record)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Record anything else that happened; `fields` are JSON values."""
+        self._write_event(name, fields)
+        self._view.event(name, fields)
+
+    def finish(self, status: RunStatus, *, reason: str) -> Summary:
+        """Derive the summary from everything on disk, so that it covers a resumed run as a whole; write and show it."""
+        self._write_event("finished", {"status": status, "reason": reason})
+        summary = summarize(
+            self.run.steps(),
+            self.run.failures(),
+            samples_per_step=self.run.config().batch.samples,
+            status=status,
+            reason=reason,
+        )
+        self.run.write_summary(summary)
+        self._view.finished(summary)
+        return summary
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        self._metrics.close()
+        self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write_event(self, name: str, fields: Mapping[str, Any]) -> None:
+        _append(self._events, {"time": self._clock(), "event": name, **fields})
+
+
+def _open_for_appending(path: Path) -> TextIO:
+    """Open a file of lines, taking away an unfinished last line that a crash has left."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
+
+
+def _append(file: TextIO, data: Mapping[str, Any]) -> None:
+    file.write(json.dumps(data) + "\n")
+    file.flush()

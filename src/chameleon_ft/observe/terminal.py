@@ -1,0 +1,158 @@
+"""The view of a run in a terminal; the same words without control codes where the output is a file or a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from chameleon_ft.observe.records import FailureRecord, NoticedBy, StepRecord, Summary
+from chameleon_ft.observe.view import RunInfo
+
+__all__ = ["TerminalView"]
+
+_PLAIN_WIDTH = 120  # of output that is no terminal and has no width of its own
+_MOST_PIPELINES_SHOWN = 16
+_INDENT = (0, 0, 0, 2)  # top, right, bottom, left
+
+_NOTICED: dict[NoticedBy, str] = {
+    "child": "its supervisor saw the process end",
+    "connection": "its control connection closed",
+    "heartbeat": "its heartbeats stopped",
+    "watchdog": "it made no progress",
+    "peer": "a peer could not exchange a message with it",
+}
+_PHASES = {"detect_s": "detect", "stop_s": "stop", "decide_s": "decide", "regroup_s": "regroup"}
+
+
+class TerminalView:
+    """Prints a header, a line per step, a banner per failure and a closing table to `console`."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        console = console or Console(highlight=False)
+        if not console.is_terminal:
+            console.width = _PLAIN_WIDTH
+        self._console = console
+        self._box = box.ROUNDED if console.is_terminal else box.ASCII
+        self._steps = 0
+
+    def started(self, info: RunInfo) -> None:
+        """Print what is trained, on what, by whom and where the files go."""
+        self._steps = info.steps
+        facts = _facts()
+        facts.add_row("model", info.model)
+        facts.add_row("data", info.data)
+        facts.add_row("steps", f"{info.first_step} to {info.steps - 1}")
+        facts.add_row("files", info.run)
+        facts.add_row("layout", _layout(info))
+        self._print("Chameleon", style="bold")
+        self._print(Padding(facts, _INDENT, expand=False))
+        self._print_column_heads()
+
+    def step(self, record: StepRecord) -> None:
+        """Print one line."""
+        self._print(
+            f"{record.step:>7d}  {record.loss:>9.4f}  {record.tokens_per_s:>10,.0f}  "
+            f"{record.step_s:>8.3f}  {record.workers:>7d}"
+        )
+
+    def failure(self, record: FailureRecord) -> None:
+        """Print the banner of a failure: who, how it was noticed, what was done, and the stall by phase."""
+        facts = _facts()
+        facts.add_row("cause", record.cause)
+        facts.add_row("noticed", _NOTICED[record.noticed_by])
+        if record.lost_layers:
+            facts.add_row("lost", f"the last holder of layers {', '.join(map(str, record.lost_layers))}")
+        facts.add_row("done", f"{record.policy}: {record.action}")
+        if record.predicted_step_s is not None:
+            facts.add_row("predicted", f"{record.predicted_step_s:.3f} s per step from here")
+        facts.add_row("stall", _stall(record))
+        facts.add_row("goes on", f"at step {record.resume_step} in generation {record.generation}")
+        title = Text(f"worker {record.worker} lost in step {record.step}", style="bold red")
+        self._print(Panel(facts, title=title, title_align="left", border_style="red", box=self._box, expand=False))
+        self._print_column_heads()
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Print the `message` of an event that has one; the others are for the file."""
+        if message := fields.get("message"):
+            self._print(Text(f"{name}: {message}", style="cyan"))
+
+    def finished(self, summary: Summary) -> None:
+        """Print the closing tables."""
+        facts = _facts()
+        facts.add_row("steps", f"{summary.steps} of {self._steps}" if self._steps else str(summary.steps))
+        if summary.final_loss is not None:
+            facts.add_row("final loss", f"{summary.final_loss:.4f}")
+        facts.add_row(
+            "samples",
+            f"{summary.samples_seen:,} seen, {summary.samples_lost:,} lost, {summary.samples_repeated:,} repeated",
+        )
+        if summary.median_step_s_before is not None:
+            facts.add_row("step time", _step_times(summary))
+        parts = [facts] if not summary.failures else [facts, Text(), self._failures(summary)]
+        title = Text(f"{summary.status}: {summary.reason}", style="bold")
+        self._print(Panel(Group(*parts), title=title, title_align="left", box=self._box, expand=False))
+
+    def _print_column_heads(self) -> None:
+        self._print(f"{'step':>7}  {'loss':>9}  {'tokens/s':>10}  {'step s':>8}  {'workers':>7}", style="bold")
+
+    def _failures(self, summary: Summary) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for name in ("worker", "step"):
+            table.add_column(name, justify="right")
+        for name in ("cause", "noticed by"):
+            table.add_column(name)
+        for name in (*_PHASES.values(), "stall s"):
+            table.add_column(name, justify="right")
+        for record in summary.failures:
+            times = (getattr(record, field) for field in (*_PHASES, "stall_s"))
+            table.add_row(
+                str(record.worker),
+                str(record.step),
+                record.cause,
+                record.noticed_by,
+                *("-" if seconds is None else f"{seconds:.3f}" for seconds in times),
+            )
+        return table
+
+    def _print(self, content: str | Text | Padding | Panel, *, style: str | None = None) -> None:
+        # A path or a message from outside may hold square brackets, which are not ours to read as markup.
+        self._console.print(content, style=style, markup=False, soft_wrap=isinstance(content, str | Text))
+
+
+def _facts() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    return table
+
+
+def _layout(info: RunInfo) -> Table:
+    table = Table.grid(padding=(0, 3))
+    table.add_row("", *(f"stage {number}" for number in range(len(info.stages))))
+    table.add_row("", *(f"layers {layers}" for layers in info.stages))
+    for number, workers in enumerate(info.pipelines[:_MOST_PIPELINES_SHOWN]):
+        table.add_row(f"pipeline {number}", *(f"worker {worker}" for worker in workers))
+    if (more := len(info.pipelines) - _MOST_PIPELINES_SHOWN) > 0:
+        table.add_row(f"and {more} more")
+    return table
+
+
+def _stall(record: FailureRecord) -> str:
+    phases = (
+        f"{name} {getattr(record, field):.3f}" for field, name in _PHASES.items() if getattr(record, field) is not None
+    )
+    return f"{record.stall_s:.3f} s = {' + '.join(phases)}"
+
+
+def _step_times(summary: Summary) -> str:
+    before = f"median {summary.median_step_s_before:.3f} s"
+    if summary.median_step_s_after is None:
+        return before
+    return f"{before} before the first failure, {summary.median_step_s_after:.3f} s after it"

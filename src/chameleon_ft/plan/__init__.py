@@ -1,0 +1,9 @@
+"""Plans: where the layers are and which way each micro-batch takes through them."""
+
+from __future__ import annotations
+
+from chameleon_ft.plan.layouts import data_pipeline_plan, split_layers
+from chameleon_ft.plan.placement import LayerRange, Placement
+from chameleon_ft.plan.plan import Hop, Plan, Route
+
+__all__ = ["Hop", "LayerRange", "Placement", "Plan", "Route", "data_pipeline_plan", "split_layers"]

@@ -1,0 +1,95 @@
+"""The JSON form of a plan, checked field by field before any plan type is built from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Final
+
+from chameleon_ft.errors import PlanError
+
+FORMAT: Final = "chameleon-plan/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """The numbers of a plan: ranges are (start, stop), hops are (worker, start, stop), routes in micro-batch order."""
+
+    num_layers: int
+    ranges: dict[int, list[tuple[int, int]]]
+    routes: list[list[tuple[int, int, int]]]
+    split_backward: bool
+
+
+def dump(record: PlanRecord) -> str:
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "num_layers": record.num_layers,
+            "placement": {str(worker): ranges for worker, ranges in record.ranges.items()},
+            "routes": record.routes,
+            "split_backward": record.split_backward,
+        },
+        separators=(",", ":"),
+    )
+
+
+def load(text: str) -> PlanRecord:
+    """Raises PlanError, with the place of the fault, when `text` is not a plan."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"a plan must be JSON: {error}") from error
+    fields = _object(document, "a plan")
+    if (found := fields.get("format")) != FORMAT:
+        raise PlanError(f'a plan must have "format" {FORMAT!r}; got {found!r}')
+    expected = {"format", "num_layers", "placement", "routes", "split_backward"}
+    if fields.keys() != expected:
+        raise PlanError(f"a plan must have the fields {sorted(expected)}; got {sorted(fields)}")
+    split_backward = fields["split_backward"]
+    if not isinstance(split_backward, bool):
+        raise PlanError(f"split_backward of a plan must be true or false; got {split_backward!r}")
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for key, value in _object(fields["placement"], "the placement of a plan").items():
+        if not (key.isascii() and key.isdecimal()) or int(key) in ranges:
+            raise PlanError(f"the placement of a plan must map worker ids to ranges; got the worker {key!r}")
+        where = f"the ranges of worker {key}"
+        pairs = [_integers(pair, 2, where) for pair in _list(value, where)]
+        ranges[int(key)] = [(start, stop) for start, stop in pairs]
+    routes: list[list[tuple[int, int, int]]] = []
+    for index, value in enumerate(_list(fields["routes"], "the routes of a plan")):
+        where = f"the route of micro-batch {index}"
+        hops = [_integers(hop, 3, where) for hop in _list(value, where)]
+        routes.append([(worker, start, stop) for worker, start, stop in hops])
+    return PlanRecord(
+        num_layers=_integer(fields["num_layers"], "num_layers of a plan"),
+        ranges=ranges,
+        routes=routes,
+        split_backward=split_backward,
+    )
+
+
+def _object(value: object, where: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise PlanError(f"{where} must be a JSON object; got {value!r:.60}")
+    return value
+
+
+def _list(value: object, where: str) -> list[object]:
+    if not isinstance(value, list):
+        raise PlanError(f"{where} must be a list; got {value!r:.60}")
+    return value
+
+
+def _integer(value: object, where: str) -> int:
+    # JSON's true is an int to Python.
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise PlanError(f"{where} must be an integer; got {value!r:.60}")
+    return value
+
+
+def _integers(value: object, count: int, where: str) -> list[int]:
+    items = _list(value, where)
+    if len(items) != count:
+        raise PlanError(f"{where} must hold lists of {count} integers; got {value!r:.60}")
+    return [_integer(item, where) for item in items]

@@ -1,0 +1,91 @@
+"""The standard layouts: pipelines of equal depth side by side, each with its share of the micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan.placement import LayerRange, Placement
+from chameleon_ft.plan.plan import Hop, Plan, Route
+
+__all__ = ["data_pipeline_plan", "split_layers"]
+
+
+def split_layers(costs: Sequence[float], stages: int) -> tuple[LayerRange, ...]:
+    """Cut the layers into `stages` contiguous ranges, none empty, so that the dearest range costs as little as possible.
+
+    `costs` are the layers' costs in any one unit. Exact, by dynamic programming over (stages, layers); among equal
+    optima the one with the earliest cuts, which leaves the longer ranges to the later stages: those keep fewer
+    micro-batches in flight.
+
+    Raises:
+        PlanError: fewer than one stage, more stages than layers, or a cost that is negative or not finite.
+    """
+    num_layers = len(costs)
+    if not 1 <= stages <= num_layers:
+        raise PlanError(f"{num_layers} layers can be cut into 1 to {num_layers} stages, not {stages}; use fewer stages")
+    if bad := [cost for cost in costs if not (math.isfinite(cost) and cost >= 0)]:
+        raise PlanError(f"the cost of a layer must be zero or a positive number; got {bad[0]}")
+    prefix = list(accumulate(costs, initial=0.0))
+    # worst[j]: least largest cost of cutting the first j layers into the stages seen so far.
+    worst = [math.inf, *prefix[1:]]
+    cuts: list[list[int]] = []
+    for stage in range(2, stages + 1):
+        best = [math.inf] * (num_layers + 1)
+        cut = [0] * (num_layers + 1)
+        for stop in range(stage, num_layers + 1):
+            for start in range(stage - 1, stop):
+                value = max(worst[start], prefix[stop] - prefix[start])
+                if value < best[stop]:
+                    best[stop], cut[stop] = value, start
+        worst = best
+        cuts.append(cut)
+    stops = [num_layers]
+    for cut in reversed(cuts):
+        stops.append(cut[stops[-1]])
+    stops.append(0)
+    stops.reverse()
+    return tuple(LayerRange(start, stop) for start, stop in zip(stops, stops[1:], strict=False))
+
+
+def data_pipeline_plan(
+    *,
+    layer_costs: Sequence[float],
+    dp: int,
+    pp: int,
+    micro_batches: int,
+    workers: Sequence[int] | None = None,
+    split_backward: bool = False,
+) -> Plan:
+    """`dp` pipelines of `pp` stages, each with an equal, contiguous share of the micro-batches.
+
+    Stage s of pipeline d is on `workers[d * pp + s]` (worker d * pp + s when `workers` is None), and the layers are cut
+    by `split_layers(layer_costs, pp)`.
+
+    Raises:
+        PlanError: a count below one, micro-batches that do not divide by `dp`, more stages than layers, or a list of
+            workers that is not `dp * pp` different ones.
+    """
+    if dp < 1 or pp < 1 or micro_batches < 1:
+        raise PlanError(f"dp, pp and micro_batches must be at least 1; got {dp}, {pp} and {micro_batches}")
+    if micro_batches % dp:
+        raise PlanError(
+            f"{micro_batches} micro-batches cannot be shared equally by {dp} pipelines; "
+            f"use a multiple of {dp}, such as {math.ceil(micro_batches / dp) * dp}"
+        )
+    ids = tuple(range(dp * pp)) if workers is None else tuple(workers)
+    if len(ids) != dp * pp or len(set(ids)) != len(ids):
+        raise PlanError(f"{dp} pipelines of {pp} stages need {dp * pp} different workers; got {ids}")
+    stages = split_layers(layer_costs, pp)
+    pipelines = [
+        tuple(Hop(worker, layers) for worker, layers in zip(ids[d * pp : (d + 1) * pp], stages, strict=True))
+        for d in range(dp)
+    ]
+    share = micro_batches // dp
+    return Plan(
+        placement=Placement(len(layer_costs), {hop.worker: (hop.layers,) for hops in pipelines for hop in hops}),
+        routes=tuple(Route(m, pipelines[m // share]) for m in range(micro_batches)),
+        split_backward=split_backward,
+    )

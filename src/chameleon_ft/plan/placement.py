@@ -1,0 +1,118 @@
+"""Which layers each worker holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan.frozen_map import FrozenMap
+
+__all__ = ["LayerRange", "Placement"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LayerRange:
+    """The layers `start, ..., stop - 1`; never empty. Raises PlanError unless 0 <= start < stop."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise PlanError(f"a layer range needs 0 <= start < stop; got start {self.start} and stop {self.stop}")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.stop))
+
+    def __contains__(self, layer: object) -> bool:
+        return isinstance(layer, int) and self.start <= layer < self.stop
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop})"
+
+    def covers(self, other: LayerRange) -> bool:
+        """Whether every layer of `other` is in this range."""
+        return self.start <= other.start and other.stop <= self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The layers held by each worker: one contiguous range, or several.
+
+    Workers are kept in ascending order and the ranges of a worker sorted, neighbouring ones merged, so that placements
+    which say the same are equal. Layers without a holder are allowed (`unheld_layers`): a failure can leave some.
+
+    Attributes:
+        num_layers: layers of the model (L).
+        ranges: worker id -> the ranges it holds.
+
+    Raises:
+        PlanError: no layers, a negative worker id, a worker that holds nothing, overlapping ranges of one worker, or a
+            range that goes past the last layer.
+    """
+
+    num_layers: int
+    ranges: Mapping[int, tuple[LayerRange, ...]]
+    _holders: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise PlanError(f"a placement needs at least one layer; got num_layers {self.num_layers}")
+        merged = {worker: self._merged(worker, self.ranges[worker]) for worker in sorted(self.ranges)}
+        holders: list[list[int]] = [[] for _ in range(self.num_layers)]
+        for worker, ranges in merged.items():
+            for layers in ranges:
+                for layer in layers:
+                    holders[layer].append(worker)
+        object.__setattr__(self, "ranges", FrozenMap(merged))
+        object.__setattr__(self, "_holders", tuple(map(tuple, holders)))
+
+    def _merged(self, worker: int, ranges: Collection[LayerRange]) -> tuple[LayerRange, ...]:
+        if worker < 0:
+            raise PlanError(f"a worker id must be zero or a positive integer; got {worker}")
+        if not ranges:
+            raise PlanError(f"worker {worker} holds no layers; leave it out of the placement")
+        merged: list[LayerRange] = []
+        for layers in sorted(ranges):
+            if layers.stop > self.num_layers:
+                raise PlanError(f"worker {worker} holds layers {layers}, but there are only {self.num_layers} layers")
+            if merged and layers.start < merged[-1].stop:
+                raise PlanError(f"worker {worker} holds layers {merged[-1]} and {layers}, which overlap")
+            if merged and layers.start == merged[-1].stop:
+                merged[-1] = LayerRange(merged[-1].start, layers.stop)
+            else:
+                merged.append(layers)
+        return tuple(merged)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers that hold something, in ascending order."""
+        return tuple(self.ranges)
+
+    @property
+    def unheld_layers(self) -> tuple[int, ...]:
+        """The layers that no worker holds, in ascending order."""
+        return tuple(layer for layer, holders in enumerate(self._holders) if not holders)
+
+    def ranges_of(self, worker: int) -> tuple[LayerRange, ...]:
+        """The ranges that `worker` holds, ascending; empty for a worker that is not in the placement."""
+        return self.ranges.get(worker, ())
+
+    def holders(self, layer: int) -> tuple[int, ...]:
+        """The workers that hold `layer`, ascending. Raises PlanError when there is no such layer."""
+        if not 0 <= layer < self.num_layers:
+            raise PlanError(f"there is no layer {layer}; the layers are 0 to {self.num_layers - 1}")
+        return self._holders[layer]
+
+    def holds(self, worker: int, layers: LayerRange) -> bool:
+        """Whether `worker` holds every layer of `layers`."""
+        return any(held.covers(layers) for held in self.ranges_of(worker))
+
+    def without(self, workers: Collection[int]) -> Placement:
+        """The placement that is left when `workers` are gone (workers it does not have are ignored)."""
+        gone = frozenset(workers)
+        return Placement(self.num_layers, {w: ranges for w, ranges in self.ranges.items() if w not in gone})

@@ -1,0 +1,119 @@
+"""A plan: where the layers are, and which way each micro-batch takes through them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import _json
+from chameleon_ft.plan.placement import LayerRange, Placement
+
+__all__ = ["Hop", "Plan", "Route"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One stop of a micro-batch: `worker` runs `layers` on it."""
+
+    worker: int
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way of one micro-batch through the layers, from layer 0 to the last; backwards it is walked in reverse.
+
+    Raises PlanError when there are no hops, or they do not start at layer 0 and follow each other without gap or overlap.
+    """
+
+    micro_batch: int
+    hops: tuple[Hop, ...]
+
+    def __post_init__(self) -> None:
+        if not self.hops:
+            raise PlanError(f"the route of micro-batch {self.micro_batch} has no hops")
+        expected = 0
+        for hop in self.hops:
+            if hop.layers.start != expected:
+                raise PlanError(
+                    f"the route of micro-batch {self.micro_batch} must go on at layer {expected}, "
+                    f"but worker {hop.worker} runs layers {hop.layers}"
+                )
+            expected = hop.layers.stop
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A placement and one route for every micro-batch of the global batch.
+
+    Attributes:
+        placement: which layers each worker holds.
+        routes: the route of micro-batch m at index m.
+        split_backward: whether workers run the two halves of a backward as operations of their own.
+
+    Raises:
+        PlanError: no routes; micro-batches not numbered 0, 1, ... in order; a route that ends before the last layer, or
+            with a hop whose worker does not hold its layers.
+    """
+
+    placement: Placement
+    routes: tuple[Route, ...]
+    split_backward: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.routes:
+            raise PlanError("a plan needs a route for every micro-batch; got no routes")
+        held: set[Hop] = set()
+        for index, route in enumerate(self.routes):
+            if route.micro_batch != index:
+                raise PlanError(
+                    f"routes must be those of micro-batches 0, 1, 2, ... in order; "
+                    f"at index {index} is micro-batch {route.micro_batch}"
+                )
+            if (stop := route.hops[-1].layers.stop) != self.placement.num_layers:
+                raise PlanError(
+                    f"the route of micro-batch {index} ends before layer {stop}, "
+                    f"but the placement has {self.placement.num_layers} layers"
+                )
+            for hop in route.hops:
+                if hop not in held:
+                    if not self.placement.holds(hop.worker, hop.layers):
+                        raise PlanError(
+                            f"micro-batch {index} is to pass layers {hop.layers} on worker {hop.worker}, "
+                            f"which holds {' '.join(map(str, self.placement.ranges_of(hop.worker))) or 'none'}"
+                        )
+                    held.add(hop)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of the global batch (M)."""
+        return len(self.routes)
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers of the placement, ascending; one may hold layers and yet be on no route."""
+        return self.placement.workers
+
+    def to_json(self) -> str:
+        """The plan as one line of JSON; `from_json` reads it back to an equal plan."""
+        return _json.dump(
+            _json.PlanRecord(
+                num_layers=self.placement.num_layers,
+                ranges={w: [(r.start, r.stop) for r in ranges] for w, ranges in self.placement.ranges.items()},
+                routes=[[(hop.worker, hop.layers.start, hop.layers.stop) for hop in r.hops] for r in self.routes],
+                split_backward=self.split_backward,
+            )
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote. Raises PlanError when `text` is anything else or breaks a rule of plans."""
+        record = _json.load(text)
+        placement = Placement(
+            record.num_layers, {w: tuple(LayerRange(*r) for r in ranges) for w, ranges in record.ranges.items()}
+        )
+        routes = tuple(
+            Route(index, tuple(Hop(worker, LayerRange(start, stop)) for worker, start, stop in hops))
+            for index, hops in enumerate(record.routes)
+        )
+        return cls(placement, routes, record.split_backward)

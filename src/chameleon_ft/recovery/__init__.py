@@ -1,0 +1,8 @@
+"""Recovery: how to go on after a loss."""
+
+from __future__ import annotations
+
+from chameleon_ft.recovery.layout import largest_symmetric_layout
+from chameleon_ft.recovery.rerouting import reroute
+
+__all__ = ["largest_symmetric_layout", "reroute"]

@@ -1,0 +1,1 @@
+"""What a rank runs: its layers, its program, its communicators, the commit of a step."""

@@ -1,0 +1,90 @@
+"""What the rest of the runtime knows of a communication library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from chameleon_ft.errors import ChameleonError
+
+__all__ = ["CommunicationError", "Communicators", "InFlight", "Membership", "open_store"]
+
+
+class CommunicationError(ChameleonError):
+    """A message could not be delivered: its other end is gone, or the communicators were interrupted.
+
+    `peer` is the worker at the other end; None for a collective, which does not tell.
+    """
+
+    def __init__(self, peer: int | None, reason: str) -> None:
+        self.peer = peer
+        super().__init__(f"{'a collective' if peer is None else f'a message with worker {peer}'} failed: {reason}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """Who takes part in a generation and which groups of them reduce something together."""
+
+    generation: int
+    worker: int
+    """This rank's worker."""
+    members: tuple[int, ...]
+    """All workers of the generation, ascending."""
+    groups: tuple[tuple[int, ...], ...]
+    """Groups that all-reduce, each ascending, in an order that is the same on every worker."""
+    store: str
+    """host:port of the rendezvous store."""
+
+
+class InFlight(Protocol):
+    """A message under way."""
+
+    def wait(self) -> None:
+        """Block until the tensor has arrived, or may be reused by its sender. Raises CommunicationError."""
+
+    def is_done(self) -> bool:
+        """Tell without blocking whether `wait` would return at once."""
+
+
+class Communicators(Protocol):
+    """The communicators of one generation.
+
+    All methods but `interrupt` are called by the training thread. An object serves one generation: a new one is made
+    after `close`.
+    """
+
+    def open(self, membership: Membership) -> None:
+        """Connect with all members. Raises CommunicationError where that fails or is interrupted."""
+
+    def send(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
+        """Start sending a contiguous tensor, which must not be changed until the message is done."""
+
+    def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
+        """Start receiving into `tensor`. Messages of one tag between two workers arrive in the order they were sent."""
+
+    def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
+        """Start summing `tensor` in place over `group`, which is `members` or one of `groups`."""
+
+    def interrupt(self) -> None:
+        """Make every call that is blocked, and every later one, end with CommunicationError.
+
+        Called by the control thread, as often as it takes until the training thread has come back.
+        """
+
+    def close(self) -> None:
+        """Let go of everything. May be called in any state."""
+
+
+def open_store(address: str, *, timeout_s: float) -> dist.TCPStore:
+    """Connect to the rendezvous store at `address`, which is host:port. Raises CommunicationError."""
+    host, _, port = address.rpartition(":")
+    try:
+        return dist.TCPStore(
+            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, dist.DistError) as error:
+        raise CommunicationError(None, f"the rendezvous store at {address} cannot be reached: {error}") from None

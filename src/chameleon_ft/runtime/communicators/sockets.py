@@ -1,0 +1,98 @@
+"""Ending the TCP connections of a communication library from outside it.
+
+On torch 2.13, neither `abort` nor `shutdown` of a gloo process group wakes a thread that waits in it; shutting down
+its sockets does, within milliseconds. The library does not tell its sockets, so they are found by what appears in
+/proc/self/fd while it connects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+__all__ = ["SocketTracker"]
+
+_FD_DIRECTORY = "/proc/self/fd"
+
+
+class SocketTracker:
+    """The TCP connections that this process opens between `start` and `settle`.
+
+    They are told by inode, since a file descriptor number may be reused at once. Listening sockets are left alone: gloo
+    ends the process when its listening socket fails.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before: set[int] | None = None
+        self._settled: list[socket.socket] = []
+
+    def start(self) -> None:
+        """Everything that is connected from now on is tracked."""
+        with self._lock:
+            self._before = {inode for _, inode in _open_sockets()}
+
+    def settle(self) -> None:
+        """Nothing is added from now on: what this process connects later is its own business."""
+        with self._lock:
+            # A duplicate names the connection itself, whatever becomes of the library's descriptor.
+            self._settled = list(self._new_connections())
+            self._before = None
+
+    def shut_down(self) -> None:
+        """End the tracked connections. Called from any thread, also before `settle`."""
+        with self._lock:
+            for connection in self._settled:
+                _shut_down(connection)
+            for connection in self._new_connections():
+                _shut_down(connection)
+                connection.close()
+
+    def close(self) -> None:
+        """End the tracked connections and forget them."""
+        self.shut_down()
+        with self._lock:
+            for connection in self._settled:
+                connection.close()
+            self._settled = []
+            self._before = None
+
+    def _new_connections(self) -> Iterator[socket.socket]:
+        if self._before is None:
+            return
+        for descriptor, inode in _open_sockets():
+            if inode in self._before:
+                continue
+            try:
+                connection = socket.socket(fileno=os.dup(descriptor))
+            except OSError:
+                continue  # closed since it was listed
+            if _is_tcp_connection(connection):
+                yield connection
+            else:
+                connection.close()
+
+
+def _open_sockets() -> Iterator[tuple[int, int]]:
+    """Yield (descriptor, inode) of every open socket of this process."""
+    for name in os.listdir(_FD_DIRECTORY):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"{_FD_DIRECTORY}/{name}")
+            if target.startswith("socket:["):
+                yield int(name), int(target[len("socket:[") : -1])
+
+
+def _is_tcp_connection(connection: socket.socket) -> bool:
+    return (
+        connection.family in (socket.AF_INET, socket.AF_INET6)
+        and connection.type == socket.SOCK_STREAM
+        and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    )
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # not connected yet, or not any more
+        connection.shutdown(socket.SHUT_RDWR)

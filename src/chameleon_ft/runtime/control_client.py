@@ -1,0 +1,189 @@
+"""A rank's end of the control connection: a thread of its own, so that orders arrive while training is blocked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from chameleon_ft.config import Failure
+from chameleon_ft.control.address import bearer, websocket_url
+from chameleon_ft.control.messages import (
+    Exit,
+    Finish,
+    Hello,
+    Inject,
+    Message,
+    Position,
+    Probe,
+    Run,
+    Stop,
+    Welcome,
+    decode,
+    encode,
+)
+from chameleon_ft.errors import ControlError
+from chameleon_ft.runtime.activity import Activity
+from chameleon_ft.runtime.faults import FaultInjector
+
+__all__ = ["ControlClient", "Order"]
+
+Order = Run | Stop | Exit | Welcome
+"""What the training thread is told to do."""
+
+_INTERRUPT_EVERY_S = 0.005
+
+
+class ControlClient:
+    """Connects to the coordinator and stays connected for the life of the process.
+
+    Orders go into `orders`, for the training thread to take. What cannot wait for it is done here: an ended generation's
+    communicators are interrupted until the training thread has left them, and probes are answered.
+
+    Attributes:
+        orders: orders in the sequence they came.
+        ended: highest generation that is known to be over.
+        finishing: whether the run shall end after the current step.
+    """
+
+    def __init__(self, *, coordinator: str, token: str, worker: int, host: str, activity: Activity) -> None:
+        self._coordinator = coordinator
+        self._token = token
+        self._hello = Hello(worker=worker, host=host, pid=os.getpid())
+        self._activity = activity
+        self._loop = asyncio.new_event_loop()
+        self._connection: ClientConnection | None = None
+        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._interrupt: Callable[[], None] | None = None
+        self._generation = 0
+        self._left = threading.Event()
+        self._left.set()
+        self.faults: FaultInjector | None = None
+        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self.ended = 0
+        self.finishing = False
+
+    def start(self) -> None:
+        """Connect. Raises ControlError where the coordinator does not answer or does not accept the token."""
+        try:
+            self._connection = self._loop.run_until_complete(self._connect())
+        except Exception as error:
+            raise ControlError(
+                f"the coordinator at {self._coordinator} cannot be joined: {error}; check address and token"
+            ) from None
+        threading.Thread(target=self._main, name="control", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Send from any thread; messages go out in the order they were given."""
+        self._loop.call_soon_threadsafe(self._outbox.put_nowait, message)
+
+    def flush(self, timeout_s: float = 1.0) -> None:
+        """Wait until everything sent so far has been handed to the network."""
+        asyncio.run_coroutine_threadsafe(self._outbox.join(), self._loop).result(timeout_s)
+
+    def disconnect(self) -> None:
+        """Cut the connection without a word, as a lost network would."""
+        self._loop.call_soon_threadsafe(self._cut)
+
+    def enter(self, generation: int, interrupt: Callable[[], None]) -> bool:
+        """The training thread enters a generation whose communicators `interrupt` breaks; False if it is over."""
+        # In this order: an interruption of the generation before, should one still be going on, must not hit this one.
+        self._generation = generation
+        self._interrupt = interrupt
+        self._left.clear()
+        # Only now look: a Stop that came before found nothing to interrupt, one that comes after will.
+        if self.ended >= generation:
+            self.leave()
+            return False
+        return True
+
+    def leave(self) -> None:
+        """The training thread has left its generation's communicators."""
+        self._interrupt = None
+        self._left.set()
+
+    async def _connect(self) -> ClientConnection:
+        connection = await connect(
+            websocket_url(self._coordinator),
+            additional_headers=bearer(self._token),
+            # The coordinator's pings are the heartbeat; a rank that is told nothing has nothing to do.
+            ping_interval=None,
+            compression=None,
+            max_size=None,
+            proxy=None,
+        )
+        await connection.send(encode(self._hello))
+        return connection
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve())
+        # Without the coordinator this rank belongs to nothing: whatever it is doing, it is over.
+        self.orders.put(Exit(reason="the connection to the coordinator is lost"))
+        self.ended = self._generation
+        self._loop.run_until_complete(self._interrupt_until_left())
+
+    async def _serve(self) -> None:
+        assert self._connection is not None
+        sender = asyncio.create_task(self._send_all(self._connection))
+        try:
+            async for text in self._connection:
+                self._receive(decode(text))
+        except ConnectionClosed:
+            pass
+        finally:
+            sender.cancel()
+
+    async def _send_all(self, connection: ClientConnection) -> None:
+        while True:
+            await connection.send(encode(await self._outbox.get()))
+            self._outbox.task_done()
+
+    def _receive(self, message: Message) -> None:
+        match message:
+            case Stop(generation=generation):
+                self.ended = generation - 1
+                self.orders.put(message)
+                self._interrupting = self._loop.create_task(self._interrupt_until_left())
+            case Run() | Welcome() | Exit():
+                if isinstance(message, Exit):
+                    self.ended = self._generation
+                    self._interrupting = self._loop.create_task(self._interrupt_until_left())
+                self.orders.put(message)
+            case Finish():
+                self.finishing = True
+            case Probe(probe=probe):
+                doing, waiting, since_s = self._activity.read()
+                self._outbox.put_nowait(
+                    Position(
+                        probe=probe, generation=self._generation, doing=doing, waiting=waiting, since_s=since_s
+                    )
+                )
+            case Inject():
+                self._inject(message)
+            case _:
+                raise ControlError(f"a rank does not expect {message.type!r}")
+
+    def _inject(self, message: Inject) -> None:
+        assert self.faults is not None
+        if message.phase is None:
+            self.faults.fail(message.kind, phase=None, step=None)
+        else:
+            self.faults.plan(
+                Failure(step=message.step or 0, worker=message.worker, phase=message.phase, kind=message.kind)
+            )
+
+    async def _interrupt_until_left(self) -> None:
+        # Again and again: the training thread may be connecting, with sockets that are not there yet.
+        while (interrupt := self._interrupt) is not None and not self._left.is_set() and self.ended >= self._generation:
+            interrupt()
+            await asyncio.sleep(_INTERRUPT_EVERY_S)
+
+    def _cut(self) -> None:
+        assert self._connection is not None
+        self._connection.transport.abort()

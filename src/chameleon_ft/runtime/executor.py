@@ -1,0 +1,223 @@
+"""Runs a worker's program for one step. It knows operations and messages, and nothing of plans or policies."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.runtime.activity import Activity
+from chameleon_ft.runtime.batches import Batches
+from chameleon_ft.runtime.communicators import Communicators, InFlight
+from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.layers import HeldLayers
+from chameleon_ft.runtime.split_backward import PendingWeightGradient, WholeBackward, input_gradient
+from chameleon_ft.schedule import Operation, OperationKind
+
+__all__ = ["Executor", "StepSums"]
+
+_RECEIVES_AHEAD = 4  # a message crosses while its receiver computes only if its receive has been posted
+
+_Hop = tuple[int, int]  # (micro-batch, hop)
+
+
+@dataclass(slots=True)
+class StepSums:
+    """What a worker adds up over the operations of a step."""
+
+    loss: float = 0.0
+    terms: int = 0
+    samples: int = 0
+    durations_s: dict[OperationKind, list[float]] = field(default_factory=dict)
+
+    def median_s(self, *kinds: OperationKind) -> float:
+        """Median seconds of the operations of these kinds; 0 where there were none."""
+        found = [seconds for kind in kinds for seconds in self.durations_s.get(kind, ())]
+        return statistics.median(found) if found else 0.0
+
+    @property
+    def longest_s(self) -> float:
+        return max((max(found) for found in self.durations_s.values()), default=0.0)
+
+
+class Executor:
+    """Executes programs on the layers a rank holds.
+
+    Per operation: wait for its message, compute, start sending its result. Sends are never waited for before the end of
+    the step, and receives are posted a few operations ahead, in program order; with the order checks that a program
+    passes this cannot deadlock.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: Job,
+        held: HeldLayers,
+        boundaries: Sequence[BoundarySpec],
+        batches: Batches,
+        device: torch.device,
+        communicators: Communicators,
+        activity: Activity,
+        faults: FaultInjector,
+    ) -> None:
+        self._job = job
+        self._held = held
+        self._boundaries = boundaries
+        self._batches = batches
+        self._device = device
+        self._communicators = communicators
+        self._activity = activity
+        self._faults = faults
+
+    def run(self, step: int, operations: Sequence[Operation]) -> StepSums:
+        """Run all operations of `step` in order, accumulating gradients. Raises CommunicationError."""
+        return _StepExecution(self, step, operations).run()
+
+
+class _StepExecution:
+    """The state of one step: tensors between forward and backward, and messages under way."""
+
+    def __init__(self, executor: Executor, step: int, operations: Sequence[Operation]) -> None:
+        self._executor = executor
+        self._step = step
+        self._operations = operations
+        self._sums = StepSums()
+        self._losses: list[Tensor] = []
+        self._saved: dict[_Hop, tuple[Tensor, Tensor]] = {}  # boundary in, boundary out (or loss)
+        self._pending: dict[_Hop, PendingWeightGradient | WholeBackward] = {}
+        self._handed: dict[tuple[bool, int, int], Tensor] = {}  # what this worker hands to its own next hop
+        self._receives: dict[int, tuple[InFlight, Tensor]] = {}  # by index of the operation
+        self._to_post = deque(i for i, operation in enumerate(operations) if operation.receive_from is not None)
+        self._sends: list[tuple[InFlight, Tensor]] = []
+        self._fault_at = _middle_of_each_kind(operations)
+
+    def run(self) -> StepSums:
+        for index, operation in enumerate(self._operations):
+            if index in self._fault_at:
+                self._executor._faults.at(self._fault_at[index], self._step)
+            message = self._message(index, operation)
+            self._executor._activity.begin(f"{operation.kind.value}{operation.micro_batch}")
+            start = time.perf_counter()
+            self._run(operation, message)
+            self._sums.durations_s.setdefault(operation.kind, []).append(time.perf_counter() - start)
+        for sent, _ in self._sends:
+            with self._executor._activity.waiting("send"):
+                sent.wait()
+        self._sums.loss = float(torch.stack(self._losses).sum(dtype=torch.float64)) if self._losses else 0.0
+        return self._sums
+
+    def _message(self, index: int, operation: Operation) -> Tensor | None:
+        """Return the operation's incoming tensor: an activation, or a gradient; None where nothing comes in."""
+        while self._to_post and (len(self._receives) < _RECEIVES_AHEAD or self._to_post[0] <= index):
+            self._post(self._to_post.popleft())
+        if operation.receive_from is not None:
+            receive, tensor = self._receives.pop(index)
+            if not receive.is_done():
+                what = f"{operation.kind.value}{operation.micro_batch} of worker {operation.receive_from}"
+                with self._executor._activity.waiting(what):
+                    receive.wait()
+            receive.wait()
+            return tensor
+        forward = operation.kind is OperationKind.FORWARD
+        return self._handed.pop((forward, operation.micro_batch, operation.hop), None)
+
+    def _post(self, index: int) -> None:
+        operation = self._operations[index]
+        assert operation.receive_from is not None
+        forward = operation.kind is OperationKind.FORWARD
+        spec = self._executor._boundaries[operation.layers.start - 1 if forward else operation.layers.stop - 1]
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._executor._device)
+        receive = self._executor._communicators.receive(
+            tensor, peer=operation.receive_from, tag=_tag(operation.micro_batch, forward)
+        )
+        self._receives[index] = (receive, tensor)
+
+    def _send(self, operation: Operation, tensor: Tensor) -> None:
+        """Pass an operation's result on, to another worker or to this worker's own next operation."""
+        forward = operation.kind is OperationKind.FORWARD
+        if operation.send_to is None:
+            if not (operation.last if forward else operation.first):
+                next_hop = operation.hop + (1 if forward else -1)
+                self._handed[forward, operation.micro_batch, next_hop] = tensor
+            return
+        tensor = tensor.contiguous()
+        sent = self._executor._communicators.send(
+            tensor, peer=operation.send_to, tag=_tag(operation.micro_batch, forward)
+        )
+        self._sends = [(under_way, kept) for under_way, kept in self._sends if not under_way.is_done()]
+        self._sends.append((sent, tensor))
+
+    def _run(self, operation: Operation, message: Tensor | None) -> None:
+        match operation.kind:
+            case OperationKind.FORWARD:
+                self._forward(operation, message)
+            case OperationKind.BACKWARD:
+                self._backward(operation, message)
+            case OperationKind.INPUT_GRAD:
+                self._input_gradient(operation, message)
+            case OperationKind.WEIGHT_GRAD:
+                self._pending.pop((operation.micro_batch, operation.hop)).run()
+
+    def _forward(self, operation: Operation, message: Tensor | None) -> None:
+        micro_batch = operation.micro_batch
+        if operation.first:
+            boundary, _ = self._executor._batches.micro_batch(self._step, micro_batch)
+        else:
+            assert message is not None
+            boundary = message.detach().requires_grad_(message.is_floating_point() or message.is_complex())
+        output = self._executor._held.forward(operation.layers, boundary, step=self._step, micro_batch=micro_batch)
+        if operation.last:
+            output = self._loss(micro_batch, output)
+        else:
+            self._send(operation, output.detach())
+        self._saved[micro_batch, operation.hop] = (boundary, output)
+
+    def _loss(self, micro_batch: int, output: Tensor) -> Tensor:
+        job = self._executor._job
+        _, targets = self._executor._batches.micro_batch(self._step, micro_batch)
+        loss = job.loss(output, targets)
+        self._losses.append(loss.detach())
+        self._sums.terms += int(job.loss_terms(targets))
+        self._sums.samples += len(targets)
+        return loss
+
+    def _backward(self, operation: Operation, gradient: Tensor | None) -> None:
+        boundary, output = self._saved.pop((operation.micro_batch, operation.hop))
+        if output.requires_grad:
+            torch.autograd.backward(output, gradient)
+        self._pass_gradient(operation, boundary, boundary.grad)
+
+    def _input_gradient(self, operation: Operation, gradient: Tensor | None) -> None:
+        hop = (operation.micro_batch, operation.hop)
+        boundary, output = self._saved.pop(hop)
+        parameters = self._executor._held.parameters(operation.layers)
+        input_grad, self._pending[hop] = input_gradient(output, gradient, boundary, parameters)
+        self._pass_gradient(operation, boundary, input_grad)
+
+    def _pass_gradient(self, operation: Operation, boundary: Tensor, gradient: Tensor | None) -> None:
+        if not operation.first:
+            # A layer that does not depend on its input still owes its predecessor a gradient.
+            self._send(operation, torch.zeros_like(boundary) if gradient is None else gradient)
+
+
+def _tag(micro_batch: int, forward: bool) -> int:
+    return 2 * micro_batch + (0 if forward else 1)
+
+
+def _middle_of_each_kind(operations: Sequence[Operation]) -> dict[int, str]:
+    """Where in a step the injected failures of the phases "forward" and "backward" happen: half-way through them."""
+    forwards = [i for i, operation in enumerate(operations) if operation.kind is OperationKind.FORWARD]
+    backwards = [
+        i for i, o in enumerate(operations) if o.kind in (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)
+    ]
+    return {
+        indices[len(indices) // 2]: phase
+        for phase, indices in (("forward", forwards), ("backward", backwards))
+        if indices
+    }

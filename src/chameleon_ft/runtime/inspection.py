@@ -1,0 +1,60 @@
+"""Looking at a job before any rank is started: what it is made of, and whether it can be trained at all."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+from chameleon_ft.config import RunConfig, TrainConfig
+from chameleon_ft.control.job_info import JobInfo
+from chameleon_ft.control.messages import BoundaryMessage
+from chameleon_ft.errors import ChameleonError, ConfigError
+from chameleon_ft.job import Job, load_job
+from chameleon_ft.models.build import boundary_specs, param_bytes
+from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
+
+__all__ = ["inspect_job", "inspection_main"]
+
+
+def inspection_main(config: RunConfig, pipe: Connection) -> None:
+    """Send through `pipe` the JobInfo of the job that `config` names, or the ChameleonError that says why not."""
+    end_with_parent()
+    ignore_interrupts()
+    try:
+        pipe.send(inspect_job(config))
+    except ChameleonError as error:
+        pipe.send(error)
+
+
+def inspect_job(config: RunConfig) -> JobInfo:
+    """Load the job and measure its layers. Raises ConfigError where it cannot be trained with `config`."""
+    try:
+        job = load_job(config.job, config)
+    except ChameleonError:
+        raise
+    except Exception as error:  # whatever the user's file raises is the user's to mend
+        raise ConfigError(f"job {config.job}: {type(error).__name__}: {error}") from error
+    if job.num_layers < config.parallel.pp:
+        raise ConfigError(
+            f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {job.num_layers}"
+        )
+    boundaries = boundary_specs(job, config.batch.micro_batch_size)
+    sizes = param_bytes(job)
+    return JobInfo(
+        model=_model_in_words(config, job, sum(sizes)),
+        data=_data_in_words(config, job),
+        relative_costs=job.relative_costs,
+        boundaries=tuple(
+            BoundaryMessage(shape=spec.shape, dtype=str(spec.dtype).removeprefix("torch.")) for spec in boundaries
+        ),
+        boundary_bytes=tuple(spec.num_bytes for spec in boundaries),
+        param_bytes=sizes,
+    )
+
+
+def _model_in_words(config: RunConfig, job: Job, num_bytes: int) -> str:
+    name = "Llama" if isinstance(config, TrainConfig) else config.job.rpartition("/")[2]
+    return f"{name}, {job.num_layers} layers, {num_bytes / 1e6:.1f} MB of parameters"
+
+
+def _data_in_words(config: RunConfig, job: Job) -> str:
+    return f"{len(job.dataset):,} samples, {config.batch.samples} a step"

@@ -1,0 +1,142 @@
+"""The layers a rank holds: modules, optimizer, and gradients in flat buffers, one for each segment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chameleon_ft.job import Job
+from chameleon_ft.models.build import build_layer, seed_forward
+from chameleon_ft.plan import LayerRange
+from chameleon_ft.sync import Segment
+
+__all__ = ["GradientBuffers", "HeldLayers", "LayerState"]
+
+LayerState = dict[str, Any]
+"""One layer's state by flat key: ``module/NAME`` for parameters and persistent buffers, ``optimizer/NAME/KEY``."""
+
+
+class HeldLayers:
+    """The modules of the layers a rank holds, on its device, and one optimizer over all their parameters."""
+
+    def __init__(self, job: Job, layers: Iterable[int], *, seed: int, device: torch.device) -> None:
+        self._job = job
+        self._seed = seed
+        self._device = device
+        self._modules = {layer: build_layer(job, layer, seed).to(device).train() for layer in sorted(layers)}
+        parameters = [p for module in self._modules.values() for p in module.parameters() if p.requires_grad]
+        self._optimizer = job.optimizer(parameters) if parameters else None
+
+    @property
+    def layers(self) -> frozenset[int]:
+        return frozenset(self._modules)
+
+    def forward(self, layers: LayerRange, boundary: Tensor, *, step: int, micro_batch: int) -> Tensor:
+        """Run `layers` on one micro-batch, each with its own random key."""
+        for layer in layers:
+            seed_forward(self._seed, step=step, micro_batch=micro_batch, layer=layer, device=self._device)
+            boundary = self._modules[layer](boundary)
+        return boundary
+
+    def parameters(self, layers: LayerRange) -> list[nn.Parameter]:
+        """The trained parameters of `layers`, in order."""
+        return [p for layer in layers for p in self._modules[layer].parameters() if p.requires_grad]
+
+    def update(self, step: int) -> float:
+        """Run the optimizer on the gradients as they are and return the learning rate of that step."""
+        if self._optimizer is None:
+            return 0.0 if self._job.learning_rate is None else self._job.learning_rate(step)
+        if self._job.learning_rate is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._job.learning_rate(step)
+        self._optimizer.step()
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def snapshot(self, layer: int) -> LayerState:
+        """Copy a layer's parameters, persistent buffers and optimizer state to host memory."""
+        module = self._modules[layer]
+        state: LayerState = {f"module/{name}": _to_host(value) for name, value in module.state_dict().items()}
+        if self._optimizer is not None:
+            for name, parameter in module.named_parameters():
+                for key, value in self._optimizer.state.get(parameter, {}).items():
+                    state[f"optimizer/{name}/{key}"] = _to_host(value) if isinstance(value, Tensor) else value
+        return state
+
+    def restore(self, layer: int, state: Mapping[str, Any]) -> None:
+        """Take over what `snapshot` gave for this layer."""
+        module = self._modules[layer]
+        weights = {key.removeprefix("module/"): value for key, value in state.items() if key.startswith("module/")}
+        module.load_state_dict(weights)
+        if self._optimizer is None:
+            return
+        for name, parameter in module.named_parameters():
+            prefix = f"optimizer/{name}/"
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            if own:
+                self._optimizer.state[parameter] = {key: _like(value, parameter) for key, value in own.items()}
+
+
+class GradientBuffers:
+    """The gradients of the held layers as views into one flat buffer for each segment and element type.
+
+    Autograd accumulates into the views in place, so that a segment is reduced without being gathered first.
+    """
+
+    def __init__(self, held: HeldLayers, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segment for segment in segments if held.layers.issuperset(segment.layers))
+        self._buffers = {segment: _flat_gradients(held.parameters(segment.layers)) for segment in self.segments}
+
+    def of(self, segment: Segment) -> tuple[Tensor, ...]:
+        """The flat buffers of a segment, one for each element type of its parameters."""
+        return self._buffers[segment]
+
+    def zero(self) -> None:
+        """Start a step."""
+        for buffer in self._all():
+            buffer.zero_()
+
+    def scale(self, factor: float) -> None:
+        for buffer in self._all():
+            buffer.mul_(factor)
+
+    def square_sum(self, worker: int) -> float:
+        """The squared L2 norm of the segments that `worker` is the first holder of.
+
+        Every layer has one first holder, so that the sum of this over all workers counts each layer once.
+        """
+        own = [buffer for segment in self.segments if segment.holders[0] == worker for buffer in self.of(segment)]
+        return math.fsum(float(torch.linalg.vector_norm(buffer)) ** 2 for buffer in own)
+
+    def _all(self) -> Iterable[Tensor]:
+        for buffers in self._buffers.values():
+            yield from buffers
+
+
+def _flat_gradients(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
+    buffers: list[Tensor] = []
+    by_type = sorted(parameters, key=lambda p: str(p.dtype))
+    for dtype, group in groupby(by_type, key=attrgetter("dtype")):
+        same = list(group)
+        buffer = torch.zeros(sum(p.numel() for p in same), dtype=dtype, device=same[0].device)
+        offset = 0
+        for parameter in same:
+            parameter.grad = buffer[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+        buffers.append(buffer)
+    return tuple(buffers)
+
+
+def _to_host(value: Tensor) -> Tensor:
+    # `clone` also where the tensor is on the CPU already: training goes on changing it.
+    return value.detach().to("cpu", copy=True)
+
+
+def _like(value: Any, parameter: nn.Parameter) -> Any:
+    """Put optimizer state where its parameter is; a scalar counter stays on the CPU, where optimizers keep it."""
+    return value.to(parameter.device) if isinstance(value, Tensor) and value.ndim else value

@@ -1,0 +1,133 @@
+"""The process of one rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+import traceback
+from pathlib import Path
+
+import torch
+
+from chameleon_ft.config import RunConfig, config_type, parse_config
+from chameleon_ft.control.address import split_address
+from chameleon_ft.control.messages import Crashed, Welcome
+from chameleon_ft.errors import ChameleonError, ControlError
+from chameleon_ft.job import BoundarySpec, load_job
+from chameleon_ft.observe import FaultLog, RunDirectory
+from chameleon_ft.runtime.activity import Activity
+from chameleon_ft.runtime.communicators import communicators_for
+from chameleon_ft.runtime.control_client import ControlClient
+from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
+from chameleon_ft.runtime.trainer import RankContext, Trainer
+
+__all__ = ["rank_main", "spawned_rank_main"]
+
+def spawned_rank_main(*, coordinator: str, token: str, worker: int, host: str, local_index: int) -> None:
+    """Entry of a rank that a supervisor's fork server started; ends the process.
+
+    Args:
+        local_index: number of this rank on its host, which picks its accelerator.
+    """
+    end_with_parent()
+    code = rank_main(coordinator=coordinator, token=token, worker=worker, host=host, local_index=local_index)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's own ending, which would wait for threads of libraries.
+    os._exit(code)
+
+
+def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_index: int) -> int:
+    """Join the run at `coordinator`, train until told to stop, and return the process's exit code.
+
+    Args:
+        coordinator: host:port.
+        host: address by which other ranks reach this one.
+
+    Raises:
+        ControlError: the coordinator cannot be joined.
+    """
+    ignore_interrupts()
+    activity = Activity()
+    client = ControlClient(coordinator=coordinator, token=token, worker=worker, host=host, activity=activity)
+    client.start()
+    try:
+        welcome = client.orders.get()
+        if not isinstance(welcome, Welcome):
+            return 1  # told to exit before it began
+        code = _serve(
+            welcome,
+            client=client,
+            activity=activity,
+            worker=worker,
+            host=host,
+            coordinator=coordinator,
+            local_index=local_index,
+        )
+    except Exception as error:
+        client.send(Crashed(error=f"{type(error).__name__}: {error}"))
+        if not isinstance(error, ChameleonError):
+            traceback.print_exc()
+        code = 1
+    try:
+        client.flush()
+    except (TimeoutError, RuntimeError):
+        pass  # nobody listens any more
+    return code
+
+
+def _serve(
+    welcome: Welcome,
+    *,
+    client: ControlClient,
+    activity: Activity,
+    worker: int,
+    host: str,
+    coordinator: str,
+    local_index: int,
+) -> int:
+    run = RunDirectory(Path(welcome.run))
+    data = tomllib.loads(welcome.config)
+    config = parse_config(config_type(data), data, source="the coordinator's configuration")
+    config = config.model_copy(update={"out": run.path})
+    _redirect_output(run.logs / f"worker-{worker}.log")
+    device = _device(config, local_index)
+    faults = FaultInjector(
+        worker, config.failures, log=FaultLog(run.faults_file), disconnect=client.disconnect
+    )
+    client.faults = faults
+    context = RankContext(
+        worker=worker,
+        config=config,
+        run=run,
+        job=load_job(config.job, config),
+        boundaries=tuple(BoundarySpec(b.shape, getattr(torch, b.dtype)) for b in welcome.boundaries),
+        device=device,
+        coordinator_host=split_address(coordinator)[0],
+        new_communicators=lambda: communicators_for(config, address=host),
+    )
+    return Trainer(context, client=client, activity=activity, faults=faults).serve()
+
+
+def _device(config: RunConfig, local_index: int) -> torch.device:
+    torch.set_num_threads(config.threads)
+    if config.device == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != config.device:
+        raise ControlError(f'device = "{config.device}", but this host has none that torch can use; take "cpu"')
+    device = torch.device(config.device, local_index % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def _redirect_output(path: Path) -> None:
+    """Send what this process prints to its log, also what native libraries print."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -1,0 +1,255 @@
+"""What a rank does with its orders: form a generation, bring its state to the right step, train, and leave it again."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control.address import join_address
+from chameleon_ft.control.messages import (
+    CheckpointSaved,
+    Committed,
+    Crashed,
+    Exit,
+    Finished,
+    OperationTimes,
+    Parked,
+    PeerFailed,
+    Run,
+    Started,
+    Stop,
+)
+from chameleon_ft.errors import ChameleonError, ControlError
+from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.observe import RunDirectory
+from chameleon_ft.runtime.activity import Activity
+from chameleon_ft.runtime.batches import Batches
+from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
+from chameleon_ft.runtime.commit import AppliedStep, Committer
+from chameleon_ft.runtime.communicators import CommunicationError, Communicators, Membership
+from chameleon_ft.runtime.control_client import ControlClient
+from chameleon_ft.runtime.executor import Executor, StepSums
+from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.schedule import OperationKind
+from chameleon_ft.sync import Segment
+
+__all__ = ["RankContext", "Trainer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """What stays the same for the life of a rank."""
+
+    worker: int
+    config: RunConfig
+    run: RunDirectory
+    job: Job
+    boundaries: tuple[BoundarySpec, ...]
+    device: torch.device
+    coordinator_host: str
+    """Where the rendezvous store is, too."""
+    new_communicators: Callable[[], Communicators]
+
+
+class Trainer:
+    """Carries out a rank's orders in the training thread."""
+
+    def __init__(
+        self, context: RankContext, *, client: ControlClient, activity: Activity, faults: FaultInjector
+    ) -> None:
+        self._context = context
+        self._client = client
+        self._activity = activity
+        self._faults = faults
+        self._batches = Batches(
+            context.job, context.config.batch, seed=context.config.seed, device=context.device
+        )
+        self._held: HeldLayers | None = None
+        self._committer: Committer | None = None
+        self._writer = CheckpointWriter(
+            context.run.checkpoints,
+            saved=lambda step, layers, error: client.send(CheckpointSaved(step=step, layers=layers, error=error)),
+            before_write=lambda step: faults.at("checkpoint", step),
+        )
+
+    def serve(self) -> int:
+        """Carry out orders until told to exit; return the process's exit code."""
+        while True:
+            match order := self._client.orders.get():
+                case Exit():
+                    return 0
+                case Stop():
+                    self._park(order.generation)
+                case Run():
+                    try:
+                        self._generation(order)
+                    except Exception as error:
+                        # Whatever the job's own code or the device raised: this rank is lost, the others may go on.
+                        self._client.send(Crashed(error=f"{type(error).__name__}: {error}"))
+                        if not isinstance(error, ChameleonError):
+                            traceback.print_exc()
+                        return 1
+                case _:
+                    raise ControlError(f"a joined rank does not expect {order.type!r}")
+
+    def _park(self, generation: int) -> None:
+        self._activity.idle("parked")
+        committer = self._committer
+        self._client.send(
+            Parked(
+                generation=generation,
+                committed=0 if committer is None else committer.committed,
+                reduced=committer is not None and committer.reduced,
+                last_vote=None if committer is None else committer.last_vote,
+            )
+        )
+
+    def _generation(self, order: Run) -> None:
+        """Take part in one generation until it is over or the run has come to its end."""
+        self._activity.begin("state")
+        if order.generation > 1:
+            self._faults.at("recovery", order.first_step)
+        segments = order.unpack_segments()
+        committer = self._prepare(order, segments)
+        communicators = self._context.new_communicators()
+        if not self._client.enter(order.generation, communicators.interrupt):
+            return
+        try:
+            with self._activity.waiting("regroup"):
+                communicators.open(self._membership(order, segments))
+            if self._train(order, committer, communicators):
+                self._finish(order, segments, committer)
+        except CommunicationError as error:
+            if self._client.ended < order.generation:
+                self._client.send(PeerFailed(generation=order.generation, peer=error.peer, error=str(error)))
+        finally:
+            self._activity.idle("between generations")
+            communicators.close()
+            self._client.leave()
+
+    def _prepare(self, order: Run, segments: tuple[Segment, ...]) -> Committer:
+        """Bring layers, optimizer and gradients to the state in which `order.first_step` begins."""
+        context = self._context
+        before = self._committer
+        if before is not None and order.load == "keep" and before.committed < order.first_step:
+            if order.roll_forward is None or not before.reduced or before.committed + 1 < order.first_step:
+                raise ControlError(
+                    f"worker {context.worker} has applied {before.committed} steps and cannot go on with "
+                    f"step {order.first_step}"
+                )
+            before.apply(order.roll_forward)
+        held = self._layers(order, segments)
+        self._held = held
+        self._committer = Committer(
+            worker=context.worker,
+            held=held,
+            buffers=GradientBuffers(held, segments),
+            clip_norm=context.job.clip_norm,
+            committed=order.first_step,
+            activity=self._activity,
+            faults=self._faults,
+        )
+        if before is not None and before.committed == order.first_step:
+            self._committer.last_vote = before.last_vote
+        return self._committer
+
+    def _layers(self, order: Run, segments: tuple[Segment, ...]) -> HeldLayers:
+        context = self._context
+        needed = {
+            layer for segment in segments if context.worker in segment.holders for layer in segment.layers
+        }
+        if order.load == "keep" and self._held is not None and self._held.layers >= needed:
+            return self._held
+        if order.load == "keep":
+            raise ControlError(f"worker {context.worker} is to keep layers that it does not hold: {sorted(needed)}")
+        held = HeldLayers(context.job, needed, seed=context.config.seed, device=context.device)
+        if order.load != "initial":
+            for layer in sorted(needed):
+                held.restore(layer, read_layer(context.run.checkpoints, order.load, layer))
+        return held
+
+    def _membership(self, order: Run, segments: tuple[Segment, ...]) -> Membership:
+        groups = dict.fromkeys(segment.holders for segment in segments if len(segment.holders) > 1)
+        return Membership(
+            generation=order.generation,
+            worker=self._context.worker,
+            members=order.members,
+            groups=tuple(groups),
+            store=join_address(self._context.coordinator_host, order.store_port),
+        )
+
+    def _train(self, order: Run, committer: Committer, communicators: Communicators) -> bool:
+        """Run steps until the end; False where the generation ended before."""
+        context = self._context
+        operations = order.unpack_operations()
+        assert self._held is not None
+        executor = Executor(
+            job=context.job,
+            held=self._held,
+            boundaries=context.boundaries,
+            batches=self._batches,
+            device=context.device,
+            communicators=communicators,
+            activity=self._activity,
+            faults=self._faults,
+        )
+        finish = False
+        self._client.send(Started(generation=order.generation, step=committer.committed))
+        while committer.committed < context.config.steps and not finish:
+            if self._client.ended >= order.generation:
+                return False
+            start = time.perf_counter()
+            committer.reduced = False
+            committer.buffers.zero()
+            sums = executor.run(committer.committed, operations)
+            applied = committer.commit(sums, communicators, order.members, finish=self._client.finishing)
+            self._report(order, committer, applied, sums, time.perf_counter() - start)
+            finish = applied.vote.finish
+            every = context.config.checkpoint.every
+            if every and committer.committed % every == 0 and not finish and committer.committed < context.config.steps:
+                self._submit_checkpoint(committer)
+        return True
+
+    def _report(
+        self, order: Run, committer: Committer, applied: AppliedStep, sums: StepSums, step_s: float
+    ) -> None:
+        self._client.send(
+            Committed(
+                generation=order.generation,
+                step=committer.committed - 1,
+                vote=applied.vote,
+                grad_norm=applied.grad_norm,
+                lr=applied.lr,
+                step_s=step_s,
+                times=OperationTimes(
+                    forward_s=sums.median_s(OperationKind.FORWARD),
+                    backward_s=sums.median_s(OperationKind.BACKWARD)
+                    or sums.median_s(OperationKind.INPUT_GRAD) + sums.median_s(OperationKind.WEIGHT_GRAD),
+                    longest_s=sums.longest_s,
+                ),
+            )
+        )
+
+    def _submit_checkpoint(self, committer: Committer) -> None:
+        """Snapshot the layers that this worker is the first holder of, and have them written in the background."""
+        assert self._held is not None
+        layers = {
+            layer: self._held.snapshot(layer)
+            for segment in committer.buffers.segments
+            if segment.holders[0] == self._context.worker
+            for layer in segment.layers
+        }
+        if layers:
+            self._writer.submit(committer.committed, layers)
+
+    def _finish(self, order: Run, segments: tuple[Segment, ...], committer: Committer) -> None:
+        self._activity.begin("last checkpoint")
+        self._submit_checkpoint(committer)
+        self._writer.join()
+        self._client.send(Finished(generation=order.generation, committed=committer.committed))

@@ -1,0 +1,25 @@
+"""Programs: what each worker runs in a step, in which order, and how long that takes."""
+
+from __future__ import annotations
+
+from chameleon_ft.schedule.check import check_program
+from chameleon_ft.schedule.costs import CostModel
+from chameleon_ft.schedule.limits import InFlightLimit, default_limits
+from chameleon_ft.schedule.list_scheduler import Preference, list_schedule
+from chameleon_ft.schedule.program import Operation, OperationKind, Program
+from chameleon_ft.schedule.timeline import TimedOperation, Timeline, replay
+
+__all__ = [
+    "CostModel",
+    "InFlightLimit",
+    "Operation",
+    "OperationKind",
+    "Preference",
+    "Program",
+    "TimedOperation",
+    "Timeline",
+    "check_program",
+    "default_limits",
+    "list_schedule",
+    "replay",
+]

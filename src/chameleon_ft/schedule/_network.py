@@ -1,0 +1,132 @@
+"""A plan under a cost model as flat lists of numbers, which is what the scheduler's inner loop can read fast.
+
+Every hop of every route gets a number, its *slot*: routes in order, hops of a route one after the other, so that the slots
+before and after on a route are `slot - 1` and `slot + 1`. Workers are numbered 0, 1, ... in ascending order of their ids.
+A *channel* carries what one worker makes for one worker in one direction, in order; it too has a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan.plan import Hop, Plan
+from chameleon_ft.schedule.costs import CostModel
+from chameleon_ft.schedule.program import OperationKind
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """From and to which worker (indices), and whether it brings gradients.
+
+    A worker's channel to itself carries local hand-overs, and from its F to its B where a route turns.
+    """
+
+    sender: int
+    receiver: int
+    gradient: bool
+
+
+@dataclass(slots=True)
+class Slots:
+    """Lists by slot. Times in seconds.
+
+    Attributes:
+        worker: index of the slot's worker.
+        last: whether the slot is the last of its route.
+        forward_s, backward_s, weight_s: durations of F, of B or I, and of W (zero where there is none).
+        down_s, up_s: message time of F's result and of B's or I's.
+        down, up: channel of F's result and of B's or I's; `up` is -1 for the first slot of a route.
+    """
+
+    worker: list[int]
+    last: list[bool]
+    forward_s: list[float]
+    backward_s: list[float]
+    weight_s: list[float]
+    down_s: list[float]
+    up_s: list[float]
+    down: list[int]
+    up: list[int]
+
+    def extend(self, other: Slots) -> None:
+        self.worker += other.worker
+        self.last += other.last
+        self.forward_s += other.forward_s
+        self.backward_s += other.backward_s
+        self.weight_s += other.weight_s
+        self.down_s += other.down_s
+        self.up_s += other.up_s
+        self.down += other.down
+        self.up += other.up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The slots of the routes of a plan, the ids of the workers by index, and the channels by number."""
+
+    workers: tuple[int, ...]
+    channels: tuple[Channel, ...]
+    split_backward: bool
+    slots: Slots
+
+
+class NetworkBuilder:
+    """Builds networks of routes between the same workers; remembers the numbers of every route it has seen."""
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        if plan.placement.num_layers != len(costs.workload.layers):
+            raise PlanError(
+                f"the plan places {plan.placement.num_layers} layers, but the workload has "
+                f"{len(costs.workload.layers)}; use the workload of the model that is planned"
+            )
+        self._costs = costs
+        self._split = plan.split_backward
+        self._workers = plan.workers
+        self._index = {worker: index for index, worker in enumerate(plan.workers)}
+        self._channels: dict[Channel, int] = {}
+        self._routes: dict[tuple[Hop, ...], Slots] = {}
+
+    def network(self, routes: Iterable[tuple[Hop, ...]]) -> Network:
+        """The network of these routes, each given by its hops."""
+        slots = Slots([], [], [], [], [], [], [], [], [])
+        for hops in routes:
+            of_route = self._routes.get(hops)
+            if of_route is None:
+                of_route = self._routes[hops] = self._slots(hops)
+            slots.extend(of_route)
+        return Network(
+            workers=self._workers, channels=tuple(self._channels), split_backward=self._split, slots=slots
+        )
+
+    def _slots(self, hops: tuple[Hop, ...]) -> Slots:
+        workers = [self._index[hop.worker] for hop in hops]
+        message_s = [self._message_s(hop, after.worker) for hop, after in zip(hops, hops[1:], strict=False)]
+        back_s = [self._message_s(hop, after.worker) for hop, after in zip(hops, hops[1:], strict=False)]
+        downs = [self._channel(*pair, gradient=False) for pair in zip(workers, workers[1:], strict=False)]
+        ups = [self._channel(after, before, gradient=True) for before, after in zip(workers, workers[1:], strict=False)]
+        return Slots(
+            worker=workers,
+            last=[False] * (len(hops) - 1) + [True],
+            forward_s=[self._compute_s(hop, OperationKind.FORWARD) for hop in hops],
+            backward_s=[
+                self._compute_s(hop, OperationKind.INPUT_GRAD if self._split else OperationKind.BACKWARD)
+                for hop in hops
+            ],
+            weight_s=[self._compute_s(hop, OperationKind.WEIGHT_GRAD) if self._split else 0.0 for hop in hops],
+            down_s=[*message_s, 0.0],
+            up_s=[0.0, *back_s],
+            down=[*downs, self._channel(workers[-1], workers[-1], gradient=True)],
+            up=[-1, *ups],
+        )
+
+    def _compute_s(self, hop: Hop, kind: OperationKind) -> float:
+        return self._costs.compute_s(hop.worker, kind, hop.layers)
+
+    def _message_s(self, hop: Hop, after: int) -> float:
+        """The activation after `hop`, and its gradient back: links are the same both ways."""
+        return self._costs.message_s(hop.worker, after, self._costs.message_bytes(hop.layers.stop - 1))
+
+    def _channel(self, sender: int, receiver: int, *, gradient: bool) -> int:
+        return self._channels.setdefault(Channel(sender, receiver, gradient), len(self._channels))

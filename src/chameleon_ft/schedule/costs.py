@@ -1,0 +1,54 @@
+"""How long operations and messages take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from chameleon_ft.cluster import Cluster
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan.placement import LayerRange
+from chameleon_ft.schedule.program import Operation, OperationKind
+from chameleon_ft.workload import Workload
+
+__all__ = ["CostModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """The cost model of DESIGN section 4: a workload's layer times on a cluster's workers and links."""
+
+    workload: Workload
+    cluster: Cluster
+
+    def operation_s(self, worker: int, operation: Operation) -> float:
+        """Seconds that `operation` takes on `worker`: the fixed overhead, and its layers' times by the worker's speed."""
+        return self.compute_s(worker, operation.kind, operation.layers)
+
+    def compute_s(self, worker: int, kind: OperationKind, layers: LayerRange) -> float:
+        """Seconds that an operation of this kind on these layers takes on `worker`.
+
+        Raises PlanError when the workload has fewer layers than that, ConfigError for a worker the cluster does not have.
+        """
+        if layers.stop > len(self.workload.layers):
+            raise PlanError(f"layers {layers} go past the {len(self.workload.layers)} layers of the workload")
+        costs = self.workload.layers[layers.start : layers.stop]
+        # fsum rounds once, so that stages of equal layers cost exactly the same wherever they lie.
+        match kind:
+            case OperationKind.FORWARD:
+                work_s = math.fsum(cost.forward_s for cost in costs)
+            case OperationKind.BACKWARD:
+                work_s = math.fsum(part for cost in costs for part in (cost.input_grad_s, cost.weight_grad_s))
+            case OperationKind.INPUT_GRAD:
+                work_s = math.fsum(cost.input_grad_s for cost in costs)
+            case OperationKind.WEIGHT_GRAD:
+                work_s = math.fsum(cost.weight_grad_s for cost in costs)
+        return self.workload.operation_overhead_s + work_s / self.cluster.worker(worker).speed
+
+    def message_s(self, src: int, dst: int, num_bytes: float) -> float:
+        """Seconds from the start of a send until it has arrived; zero when both ends are the same worker."""
+        return 0.0 if src == dst else self.cluster.link(src, dst).message_s(num_bytes)
+
+    def message_bytes(self, layer: int) -> int:
+        """Bytes of the activation after `layer`, and of its gradient on the way back."""
+        return self.workload.layers[layer].output_bytes

@@ -1,0 +1,7 @@
+"""Gradient sync: which layers are reduced together, by whom, and in which order."""
+
+from __future__ import annotations
+
+from chameleon_ft.sync.segments import Segment, gradient_segments
+
+__all__ = ["Segment", "gradient_segments"]

@@ -1,0 +1,188 @@
+"""The plain loop that a run is compared with: one process, one model, PyTorch and nothing of the runtime.
+
+It shares with the runtime only what defines the job: its layers and their seeds, the order of the samples, the
+optimizer and its learning rate. No plan, no program, no message and no recovery takes part, so agreement says that
+these changed nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.data import SampleOrder
+from chameleon_ft.data.batch import load_micro_batch
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import Job, load_job
+from chameleon_ft.models.build import build_layer, seed_forward
+from chameleon_ft.observe import RunDirectory, StepRecord
+
+__all__ = ["StepComparison", "Verification", "repeat_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepComparison:
+    """One step of the run beside the same step of the plain loop."""
+
+    step: int
+    loss: float
+    plain_loss: float
+    grad_norm: float
+    plain_grad_norm: float
+
+    @property
+    def loss_deviation(self) -> float:
+        """Relative to the plain loop; infinite where either is not a number."""
+        return _deviation(self.loss, self.plain_loss)
+
+    @property
+    def grad_norm_deviation(self) -> float:
+        """Relative to the plain loop; infinite where either is not a number."""
+        return _deviation(self.grad_norm, self.plain_grad_norm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """How far a run is from the plain loop."""
+
+    steps: int
+    max_relative_loss_deviation: float
+    max_relative_grad_norm_deviation: float
+    worst_step: int
+    """Step of the largest deviation of the loss."""
+
+    @classmethod
+    def of(cls, comparisons: Iterable[StepComparison]) -> Verification:
+        """Take the largest deviations of `comparisons`. Raises ConfigError where there are none."""
+        found = list(comparisons)
+        if not found:
+            raise ConfigError("this run has committed no step yet; let it train before it is verified")
+        worst = max(found, key=lambda comparison: comparison.loss_deviation)
+        return cls(
+            steps=len(found),
+            max_relative_loss_deviation=worst.loss_deviation,
+            max_relative_grad_norm_deviation=max(comparison.grad_norm_deviation for comparison in found),
+            worst_step=worst.step,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps repeated in a plain loop\n"
+            "largest relative deviation\n"
+            f"  of the loss           {self.max_relative_loss_deviation:.2e}, in step {self.worst_step}\n"
+            f"  of the gradient norm  {self.max_relative_grad_norm_deviation:.2e}"
+        )
+
+
+def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepComparison]:
+    """Train the job of `run` from its beginning and yield each committed step, the first `limit`, as it is repeated.
+
+    Raises ConfigError where the job cannot be loaded or a step is missing from the records.
+    """
+    config = run.config()
+    rates = _LearningRates(config, run.events())
+    loop = _PlainLoop(config, rates.job)
+    for record in _committed(run.steps())[:limit]:
+        plain_loss, plain_grad_norm = loop.run_step(record.step, rates.at(record.step))
+        yield StepComparison(
+            step=record.step,
+            loss=record.loss,
+            plain_loss=plain_loss,
+            grad_norm=record.grad_norm,
+            plain_grad_norm=plain_grad_norm,
+        )
+
+
+class _PlainLoop:
+    """A whole model and its optimizer, in the state after the steps that were run."""
+
+    def __init__(self, config: RunConfig, job: Job) -> None:
+        self._config = config
+        self._job = job
+        self._device = torch.device(config.device)
+        self._layers = [build_layer(job, layer, config.seed).to(self._device) for layer in range(job.num_layers)]
+        self._parameters = [parameter for layer in self._layers for parameter in layer.parameters()]
+        self._optimizer = job.optimizer(self._parameters)
+        self._order = SampleOrder(len(job.dataset), config.seed)
+
+    def run_step(self, step: int, rate: float | None) -> tuple[float, float]:
+        """Run one step; return the mean loss before the update and the norm of the gradient before clipping."""
+        self._optimizer.zero_grad()
+        batch = self._config.batch
+        ids = self._order.ids(step, batch.samples)
+        loss_sum, terms = 0.0, 0
+        for micro_batch in range(batch.micro_batches):
+            start = micro_batch * batch.micro_batch_size
+            inputs, targets = load_micro_batch(self._job.dataset, ids[start : start + batch.micro_batch_size])
+            loss = self._job.loss(self._forward(inputs, step, micro_batch), targets.to(self._device))
+            loss.backward()
+            loss_sum += loss.item()
+            terms += self._job.loss_terms(targets)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad /= terms
+        largest = math.inf if self._job.clip_norm is None else self._job.clip_norm
+        grad_norm = nn.utils.clip_grad_norm_(self._parameters, largest)
+        if rate is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+        self._optimizer.step()
+        return loss_sum / terms, grad_norm.item()
+
+    def _forward(self, inputs: torch.Tensor, step: int, micro_batch: int) -> torch.Tensor:
+        """(micro-batch, ...) -> output of the last layer for it."""
+        hidden = inputs.to(self._device)
+        for number, layer in enumerate(self._layers):
+            seed_forward(self._config.seed, step=step, micro_batch=micro_batch, layer=number, device=self._device)
+            hidden = layer(hidden)
+        return hidden
+
+
+class _LearningRates:
+    """The learning rate of each step.
+
+    A job may take it from the number of steps of the whole run, and a run may have been resumed with another number.
+    """
+
+    def __init__(self, config: RunConfig, events: Sequence[Mapping[str, Any]]) -> None:
+        self.job = load_job(config.job, config)
+        self._jobs = {config.steps: self.job}
+        self._starts = [(event["first_step"], event["steps"]) for event in events if event["event"] == "started"]
+        for _, steps in self._starts:
+            if steps not in self._jobs:
+                self._jobs[steps] = load_job(config.job, config.model_copy(update={"steps": steps}))
+        self._steps = config.steps
+
+    def at(self, step: int) -> float | None:
+        """Return the rate of `step`, None where the job leaves the optimizer's own."""
+        total = next((steps for first, steps in reversed(self._starts) if first <= step), self._steps)
+        rate = self._jobs[total].learning_rate
+        return None if rate is None else rate(step)
+
+
+def _committed(records: Iterable[StepRecord]) -> list[StepRecord]:
+    """Return the last record of each step, in order. Raises ConfigError where one is missing."""
+    last = {record.step: record for record in records}
+    ordered = [last[step] for step in sorted(last)]
+    for number, record in enumerate(ordered):
+        if record.step != number:
+            raise ConfigError(f"metrics.jsonl has no record of step {number}, but later ones; the file is damaged")
+    return ordered
+
+
+def _deviation(value: float, plain: float) -> float:
+    if not (math.isfinite(value) and math.isfinite(plain)):
+        return math.inf
+    if value == plain:
+        return 0.0
+    return abs(value - plain) / abs(plain) if plain else math.inf

@@ -1,0 +1,87 @@
+"""What one training step has to compute: the layers, what each costs, and how many micro-batches pass through them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from chameleon_ft.errors import ConfigError
+
+__all__ = ["LayerCost", "Workload"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Cost of one layer for one micro-batch on a worker of speed 1.
+
+    Attributes:
+        name: what people call the layer ("embedding", "block 3").
+        forward_s: seconds of the forward.
+        input_grad_s: seconds of the half of the backward that makes the gradient of the layer's input.
+        weight_grad_s: seconds of the half of the backward that makes the gradients of the layer's parameters.
+        param_bytes: bytes of the layer's parameters.
+        activation_bytes: bytes kept from the forward until the backward.
+        weight_grad_bytes: bytes kept from the input-gradient half until the weight-gradient half.
+        output_bytes: bytes of the output, which cross to the next worker when the layer ends a hop.
+
+    Raises:
+        ConfigError: a time or a size is negative or not finite.
+    """
+
+    name: str
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    param_bytes: int = 0
+    activation_bytes: int = 0
+    weight_grad_bytes: int = 0
+    output_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("forward_s", "input_grad_s", "weight_grad_s"):
+            _check_amount(getattr(self, field), f"{field} of layer {self.name!r}", "seconds")
+        for field in ("param_bytes", "activation_bytes", "weight_grad_bytes", "output_bytes"):
+            _check_amount(getattr(self, field), f"{field} of layer {self.name!r}", "bytes")
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of the whole backward: both halves."""
+        return self.input_grad_s + self.weight_grad_s
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One optimizer step: `micro_batches` passes of `micro_batch_size` samples through `layers`.
+
+    Attributes:
+        layers: cost of each layer, in order.
+        micro_batches: micro-batches in the global batch (M), over all pipelines.
+        micro_batch_size: samples in one micro-batch.
+        operation_overhead_s: fixed seconds that every operation costs whatever its layers, on any worker.
+
+    Raises:
+        ConfigError: no layers, or a count below one, or a negative overhead.
+    """
+
+    layers: tuple[LayerCost, ...]
+    micro_batches: int
+    micro_batch_size: int
+    operation_overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError("a workload needs at least one layer; got none")
+        for field in ("micro_batches", "micro_batch_size"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} must be at least 1; got {getattr(self, field)}")
+        _check_amount(self.operation_overhead_s, "operation_overhead_s", "seconds")
+
+    @property
+    def samples(self) -> int:
+        """Samples in the global batch."""
+        return self.micro_batches * self.micro_batch_size
+
+
+def _check_amount(value: float, what: str, unit: str) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{what} must be zero or a positive number of {unit}; got {value}")

@@ -1,0 +1,15 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Before torch is imported: tests share the machine's cores with each other and with the processes they start, and
+# idle threads that spin for work slow all of them down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes says how busy the machine is, and nothing about the code.
+settings.register_profile("chameleon", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("chameleon")

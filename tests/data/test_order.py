@@ -1,0 +1,81 @@
+"""Sample order: every epoch a permutation, the same in every process and version, with nothing between the steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_ft.data import SampleOrder
+from chameleon_ft.errors import ConfigError
+
+SEEDS = st.integers(0, 2**63 - 1)
+
+
+@given(num_samples=st.integers(1, 3000), seed=SEEDS, epoch=st.integers(0, 10**9))
+def test_an_epoch_is_a_permutation(num_samples: int, seed: int, epoch: int) -> None:
+    ids = SampleOrder(num_samples, seed).ids(epoch, num_samples)
+
+    assert sorted(ids) == list(range(num_samples))
+
+
+@given(num_samples=st.integers(1, 200), seed=SEEDS, batch_size=st.integers(1, 300), steps=st.integers(1, 5))
+def test_steps_run_on_from_each_other_across_epochs(num_samples: int, seed: int, batch_size: int, steps: int) -> None:
+    order = SampleOrder(num_samples, seed)
+    by_step = [sample for step in range(steps) for sample in order.ids(step, batch_size)]
+
+    assert by_step == order.ids(0, batch_size * steps)
+    # However the epochs fall, no sample is ever more than one turn ahead of another.
+    counts = Counter(dict.fromkeys(range(num_samples), 0))
+    counts.update(by_step)
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_frozen_examples() -> None:
+    # These must never change: a resumed run would see other samples.
+    assert SampleOrder(10, 0).ids(0, 10) == [3, 2, 9, 5, 0, 4, 6, 7, 8, 1]
+    assert SampleOrder(64_986, 2026).ids(1_000_003, 5) == [53512, 62957, 23941, 37126, 19163]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    order = SampleOrder(1000, 0)
+    first, second, other = order.ids(0, 1000), order.ids(1, 1000), SampleOrder(1000, 1).ids(0, 1000)
+
+    # Two random permutations agree in one place on average.
+    for one, another in ((first, second), (first, other), (first, list(range(1000)))):
+        assert sum(a == b for a, b in zip(one, another, strict=True)) < 8
+
+
+def test_every_place_of_an_epoch_is_reached_by_every_sample_alike() -> None:
+    num_samples, epochs = 7, 7000
+    order = SampleOrder(num_samples, 5)
+    counts = Counter(
+        (place, sample) for epoch in range(epochs) for place, sample in enumerate(order.ids(epoch, num_samples))
+    )
+    expected = epochs / num_samples
+    chi_square = sum((counts[p, s] - expected) ** 2 / expected for p in range(7) for s in range(7))
+
+    # 36 degrees of freedom: mean 36, standard deviation 8.5.
+    assert chi_square < 36 + 4 * 8.5
+
+
+def test_neighbours_are_torn_apart() -> None:
+    ids = SampleOrder(10_000, 3).ids(0, 10_000)
+    adjacent = sum(abs(a - b) == 1 for a, b in pairwise(ids))
+
+    assert adjacent < 12  # two on average
+
+
+@pytest.mark.parametrize("num_samples", [0, -1])
+def test_no_samples_have_no_order(num_samples: int) -> None:
+    with pytest.raises(ConfigError, match="at least one sample"):
+        SampleOrder(num_samples, 0)
+
+
+@pytest.mark.parametrize(("step", "batch_size"), [(-1, 4), (0, 0)])
+def test_a_step_that_cannot_be_is_refused(step: int, batch_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"step {step} of {batch_size} samples"):
+        SampleOrder(5, 0).ids(step, batch_size)

@@ -1,0 +1,170 @@
+"""Layers are the same wherever they are built and run, and their boundaries are known without running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from chameleon_ft.config import LlamaConfig
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.models.build import boundary_specs, build_layer, param_bytes, seed_forward
+from chameleon_ft.models.llama import llama_layers, next_token_loss
+
+torch.set_num_threads(1)  # at this size, threads cost more than they bring
+
+CONFIG = LlamaConfig(
+    vocab_size=50, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, seq_len=8, dropout=0.5
+)
+
+
+class Zeros:
+    """Samples of one shape and type, as input and target."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+        self._sample = torch.zeros(shape, dtype=dtype)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._sample, self._sample
+
+
+def make_job(layers: Sequence[Callable[[], nn.Module]], dataset: Zeros, **fields: Any) -> Job:
+    return Job(layers=layers, loss=next_token_loss, dataset=dataset, optimizer=torch.optim.SGD, **fields)
+
+
+LLAMA = make_job(llama_layers(CONFIG), Zeros(8, dtype=torch.int64))
+
+
+def test_a_layer_has_the_same_weights_whenever_it_is_built() -> None:
+    first = [build_layer(LLAMA, layer, 7) for layer in range(4)]
+    second = [build_layer(LLAMA, layer, 7) for layer in (3, 1, 0, 2)]
+    again = [second[2], second[1], second[3], second[0]]
+
+    for one, other in zip(first, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_layers_and_seeds_differ_in_their_weights() -> None:
+    def query(layer: int, seed: int) -> Tensor:
+        return build_layer(LLAMA, layer, seed).get_parameter("attention.query.weight")
+
+    assert not torch.equal(query(1, 7), query(2, 7))
+    assert not torch.equal(query(1, 7), query(1, 8))
+
+
+def test_building_leaves_the_callers_generator_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    build_layer(LLAMA, 1, 7)
+
+    assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_layer_drops_the_same_wherever_and_after_whatever_it_runs(layer: int) -> None:
+    inputs = torch.ones(2, 8, dtype=torch.int64) if layer == 0 else torch.ones(2, 8, 16)
+
+    def run(step: int, micro_batch: int, *, draws_before: int) -> Tensor:
+        module = build_layer(LLAMA, layer, 7)
+        torch.rand(draws_before)
+        seed_forward(7, step=step, micro_batch=micro_batch, layer=layer)
+        output: Tensor = module(inputs)
+        return output
+
+    expected = run(5, 1, draws_before=0)
+    assert torch.equal(run(5, 1, draws_before=11), expected)
+    assert not torch.equal(run(6, 1, draws_before=0), expected)
+    assert not torch.equal(run(5, 2, draws_before=0), expected)
+
+
+def test_dropout_drops_in_training_only_and_by_its_share() -> None:
+    embedding = build_layer(LLAMA, 0, 0)
+    ids = torch.arange(50).repeat(40, 1)
+    dropped = embedding(ids) == 0
+
+    assert float(dropped.float().mean()) == pytest.approx(0.5, abs=0.02)
+    assert not (embedding.eval()(ids) == 0).any()
+
+
+def test_boundaries_of_a_llama() -> None:
+    hidden = BoundarySpec((3, 8, 16), torch.float32)
+
+    assert boundary_specs(LLAMA, 3) == (hidden, hidden, hidden, BoundarySpec((3, 8, 50), torch.float32))
+    assert hidden.num_bytes == 3 * 8 * 16 * 4
+
+
+def test_boundaries_are_those_of_real_runs_for_layers_that_share_a_factory() -> None:
+    class Halve(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[..., ::2]
+
+    job = make_job([Halve, Halve, lambda: nn.Flatten(), lambda: nn.Linear(2, 5)], Zeros(1, 8))
+
+    assert [spec.shape for spec in boundary_specs(job, 6)] == [(6, 1, 4), (6, 1, 2), (6, 2), (6, 5)]
+
+
+def test_a_tensor_made_in_forward_does_not_stand_in_the_way() -> None:
+    class AddPositions(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.arange(x.shape[1])
+
+    assert boundary_specs(make_job([AddPositions], Zeros(4)), 2) == (BoundarySpec((2, 4), torch.float32),)
+
+
+def test_a_layer_that_looks_at_values_is_named_and_can_be_stated_instead() -> None:
+    class KeepPositive(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x > 0]
+
+    layers = [nn.Identity, KeepPositive]
+    with pytest.raises(ConfigError, match=r"layer 1 \(KeepPositive\) cannot be run on .*\(2, 4\).* `boundaries`"):
+        boundary_specs(make_job(layers, Zeros(4)), 2)
+
+    stated = BoundarySpec((2, 4), torch.float32)
+    assert boundary_specs(make_job(layers, Zeros(4), boundaries=lambda size: [stated] * size), 2) == (stated, stated)
+    with pytest.raises(ConfigError, match="3 shapes for 2 layers"):
+        boundary_specs(make_job(layers, Zeros(4), boundaries=lambda size: [stated] * 3), 2)
+
+
+def test_layers_that_do_not_fit_together_are_named() -> None:
+    job = make_job([lambda: nn.Linear(4, 6), lambda: nn.Linear(5, 2)], Zeros(4))
+
+    with pytest.raises(ConfigError, match=r"layer 1 \(Linear\) cannot be run on an input of shape \(2, 6\)"):
+        boundary_specs(job, 2)
+
+
+def test_a_layer_that_returns_several_tensors_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"layer 0 \(LSTM\) returned tuple: a layer returns one tensor"):
+        boundary_specs(make_job([lambda: nn.LSTM(4, 4)], Zeros(3, 4)), 2)
+
+
+@pytest.mark.parametrize("sample", [torch.zeros(2), (torch.zeros(2), 1), (torch.zeros(2),)])
+def test_samples_that_are_no_pairs_of_tensors_are_refused(sample: Any) -> None:
+    class Samples(Zeros):
+        def __getitem__(self, index: int) -> Any:
+            return sample
+
+    with pytest.raises(ConfigError, match=r"samples must be pairs of tensors"):
+        boundary_specs(make_job([nn.Identity], Samples()), 2)
+
+
+def test_a_factory_that_fails_is_named() -> None:
+    def broken() -> nn.Module:
+        raise RuntimeError("no weights here")
+
+    with pytest.raises(ConfigError, match=r"layer 1 cannot be built .*no weights here"):
+        param_bytes(make_job([nn.Identity, broken], Zeros(4)))
+
+
+def test_parameter_bytes_are_those_of_the_built_layers() -> None:
+    expected = [sum(p.nbytes for p in build_layer(LLAMA, layer, 0).parameters()) for layer in range(4)]
+
+    assert list(param_bytes(LLAMA)) == expected

@@ -1,0 +1,162 @@
+"""The layered Llama: the same function as transformers' with the same weights, built layer by layer."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from chameleon_ft.config import LlamaConfig
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.models.hugging_face import from_hugging_face, to_hugging_face
+from chameleon_ft.models.llama import Block, Embedding, Head, layer_flops, llama_layers, next_token_loss, num_parameters
+
+torch.set_num_threads(1)  # at this size, threads cost more than they bring
+
+GROUPED = LlamaConfig(vocab_size=97, dim=48, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=80, seq_len=24)
+UNGROUPED = GROUPED.model_copy(update={"num_kv_heads": 6, "rope_theta": 500_000.0, "norm_eps": 1e-3})
+
+
+def reference_model(config: LlamaConfig) -> Any:
+    transformers = pytest.importorskip("transformers", reason="the development extra has it")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.dim,
+            intermediate_size=config.ffn_dim,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.seq_len,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=False,
+            attn_implementation="eager",
+        )
+    )
+    # Larger than at the start of a training, and norms that are not 1: a mistake in any part must show in the logits.
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.2)
+    return model
+
+
+def load_layers(config: LlamaConfig, model: Any) -> list[nn.Module]:
+    layers = [factory() for factory in llama_layers(config)]
+    for index, layer in enumerate(layers):
+        layer.load_state_dict(from_hugging_face(model.state_dict(), index, config.num_layers))
+    return layers
+
+
+def random_tokens(config: LlamaConfig, *shape: int) -> Tensor:
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+
+
+def run(layers: list[nn.Module], ids: Tensor) -> Tensor:
+    return reduce(lambda x, layer: layer(x), layers, ids)
+
+
+@pytest.mark.parametrize("config", [GROUPED, UNGROUPED], ids=["grouped", "ungrouped"])
+def test_logits_and_gradients_are_those_of_transformers(config: LlamaConfig) -> None:
+    model = reference_model(config)
+    layers = load_layers(config, model)
+    window = random_tokens(config, 3, config.seq_len + 1)
+    ids, targets = window[:, :-1], window[:, 1:]
+
+    logits = run(layers, ids)
+    next_token_loss(logits, targets).backward()
+    expected = model(ids).logits
+    nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    ours = to_hugging_face(
+        {index: {name: _gradient(p) for name, p in layer.named_parameters()} for index, layer in enumerate(layers)},
+        config.num_layers,
+    )
+    theirs = {name: _gradient(p) for name, p in model.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        # Relative to the largest entry: gradients of a sum over 72 terms are far from 1.
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()), msg=name)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def test_a_shorter_input_has_the_same_logits_as_the_start_of_a_longer_one() -> None:
+    layers = [factory() for factory in llama_layers(GROUPED)]
+    ids = random_tokens(GROUPED, 2, GROUPED.seq_len)
+
+    torch.testing.assert_close(run(layers, ids[:, :7]), run(layers, ids)[:, :7], rtol=1e-5, atol=1e-6)
+
+
+def test_weights_go_to_transformers_names_and_back() -> None:
+    states = {index: factory().state_dict() for index, factory in enumerate(llama_layers(GROUPED))}
+    exported = to_hugging_face(states, GROUPED.num_layers)
+
+    assert exported.keys() == reference_model(GROUPED).state_dict().keys()
+    for index, state in states.items():
+        back = from_hugging_face(exported, index, GROUPED.num_layers)
+        assert back.keys() == state.keys()
+        assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+def test_weights_of_another_shape_are_refused_with_what_is_missing() -> None:
+    state = to_hugging_face({0: Embedding(GROUPED).state_dict()}, GROUPED.num_layers)
+
+    with pytest.raises(ConfigError, match=r"layer 4: missing .*lm_head"):
+        from_hugging_face(state, 4, GROUPED.num_layers)
+    with pytest.raises(ConfigError, match="no layer 5"):
+        from_hugging_face(state, 5, GROUPED.num_layers)
+    with pytest.raises(ConfigError, match=r"unexpected \['tokens.weight'\]"):
+        to_hugging_face({1: Embedding(GROUPED).state_dict()}, GROUPED.num_layers)
+
+
+def test_the_loss_is_a_sum_in_float32() -> None:
+    logits = torch.zeros(2, 3, GROUPED.vocab_size, dtype=torch.bfloat16)
+    loss = next_token_loss(logits, random_tokens(GROUPED, 2, 3))
+
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, 6 * torch.tensor(float(GROUPED.vocab_size)).log())
+
+
+@pytest.mark.parametrize("config", [GROUPED, UNGROUPED], ids=["grouped", "ungrouped"])
+def test_the_parameter_count_is_that_of_the_built_layers(config: LlamaConfig) -> None:
+    built = [factory() for factory in llama_layers(config)]
+
+    assert [type(layer) for layer in built] == [Embedding, Block, Block, Block, Head]
+    assert num_parameters(config) == sum(p.numel() for layer in built for p in layer.parameters())
+
+
+def test_only_parameters_are_state() -> None:
+    for factory in llama_layers(GROUPED):
+        layer = factory()
+        assert layer.state_dict().keys() == dict(layer.named_parameters()).keys()
+
+
+def test_projections_into_the_residual_stream_begin_smaller() -> None:
+    config = GROUPED.model_copy(update={"dim": 192, "ffn_dim": 256})
+    torch.manual_seed(0)
+    state = Block(config).state_dict()
+    deviation = {name: float(tensor.std()) for name, tensor in state.items() if tensor.ndim == 2}
+
+    scaled = {"attention.output.weight", "feed_forward.down.weight"}
+    assert all(
+        value == pytest.approx(0.02 / 6**0.5 if name in scaled else 0.02, rel=0.05) for name, value in deviation.items()
+    )
+
+
+def test_flops_are_two_for_each_weight_and_token_and_attention_on_top() -> None:
+    embedding, *blocks, head = layer_flops(GROUPED)
+    block = Block(GROUPED)
+    matrices = sum(p.numel() for p in block.parameters() if p.ndim == 2)
+    score_pairs = GROUPED.seq_len / 2  # a causal mask leaves half of them for an average token
+
+    assert blocks == [2 * matrices + 2 * 2 * score_pairs * GROUPED.dim] * 3
+    assert head == 2 * GROUPED.dim * GROUPED.vocab_size
+    assert 0 < embedding < min(head, *blocks) / 10

@@ -1,0 +1,84 @@
+"""The run directory."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from chameleon_ft.config import RunConfig, TrainConfig
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import ControlAddress, RunDirectory
+
+CONTROL = ControlAddress(address="127.0.0.1:4000", token="secret", pid=1)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "a" / "run", TrainConfig())
+
+
+def test_a_directory_is_made_with_its_configuration(run: RunDirectory) -> None:
+    assert run.checkpoints.is_dir()
+    assert run.logs.is_dir()
+    assert run.config() == TrainConfig(out=run.path)
+
+
+def test_a_run_can_be_moved(run: RunDirectory, tmp_path: Path) -> None:
+    moved = run.path.rename(tmp_path / "moved")
+    assert RunDirectory.open(moved).config().out == moved
+
+
+def test_an_existing_directory_is_never_written_over(run: RunDirectory) -> None:
+    with pytest.raises(ConfigError, match=r"exists already.*--resume"):
+        RunDirectory.create(run.path, TrainConfig())
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be made"):
+        RunDirectory.create(tmp_path / "file" / "run", TrainConfig())
+
+
+def test_another_directory_is_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        RunDirectory.open(tmp_path)
+
+
+def test_a_configuration_is_replaced(run: RunDirectory) -> None:
+    run.write_config(RunConfig(job="mine.py:job"))
+    assert run.config().job == "mine.py:job"
+
+
+def test_only_the_owner_can_read_the_token(run: RunDirectory) -> None:
+    run.write_control(CONTROL)
+    run.write_control(CONTROL)
+    assert stat.S_IMODE(os.stat(run.control_file).st_mode) == 0o600
+    assert run.read_control() == CONTROL
+
+
+def test_a_run_that_is_not_live_has_no_address(run: RunDirectory) -> None:
+    run.write_control(CONTROL)
+    run.remove_control()
+    run.remove_control()
+    with pytest.raises(ConfigError, match="not live"):
+        run.read_control()
+
+
+def test_a_damaged_control_file_is_named(run: RunDirectory) -> None:
+    run.control_file.write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run.read_control()
+
+
+def test_an_unfinished_last_line_is_passed_over(run: RunDirectory) -> None:
+    run.events_file.write_text('{"event": "one"}\n{"event": "tw')
+    assert run.events() == [{"event": "one"}]
+
+
+def test_a_damaged_line_in_the_middle_is_named(run: RunDirectory) -> None:
+    run.events_file.write_text('{"event": "one"}\n{"event": "tw\n{"event": "three"}\n')
+    with pytest.raises(ConfigError, match="line 2"):
+        run.events()

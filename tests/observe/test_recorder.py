@@ -1,0 +1,78 @@
+"""The recorder writes at once, survives a crash, and sums up what is on disk."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from chameleon_ft.config import TrainConfig
+from chameleon_ft.observe import NullView, Recorder, RunDirectory
+from tests.observe.records import failure_record, run_info, step_record
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", TrainConfig())
+
+
+def recorder(run: RunDirectory) -> Recorder:
+    ticks = itertools.count(100.0)
+    return Recorder(run, NullView(), clock=lambda: next(ticks))
+
+
+def test_what_is_recorded_is_on_disk_before_the_recorder_is_closed(run: RunDirectory) -> None:
+    with recorder(run) as records:
+        records.started(run_info())
+        records.step(step_record(0))
+        records.failure(failure_record(1))
+        records.event("checkpoint", step=1)
+        assert run.steps() == [step_record(0)]
+        assert run.failures() == [failure_record(1)]
+        assert [(event["time"], event["event"]) for event in run.events()] == [
+            (100.0, "started"),
+            (101.0, "failure"),
+            (102.0, "checkpoint"),
+        ]
+
+
+def test_a_resumed_run_goes_on_after_a_line_that_a_crash_cut_short(run: RunDirectory) -> None:
+    with recorder(run) as records:
+        records.step(step_record(0))
+    with run.metrics_file.open("a") as file:
+        file.write('{"step": 1, "lo')
+    with recorder(run) as records:
+        records.step(step_record(1))
+    assert [record.step for record in run.steps()] == [0, 1]
+
+
+def test_the_summary_covers_what_was_recorded_before_a_resume(run: RunDirectory) -> None:
+    with recorder(run) as records:
+        records.step(step_record(0))
+        records.finish("interrupted", reason="Ctrl-C")
+    with recorder(run) as records:
+        records.step(step_record(1))
+        summary = records.finish("finished", reason="all steps are done")
+    assert summary.steps == 2
+    assert json.loads(run.summary_file.read_text())["reason"] == "all steps are done"
+
+
+def test_the_summary_has_the_fields_that_are_promised(run: RunDirectory) -> None:
+    with recorder(run) as records:
+        records.step(step_record(0))
+        records.failure(failure_record(0))
+        records.finish("finished", reason="done")
+    data = json.loads(run.summary_file.read_text())
+    assert {"steps", "final_loss", "samples_seen", "samples_lost", "samples_repeated", "failures"} <= set(data)
+    assert {"median_step_s_before", "median_step_s_after", "status", "reason"} <= set(data)
+    phases = {"detect_s", "stop_s", "decide_s", "regroup_s", "stall_s"}
+    assert {"worker", "step", "cause", "policy"} | phases <= set(data["failures"][0])
+
+
+def test_the_metrics_have_the_fields_that_are_promised(run: RunDirectory) -> None:
+    with recorder(run) as records:
+        records.step(step_record(0))
+    promised = {"step", "loss", "grad_norm", "lr", "tokens", "step_s", "tokens_per_s", "workers", "generation"}
+    assert promised <= set(json.loads(run.metrics_file.read_text()))

@@ -1,0 +1,78 @@
+"""The terminal view."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from rich.console import Console
+
+from chameleon_ft.observe import FailureRecord, summarize
+from chameleon_ft.observe.terminal import TerminalView
+from tests.observe.records import failure_record, run_info, step_record
+
+
+def shown(*, terminal: bool = False, failure: FailureRecord | None = None) -> str:
+    """Return what a whole run prints."""
+    failure = failure or failure_record(1)
+    out = io.StringIO()
+    view = TerminalView(Console(file=out, force_terminal=terminal, width=80, highlight=False))
+    view.started(run_info())
+    view.step(step_record(0, loss=2.5))
+    view.event("refused", {"reason": "for the file only"})
+    view.event("checkpoint", {"message": "step 1 is written to [here]"})
+    view.failure(failure)
+    view.finished(
+        summarize([step_record(0, loss=2.5)], [failure], samples_per_step=16, status="finished", reason="all is done")
+    )
+    return out.getvalue()
+
+
+def test_it_tells_the_run_from_beginning_to_end() -> None:
+    text = shown()
+    for words in (
+        "a [small] model",
+        "some text",
+        "runs/one",
+        "layers 0-3",
+        "worker 2",
+        "2.5000",
+        "checkpoint: step 1 is written to [here]",
+        "worker 3 lost in step 1",
+        "its supervisor saw the process end",
+        "reroute: micro-batches 2, 3 of worker 3 go to worker 1",
+        "0.133 s = detect 0.010 + stop 0.020 + decide 0.003 + regroup 0.100",
+        "finished: all is done",
+        "16 seen, 0 lost, 0 repeated",
+    ):
+        assert words in text
+    assert "for the file only" not in text
+
+
+def test_a_file_gets_ascii_without_control_codes() -> None:
+    assert shown().isascii()
+    assert "\x1b" not in shown()
+
+
+def test_a_terminal_gets_colours_and_its_own_width() -> None:
+    text = shown(terminal=True)
+    assert "\x1b[" in text
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    text = shown(failure=failure_record(1, detect_s=None))
+    assert "0.123 s = stop 0.020 + decide 0.003 + regroup 0.100" in text
+
+
+def test_layers_without_a_holder_and_a_prediction_are_shown() -> None:
+    failure = dataclasses.replace(failure_record(1), lost_layers=(4, 5), predicted_step_s=0.75)
+    text = shown(failure=failure)
+    assert "the last holder of layers 4, 5" in text
+    assert "0.750 s per step" in text
+
+
+def test_many_pipelines_are_abridged() -> None:
+    out = io.StringIO()
+    view = TerminalView(Console(file=out))
+    view.started(dataclasses.replace(run_info(), pipelines=tuple((index, index + 40) for index in range(40))))
+    assert "and 24 more" in out.getvalue()

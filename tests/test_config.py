@@ -1,0 +1,173 @@
+"""Configurations: what is refused and in which words, and that TOML brings back what it was given."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from chameleon_ft.config import (
+    Batch,
+    Checkpoint,
+    Failure,
+    LlamaConfig,
+    Parallel,
+    RunConfig,
+    TrainConfig,
+    config_to_toml,
+    config_type,
+    load_config,
+    parse_config,
+    parse_fields,
+)
+from chameleon_ft.errors import ConfigError
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.toml"))
+
+
+def message(data: dict[str, Any], model: type[RunConfig] = TrainConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(model, data, source="run.toml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"paralel": {}}, "paralel: unknown key; did you mean parallel?"),
+        ({"batch": {"micro_batch": 4}}, "batch.micro_batch: unknown key; did you mean batch.micro_batch"),
+        ({"micro_batches": 4}, "micro_batches: unknown key; did you mean batch.micro_batches?"),
+        ({"model": {"wombat": 4}}, "model.wombat: unknown key; known here: vocab_size, dim"),
+        ({"failures": [{"step": 1, "worker": 0, "fase": "sync"}]}, "failures[0].fase: unknown key; did you mean"),
+        ({"failures": [{"step": 1}]}, "failures[0].worker: is missing"),
+        ({"steps": 0}, "steps = 0: should be greater than or equal to 1"),
+        ({"steps": "many"}, 'steps = "many": should be a valid integer'),
+        ({"steps": True}, "steps = True: should be a valid integer"),
+        ({"steps": 2.0}, "steps = 2.0: should be a valid integer"),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr = nan: should be a finite number"),
+        ({"policy": "magic"}, "policy = \"magic\": should be 'reroute'"),
+        ({"failures": [{"step": 1, "worker": 0, "kind": "melt"}]}, "failures[0].kind = \"melt\": should be 'kill'"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_what_is_expected(data: dict[str, Any], expected: str) -> None:
+    assert expected in message(data)
+
+
+def test_all_mistakes_are_listed_at_once() -> None:
+    text = message({"stepz": 1, "workers": -1, "model": {"dim": "wide"}})
+    assert text.startswith("run.toml has 3 errors:")
+    assert all(key in text for key in ("stepz", "workers = -1", 'model.dim = "wide"'))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"workers": 6}, "workers = 6: must equal parallel.dp * parallel.pp = 2 * 2 = 4; set workers to 4"),
+        ({"parallel": {"dp": 3}, "workers": 6}, "batch.micro_batches = 8: must divide evenly over parallel.dp = 3"),
+        ({"parallel": {"dp": 3}, "workers": 6}, "take 6 or 9"),
+        ({"parallel": {"dp": 1, "pp": 9}, "workers": 9}, "parallel.pp = 9: asks for more stages than the model has"),
+        ({"failures": [{"step": 1, "worker": 4}]}, "failures[0].worker = 4: there is no such worker: the run has 4"),
+        ({"failures": [{"step": 100, "worker": 1}]}, "failures[0].step = 100: there is no such step: the run has 100"),
+        (
+            {"failures": [{"step": 1, "worker": 1}, {"step": 2, "worker": 1}]},
+            "failures[1].worker = 1: already fails in failures[0]",
+        ),
+        ({"failures": [{"step": 1, "worker": 1, "phase": "checkpoint"}]}, 'failures[0].phase = "checkpoint": no chec'),
+        ({"backend": "nccl"}, 'backend = "nccl": nccl carries tensors between GPUs only'),
+        ({"timeouts": {"heartbeat_s": 2.0}}, "timeouts.watchdog_min_s = 1.5: must be longer than heartbeat_s = 2"),
+        ({"timeouts": {"collective_s": 1.0}}, "timeouts.collective_s = 1.0: must be longer than watchdog_min_s"),
+        ({"timeouts": {"rendezvous_s": 9.0}}, "timeouts.rendezvous_s = 9.0: must be longer than collective_s"),
+        ({"model": {"dim": 130}}, "model.dim = 130: must be a multiple of num_heads = 4"),
+        ({"model": {"dim": 12}}, "model.dim = 12: gives heads of width 3"),
+        ({"model": {"num_kv_heads": 3}}, "model.num_heads = 4: must be a multiple of num_kv_heads = 3"),
+        ({"optimizer": {"min_lr": 1.0}}, "optimizer.min_lr = 1.0: must not exceed lr"),
+        ({"data": {"kind": "text"}, "model": {"vocab_size": 100}}, "model.vocab_size = 100: text is read as bytes"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_with_what_to_change(data: dict[str, Any], expected: str) -> None:
+    assert expected in message(data)
+
+
+def test_relations_are_all_reported() -> None:
+    text = message({"workers": 6, "batch": {"micro_batches": 3}, "failures": [{"step": 1, "worker": 8}]})
+    assert text.startswith("run.toml has 3 errors:")
+
+
+def test_fields_can_be_checked_before_it_is_known_whether_they_fit_together() -> None:
+    parse_fields(TrainConfig, {"workers": 6}, source="run.toml")
+    with pytest.raises(ConfigError, match="workers = -6"):
+        parse_fields(TrainConfig, {"workers": -6}, source="run.toml")
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        TrainConfig().steps = 3  # type: ignore[misc]
+
+
+def test_the_type_follows_from_what_is_trained() -> None:
+    assert config_type({}) is TrainConfig
+    assert config_type({"job": "mine.py:job"}) is RunConfig
+    assert config_type({"job": "mine.py:job", "optimizer": {}}) is TrainConfig
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_are_valid(path: Path) -> None:
+    data = load_config(path)
+    assert data.failures, "an example shows a failure"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(None, "there is no such file"), ("steps = ", "is not valid TOML"), (b"\xff", "cannot be read")],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: str | bytes | None, expected: str) -> None:
+    path = tmp_path / "run.toml"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=expected):
+        load_config(path)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> RunConfig:
+    dp, pp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    steps = draw(st.integers(1, 50))
+    workers = draw(st.lists(st.integers(0, dp * pp - 1), unique=True, max_size=3))
+    common: dict[str, Any] = {
+        "workers": dp * pp,
+        "steps": steps,
+        "seed": draw(st.integers(0, 2**63 - 1)),
+        "parallel": Parallel(dp=dp, pp=pp, split_backward=draw(st.booleans())),
+        "batch": Batch(micro_batches=dp * draw(st.integers(1, 4)), micro_batch_size=draw(st.integers(1, 8))),
+        "checkpoint": Checkpoint(every=draw(st.integers(1, 9))),
+        "failures": tuple(
+            Failure(step=draw(st.integers(0, steps - 1)), worker=worker, phase=draw(st.sampled_from(["sync", "vote"])))
+            for worker in workers
+        ),
+    }
+    if draw(st.booleans()):
+        return RunConfig(job=draw(st.text('/aé "\\\n=[', min_size=1)) + ".py:job", **common)
+    return TrainConfig(model=LlamaConfig(norm_eps=draw(st.floats(1e-12, 1e-3))), **common)
+
+
+@given(config=configs())
+def test_toml_brings_back_the_same_configuration(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("round") / "config.toml"
+    path.write_text(config_to_toml(config), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_the_run_directory_is_not_part_of_the_file() -> None:
+    assert "/somewhere" not in config_to_toml(TrainConfig(out=Path("/somewhere")))
+
+
+def test_importing_it_loads_neither_torch_nor_numpy() -> None:
+    code = "import sys, chameleon_ft.config; print({'torch', 'numpy'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert result.stdout.strip() == "set()"
