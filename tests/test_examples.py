@@ -13,8 +13,6 @@ from chameleon_ft.data.batch import load_micro_batch
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import boundary_specs, build_layer
 
-torch.set_num_threads(1)  # at this size, threads cost more than they bring
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

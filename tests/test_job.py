@@ -21,8 +21,6 @@ from chameleon_ft.job import BoundarySpec, Job, check_job_reference, load_job
 from chameleon_ft.models.build import build_layer
 from chameleon_ft.models.llama import num_parameters
 
-torch.set_num_threads(1)  # at this size, threads cost more than they bring
-
 RUN = RunConfig()
 
 
@@ -166,6 +164,8 @@ def test_what_a_file_defines_is_one_thing_however_often_it_is_loaded(job_file: P
         ("no_such_package.module:job", "there is no module no_such_package.module; a file is named with its ending"),
         ("chameleon_ft.nothing_here", "there is no module chameleon_ft.nothing_here"),
         (":job", "write it as package.module:function"),
+        (".relative:job", "write it as package.module:function"),
+        ("path/to/file:job", "write it as package.module:function"),
         ("a:b:c", "write it as package.module:function"),
     ],
 )
@@ -173,6 +173,17 @@ def test_a_reference_to_nothing_is_refused(reference: str, message: str) -> None
     for use in (check_job_reference, lambda reference: load_job(reference, RUN)):
         with pytest.raises(ConfigError, match=message):
             use(reference)
+
+
+def test_what_a_package_lacks_itself_is_not_taken_for_a_wrong_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half_a_package").mkdir()
+    (tmp_path / "half_a_package" / "__init__.py").write_text("import what_is_not_installed")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(ModuleNotFoundError, match="what_is_not_installed"):
+        load_job("half_a_package.model:job", RUN)
 
 
 @pytest.mark.parametrize(

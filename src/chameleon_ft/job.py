@@ -151,11 +151,7 @@ def check_job_reference(reference: str) -> None:
             raise ConfigError(f"job {reference!r}: there is no file {location}")
         return
     _look_in_working_directory()
-    try:
-        found = importlib.util.find_spec(location) is not None
-    except (ImportError, ValueError):
-        found = False
-    if not found:
+    if not _module_exists(location):
         raise ConfigError(
             f"job {reference!r}: there is no module {location}; a file is named with its ending, {location}.py"
         )
@@ -211,15 +207,25 @@ def _checked_costs(costs: Sequence[float], num_layers: int) -> tuple[float, ...]
 
 def _split_reference(reference: str) -> tuple[str, str]:
     head, colon, tail = reference.rpartition(":")
-    # "C:\model.py" has a colon that separates nothing: what follows a separator is a plain name.
+    # A path may hold a colon that separates nothing: what follows the separator is a plain name.
     location, name = (head, tail) if colon and tail.isidentifier() else (reference, "job")
-    if not location or (":" in location and not _is_file(location)):
+    if not (_is_file(location) or all(part.isidentifier() for part in location.split("."))):
         raise ConfigError(f"job {reference!r}: write it as package.module:function or path/to/file.py:function")
     return location, name
 
 
 def _is_file(location: str) -> bool:
     return location.endswith(".py")
+
+
+def _module_exists(location: str) -> bool:
+    try:
+        return importlib.util.find_spec(location) is not None
+    except ModuleNotFoundError as error:
+        # A package on the way may lack something else that it imports: that is another message, and not ours.
+        if f"{location}.".startswith(f"{error.name}."):
+            return False
+        raise
 
 
 def _look_in_working_directory() -> None:

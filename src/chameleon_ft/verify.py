@@ -52,23 +52,29 @@ class Verification:
     """How far a run is from the plain loop."""
 
     steps: int
+    tolerance: float
     max_relative_loss_deviation: float
     max_relative_grad_norm_deviation: float
     worst_step: int
     """Step of the largest deviation of the loss."""
+    first_step_outside: int | None
+    """First step whose loss deviates by more than the tolerance."""
 
     @classmethod
-    def of(cls, comparisons: Iterable[StepComparison]) -> Verification:
-        """Take the largest deviations of `comparisons`. Raises ConfigError where there are none."""
+    def of(cls, comparisons: Iterable[StepComparison], *, tolerance: float) -> Verification:
+        """Sum up `comparisons`. Raises ConfigError where there are none."""
         found = list(comparisons)
         if not found:
             raise ConfigError("this run has committed no step yet; let it train before it is verified")
         worst = max(found, key=lambda comparison: comparison.loss_deviation)
+        outside = [comparison.step for comparison in found if comparison.loss_deviation > tolerance]
         return cls(
             steps=len(found),
+            tolerance=tolerance,
             max_relative_loss_deviation=worst.loss_deviation,
             max_relative_grad_norm_deviation=max(comparison.grad_norm_deviation for comparison in found),
             worst_step=worst.step,
+            first_step_outside=min(outside, default=None),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -76,11 +82,17 @@ class Verification:
         return asdict(self)
 
     def __str__(self) -> str:
+        verdict = (
+            f"within the tolerance of {self.tolerance:g}"
+            if self.first_step_outside is None
+            else f"OUTSIDE the tolerance of {self.tolerance:g}, first in step {self.first_step_outside}"
+        )
         return (
             f"{self.steps} steps repeated in a plain loop\n"
             "largest relative deviation\n"
             f"  of the loss           {self.max_relative_loss_deviation:.2e}, in step {self.worst_step}\n"
-            f"  of the gradient norm  {self.max_relative_grad_norm_deviation:.2e}"
+            f"  of the gradient norm  {self.max_relative_grad_norm_deviation:.2e}\n"
+            f"{verdict}"
         )
 
 

@@ -67,6 +67,34 @@ def test_a_folder_is_read_in_the_order_of_names_and_says_what_it_skips(tmp_path:
     }
 
 
+def test_runs_below_the_folder_are_not_trained_on(tmp_path: Path) -> None:
+    write(tmp_path / "poem.txt", "all there is")
+    config = make_config(tmp_path)
+    for name in ("first", "second"):
+        run = tmp_path / "runs" / name
+        write(run / "events.jsonl", "written before the data is prepared")
+        path = prepare_data(config, run)
+        assert path.read_bytes() == b"all there is"
+
+    assert check_data(config).num_files == 1
+
+
+def test_a_folder_that_cannot_be_listed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "poem.txt", "all there is")
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if Path(path) == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # permissions do not bind root, who may run this test
+
+    assert [skipped.path for skipped in check_data(make_config(tmp_path)).skipped] == [closed]
+
+
 def test_a_character_may_lie_across_two_reads(tmp_path: Path) -> None:
     text = "x" * ((1 << 20) - 1) + "ü" + "x" * 10
 

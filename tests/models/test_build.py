@@ -15,8 +15,6 @@ from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.models.build import boundary_specs, build_layer, param_bytes, seed_forward
 from chameleon_ft.models.llama import llama_layers, next_token_loss
 
-torch.set_num_threads(1)  # at this size, threads cost more than they bring
-
 CONFIG = LlamaConfig(
     vocab_size=50, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, seq_len=8, dropout=0.5
 )

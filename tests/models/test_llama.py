@@ -14,8 +14,6 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.models.hugging_face import from_hugging_face, to_hugging_face
 from chameleon_ft.models.llama import Block, Embedding, Head, layer_flops, llama_layers, next_token_loss, num_parameters
 
-torch.set_num_threads(1)  # at this size, threads cost more than they bring
-
 GROUPED = LlamaConfig(vocab_size=97, dim=48, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=80, seq_len=24)
 UNGROUPED = GROUPED.model_copy(update={"num_kv_heads": 6, "rope_theta": 500_000.0, "norm_eps": 1e-3})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path
 
@@ -55,7 +54,7 @@ def test_a_configuration_is_replaced(run: RunDirectory) -> None:
 def test_only_the_owner_can_read_the_token(run: RunDirectory) -> None:
     run.write_control(CONTROL)
     run.write_control(CONTROL)
-    assert stat.S_IMODE(os.stat(run.control_file).st_mode) == 0o600
+    assert stat.S_IMODE(run.control_file.stat().st_mode) == 0o600
     assert run.read_control() == CONTROL
 
 

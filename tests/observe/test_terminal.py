@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from typing import get_args
 
+import pytest
 from rich.console import Console
 
-from chameleon_ft.observe import FailureRecord, summarize
+from chameleon_ft.observe import FailureRecord, NoticedBy, summarize
 from chameleon_ft.observe.terminal import TerminalView
 from tests.observe.records import failure_record, run_info, step_record
 
@@ -69,6 +71,11 @@ def test_layers_without_a_holder_and_a_prediction_are_shown() -> None:
     text = shown(failure=failure)
     assert "the last holder of layers 4, 5" in text
     assert "0.750 s per step" in text
+
+
+@pytest.mark.parametrize("path", get_args(NoticedBy))
+def test_every_detection_path_has_words(path: NoticedBy) -> None:
+    assert "noticed" in shown(failure=dataclasses.replace(failure_record(1), noticed_by=path))
 
 
 def test_many_pipelines_are_abridged() -> None:

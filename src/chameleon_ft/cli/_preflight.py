@@ -1,4 +1,4 @@
-"""Checks that look outside the configuration: files, addresses, the user's own code. None starts a process."""
+"""Checks that look outside the configuration, at files and addresses. None starts a process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import socket
 from pathlib import Path
 from typing import TypeGuard
 
-from chameleon_ft.config import LLAMA_JOB, Control, RunConfig, TrainConfig
+from chameleon_ft.config import Control, RunConfig, TrainConfig
 from chameleon_ft.errors import ConfigError
 
-# What needs torch, numpy or the user's code is imported where it is used: `--help` must not wait for any of them.
+# What needs numpy is imported where it is used: `--help` must not wait for it.
 
-__all__ = ["absolute_job", "check_address", "check_data_source", "check_layers", "prepare_data_of"]
+__all__ = ["absolute_job", "check_address", "check_data_source", "prepare_data_of"]
 
 
 def absolute_job(reference: str) -> str:
@@ -46,20 +46,6 @@ def check_address(control: Control) -> None:
         raise ConfigError(
             f'control.host = "{control.host}": cannot listen there: {error.strerror}; give an address of this host'
         ) from None
-
-
-def check_layers(config: RunConfig) -> None:
-    """Raise ConfigError where a job of the user's own has fewer layers than there are stages. Imports the job."""
-    if config.job == LLAMA_JOB:
-        return  # its configuration says how many there are, and has been checked
-    from chameleon_ft.job import load_job
-
-    layers = load_job(config.job, config).num_layers
-    if config.parallel.pp > layers:
-        raise ConfigError(
-            f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {layers}; "
-            f"take {layers} at most or split the model into more layers"
-        )
 
 
 def check_data_source(config: RunConfig) -> str | None:

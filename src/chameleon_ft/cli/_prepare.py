@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Optional
+from typing import Annotated, Any, ClassVar, Optional, Protocol
 
 import tyro
 
 from chameleon_ft.cli._flags import Parsed, optional_argument, parse_with_flags
-from chameleon_ft.cli._preflight import absolute_job, check_address, check_data_source, check_layers, prepare_data_of
+from chameleon_ft.cli._preflight import absolute_job, check_address, check_data_source, prepare_data_of
 from chameleon_ft.config import LLAMA_JOB, RunConfig, TrainConfig, config_type, parse_config, parse_fields, read_toml
 from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 
-__all__ = ["ConfigFile", "PreparedRun", "Resume", "StartArguments", "prepare_run"]
+__all__ = ["ConfigFile", "PreparedRun", "Resume", "Start", "StartArguments", "prepare_run"]
 
 # Optional, for tyro knows that form without loading a type checker, which takes a tenth of a second.
 ConfigFile = Annotated[
@@ -58,6 +59,12 @@ class StartArguments:
         return "llama" if file is None else file.stem
 
 
+class Start(Protocol):
+    """What starts the processes of a run and returns its exit code."""
+
+    def __call__(self, config: RunConfig, *, run: RunDirectory, resume: bool) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
     """A run that may start."""
@@ -66,6 +73,19 @@ class PreparedRun:
     """With `out` as the run directory."""
     directory: RunDirectory
     resume: bool
+
+    def start(self, entry: Start) -> int:
+        """Start the run by `entry` and return its exit code.
+
+        Raises ConfigError where the job itself turns out to be wrong, which only running its code can tell; then the
+        directory of a new run is gone again, so that it is not in the way of the next try.
+        """
+        try:
+            return entry(self.config, run=self.directory, resume=self.resume)
+        except ConfigError:
+            if not self.resume and not self.directory.metrics_file.exists():
+                shutil.rmtree(self.directory.path)
+            raise
 
 
 def prepare_run(own: type[StartArguments], arguments: Sequence[str], *, command: str) -> PreparedRun:
@@ -90,7 +110,6 @@ def _new_run(first: Parsed[StartArguments], arguments: Sequence[str], *, command
     config = _config(first, values, arguments, command=command, source=source)
     out = config.out or Path("runs") / f"{first.own.name()}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = config.model_copy(update={"out": out.absolute()})
-    check_layers(config)
     check_address(config.control)
     RunDirectory.require_free(out)
     if (data := check_data_source(config)) is not None:
@@ -115,7 +134,6 @@ def _resumed_run(first: Parsed[StartArguments], path: Path, arguments: Sequence[
     config = config.model_copy(update={"out": directory.path})
     _refuse_another_model(config, directory)
     _require_steps_left(config, directory)
-    check_layers(config)
     check_address(config.control)
     directory.write_config(config)
     prepare_data_of(config)

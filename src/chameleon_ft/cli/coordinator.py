@@ -27,4 +27,4 @@ def main(arguments: Sequence[str]) -> int:
     prepared = prepare_run(CoordinatorArguments, arguments, command="coordinator")
     from chameleon_ft.launch import coordinate
 
-    return coordinate(prepared.config, run=prepared.directory, resume=prepared.resume)
+    return prepared.start(coordinate)

@@ -57,4 +57,4 @@ def main(arguments: Sequence[str]) -> int:
     prepared = prepare_run(RunArguments, arguments, command="run")
     from chameleon_ft.launch import train
 
-    return train(prepared.config, run=prepared.directory, resume=prepared.resume)
+    return prepared.start(train)

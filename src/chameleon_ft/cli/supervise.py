@@ -8,9 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from chameleon_ft.cli._flags import parse_arguments
-from chameleon_ft.cli._joining import Coordinator, Token, required_token
-from chameleon_ft.control.address import split_address
+from chameleon_ft.cli._flags import optional_argument, parse_arguments
+from chameleon_ft.cli._joining import Coordinator, Run, Token, way_to_coordinator
 from chameleon_ft.errors import ConfigError
 
 __all__ = ["main"]
@@ -18,17 +17,19 @@ __all__ = ["main"]
 
 @dataclass(frozen=True)
 class SuperviseArguments:
-    """Start this machine's workers of a run whose coordinator is elsewhere, and watch them until the run ends."""
+    """Start this machine's workers of a run whose coordinator is elsewhere, and watch them until the run ends.
 
-    coordinator: Coordinator
+    The coordinator is found by --run, or by --coordinator with its token.
+    """
+
     workers: Annotated[int, tyro.conf.arg(help="Worker processes to start here, one for each accelerator.")]
+    run: Run = None
+    coordinator: Coordinator = None
     token: Token = None
     host: Annotated[
         str | None,
-        tyro.conf.arg(
-            metavar="ADDRESS",
-            help="Address at which the other machines reach this one; by default the one that faces the coordinator.",
-            help_behavior_hint="",
+        optional_argument(
+            "ADDRESS", "Address at which the other machines reach this one; by default the one facing the coordinator."
         ),
     ] = None
 
@@ -38,8 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(SuperviseArguments, arguments, command="supervise")
     if given.workers < 1:
         raise ConfigError(f"--workers {given.workers}: should be 1 or more")
-    split_address(given.coordinator)  # says what is wrong with it
-    token = required_token(given.token)
+    way = way_to_coordinator(given)
     from chameleon_ft.launch import supervise
 
-    return supervise(coordinator=given.coordinator, token=token, workers=given.workers, host=given.host)
+    return supervise(coordinator=way.address, token=way.token, workers=given.workers, host=given.host)

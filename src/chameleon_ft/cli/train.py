@@ -27,4 +27,4 @@ def main(arguments: Sequence[str]) -> int:
     prepared = prepare_run(TrainArguments, arguments, command="train")
     from chameleon_ft.launch import train
 
-    return train(prepared.config, run=prepared.directory, resume=prepared.resume)
+    return prepared.start(train)

@@ -56,11 +56,6 @@ def main(arguments: Sequence[str]) -> int:
         disable=not console.is_terminal,
         transient=True,
     )
-    result = Verification.of(comparisons)
-    agrees = result.max_relative_loss_deviation <= given.tolerance
-    if given.json:
-        print(json.dumps(result.to_json()))
-    else:
-        print(result)
-        print(f"{'within' if agrees else 'OUTSIDE'} the tolerance of {given.tolerance:g}")
-    return 0 if agrees else 1
+    result = Verification.of(comparisons, tolerance=given.tolerance)
+    print(json.dumps(result.to_json()) if given.json else result)
+    return 0 if result.first_step_outside is None else 1

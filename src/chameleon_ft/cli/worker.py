@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chameleon_ft.cli._flags import parse_arguments
-from chameleon_ft.cli._joining import Coordinator, Token, required_token
-from chameleon_ft.control.address import split_address
+from chameleon_ft.cli._joining import Coordinator, Run, Token, way_to_coordinator
 from chameleon_ft.errors import ConfigError
 
 __all__ = ["main"]
@@ -18,22 +17,24 @@ __all__ = ["main"]
 class WorkerArguments:
     """Be one worker of a run whose coordinator is elsewhere, started by a cluster's own launcher such as srun.
 
-    RANK, WORLD_SIZE and LOCAL_RANK are read from the environment, as torchrun sets them.
+    The coordinator is found by --run, or by --coordinator with its token.
+    RANK, WORLD_SIZE and LOCAL_RANK are read from the environment, as torchrun sets them; CHAMELEON_HOST, if it is set,
+    is the address at which the other machines reach this one.
     """
 
-    coordinator: Coordinator
+    run: Run = None
+    coordinator: Coordinator = None
     token: Token = None
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(WorkerArguments, arguments, command="worker")
-    split_address(given.coordinator)  # says what is wrong with it
-    token = required_token(given.token)
+    way = way_to_coordinator(given)
     _check_ranks(os.environ)
     from chameleon_ft.launch import work
 
-    return work(coordinator=given.coordinator, token=token, environ=os.environ)
+    return work(coordinator=way.address, token=way.token, environ=os.environ)
 
 
 def _check_ranks(environ: Mapping[str, str]) -> None:

@@ -41,7 +41,9 @@ class RunConfig(Section):
     )
     workers: int = Field(default=4, ge=1, description="Worker processes; must equal parallel.dp * parallel.pp.")
     steps: int = Field(default=100, ge=1, description="Optimizer steps, numbered from 0.")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the weights, the sample order and the dropout.")
+    seed: int = Field(
+        default=0, ge=0, le=2**63 - 1, description="Seed of the weights, the sample order and the dropout."
+    )
     policy: Literal["reroute"] = Field(
         default="reroute", description="What to do at a loss; reroute: the peers of a lost worker do its share."
     )

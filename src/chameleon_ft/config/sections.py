@@ -87,10 +87,12 @@ class Timeouts(Section):
         default=1.0, gt=0, description="Seconds of silence after which a control connection is lost."
     )
     watchdog_min_s: float = Field(
-        default=1.5, gt=0, description="Least time in seconds without progress after which a worker counts as hung."
+        default=1.5, gt=0, description="Least seconds in one operation after which a worker counts as hung."
     )
     watchdog_factor: float = Field(
-        default=10.0, gt=1, description="A worker counts as hung after this many times its predicted operation time."
+        default=10.0,
+        gt=1,
+        description="A worker counts as hung in an operation that takes this many times the longest one seen.",
     )
     collective_s: float = Field(
         default=30.0, gt=0, description="Seconds a message or a collective may take before it counts as failed."

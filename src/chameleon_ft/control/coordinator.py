@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections import Counter
 from dataclasses import replace
 from enum import Enum, auto
@@ -190,6 +191,12 @@ class Coordinator:
 
     def refused(self, address: str, reason: str) -> None:
         self._recorder.event("refused", address=address, reason=reason)
+
+    def broken(self, error: Exception) -> None:
+        log = self._run.logs / "coordinator.log"
+        with log.open("a", encoding="utf-8") as file:
+            traceback.print_exception(error, file=file)
+        self.end("failed", f"the coordinator failed: {type(error).__name__}: {error}; see {log}")
 
     def _worker_message(self, worker: Worker, message: Message) -> None:
         match message:

@@ -56,6 +56,9 @@ class Handler(Protocol):
     def refused(self, address: str, reason: str) -> None:
         """Somebody was turned away, or said something that is not of this protocol."""
 
+    def broken(self, error: Exception) -> None:
+        """The handler itself has raised something that it should not."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Server:
@@ -73,6 +76,9 @@ class _Server:
         except ConnectionClosed as closed:
             if closed.sent is not None and closed.sent.code == _PING_TIMEOUT_CODE:
                 how = "heartbeat"
+        except Exception as error:
+            # A mistake of ours. Dropping this peer for it would lose a worker that has done nothing wrong.
+            self.handler.broken(error)
         self.handler.departed(peer, how)
 
     def authorize(self, connection: ServerConnection, request: Request) -> Response | None:

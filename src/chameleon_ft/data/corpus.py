@@ -70,7 +70,7 @@ def check_data(config: TrainConfig) -> DataSummary:
         tokens = _open_source(config)
         check_ids(tokens, config.model.vocab_size, source=_source_name(config))
         return _summary(config, num_tokens=tokens.size, num_files=1)
-    text = _find_source_text(config)
+    text = _find_source_text(config, config.out)
     return _summary(config, num_tokens=text.num_bytes, num_files=len(text.files), skipped=text.skipped)
 
 
@@ -102,7 +102,7 @@ def load_tokens(config: TrainConfig) -> Tokens:
     if _kind(config) == "tokens":
         return _open_source(config)
     buffer = BytesIO()
-    write_text(_find_source_text(config), buffer)
+    write_text(_find_source_text(config, config.out), buffer)
     return np.frombuffer(buffer.getbuffer(), dtype=np.uint8)
 
 
@@ -110,7 +110,7 @@ def _prepare(config: TrainConfig, run_dir: Path) -> None:
     if _kind(config) == "tokens":
         tokens = _open_source(config)
     else:
-        text = _find_source_text(config)
+        text = _find_source_text(config, run_dir)
         _write_atomically(_text_file(run_dir), lambda out: write_text(text, out))
         tokens = open_tokens(_text_file(run_dir), "uint8")
     record = _Record(config.data.path, _kind(config), fingerprint(tokens))
@@ -174,12 +174,17 @@ def _open_source(config: TrainConfig) -> Tokens:
     return tokens
 
 
-def _find_source_text(config: TrainConfig) -> TextFiles:
+def _find_source_text(config: TrainConfig, run_dir: Path | None) -> TextFiles:
     if config.model.vocab_size < BYTE_VOCABULARY:
         raise DataError(
             f"model.vocab_size is {config.model.vocab_size}, and text is read as bytes: set it to {BYTE_VOCABULARY}"
         )
-    text = find_text(_path(config) if config.data.path else None)
+
+    def is_run(folder: Path) -> bool:
+        # Runs may well lie below the folder they train on: they must not train on what they write, nor on each other.
+        return _is_prepared(folder) or (run_dir is not None and folder.resolve() == run_dir.resolve())
+
+    text = find_text(_path(config) if config.data.path else None, passed_over=is_run)
     _check_length(config, text.num_bytes)
     return text
 

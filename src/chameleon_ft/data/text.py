@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -51,11 +51,12 @@ class TextFiles:
     skipped: tuple[SkippedFile, ...] = ()
 
 
-def find_text(path: Path | None) -> TextFiles:
+def find_text(path: Path | None, *, passed_over: Callable[[Path], bool]) -> TextFiles:
     """Find the text under `path`: one file, or all files of a folder and its subfolders in the order of their names.
 
-    In a folder, what is hidden (begins with a dot) is passed over; what is empty, cannot be read or is not UTF-8 is
-    skipped and listed. None stands for the source text of Python's standard library, as much of it as 8 MiB hold.
+    In a folder, what is hidden (begins with a dot) is passed over, and so are subfolders that `passed_over` holds for;
+    what is empty, cannot be read or is not UTF-8 is skipped and listed. A path of None stands for the source text of
+    Python's standard library, as much of it as 8 MiB hold.
 
     Raises:
         DataError: there is no such path, or no text in it.
@@ -70,7 +71,7 @@ def find_text(path: Path | None) -> TextFiles:
     if not path.is_dir():
         state = "is neither a file nor a folder" if path.exists() else "does not exist"
         raise DataError(f"data.path {path} {state}: give a text file, a folder of text or a token file")
-    found = _inspect(_walk(path))
+    found = _inspect(_walk(path, passed_over))
     if not found.files:
         what = f"{len(found.skipped)} files, none of them UTF-8 text" if found.skipped else "no files"
         raise DataError(f"data.path {path} holds {what}: give a folder with text in it")
@@ -97,7 +98,7 @@ def _standard_library() -> TextFiles:
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     total = 0
-    for path in _walk(root, excluded=_STDLIB_EXCLUDED):
+    for path in _walk(root, lambda folder: folder.name in _STDLIB_EXCLUDED):
         if path.suffix == ".py" and path.is_file():
             total += path.stat().st_size + len(_SEPARATOR)
             if total > _STDLIB_BYTES:
@@ -112,17 +113,24 @@ def _standard_library() -> TextFiles:
     return TextFiles(found.files, found.num_bytes)
 
 
-def _walk(root: Path, *, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".")
+
+
+def _walk(root: Path, passed_over: Callable[[Path], bool]) -> Iterator[Path]:
     """All files below `root` that are not hidden, in an order that depends on names alone.
 
     Folders that are not entered (links, and what may not be listed) are among them: they too are to be reported.
     """
     closed: list[Path] = []
     for folder, subfolders, names in os.walk(root, onerror=lambda error: closed.append(Path(error.filename))):
+        entered = [
+            path for name in sorted(subfolders) if not (_is_hidden(path := Path(folder, name)) or passed_over(path))
+        ]
         # In place: this is how os.walk is told where to go on.
-        subfolders[:] = sorted(name for name in subfolders if name not in excluded and not name.startswith("."))
-        closed.extend(path for name in subfolders if (path := Path(folder, name)).is_symlink())
-        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        subfolders[:] = [path.name for path in entered]
+        closed.extend(path for path in entered if path.is_symlink())
+        yield from (path for name in sorted(names) if not _is_hidden(path := Path(folder, name)))
     yield from closed
 
 

@@ -43,8 +43,8 @@ class TokenWindows:
     def __reduce__(self) -> tuple[Any, ...]:
         tokens = self._tokens
         memory: object = tokens.base
-        # A map would be pickled with all its contents: what is sent is where to find them.
-        # A part of a map does not know its own offset, so it travels as what it holds.
+        # A map would be pickled with all its contents: what is sent is where to find them. A part of a map cannot be
+        # found again, as it does not know its own offset.
         if isinstance(tokens, np.memmap) and isinstance(memory, mmap):
             return _reopened, (str(tokens.filename), tokens.dtype.str, tokens.offset, len(tokens), self._seq_len)
         return TokenWindows, (tokens, self._seq_len)

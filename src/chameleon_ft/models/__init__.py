@@ -2,3 +2,7 @@
 
 Importing this package loads no torch; its modules do.
 """
+
+from __future__ import annotations
+
+__all__: list[str] = []

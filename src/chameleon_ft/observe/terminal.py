@@ -27,6 +27,7 @@ _NOTICED: dict[NoticedBy, str] = {
     "heartbeat": "its heartbeats stopped",
     "watchdog": "it made no progress",
     "peer": "a peer could not exchange a message with it",
+    "self": "it reported its own error",
 }
 _PHASES = {"detect_s": "detect", "stop_s": "stop", "decide_s": "decide", "regroup_s": "regroup"}
 

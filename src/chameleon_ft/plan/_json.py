@@ -9,6 +9,8 @@ from typing import Final
 from chameleon_ft.errors import PlanError
 
 FORMAT: Final = "chameleon-plan/1"
+# Of a worker id: more would be no id, and Python refuses to read thousands of them.
+_MOST_DIGITS: Final = 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ def load(text: str) -> PlanRecord:
         raise PlanError(f"split_backward of a plan must be true or false; got {split_backward!r}")
     ranges: dict[int, list[tuple[int, int]]] = {}
     for key, value in _object(fields["placement"], "the placement of a plan").items():
-        if not (key.isascii() and key.isdecimal()) or int(key) in ranges:
+        if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS) or int(key) in ranges:
             raise PlanError(f"the placement of a plan must map worker ids to ranges; got the worker {key!r}")
         where = f"the ranges of worker {key}"
         pairs = [_integers(pair, 2, where) for pair in _list(value, where)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.placement import LayerRange, Placement
@@ -14,7 +14,7 @@ __all__ = ["data_pipeline_plan", "split_layers"]
 
 
 def split_layers(costs: Sequence[float], stages: int) -> tuple[LayerRange, ...]:
-    """Cut the layers into `stages` contiguous ranges, none empty, so that the dearest range costs as little as possible.
+    """Cut the layers into `stages` contiguous ranges, none empty, so that the dearest costs as little as possible.
 
     `costs` are the layers' costs in any one unit. Exact, by dynamic programming over (stages, layers); among equal
     optima the one with the earliest cuts, which leaves the longer ranges to the later stages: those keep fewer
@@ -47,7 +47,7 @@ def split_layers(costs: Sequence[float], stages: int) -> tuple[LayerRange, ...]:
         stops.append(cut[stops[-1]])
     stops.append(0)
     stops.reverse()
-    return tuple(LayerRange(start, stop) for start, stop in zip(stops, stops[1:], strict=False))
+    return tuple(LayerRange(start, stop) for start, stop in pairwise(stops))
 
 
 def data_pipeline_plan(

@@ -23,7 +23,7 @@ class Hop:
 class Route:
     """The way of one micro-batch through the layers, from layer 0 to the last; backwards it is walked in reverse.
 
-    Raises PlanError when there are no hops, or they do not start at layer 0 and follow each other without gap or overlap.
+    Raises PlanError when there are no hops, or they do not start at layer 0 and go on without gap or overlap.
     """
 
     micro_batch: int

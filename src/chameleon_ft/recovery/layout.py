@@ -32,17 +32,18 @@ def largest_symmetric_layout(
         raise PlanError("no worker is live; start at least one")
     if not layer_costs or micro_batches < 1:
         raise PlanError(f"a layout needs layers and micro-batches; got {len(layer_costs)} and {micro_batches}")
-    _, _, pp, dp = max(
-        (dp * pp, -abs(pp - preferred_pp), -pp, dp)
+    shapes = [
+        (dp, pp)
         for dp in range(1, min(len(live), micro_batches) + 1)
         if micro_batches % dp == 0
         for pp in range(1, min(len(live) // dp, len(layer_costs)) + 1)
-    )
+    ]
+    dp, pp = min(shapes, key=lambda shape: (-shape[0] * shape[1], abs(shape[1] - preferred_pp), shape[1]))
     return data_pipeline_plan(
         layer_costs=layer_costs,
         dp=dp,
-        pp=-pp,
+        pp=pp,
         micro_batches=micro_batches,
-        workers=tuple(live)[: dp * -pp],
+        workers=tuple(live)[: dp * pp],
         split_backward=split_backward,
     )

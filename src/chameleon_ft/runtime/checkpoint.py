@@ -1,6 +1,6 @@
 """Writing and reading the layers of a checkpoint, with torch.distributed.checkpoint.
 
-A checkpoint is a folder for each layer, written by the layer's first holder alone. No rank waits for another one, a
+A checkpoint is a folder for each layer, written by one of the layer's holders alone. No rank waits for another one, a
 failure spoils only what the lost rank had not finished, and any other placement can read what it needs.
 """
 

@@ -35,6 +35,8 @@ class StepSums:
     terms: int = 0
     samples: int = 0
     durations_s: dict[OperationKind, list[float]] = field(default_factory=dict)
+    under_way: list[tuple[InFlight, Tensor]] = field(default_factory=list)
+    """Messages sent, with their tensors: to be kept until the step's vote is complete."""
 
     def median_s(self, *kinds: OperationKind) -> float:
         """Median seconds of the operations of these kinds; 0 where there were none."""
@@ -49,9 +51,8 @@ class StepSums:
 class Executor:
     """Executes programs on the layers a rank holds.
 
-    Per operation: wait for its message, compute, start sending its result. Sends are never waited for before the end of
-    the step, and receives are posted a few operations ahead, in program order; with the order checks that a program
-    passes this cannot deadlock.
+    Per operation: wait for its message, compute, start sending its result. Sends are not waited for, and receives are
+    posted a few operations ahead, in program order; with the order checks that a program passes this cannot deadlock.
     """
 
     def __init__(
@@ -106,9 +107,7 @@ class _StepExecution:
             start = time.perf_counter()
             self._run(operation, message)
             self._sums.durations_s.setdefault(operation.kind, []).append(time.perf_counter() - start)
-        for sent, _ in self._sends:
-            with self._executor._activity.waiting("send"):
-                sent.wait()
+        self._sums.under_way = self._sends
         self._sums.loss = float(torch.stack(self._losses).sum(dtype=torch.float64)) if self._losses else 0.0
         return self._sums
 
@@ -118,11 +117,9 @@ class _StepExecution:
             self._post(self._to_post.popleft())
         if operation.receive_from is not None:
             receive, tensor = self._receives.pop(index)
-            if not receive.is_done():
-                what = f"{operation.kind.value}{operation.micro_batch} of worker {operation.receive_from}"
-                with self._executor._activity.waiting(what):
-                    receive.wait()
-            receive.wait()
+            what = f"{operation.kind.value}{operation.micro_batch} of worker {operation.receive_from}"
+            with self._executor._activity.waiting(what):
+                receive.wait()
             return tensor
         forward = operation.kind is OperationKind.FORWARD
         return self._handed.pop((forward, operation.micro_batch, operation.hop), None)
@@ -150,7 +147,6 @@ class _StepExecution:
         sent = self._executor._communicators.send(
             tensor, peer=operation.send_to, tag=_tag(operation.micro_batch, forward)
         )
-        self._sends = [(under_way, kept) for under_way, kept in self._sends if not under_way.is_done()]
         self._sends.append((sent, tensor))
 
     def _run(self, operation: Operation, message: Tensor | None) -> None:

@@ -111,7 +111,7 @@ class GradientBuffers:
         Every layer has one first holder, so that the sum of this over all workers counts each layer once.
         """
         own = [buffer for segment in self.segments if segment.holders[0] == worker for buffer in self.of(segment)]
-        return math.fsum(float(torch.linalg.vector_norm(buffer)) ** 2 for buffer in own)
+        return math.fsum(float(torch.linalg.vector_norm(buffer, dtype=torch.float64)) ** 2 for buffer in own)
 
     def _all(self) -> Iterable[Tensor]:
         for buffers in self._buffers.values():

@@ -5,6 +5,7 @@ Nothing here may start a thread: a fork copies only the thread that forks.
 
 from __future__ import annotations
 
+import torch._dynamo  # building an optimizer imports it, and that takes a second
 import torch.distributed.checkpoint
 import torch.distributed.pipelining._backward
 

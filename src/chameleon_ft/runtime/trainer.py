@@ -237,16 +237,15 @@ class Trainer:
         )
 
     def _submit_checkpoint(self, committer: Committer) -> None:
-        """Snapshot the layers that this worker is the first holder of, and have them written in the background."""
+        """Snapshot this worker's share of the layers it holds, and have them written in the background."""
         assert self._held is not None
         layers = {
             layer: self._held.snapshot(layer)
             for segment in committer.buffers.segments
-            if segment.holders[0] == self._context.worker
             for layer in segment.layers
+            if segment.holders[layer % len(segment.holders)] == self._context.worker
         }
-        if layers:
-            self._writer.submit(committer.committed, layers)
+        self._writer.submit(committer.committed, layers)
 
     def _finish(self, order: Run, segments: tuple[Segment, ...], committer: Committer) -> None:
         self._activity.begin("last checkpoint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from chameleon_ft.schedule.best import ScheduledProgram, best_program
 from chameleon_ft.schedule.check import check_program
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit, default_limits
@@ -16,8 +17,10 @@ __all__ = [
     "OperationKind",
     "Preference",
     "Program",
+    "ScheduledProgram",
     "TimedOperation",
     "Timeline",
+    "best_program",
     "check_program",
     "default_limits",
     "list_schedule",

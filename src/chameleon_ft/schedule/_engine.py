@@ -1,16 +1,17 @@
 """The event loop of the list scheduler, on the flat numbers of a network.
 
-Time goes on from decision to decision: a worker that is free takes one of the operations whose tensor is there. A message
-is known to its receiver as soon as the operation that makes it starts, with the time at which it is going to arrive.
+Time goes on from decision to decision: a worker that is free takes one of the operations whose tensor is there. A
+message is known to its receiver as soon as the operation that makes it starts, with the time at which it will arrive.
 
-Channels hold one message, as in `check_program`: a worker may run ahead by one more, which waits to be sent and holds the
-worker back until the receiver has taken the one before. It must not do so when the receiver is itself held back, directly
-or through others, by this worker. So the decisions, in the order they are made, are a run with blocking sends that comes
-to its end, and the program cannot deadlock.
+Channels hold one message, as in `check_program`: a worker may run one operation ahead of a channel that is full, and is
+then held back until the receiver has taken a message out. It must not do so when the receiver is itself held back,
+directly or through others, by this worker. So the decisions, in the order in which they are made, are a run with
+blocking sends that comes to its end, and the program they make cannot deadlock.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -18,8 +19,8 @@ from typing import Final
 
 from chameleon_ft.schedule._network import Network
 
-# A worker leaves a weight gradient for later when a message that it can use arrives before this share of it would be
-# done. At 3/4 the split schedule of a plain pipeline meets its bound for every ratio of F, I and W that was tried.
+# A worker puts a weight gradient off when a tensor that it can use arrives before this share of it would be done. With
+# 3/4 the split schedule of a plain pipeline meets its bound for every ratio of F, I and W that the tests try.
 _PATIENCE: Final = 0.75
 # Arrivals this close (relative to the longest operation) are at the same time but for rounding.
 _SLACK: Final = 1e-9
@@ -27,19 +28,36 @@ _SLACK: Final = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a worker may keep, by worker index, and whether it runs a forward before a backward when both can go."""
+    """How workers decide.
 
-    in_flight: list[int]
-    kept: list[int]
+    Attributes:
+        in_flight, kept: limits by worker index, as in `InFlightLimit`.
+        forward_first: whether a forward goes before a backward when both are ready and the limits allow it.
+        gradients_only: whether only gradients may be run ahead of a full channel. Then workers hold each other back in
+            one direction only, which leaves fewer choices but hardly ever a dead end.
+    """
+
+    in_flight: tuple[int, ...]
+    kept: tuple[int, ...]
     forward_first: bool
+    gradients_only: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Codes of operations by worker index, in order (slot for F, slot + n for B or I, slot + 2n for W), and the time."""
+    """What each worker runs, and how long it takes.
+
+    Attributes:
+        orders: codes of operations by worker index, in order: slot for F, slot + n for B or I, slot + 2n for W.
+        step_s: end of the last operation; a replay of the orders may end earlier, since nobody is held back there.
+        strained: whether some worker was denied an operation, or went beyond a limit because nobody could go on.
+        beyond_limits: whether the latter happened.
+    """
 
     orders: list[list[int]]
     step_s: float
+    strained: bool = False
+    beyond_limits: bool = False
 
 
 class Engine:
@@ -51,6 +69,7 @@ class Engine:
     __slots__ = (
         "_backward_at",
         "_backward_in",
+        "_beyond_limits",
         "_denied",
         "_events",
         "_forward_at",
@@ -71,14 +90,15 @@ class Engine:
         "_slack_s",
         "_slots",
         "_split",
+        "_strained",
     )
 
-    def __init__(self, network: Network, rules: Rules, rank: list[int], *, gradients_only: bool) -> None:
+    def __init__(self, network: Network, rules: Rules, rank: list[int]) -> None:
         slots = network.slots
         num_workers = len(network.workers)
         self._slots = slots
         self._split = network.split_backward
-        self._gradients_only = gradients_only
+        self._gradients_only = rules.gradients_only
         self._forward_first = rules.forward_first
         self._room = list(rules.in_flight)
         self._kept = list(rules.kept)
@@ -108,12 +128,14 @@ class Engine:
         self._sending = [-1] * num_workers
         # Workers that had something ready but would have closed a circle of workers holding each other back.
         self._denied: set[int] = set()
+        self._strained = False
+        self._beyond_limits = False
         self._events = [(0.0, worker) for worker in range(num_workers)]
 
     def run(self) -> Schedule | None:
-        """The schedule, or None when every worker is held back by another: no order was found that cannot deadlock.
+        """The schedule, or None at a dead end: whatever a worker runs next would leave workers that wait in a circle.
 
-        When it is only limits that hold back every worker, the one with the first ready forward goes beyond its own.
+        When nobody can go on because of limits, the worker with the first ready forward goes beyond its own.
         """
         events, free = self._events, self._free
         remaining = len(self._slots.worker) * (3 if self._split else 2)
@@ -132,7 +154,12 @@ class Engine:
                 remaining -= 1
                 free[worker] = end
                 heappush(events, (end, worker))
-        return Schedule(self._orders, max(free))
+        return Schedule(
+            orders=self._orders,
+            step_s=max(free),
+            strained=self._strained or self._beyond_limits,
+            beyond_limits=self._beyond_limits,
+        )
 
     def _decide(self, worker: int, now: float) -> float:
         """Start the operation that `worker` should run now, if there is one; returns its end, or -1."""
@@ -274,19 +301,21 @@ class Engine:
             holder = self._receivers[self._sending[holder]]
             if holder == worker:
                 self._denied.add(worker)
+                self._strained = True
                 return False
         return True
 
     def _relax(self) -> int:
-        """Give one worker that only its limits hold back room for one more forward; returns it, or -1 if there is none."""
+        """Let one worker that only its limits stop run one more forward; returns it, or -1 when there is none."""
         ready = [
             (self._rank[slot], worker)
             for worker in range(len(self._free))
-            if not self._held_back(worker) and (slot := self._ready_forward(worker, float("inf"))) >= 0
+            if not self._held_back(worker) and (slot := self._ready_forward(worker, math.inf)) >= 0
         ]
         if not ready:
             return -1
         _, worker = min(ready)
         self._room[worker] = max(1, self._room[worker])
         self._kept[worker] = max(1, self._kept[worker])
+        self._beyond_limits = True
         return worker

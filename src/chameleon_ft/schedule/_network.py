@@ -1,14 +1,16 @@
 """A plan under a cost model as flat lists of numbers, which is what the scheduler's inner loop can read fast.
 
-Every hop of every route gets a number, its *slot*: routes in order, hops of a route one after the other, so that the slots
-before and after on a route are `slot - 1` and `slot + 1`. Workers are numbered 0, 1, ... in ascending order of their ids.
-A *channel* carries what one worker makes for one worker in one direction, in order; it too has a number.
+Every hop of every route gets a number, its *slot*: routes in order, hops of a route one after the other, so that the
+slots before and after on a route are `slot - 1` and `slot + 1`. Workers are numbered 0, 1, ... in ascending order of
+their ids. A *channel* carries what one worker makes for one worker in one direction, in order; it too has a number.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.plan import Hop, Plan
@@ -28,7 +30,7 @@ class Channel:
     gradient: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Slots:
     """Lists by slot. Times in seconds.
 
@@ -71,6 +73,30 @@ class Network:
     split_backward: bool
     slots: Slots
 
+    def lower_bound_s(self) -> float:
+        """Seconds that no order of the operations can beat.
+
+        For each worker: the shortest way of a micro-batch to it, all it has to compute, and the shortest way on from
+        there. A W may come last of all, but the last F or I is followed by the Is of the workers before, and their W.
+        """
+        slots = self.slots
+        count = len(self.workers)
+        before = [math.inf] * count
+        after = [math.inf] * count
+        work_s = [0.0] * count
+        weight_s = [0.0] * count
+        down_s = back_s = 0.0
+        for slot, worker in enumerate(slots.worker):
+            if slots.up[slot] < 0:
+                down_s, back_s = 0.0, slots.weight_s[slot]
+            before[worker] = min(before[worker], down_s)
+            after[worker] = min(after[worker], back_s + slots.up_s[slot])
+            work_s[worker] += slots.forward_s[slot] + slots.backward_s[slot]
+            weight_s[worker] += slots.weight_s[slot]
+            down_s += slots.forward_s[slot] + slots.down_s[slot]
+            back_s += slots.backward_s[slot] + slots.up_s[slot]
+        return max(before[w] + work_s[w] + max(weight_s[w], after[w]) for w in range(count) if before[w] < math.inf)
+
 
 class NetworkBuilder:
     """Builds networks of routes between the same workers; remembers the numbers of every route it has seen."""
@@ -90,22 +116,19 @@ class NetworkBuilder:
 
     def network(self, routes: Iterable[tuple[Hop, ...]]) -> Network:
         """The network of these routes, each given by its hops."""
-        slots = Slots([], [], [], [], [], [], [], [], [])
+        slots = Slots(worker=[], last=[], forward_s=[], backward_s=[], weight_s=[], down_s=[], up_s=[], down=[], up=[])
         for hops in routes:
             of_route = self._routes.get(hops)
             if of_route is None:
                 of_route = self._routes[hops] = self._slots(hops)
             slots.extend(of_route)
-        return Network(
-            workers=self._workers, channels=tuple(self._channels), split_backward=self._split, slots=slots
-        )
+        return Network(workers=self._workers, channels=tuple(self._channels), split_backward=self._split, slots=slots)
 
     def _slots(self, hops: tuple[Hop, ...]) -> Slots:
         workers = [self._index[hop.worker] for hop in hops]
-        message_s = [self._message_s(hop, after.worker) for hop, after in zip(hops, hops[1:], strict=False)]
-        back_s = [self._message_s(hop, after.worker) for hop, after in zip(hops, hops[1:], strict=False)]
-        downs = [self._channel(*pair, gradient=False) for pair in zip(workers, workers[1:], strict=False)]
-        ups = [self._channel(after, before, gradient=True) for before, after in zip(workers, workers[1:], strict=False)]
+        message_s = [self._message_s(hop, after.worker) for hop, after in pairwise(hops)]
+        downs = [self._channel(*pair, gradient=False) for pair in pairwise(workers)]
+        ups = [self._channel(after, before, gradient=True) for before, after in pairwise(workers)]
         return Slots(
             worker=workers,
             last=[False] * (len(hops) - 1) + [True],
@@ -116,7 +139,7 @@ class NetworkBuilder:
             ],
             weight_s=[self._compute_s(hop, OperationKind.WEIGHT_GRAD) if self._split else 0.0 for hop in hops],
             down_s=[*message_s, 0.0],
-            up_s=[0.0, *back_s],
+            up_s=[0.0, *message_s],
             down=[*downs, self._channel(workers[-1], workers[-1], gradient=True)],
             up=[-1, *ups],
         )

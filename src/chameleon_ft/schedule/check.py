@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from chameleon_ft.errors import ProgramError
 from chameleon_ft.plan.plan import Plan
@@ -10,73 +13,102 @@ from chameleon_ft.schedule.program import Operation, OperationKind, Program
 
 __all__ = ["check_program"]
 
-_Channel = tuple[int, int, bool]
-_Message = tuple[int, int]
+# Kind, micro-batch and hop of an operation.
+_Key = tuple[OperationKind, int, int]
 
 
 def check_program(program: Program, plan: Plan) -> None:
     """Raise ProgramError unless `program` runs `plan` to its end, whatever the timing.
 
-    - Every hop of every route has its F, and its B or I and W, exactly once, on the hop's worker, with the peers that the
-      route gives it, in the order F, I, W.
+    - Every hop of every route has its F, and its B or its I and W, exactly once, on the hop's worker, with the peers
+      that the route gives it; on the worker, F comes before B or I, and I before W.
     - For each directed pair of workers, activations are received in the order in which they are sent, and so are
       gradients: there are no tags to tell messages apart.
-    - It does not deadlock when each such channel holds one message and a send blocks until the one before is received.
+    - It does not deadlock when each such channel holds one message and a send into a full channel blocks its worker.
     """
     _check_operations(program, plan)
     _check_channels(program)
     _check_blocking(program)
 
 
+class _Channel(NamedTuple):
+    """What carries messages of one kind from one worker to another."""
+
+    sender: int
+    receiver: int
+    gradient: bool
+
+    def __str__(self) -> str:
+        return f"{'gradients' if self.gradient else 'activations'} from worker {self.sender} to worker {self.receiver}"
+
+
+class _Message(NamedTuple):
+    """A tensor by what needs it: the F, or the B or I, of a micro-batch at a hop."""
+
+    micro_batch: int
+    hop: int
+
+
 def _check_operations(program: Program, plan: Plan) -> None:
     backward = (
         (OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD) if plan.split_backward else (OperationKind.BACKWARD,)
     )
-    wanted: dict[tuple[int, int, OperationKind], tuple[int, Operation]] = {}
-    for route in plan.routes:
-        for position, hop in enumerate(route.hops):
-            before = route.hops[position - 1].worker if position else None
-            after = route.hops[position + 1].worker if position + 1 < len(route.hops) else None
-            before = None if before == hop.worker else before
-            after = None if after == hop.worker else after
-            for kind in (OperationKind.FORWARD, *backward):
-                receive_from, send_to = {
-                    OperationKind.FORWARD: (before, after),
-                    OperationKind.WEIGHT_GRAD: (None, None),
-                }.get(kind, (after, before))
-                wanted[route.micro_batch, position, kind] = (
-                    hop.worker,
-                    Operation(
-                        kind,
-                        route.micro_batch,
-                        position,
-                        hop.layers,
-                        receive_from,
-                        send_to,
-                        position == 0,
-                        position + 1 == len(route.hops),
-                    ),
-                )
+    # A dict for its order, so that the first operation missing is the first of the plan.
+    missing = {
+        (Operation.of(kind, route, index), hop.worker): None
+        for route in plan.routes
+        for index, hop in enumerate(route.hops)
+        for kind in (OperationKind.FORWARD, *backward)
+    }
     for worker in program.workers:
-        seen: set[tuple[int, int, OperationKind]] = set()
+        seen: set[_Key] = set()
         for operation in program.of(worker):
-            key = (operation.micro_batch, operation.hop, operation.kind)
-            if wanted.get(key) != (worker, operation):
-                raise ProgramError(f"worker {worker} runs {operation}, which the plan does not ask of it in that form")
-            if key in seen:
-                raise ProgramError(f"worker {worker} runs {operation} twice")
-            needed = {
-                OperationKind.FORWARD: None,
-                OperationKind.WEIGHT_GRAD: OperationKind.INPUT_GRAD,
-            }.get(operation.kind, OperationKind.FORWARD)
-            if needed is not None and (operation.micro_batch, operation.hop, needed) not in seen:
-                raise ProgramError(f"worker {worker} runs {operation} before the {needed} of the same micro-batch")
+            key = (operation.kind, operation.micro_batch, operation.hop)
+            if (operation, worker) not in missing:
+                problem = "twice" if key in seen else "in a form that the plan does not ask of it"
+                raise ProgramError(f"worker {worker} runs {operation} {problem}; make the program from the plan")
+            for needed in _needed_on_worker(operation):
+                if needed not in seen:
+                    kind, micro_batch, hop = needed
+                    raise ProgramError(
+                        f"worker {worker} runs {operation} before {kind}{micro_batch}.{hop}, which it needs"
+                    )
+            del missing[operation, worker]
             seen.add(key)
-    run = sum(len(program.of(worker)) for worker in program.workers)
-    if run != len(wanted):
-        present = {(o.micro_batch, o.hop, o.kind) for worker in program.workers for o in program.of(worker)}
-        missing = next(wanted[key] for key in wanted if key not in present)
-        raise ProgramError(f"{len(wanted) - run} operations are missing, first {missing[1]} on worker {missing[0]}")
+    if missing:
+        operation, worker = next(iter(missing))
+        raise ProgramError(
+            f"the program lacks {len(missing)} operations of the plan, first {operation} on worker {worker}"
+        )
+
+
+def _needed_on_worker(operation: Operation) -> Iterator[_Key]:
+    """The operations of the same worker that must come before; what others must have run is a matter of messages."""
+    kind, micro_batch, hop = operation.kind, operation.micro_batch, operation.hop
+    if kind is OperationKind.WEIGHT_GRAD:
+        yield OperationKind.INPUT_GRAD, micro_batch, hop
+    elif kind is OperationKind.FORWARD:
+        if not operation.first and operation.receive_from is None:
+            yield kind, micro_batch, hop - 1
+    else:
+        yield OperationKind.FORWARD, micro_batch, hop
+        if not operation.last and operation.receive_from is None:
+            yield kind, micro_batch, hop + 1
+
+
+def _received(operation: Operation, worker: int) -> tuple[_Channel, _Message] | None:
+    if operation.receive_from is None:
+        return None
+    gradient = operation.kind is not OperationKind.FORWARD
+    return _Channel(operation.receive_from, worker, gradient), _Message(operation.micro_batch, operation.hop)
+
+
+def _sent(operation: Operation, worker: int) -> tuple[_Channel, _Message] | None:
+    if operation.send_to is None:
+        return None
+    gradient = operation.kind is not OperationKind.FORWARD
+    hop = operation.hop + (-1 if gradient else 1)
+    return _Channel(worker, operation.send_to, gradient), _Message(operation.micro_batch, hop)
 
 
 def _check_channels(program: Program) -> None:
@@ -84,63 +116,58 @@ def _check_channels(program: Program) -> None:
     received: dict[_Channel, list[_Message]] = defaultdict(list)
     for worker in program.workers:
         for operation in program.of(worker):
-            gradient = operation.kind is not OperationKind.FORWARD
-            step = -1 if gradient else 1
-            if operation.receive_from is not None:
-                received[operation.receive_from, worker, gradient].append((operation.micro_batch, operation.hop))
-            if operation.send_to is not None:
-                sent[worker, operation.send_to, gradient].append((operation.micro_batch, operation.hop + step))
-    for channel in sent.keys() | received.keys():
-        if sent[channel] != received[channel]:
-            source, target, gradient = channel
-            raise ProgramError(
-                f"worker {target} does not receive {'gradients' if gradient else 'activations'} from worker {source} "
-                "in the order in which they are sent"
-            )
+            if (message := _received(operation, worker)) is not None:
+                received[message[0]].append(message[1])
+            if (message := _sent(operation, worker)) is not None:
+                sent[message[0]].append(message[1])
+    for channel in [*sent, *received]:
+        for number, (out, taken) in enumerate(zip(sent[channel], received[channel], strict=True)):
+            if out != taken:
+                raise ProgramError(
+                    f"{channel} arrive in another order than they are taken: message {number} is for micro-batch "
+                    f"{out.micro_batch}, and micro-batch {taken.micro_batch} is expected"
+                )
+
+
+@dataclass(slots=True)
+class _Walker:
+    """A worker on its way through its operations; `sending` while the result of the present one cannot be sent."""
+
+    worker: int
+    operations: tuple[Operation, ...]
+    position: int = 0
+    sending: bool = False
 
 
 def _check_blocking(program: Program) -> None:
-    orders = list(program.operations.items())
-    position = [0] * len(orders)
-    sending = [False] * len(orders)
-    index_of = {worker: index for index, (worker, _) in enumerate(orders)}
+    walkers = {worker: _Walker(worker, program.of(worker)) for worker in program.workers}
     full: set[_Channel] = set()
-    made: set[tuple[int, int, bool]] = set()
-    runnable = list(range(len(orders)))
-    while runnable:
-        index = runnable.pop()
-        worker, operations = orders[index]
-        while position[index] < len(operations):
-            operation = operations[position[index]]
-            gradient = operation.kind is not OperationKind.FORWARD
-            if not sending[index]:
-                if operation.receive_from is not None:
-                    channel = (operation.receive_from, worker, gradient)
-                    if channel not in full:
+    active = list(walkers)
+    while active:
+        walker = walkers[active.pop()]
+        while walker.position < len(walker.operations):
+            operation = walker.operations[walker.position]
+            if not walker.sending:
+                received = _received(operation, walker.worker)
+                if received is not None:
+                    if received[0] not in full:
                         break
-                    full.remove(channel)
-                    runnable.append(index_of[operation.receive_from])
-                elif not gradient and not operation.first:
-                    if (operation.micro_batch, operation.hop - 1, False) not in made:
-                        break
-                elif operation.kind in (OperationKind.BACKWARD, OperationKind.INPUT_GRAD) and not operation.last:
-                    if (operation.micro_batch, operation.hop + 1, True) not in made:
-                        break
-                sending[index] = True
-            if operation.send_to is not None:
-                channel = (worker, operation.send_to, gradient)
-                if channel in full:
+                    full.remove(received[0])
+                    active.append(received[0].sender)
+                walker.sending = True
+            sent = _sent(operation, walker.worker)
+            if sent is not None:
+                if sent[0] in full:
                     break
-                full.add(channel)
-                runnable.append(index_of[operation.send_to])
-            elif operation.kind is not OperationKind.WEIGHT_GRAD:
-                made.add((operation.micro_batch, operation.hop, gradient))
-            sending[index] = False
-            position[index] += 1
+                full.add(sent[0])
+                active.append(sent[0].receiver)
+            walker.sending = False
+            walker.position += 1
     stuck = [
-        f"worker {worker} at {operations[position[index]]}"
-        for index, (worker, operations) in enumerate(orders)
-        if position[index] < len(operations)
+        f"worker {walker.worker} {'sending the result of' if walker.sending else 'waiting to run'} "
+        f"{walker.operations[walker.position]}"
+        for walker in walkers.values()
+        if walker.position < len(walker.operations)
     ]
     if stuck:
-        raise ProgramError(f"the program deadlocks with blocking sends: {', '.join(stuck)}")
+        raise ProgramError(f"the program deadlocks when sends block: {', '.join(stuck)}")

@@ -22,13 +22,13 @@ class CostModel:
     cluster: Cluster
 
     def operation_s(self, worker: int, operation: Operation) -> float:
-        """Seconds that `operation` takes on `worker`: the fixed overhead, and its layers' times by the worker's speed."""
+        """Seconds that `operation` takes on `worker`: the fixed overhead, and its layers' times over its speed."""
         return self.compute_s(worker, operation.kind, operation.layers)
 
     def compute_s(self, worker: int, kind: OperationKind, layers: LayerRange) -> float:
         """Seconds that an operation of this kind on these layers takes on `worker`.
 
-        Raises PlanError when the workload has fewer layers than that, ConfigError for a worker the cluster does not have.
+        Raises PlanError when the workload has fewer layers than that, ConfigError when the cluster lacks the worker.
         """
         if layers.stop > len(self.workload.layers):
             raise PlanError(f"layers {layers} go past the {len(self.workload.layers)} layers of the workload")

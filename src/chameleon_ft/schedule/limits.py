@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan.plan import Plan
+from chameleon_ft.plan.plan import Hop, Plan
 
 __all__ = ["InFlightLimit", "default_limits"]
 
@@ -38,11 +38,16 @@ def default_limits(plan: Plan) -> Mapping[int, InFlightLimit]:
     depth p. Kept: the length of the longest route through the worker, which is what stage 0 of 1F1B keeps, and ZB-H1
     (Qi et al., Zero Bubble Pipeline Parallelism, 2023) lets every stage keep.
     """
-    in_flight = dict.fromkeys(plan.workers, 1)
-    kept = dict.fromkeys(plan.workers, 1)
-    for hops in {route.hops for route in plan.routes}:
+    return limits_of_routes(plan.workers, (route.hops for route in plan.routes))
+
+
+def limits_of_routes(workers: Iterable[int], routes: Iterable[tuple[Hop, ...]]) -> dict[int, InFlightLimit]:
+    """`default_limits` of these workers and routes, the latter given by their hops."""
+    in_flight = dict.fromkeys(workers, 1)
+    kept = dict(in_flight)
+    for hops in set(routes):
         depth = len(hops)
         for position, hop in enumerate(hops):
             in_flight[hop.worker] = max(in_flight[hop.worker], depth - position)
             kept[hop.worker] = max(kept[hop.worker], depth)
-    return {worker: InFlightLimit(in_flight[worker], kept[worker]) for worker in plan.workers}
+    return {worker: InFlightLimit(in_flight[worker], kept[worker]) for worker in in_flight}

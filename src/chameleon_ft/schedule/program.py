@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.placement import LayerRange
+from chameleon_ft.plan.plan import Route
 
 __all__ = ["Operation", "OperationKind", "Program"]
 
@@ -25,8 +26,8 @@ class OperationKind(StrEnum):
 class Operation:
     """One piece of computing on one worker, with the message it waits for and the message it makes.
 
-    F receives the activation from the worker of the previous hop and sends one to the worker of the next. B and I receive
-    the gradient from the worker of the next hop and send one to the worker of the previous. W has no messages.
+    F receives the activation from the worker of the previous hop and sends one to the worker of the next. B and I
+    receive the gradient from the worker of the next hop and send one to the worker of the previous. W has no messages.
 
     Attributes:
         kind: F, B, I or W.
@@ -51,6 +52,30 @@ class Operation:
 
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}.{self.hop}"
+
+    @classmethod
+    def of(cls, kind: OperationKind, route: Route, hop: int) -> Operation:
+        """The operation of this kind at the hop with index `hop` of `route`."""
+        hops = route.hops
+        worker = hops[hop].worker
+        before = hops[hop - 1].worker if hop else worker
+        after = hops[hop + 1].worker if hop + 1 < len(hops) else worker
+        if kind is OperationKind.FORWARD:
+            receive_from, send_to = before, after
+        elif kind is OperationKind.WEIGHT_GRAD:
+            receive_from = send_to = worker
+        else:
+            receive_from, send_to = after, before
+        return cls(
+            kind,
+            route.micro_batch,
+            hop,
+            hops[hop].layers,
+            None if receive_from == worker else receive_from,
+            None if send_to == worker else send_to,
+            hop == 0,
+            hop + 1 == len(hops),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 from chameleon_ft.errors import ProgramError
 from chameleon_ft.schedule.costs import CostModel
@@ -46,90 +47,98 @@ def replay(program: Program, costs: CostModel) -> Timeline:
     """Run `program` under `costs`: an operation starts when its worker is free and what it needs is there.
 
     That is the longest path over the operations, exact for the cost model: messages take their time but hold up neither
-    end, and a receive matches the operation that makes the tensor, wherever that is in the sender's order
-    (`check_program` holds the orders to each other).
+    end. Whether sends and receives match in order is left to `check_program`.
 
     Raises:
         ProgramError: operations wait for each other for ever, or for one that no worker runs.
     """
-    # Tensors are named by (is gradient, micro-batch, hop that makes it).
-    arrival_s: dict[tuple[bool, int, int], tuple[float, int]] = {}
-    waiting: dict[tuple[bool, int, int], int] = {}
-    orders = list(program.operations.items())
-    position = [0] * len(orders)
-    clock_s = [0.0] * len(orders)
-    timed: list[list[TimedOperation]] = [[] for _ in orders]
-    durations: dict[tuple[int, OperationKind, int, int], float] = {}
-    messages: dict[tuple[int, int, int], float] = {}
-    runnable = list(range(len(orders)))
+    workers = [_Worker(worker, program.of(worker)) for worker in program.workers]
+    made: dict[_Tensor, tuple[float, int]] = {}
+    waiting: dict[_Tensor, list[_Worker]] = defaultdict(list)
+    times = _Times(costs)
+    runnable = list(workers)
     while runnable:
-        index = runnable.pop()
-        worker, operations = orders[index]
-        now_s = clock_s[index]
-        while position[index] < len(operations):
-            operation = operations[position[index]]
+        worker = runnable.pop()
+        for operation in worker.operations[len(worker.done) :]:
+            start_s = worker.free_s
             needs = _needs(operation)
-            start_s = now_s
             if needs is not None:
-                made = arrival_s.get(needs)
-                if made is None:
-                    waiting[needs] = index
+                if needs not in made:
+                    waiting[needs].append(worker)
                     break
-                end_s, maker = made
-                if maker != worker:
-                    boundary = operation.layers.start if operation.kind is OperationKind.FORWARD else operation.layers.stop
-                    key = (maker, worker, boundary)
-                    message_s = messages.get(key)
-                    if message_s is None:
-                        message_s = costs.message_s(maker, worker, costs.message_bytes(boundary - 1))
-                        messages[key] = message_s
-                    end_s += message_s
-                if end_s > start_s:
-                    start_s = end_s
-            layers = operation.layers
-            cost_key = (worker, operation.kind, layers.start, layers.stop)
-            duration_s = durations.get(cost_key)
-            if duration_s is None:
-                duration_s = durations[cost_key] = costs.operation_s(worker, operation)
-            now_s = start_s + duration_s
-            timed[index].append(TimedOperation(worker, operation, start_s, now_s))
-            position[index] += 1
-            if (makes := _makes(operation)) is not None:
-                arrival_s[makes] = (now_s, worker)
-                if (woken := waiting.pop(makes, None)) is not None:
-                    runnable.append(woken)
-        clock_s[index] = now_s
+                end_s, maker = made[needs]
+                if maker != worker.id:
+                    end_s += times.message_s(maker, worker.id, operation)
+                start_s = max(start_s, end_s)
+            worker.free_s = start_s + times.operation_s(worker.id, operation)
+            worker.done.append(TimedOperation(worker.id, operation, start_s, worker.free_s))
+            makes = _makes(operation)
+            if makes is not None:
+                made[makes] = worker.free_s, worker.id
+                runnable += waiting.pop(makes, ())
     stuck = [
-        f"worker {worker} at {operations[position[index]]}"
-        for index, (worker, operations) in enumerate(orders)
-        if position[index] < len(operations)
+        f"worker {worker.id} at {worker.operations[len(worker.done)]}"
+        for worker in workers
+        if len(worker.done) < len(worker.operations)
     ]
     if stuck:
-        raise ProgramError(f"the program never ends; waiting for what no one is going to make: {', '.join(stuck)}")
-    return Timeline(tuple(timed_operation for of_worker in timed for timed_operation in of_worker))
+        raise ProgramError(f"the program never ends: nobody will ever make what is needed by {', '.join(stuck)}")
+    return Timeline(tuple(timed for worker in workers for timed in worker.done))
 
 
-# The tensors: ("activation" False, micro-batch, hop that makes it), ("gradient" True, micro-batch, hop that makes it),
-# and for W what I left, which is a tensor of the same worker and named by the gradient that I made.
+# What an operation makes, or needs from another: whether it is a gradient, micro-batch, and index of the hop that makes
+# it. What I leaves for W goes by the name of the gradient that I makes.
+_Tensor = tuple[bool, int, int]
 
 
-def _needs(operation: Operation) -> tuple[bool, int, int] | None:
-    match operation.kind:
-        case OperationKind.FORWARD:
-            return None if operation.first else (False, operation.micro_batch, operation.hop - 1)
-        case OperationKind.WEIGHT_GRAD:
-            return (True, operation.micro_batch, operation.hop)
-        case _ if operation.last:
-            return (False, operation.micro_batch, operation.hop)
-        case _:
-            return (True, operation.micro_batch, operation.hop + 1)
+def _needs(operation: Operation) -> _Tensor | None:
+    if operation.kind is OperationKind.FORWARD:
+        return None if operation.first else (False, operation.micro_batch, operation.hop - 1)
+    if operation.kind is OperationKind.WEIGHT_GRAD:
+        return (True, operation.micro_batch, operation.hop)
+    if operation.last:
+        return (False, operation.micro_batch, operation.hop)
+    return (True, operation.micro_batch, operation.hop + 1)
 
 
-def _makes(operation: Operation) -> tuple[bool, int, int] | None:
-    match operation.kind:
-        case OperationKind.FORWARD:
-            return (False, operation.micro_batch, operation.hop)
-        case OperationKind.WEIGHT_GRAD:
-            return None
-        case _:
-            return (True, operation.micro_batch, operation.hop)
+def _makes(operation: Operation) -> _Tensor | None:
+    if operation.kind is OperationKind.WEIGHT_GRAD:
+        return None
+    return (operation.kind is not OperationKind.FORWARD, operation.micro_batch, operation.hop)
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker on its way through its operations; free from `free_s` on."""
+
+    id: int
+    operations: tuple[Operation, ...]
+    free_s: float = 0.0
+    done: list[TimedOperation] = field(default_factory=list)
+
+
+class _Times:
+    """Remembers the few different times that a program has."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._operation_s: dict[tuple[int, OperationKind, int, int], float] = {}
+        self._message_s: dict[tuple[int, int, int], float] = {}
+
+    def operation_s(self, worker: int, operation: Operation) -> float:
+        key = (worker, operation.kind, operation.layers.start, operation.layers.stop)
+        found = self._operation_s.get(key)
+        if found is None:
+            found = self._operation_s[key] = self._costs.operation_s(worker, operation)
+        return found
+
+    def message_s(self, maker: int, worker: int, operation: Operation) -> float:
+        """Of the message that `operation` on `worker` needs."""
+        layers = operation.layers
+        last_before = (layers.start if operation.kind is OperationKind.FORWARD else layers.stop) - 1
+        key = (maker, worker, last_before)
+        found = self._message_s.get(key)
+        if found is None:
+            found = self._costs.message_s(maker, worker, self._costs.message_bytes(last_before))
+            self._message_s[key] = found
+        return found

@@ -46,9 +46,6 @@ class InFlight(Protocol):
     def wait(self) -> None:
         """Block until the tensor has arrived, or may be reused by its sender. Raises CommunicationError."""
 
-    def is_done(self) -> bool:
-        """Tell without blocking whether `wait` would return at once."""
-
 
 class Communicators(Protocol):
     """The communicators of one generation.
@@ -61,7 +58,11 @@ class Communicators(Protocol):
         """Connect with all members. Raises CommunicationError where that fails or is interrupted."""
 
     def send(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
-        """Start sending a contiguous tensor, which must not be changed until the message is done."""
+        """Start sending a contiguous tensor, which must not be changed until it has arrived.
+
+        Both ends of every message of a step have it behind them when the step's vote is complete: until then keep what
+        this returns, then drop it. Waiting is possible and not needed.
+        """
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
         """Start receiving into `tensor`. Messages of one tag between two workers arrive in the order they were sent."""

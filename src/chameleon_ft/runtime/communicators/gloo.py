@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,8 +14,11 @@ from torch import Tensor
 from chameleon_ft.config import Timeouts
 from chameleon_ft.runtime.communicators.base import CommunicationError, InFlight, Membership, open_store
 from chameleon_ft.runtime.communicators.sockets import SocketTracker
+from chameleon_ft.runtime.communicators.waiter import Waiter
 
 __all__ = ["GlooCommunicators"]
+
+_CALL_OFF_AFTER_S = 0.05  # what ends with its connection ends within milliseconds of it
 
 
 class GlooCommunicators:
@@ -28,11 +32,15 @@ class GlooCommunicators:
         self._timeouts = timeouts
         self._address = address
         self._sockets = SocketTracker()
-        self._interrupted = threading.Event()
+        self._interrupted_at: float | None = None
+        self._lock = threading.Lock()
+        self._waiter: Waiter | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}
+        self._reductions: list[dist.Work] = []
         self._world: tuple[int, ...] = ()
 
     def open(self, membership: Membership) -> None:
+        _bury_the_dead()
         self._sockets.start()
         try:
             store = open_store(membership.store, timeout_s=self._timeouts.rendezvous_s)
@@ -52,14 +60,17 @@ class GlooCommunicators:
         finally:
             self._sockets.settle()
         self._world = membership.members
+        with self._lock:
+            self._waiter = Waiter()
         self._raise_if_interrupted()
 
     def send(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
         tensor = tensor.cpu()
         try:
-            return _Message(self._groups[self._world].send([tensor], self._world.index(peer), tag), peer, tensor)
+            work = self._groups[self._world].send([tensor], self._world.index(peer), tag)
         except RuntimeError as error:
             raise CommunicationError(peer, str(error)) from None
+        return self._message(work, peer, tensor)
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
         arriving = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
@@ -67,7 +78,7 @@ class GlooCommunicators:
             work = self._groups[self._world].recv([arriving], self._world.index(peer), tag)
         except RuntimeError as error:
             raise CommunicationError(peer, str(error)) from None
-        return _Message(work, peer, arriving, None if arriving is tensor else tensor)
+        return self._message(work, peer, arriving, None if arriving is tensor else tensor)
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         host = tensor.cpu()
@@ -75,16 +86,37 @@ class GlooCommunicators:
             work = self._groups[group].allreduce([host])
         except RuntimeError as error:
             raise CommunicationError(None, str(error)) from None
-        return _Message(work, None, host, None if host is tensor else tensor)
+        self._reductions = [earlier for earlier in self._reductions if not earlier.is_completed()]
+        self._reductions.append(work)
+        return self._message(work, None, host, None if host is tensor else tensor)
 
     def interrupt(self) -> None:
-        self._interrupted.set()
+        now = time.monotonic()
+        if self._interrupted_at is None:
+            self._interrupted_at = now
         self._sockets.shut_down()
+        if now - self._interrupted_at > _CALL_OFF_AFTER_S:
+            with self._lock:
+                if self._waiter is not None:
+                    self._waiter.call_off()
 
     def close(self) -> None:
         # First the connections, so that the groups' destructors find nothing to wait for.
         self._sockets.close()
-        self._groups.clear()
+        with self._lock:
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.stop()
+        dead = _Dead(self._groups, self._reductions, waiter)
+        self._groups, self._reductions = {}, []
+        if not dead.at_rest(within_s=_CALL_OFF_AFTER_S):
+            _DEAD.append(dead)
+
+    def _message(
+        self, work: dist.Work, peer: int | None, host: Tensor, target: Tensor | None = None
+    ) -> InFlight:
+        assert self._waiter is not None
+        return _Message(work, peer, host, target, self._waiter)
 
     def _options(self, device: dist.ProcessGroupGloo.Device) -> dist.ProcessGroupGloo._Options:
         options = dist.ProcessGroupGloo._Options()
@@ -94,7 +126,7 @@ class GlooCommunicators:
         return options
 
     def _raise_if_interrupted(self) -> None:
-        if self._interrupted.is_set():
+        if self._interrupted_at is not None:
             raise CommunicationError(None, "the generation is over")
 
 
@@ -105,13 +137,14 @@ class _Message:
     work: dist.Work | None
     peer: int | None
     host: Tensor
-    target: Tensor | None = None
+    target: Tensor | None
+    waiter: Waiter
 
     def wait(self) -> None:
         if self.work is None:
             return
         try:
-            self.work.wait()
+            self.waiter.wait(self.work)
         except (RuntimeError, dist.DistError) as error:
             raise CommunicationError(self.peer, str(error)) from None
         finally:
@@ -120,5 +153,34 @@ class _Message:
         if self.target is not None:
             self.target.copy_(self.host)
 
-    def is_done(self) -> bool:
-        return self.work is None or self.work.is_completed()
+
+@dataclass(slots=True)
+class _Dead:
+    """Groups whose generation is over, with an operation in them that may still be asleep.
+
+    The destructor of a group waits for its reductions, and holds the interpreter's lock meanwhile.
+    """
+
+    groups: dict[tuple[int, ...], dist.ProcessGroupGloo]
+    reductions: list[dist.Work]
+    waiter: Waiter | None
+
+    def at_rest(self, *, within_s: float = 0.0) -> bool:
+        deadline = time.monotonic() + within_s
+        if self.waiter is not None:
+            self.waiter.join(within_s)
+            if self.waiter.asleep:
+                return False
+        while not all(reduction.is_completed() for reduction in self.reductions):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+
+_DEAD: list[_Dead] = []
+
+
+def _bury_the_dead() -> None:
+    """Let go of the groups in which nothing sleeps any more."""
+    _DEAD[:] = [dead for dead in _DEAD if not dead.at_rest()]

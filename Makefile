@@ -1,0 +1,38 @@
+# Every target sets up what it needs in a virtual environment of its own, once: the stamps say what is there.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: help setup train test check
+
+help:
+	@echo "make train   train a small model on this machine, through two failures"
+	@echo "make test    run all tests"
+	@echo "make check   check format, lint and types"
+	@echo "make setup   only install everything into $(VENV)"
+
+setup: $(VENV)/.with-dev
+
+train: $(VENV)/.with-package
+	$(BIN)/chameleon train examples/quickstart.toml
+
+test: $(VENV)/.with-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.with-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(VENV)/.with-package: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	# The build backend first, so that its version is pinned like all others.
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.with-dev: $(VENV)/.with-package
+	$(PIP) --no-build-isolation --editable '.[dev]'
+	touch $@

@@ -1,0 +1,93 @@
+"""From a network to the order of each worker's operations, and from those orders to a program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chameleon_ft.plan.plan import Plan
+from chameleon_ft.schedule._engine import Engine, Rules, Schedule
+from chameleon_ft.schedule._network import Network
+from chameleon_ft.schedule.program import Operation, OperationKind, Program
+
+
+def schedule(network: Network, rules: Rules) -> Schedule:
+    """The engine's schedule under `rules`; at a dead end, under smaller limits; in the end, one that cannot get stuck.
+
+    Dead ends are rare, and only met when a worker comes more than once in the order of the layers: several ranges.
+    """
+    rank = _ranks(network)
+    while True:
+        found = _faster_of_both_ways(network, rules, rank)
+        if found is not None:
+            return found
+        if max(rules.in_flight) == 1:
+            return _one_by_one(network)
+        rules = replace(rules, in_flight=tuple(max(1, limit // 2) for limit in rules.in_flight))
+
+
+def _faster_of_both_ways(network: Network, rules: Rules, rank: list[int]) -> Schedule | None:
+    """With and without running activations ahead of full channels; the second only when the first was strained."""
+    free = Engine(network, rules, rank).run()
+    if free is not None and not free.strained:
+        return free
+    careful = Engine(network, replace(rules, gradients_only=True), rank).run()
+    candidates = [found for found in (free, careful) if found is not None]
+    return min(candidates, key=lambda found: (found.beyond_limits, found.step_s), default=None)
+
+
+def build_program(plan: Plan, orders: list[list[int]]) -> Program:
+    """The program whose operations have these codes, by worker in ascending order of ids."""
+    backward = OperationKind.INPUT_GRAD if plan.split_backward else OperationKind.BACKWARD
+    kinds = (OperationKind.FORWARD, backward, OperationKind.WEIGHT_GRAD)
+    slots = [(route, position) for route in plan.routes for position in range(len(route.hops))]
+    count = len(slots)
+    operations: dict[int, tuple[Operation, ...]] = {}
+    for worker, order in zip(plan.workers, orders, strict=True):
+        own: list[Operation] = []
+        for code in order:
+            phase, slot = divmod(code, count)
+            route, position = slots[slot]
+            own.append(Operation.of(kinds[phase], route, position))
+        operations[worker] = tuple(own)
+    return Program(operations)
+
+
+def _ranks(network: Network) -> list[int]:
+    """For each slot the place of its micro-batch in its own pipeline; of equal places the lower micro-batch first."""
+    slots = network.slots
+    load = [0] * len(network.workers)
+    place: list[int] = []
+    for worker in slots.worker:
+        place.append(load[worker])
+        load[worker] += 1
+    count = len(place)
+    ranks: list[int] = []
+    first = 0
+    for slot in range(count):
+        if slots.last[slot]:
+            # A worker that helps out has more to do than those that do not, so the shortest list on a route is that of
+            # its own pipeline, and the place in it is the micro-batch's place in the pipeline.
+            home = min(range(first, slot + 1), key=lambda s: load[slots.worker[s]])
+            ranks += [place[home] * count + first] * (slot + 1 - first)
+            first = slot + 1
+    return ranks
+
+
+def _one_by_one(network: Network) -> Schedule:
+    """One micro-batch after the other through all its operations: slow, but it cannot get stuck."""
+    slots = network.slots
+    count = len(slots.worker)
+    orders: list[list[int]] = [[] for _ in network.workers]
+    first = 0
+    for slot in range(count):
+        if slots.last[slot]:
+            hops = range(first, slot + 1)
+            for hop in hops:
+                orders[slots.worker[hop]].append(hop)
+            for hop in reversed(hops):
+                orders[slots.worker[hop]].append(count + hop)
+                if network.split_backward:
+                    orders[slots.worker[hop]].append(2 * count + hop)
+            first = slot + 1
+    parts = (slots.forward_s, slots.backward_s, slots.weight_s, slots.down_s, slots.up_s)
+    return Schedule(orders=orders, step_s=sum(map(sum, parts)), strained=True)

@@ -1,0 +1,78 @@
+"""Many schedules of the same workers: other routes, other limits, other preferences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from chameleon_ft.plan.plan import Hop, Plan
+from chameleon_ft.schedule._engine import Rules, Schedule
+from chameleon_ft.schedule._network import NetworkBuilder
+from chameleon_ft.schedule._orders import schedule
+from chameleon_ft.schedule.costs import CostModel
+from chameleon_ft.schedule.limits import InFlightLimit, limits_of_routes
+
+# Times that differ by less than this share differ by rounding only.
+ROUNDING: Final = 1e-9
+
+
+class Trials:
+    """Schedules routes between the workers of `plan`, each worker keeping no more than `ceiling` says.
+
+    `count` is how many schedules have been made.
+    """
+
+    def __init__(self, plan: Plan, costs: CostModel, ceiling: Mapping[int, InFlightLimit] | None) -> None:
+        self.count = 0
+        self._workers = plan.workers
+        self._ceiling = ceiling
+        self._builder = NetworkBuilder(plan, costs)
+
+    def run(self, routes: Sequence[tuple[Hop, ...]], rules: Rules) -> Schedule:
+        """The schedule of these routes, given by their hops, under `rules`."""
+        self.count += 1
+        return schedule(self._builder.network(routes), rules)
+
+    def ranked(self, routes: Sequence[tuple[Hop, ...]]) -> list[tuple[Rules, Schedule]]:
+        """The schedules that `rules_to_try` gives, best first; the first that meets the lower bound ends the search.
+
+        Schedules within the limits go before those that exceed one, then the shorter, then the one tried earlier.
+        """
+        network = self._builder.network(routes)
+        bound_s = network.lower_bound_s() * (1 + ROUNDING)
+        found: list[tuple[Rules, Schedule]] = []
+        for rules in self.rules_to_try(routes):
+            self.count += 1
+            trial = schedule(network, rules)
+            found.append((rules, trial))
+            if trial.step_s <= bound_s and not trial.beyond_limits:
+                break
+        return sorted(found, key=lambda trial: (trial[1].beyond_limits, trial[1].step_s))
+
+    def rules_to_try(self, routes: Sequence[tuple[Hop, ...]]) -> Iterator[Rules]:
+        """The default limits and some larger ones, up to a whole pipeline depth more, with either preference.
+
+        More in flight than 1F1B keeps hides latency, and keeps busy the pipeline whose stage is shared with others.
+        """
+        limits = limits_of_routes(self._workers, routes)
+        depth = max(map(len, routes))
+        tried: set[Rules] = set()
+        for forward_first in (True, False):
+            for extra in (0, 1, 2, depth):
+                raised = [self._raised(worker, limits[worker], extra) for worker in self._workers]
+                rules = Rules(
+                    in_flight=tuple(limit.in_flight for limit in raised),
+                    kept=tuple(limit.kept for limit in raised),
+                    forward_first=forward_first,
+                )
+                if rules not in tried:
+                    tried.add(rules)
+                    yield rules
+
+    def _raised(self, worker: int, limit: InFlightLimit, extra: int) -> InFlightLimit:
+        in_flight, kept = limit.in_flight + extra, limit.kept + extra
+        ceiling = None if self._ceiling is None else self._ceiling.get(worker)
+        if ceiling is not None:
+            kept = min(kept, ceiling.kept)
+            in_flight = min(in_flight, ceiling.in_flight, kept)
+        return InFlightLimit(in_flight, kept)

@@ -1,0 +1,85 @@
+"""A command line whose runs end before they begin."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from chameleon_ft.cli import main
+from chameleon_ft.config import RunConfig
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import RunDirectory
+
+
+@dataclass
+class Launched:
+    """What the command line would have started."""
+
+    config: RunConfig
+    run: RunDirectory
+    resume: bool
+
+
+@dataclass
+class CommandLine:
+    """Calls commands in this process."""
+
+    capture: pytest.CaptureFixture[str]
+    launched: list[Launched] = field(default_factory=list)
+    joined: list[dict[str, object]] = field(default_factory=list)
+    error: ConfigError | None = None
+    """What starting a run raises."""
+
+    def __call__(self, *arguments: str | Path) -> int:
+        """Run `chameleon` with `arguments` and return its exit code."""
+        try:
+            return main([str(argument) for argument in arguments])
+        except SystemExit as ending:
+            return int(ending.code or 0)
+
+    def refused(self, *arguments: str | Path) -> str:
+        """Run `chameleon` with `arguments` that it must refuse, and return what it says."""
+        assert self(*arguments) == 2
+        assert not self.launched
+        captured = self.capture.readouterr()
+        assert "Traceback" not in captured.err
+        assert "\n\n" not in captured.err, "a message is one paragraph"
+        return captured.err
+
+    def configured(self, *arguments: str | Path) -> RunConfig:
+        """Run `chameleon` with `arguments` that it must accept, and return the configuration it would start."""
+        assert self(*arguments) == 0, self.capture.readouterr().err
+        return self.launched[-1].config
+
+
+@pytest.fixture
+def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """Return a command line in an empty working directory, beside a stand-in for what starts processes."""
+    command_line = CommandLine(capsys)
+
+    def start(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
+        if command_line.error is not None:
+            raise command_line.error
+        command_line.launched.append(Launched(config, run, resume))
+        return 0
+
+    def supervise(*, coordinator: str, token: str, workers: int, host: str | None) -> int:
+        command_line.joined.append({"coordinator": coordinator, "token": token, "workers": workers, "host": host})
+        return 0
+
+    def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> int:
+        command_line.joined.append({"coordinator": coordinator, "token": token, "rank": environ["RANK"]})
+        return 0
+
+    launch = ModuleType("chameleon_ft.launch")
+    for name, function in {"train": start, "coordinate": start, "supervise": supervise, "work": work}.items():
+        setattr(launch, name, function)
+    monkeypatch.setitem(sys.modules, "chameleon_ft.launch", launch)
+    monkeypatch.delenv("CHAMELEON_TOKEN", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return command_line

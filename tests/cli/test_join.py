@@ -1,0 +1,115 @@
+"""Commands that join a coordinator, or reach a live run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from chameleon_ft.config import TrainConfig
+from chameleon_ft.observe import ControlAddress, RunDirectory
+from tests.cli.conftest import CommandLine
+
+RANKS = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", TrainConfig())
+
+
+def test_a_supervisor_joins(chameleon: CommandLine) -> None:
+    assert chameleon("supervise", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "secret") == 0
+    assert chameleon.joined == [{"coordinator": "10.0.0.1:4000", "token": "secret", "workers": 4, "host": None}]
+
+
+def test_the_run_directory_says_where_the_coordinator_is(chameleon: CommandLine, run: RunDirectory) -> None:
+    run.write_control(ControlAddress(address="10.0.0.1:4000", token="secret", pid=1))
+    assert chameleon("supervise", "--run", run.path, "--workers", "4") == 0
+    assert chameleon.joined == [{"coordinator": "10.0.0.1:4000", "token": "secret", "workers": 4, "host": None}]
+
+
+def test_a_run_that_is_not_live_cannot_be_joined(chameleon: CommandLine, run: RunDirectory) -> None:
+    assert "not live" in chameleon.refused("supervise", "--run", run.path, "--workers", "4")
+
+
+def test_the_token_may_come_from_the_environment(chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHAMELEON_TOKEN", "secret")
+    assert chameleon("supervise", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--host", "10.0.0.2") == 0
+    assert chameleon.joined[0]["token"] == "secret"
+
+
+def test_a_worker_takes_its_place_from_the_environment(chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RANKS.items():
+        monkeypatch.setenv(name, value)
+    assert chameleon("worker", "--coordinator", "10.0.0.1:4000", "--token", "secret") == 0
+    assert chameleon.joined == [{"coordinator": "10.0.0.1:4000", "token": "secret", "rank": "3"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--coordinator", "10.0.0.1:4000", "--workers", "4"], "set CHAMELEON_TOKEN or give --token"),
+        (["--coordinator", "10.0.0.1", "--workers", "4", "--token", "t"], "HOST:PORT"),
+        (["--coordinator", "10.0.0.1:4000", "--workers", "0", "--token", "t"], "--workers 0"),
+        (["--workers", "4", "--token", "t"], "give either --run RUN or --coordinator HOST:PORT"),
+        (["--workers", "4", "--run", "r", "--coordinator", "10.0.0.1:4000"], "give either --run RUN"),
+        (["--run", "r"], "--workers"),
+    ],
+)
+def test_a_supervisor_that_cannot_join_says_why(chameleon: CommandLine, arguments: list[str], expected: str) -> None:
+    assert expected in chameleon.refused("supervise", *arguments)
+    assert not chameleon.joined
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"RANK": None}, "RANK: should be set"),
+        ({"RANK": None, "LOCAL_RANK": "x"}, "RANK, LOCAL_RANK: should be set"),
+        ({"RANK": "8"}, "should be lower than WORLD_SIZE = 8"),
+    ],
+)
+def test_a_worker_without_its_place_says_so(
+    chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], expected: str
+) -> None:
+    for name, value in {**RANKS, **changed}.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert expected in chameleon.refused("worker", "--coordinator", "10.0.0.1:4000", "--token", "t")
+
+
+def test_a_failure_is_injected_into_a_live_run(
+    chameleon: CommandLine, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    injected = []
+
+    def inject(run: RunDirectory, *, worker: int, kind: str, phase: str | None, step: int | None) -> None:
+        injected.append((run, worker, kind, phase, step))
+
+    module = ModuleType("chameleon_ft.control.inject")
+    module.inject = inject  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "chameleon_ft.control.inject", module)
+    run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=1))
+    assert chameleon("inject", run.path, "--worker", "2") == 0
+    assert chameleon("inject", run.path, "--worker", "1", "--kind", "hang", "--phase", "sync", "--step", "9") == 0
+    assert injected == [(run, 2, "kill", None, None), (run, 1, "hang", "sync", 9)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--worker", "4"], "--worker 4: there is no such worker"),
+        (["--worker", "1", "--step", "100"], "--step 100: there is no such step"),
+        (["--worker", "1", "--kind", "melt"], "melt"),
+        (["--worker", "1"], "not live"),
+    ],
+)
+def test_a_failure_that_cannot_be_injected_is_refused(
+    chameleon: CommandLine, run: RunDirectory, arguments: list[str], expected: str
+) -> None:
+    assert expected in chameleon.refused("inject", run.path, *arguments)

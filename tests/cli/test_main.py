@@ -1,0 +1,87 @@
+"""The command itself: help, exit codes, and what it loads."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import chameleon_ft
+from chameleon_ft.cli import main
+from chameleon_ft.cli.main import COMMANDS
+from chameleon_ft.errors import CheckpointError, ConfigError, ControlError
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_is_printed_without_loading_what_it_does_not_need(command: str) -> None:
+    code = (
+        "import sys\n"
+        "from chameleon_ft.cli import main\n"
+        "try:\n"
+        "    ended = main(sys.argv[1:])\n"
+        "except SystemExit as ending:\n"
+        "    ended = ending.code\n"
+        "heavy = {'torch', 'numpy', 'rich', 'websockets', 'transformers'} & set(sys.modules)\n"
+        "print(ended or 0, sorted(heavy), file=sys.stderr)\n"
+    )
+    arguments = [command, "--help"] if command else ["--help"]
+    result = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
+    assert result.stderr == "0 []\n"
+    assert "usage: chameleon" in result.stdout
+
+
+def test_every_command_is_in_the_help_and_has_a_module(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f"\n  {command} " in text
+        assert callable(importlib.import_module(f"chameleon_ft.cli.{command}").main)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"chameleon {chameleon_ft.__version__}\n"
+
+
+def test_nothing_to_do_is_answered_with_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"), [("trian", "did you mean train?"), ("xyz", "the commands are train, run")]
+)
+def test_an_unknown_command_is_named_with_the_nearest(
+    command: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command]) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("mend this"), 2),
+        (CheckpointError("mend this"), 2),
+        (ControlError("mend this"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_become_messages_and_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: object) -> int:
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("chameleon_ft.cli.train"), "main", fail)
+    assert main(["train"]) == code
+    expected = "" if isinstance(error, KeyboardInterrupt) else "chameleon train: mend this\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"'{sys.executable}' -m chameleon_ft train --help | head -c 1"
+    result = subprocess.run(command, shell=True, check=True, capture_output=True, text=True)
+    assert result.stderr == ""

@@ -1,0 +1,264 @@
+"""Starting runs: which configuration a command line means, and what is refused before any process starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chameleon_ft.config import TrainConfig
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import ControlAddress, RunDirectory
+from chameleon_ft.observe.checkpoints import mark_complete, step_directory
+from tests.cli.conftest import CommandLine
+
+OWN_MODEL = """
+from functools import partial
+import torch
+from torch import nn
+from chameleon_ft import Job
+
+def job():
+    layers = [partial(nn.Linear, 4, 4)] * 2
+    data = [(torch.zeros(4), torch.zeros(4))] * 8
+    return Job(layers=layers, loss=nn.MSELoss(reduction="sum"), dataset=data, optimizer=torch.optim.SGD)
+"""
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text that is enough to train on: the library's own takes seconds to find."""
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question\n" * 200)
+    return path
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, text: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(
+        f'workers = 4\nsteps = 20\n[data]\npath = "{text}"\n[[failures]]\nstep = 12\nworker = 3\nphase = "sync"\n'
+    )
+    return path
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(OWN_MODEL)
+    return path
+
+
+def finished_run(chameleon: CommandLine, config_file: Path, *, checkpoint: int | None = 10) -> RunDirectory:
+    """Return the directory of a run that has stopped after a checkpoint."""
+    chameleon.configured("train", config_file)
+    run = chameleon.launched.pop().run
+    if checkpoint is not None:
+        step_directory(run.checkpoints, checkpoint).mkdir()
+        mark_complete(run.checkpoints, checkpoint, num_layers=8)
+    return run
+
+
+def test_a_file_is_enough(chameleon: CommandLine, config_file: Path) -> None:
+    config = chameleon.configured("train", config_file)
+    assert isinstance(config, TrainConfig)
+    assert (config.steps, config.failures[0].phase) == (20, "sync")
+    assert not chameleon.launched[0].resume
+
+
+def test_flags_go_over_the_file_before_and_after_it(chameleon: CommandLine, config_file: Path) -> None:
+    config = chameleon.configured("train", "--steps", "30", config_file, "--model.dim=64", "--parallel.split-backward")
+    assert isinstance(config, TrainConfig)
+    assert (config.steps, config.model.dim, config.parallel.split_backward) == (30, 64, True)
+    assert config.model.num_layers == TrainConfig().model.num_layers
+
+
+def test_flags_may_set_right_what_does_not_fit_together_in_the_file(chameleon: CommandLine, config_file: Path) -> None:
+    config_file.write_text(config_file.read_text().replace("workers = 4", "workers = 8"))
+    assert "workers = 8: must equal" in chameleon.refused("train", config_file)
+    assert chameleon.configured("train", config_file, "--parallel.dp", "4").workers == 8
+
+
+def test_failures_as_a_flag(chameleon: CommandLine, config_file: Path) -> None:
+    config = chameleon.configured("train", config_file, "--failures", "3:1,5:2:vote:hang")
+    assert [(f.step, f.worker, f.phase, f.kind) for f in config.failures] == [
+        (3, 1, "forward", "kill"),
+        (5, 2, "vote", "hang"),
+    ]
+    chameleon("train", config_file, "--failures", "none", "--out", "other")
+    assert chameleon.launched[-1].config.failures == ()
+
+
+@pytest.mark.parametrize("failures", ["3", "3:a", "3:1:sync:kill:again", ""])
+def test_a_failure_that_is_written_wrongly_is_refused(chameleon: CommandLine, config_file: Path, failures: str) -> None:
+    assert "should be STEP:WORKER" in chameleon.refused("train", config_file, "--failures", failures)
+
+
+def test_the_run_directory_is_named_after_the_file_unless_told(chameleon: CommandLine, config_file: Path) -> None:
+    default = chameleon.configured("train", config_file).out
+    assert default is not None
+    assert default.parent == Path.cwd() / "runs"
+    assert default.name.startswith("small-")
+    assert chameleon.configured("train", config_file, "--out", "here").out == Path.cwd() / "here"
+    assert RunDirectory.open(Path("here")).config() == chameleon.launched[-1].config
+
+
+def test_paths_mean_the_same_from_any_directory(
+    chameleon: CommandLine, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chameleon.configured("train", "--data.path", text.name, "--out", "run")
+    config = RunDirectory.open(Path("run")).config()
+    assert isinstance(config, TrainConfig)
+    assert config.data.path == str(text)
+
+
+def test_the_data_is_in_the_run_directory_before_training(chameleon: CommandLine, config_file: Path) -> None:
+    out = chameleon.configured("train", config_file).out
+    assert out is not None
+    assert (out / "data").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--workers", "5"], "workers = 5: must equal parallel.dp * parallel.pp = 2 * 2 = 4"),
+        (["--parallel.dp", "1", "--parallel.pp", "9", "--workers", "9"], "more stages than the model has layers: 8"),
+        (["--batch.micro-batches", "7"], "batch.micro_batches = 7: must divide evenly"),
+        (["--data.path", "nowhere.txt"], "nowhere.txt"),
+        (["--failures", "3:9"], "failures[0].worker = 9: there is no such worker"),
+        (["--failures", "99:1"], "failures[0].step = 99: there is no such step"),
+        (["--timeouts.heartbeat-s", "99"], "timeouts.watchdog_min_s"),
+        (["--control.host", "203.0.113.1"], "cannot listen there"),
+        (["--control.host", "no.such.host.invalid"], "give an address of this host"),
+        (["--job", "nowhere.py:job"], "nowhere.py"),
+        (["--steps", "many"], "steps"),
+        (["--stepz", "3"], "stepz"),
+        (["--model.dimm", "3"], "model.dim"),
+    ],
+)
+def test_bad_input_is_refused(chameleon: CommandLine, config_file: Path, flags: list[str], expected: str) -> None:
+    assert expected in chameleon.refused("train", config_file, *flags)
+    assert not Path("runs").exists()
+
+
+def test_an_unknown_key_in_the_file_is_refused(chameleon: CommandLine, config_file: Path) -> None:
+    config_file.write_text("stepz = 3\n")
+    assert "stepz: unknown key; did you mean steps?" in chameleon.refused("train", config_file)
+
+
+@pytest.mark.parametrize("content", ["", "short"])
+def test_data_that_is_empty_or_too_short_is_refused(chameleon: CommandLine, tmp_path: Path, content: str) -> None:
+    (tmp_path / "data.txt").write_text(content)
+    assert "data.txt" in chameleon.refused("train", "--data.path", "data.txt")
+
+
+def test_ids_beyond_the_vocabulary_are_refused(chameleon: CommandLine, tmp_path: Path) -> None:
+    np.full(1000, 300, dtype=np.uint16).tofile(tmp_path / "data.bin")
+    assert "300" in chameleon.refused("train", "--data.path", "data.bin")
+
+
+def test_a_run_directory_that_exists_is_refused(chameleon: CommandLine, config_file: Path, tmp_path: Path) -> None:
+    assert "exists already" in chameleon.refused("train", config_file, "--out", tmp_path)
+
+
+def test_an_address_in_use_is_refused(chameleon: CommandLine, config_file: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert "is in use" in chameleon.refused("train", config_file, "--control.port", port)
+
+
+def test_a_model_of_the_users_own(chameleon: CommandLine, own_model: Path) -> None:
+    config = chameleon.configured("run", "mine.py", "--steps", "7")
+    assert (config.job, config.steps) == (str(own_model), 7)
+    assert not isinstance(config, TrainConfig)
+
+
+def test_the_file_beside_a_script_configures_it(chameleon: CommandLine, own_model: Path, config_file: Path) -> None:
+    own_model.with_suffix(".toml").write_text("steps = 33\n")
+    assert chameleon.configured("run", "mine.py:job", "--out", "one").steps == 33
+    assert chameleon.configured("run", "mine.py", config_file, "--out", "two").steps == 20
+
+
+def test_a_job_that_turns_out_to_be_wrong_leaves_no_directory(chameleon: CommandLine, own_model: Path) -> None:
+    chameleon.error = ConfigError("this job cannot be trained")
+    assert "this job cannot be trained" in chameleon.refused("run", own_model, "--out", "run")
+    assert not Path("run").exists()
+    chameleon.error = None
+    assert chameleon("run", own_model, "--out", "run") == 0
+
+
+def test_what_was_trained_before_a_job_turned_out_to_be_wrong_is_kept(
+    chameleon: CommandLine, config_file: Path
+) -> None:
+    run = finished_run(chameleon, config_file)
+    chameleon.error = ConfigError("this job cannot be trained")
+    chameleon.refused("train", "--resume", run.path)
+    assert RunDirectory.open(run.path).config_file.exists()
+
+
+def test_a_script_that_does_not_exist_is_refused(chameleon: CommandLine) -> None:
+    assert "nowhere.py" in chameleon.refused("run", "nowhere.py")
+
+
+def test_resuming_takes_configuration_and_directory_from_the_run(chameleon: CommandLine, config_file: Path) -> None:
+    run = finished_run(chameleon, config_file)
+    config = chameleon.configured("train", "--resume", run.path, "--workers", "2", "--parallel.dp", "1")
+    assert (config.workers, config.steps, config.out) == (2, 20, run.path)
+    assert config.failures == (), "what has happened does not happen again"
+    assert chameleon.launched[-1].resume
+    assert run.config() == config
+
+
+def test_resuming_may_add_steps(chameleon: CommandLine, config_file: Path) -> None:
+    run = finished_run(chameleon, config_file, checkpoint=20)
+    assert "all of its 20 steps are done" in chameleon.refused("train", "--resume", run.path)
+    assert chameleon.configured("train", "--resume", run.path, "--steps", "40").steps == 40
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--model.dim", "64"], "model.dim = 128, and 64 is asked for"),
+        (["--seed", "3"], "seed = 0, and 3 is asked for"),
+        (["--batch.micro-batches", "16"], "batch.micro_batches = 8, and 16 is asked for"),
+        (["--optimizer.lr", "1"], "optimizer.lr = 0.003"),
+        (["--out", "elsewhere"], "leave out the configuration file and --out"),
+        (["--failures", "3:8"], "there is no such worker"),
+    ],
+)
+def test_a_run_cannot_go_on_as_another_one(
+    chameleon: CommandLine, config_file: Path, flags: list[str], expected: str
+) -> None:
+    run = finished_run(chameleon, config_file)
+    before = run.config_file.read_text()
+    assert expected in chameleon.refused("train", "--resume", run.path, *flags)
+    assert run.config_file.read_text() == before
+
+
+def test_a_run_with_another_job_is_refused(chameleon: CommandLine, config_file: Path, own_model: Path) -> None:
+    run = finished_run(chameleon, config_file)
+    assert "its checkpoint is of a run with job" in chameleon.refused("run", own_model, "--resume", run.path)
+
+
+def test_a_run_without_a_checkpoint_cannot_go_on(chameleon: CommandLine, config_file: Path) -> None:
+    run = finished_run(chameleon, config_file, checkpoint=None)
+    assert "no complete checkpoint" in chameleon.refused("train", "--resume", run.path)
+
+
+def test_a_live_run_is_not_started_again(chameleon: CommandLine, config_file: Path) -> None:
+    run = finished_run(chameleon, config_file)
+    run.write_control(ControlAddress(address="127.0.0.1:1", token="secret", pid=os.getpid()))
+    assert "is still going on" in chameleon.refused("train", "--resume", run.path)
+
+
+def test_a_directory_that_is_no_run_cannot_go_on(chameleon: CommandLine, tmp_path: Path) -> None:
+    assert "is not a run directory" in chameleon.refused("train", "--resume", tmp_path)
+
+
+def test_a_coordinator_is_prepared_like_a_run(chameleon: CommandLine, config_file: Path) -> None:
+    assert chameleon.configured("coordinator", config_file, "--control.host", "127.0.0.1").steps == 20

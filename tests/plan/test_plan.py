@@ -1,0 +1,121 @@
+"""Routes and plans: what makes them valid, and their JSON."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from tests.strategies import Shape, pipelines, plans
+
+PLACEMENT = Placement(3, {0: (LayerRange(0, 2),), 1: (LayerRange(2, 3),), 2: (LayerRange(0, 3),)})
+
+
+def route(micro_batch: int, *hops: tuple[int, int, int]) -> Route:
+    return Route(micro_batch, tuple(Hop(worker, LayerRange(start, stop)) for worker, start, stop in hops))
+
+
+@pytest.mark.parametrize(
+    ("hops", "match"),
+    [
+        ((), "has no hops"),
+        (((0, 1, 3),), r"micro-batch 4 must go on at layer 0, but worker 0 runs layers \[1, 3\)"),
+        (((0, 0, 1), (1, 2, 3)), "must go on at layer 1"),
+        (((0, 0, 2), (1, 1, 3)), "must go on at layer 2"),
+    ],
+)
+def test_a_route_covers_its_layers_once_and_in_order(hops: tuple[tuple[int, int, int], ...], match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        route(4, *hops)
+
+
+@pytest.mark.parametrize(
+    ("routes", "match"),
+    [
+        ((), "a route for every micro-batch"),
+        ((route(1, (2, 0, 3)),), "at index 0 is micro-batch 1"),
+        ((route(0, (2, 0, 3)), route(0, (2, 0, 3))), "at index 1 is micro-batch 0"),
+        ((route(0, (0, 0, 2)),), "ends before layer 2, but the placement has 3 layers"),
+        ((route(0, (2, 0, 3), (2, 3, 4)),), "ends before layer 4"),
+        ((route(0, (0, 0, 3)),), r"layers \[0, 3\) on worker 0, which holds \[0, 2\)"),
+        ((route(0, (9, 0, 3)),), "on worker 9, which holds none"),
+    ],
+)
+def test_a_plan_says_what_is_wrong(routes: tuple[Route, ...], match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        Plan(PLACEMENT, routes)
+
+
+def test_a_plan_may_leave_pipelines_and_workers() -> None:
+    plan = Plan(PLACEMENT, (route(0, (0, 0, 2), (1, 2, 3)), route(1, (0, 0, 1), (2, 1, 2), (1, 2, 3))))
+
+    assert plan.micro_batches == 2
+    assert plan.workers == (0, 1, 2)
+
+
+@given(plans())
+def test_json_gives_back_the_plan(plan: Plan) -> None:
+    text = plan.to_json()
+
+    assert "\n" not in text
+    assert Plan.from_json(text) == plan
+    assert hash(Plan.from_json(text)) == hash(plan)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def changed(**fields: Any) -> str:
+    return json.dumps(json.loads(pipelines(Shape(dp=1, pp=2, share=1)).to_json()) | fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "must be JSON"),
+        ("[" * 100_000, "must be JSON"),
+        ("[]", "must be a JSON object"),
+        ("{}", "must have \"format\" 'chameleon-plan/1'; got None"),
+        (changed(format="chameleon-plan/2"), "chameleon-plan/2"),
+        (changed(extra=1), r"must have the fields .* got .*'extra'"),
+        (changed(split_backward=1), "must be true or false"),
+        (changed(num_layers="2"), "num_layers of a plan must be an integer"),
+        (changed(num_layers=True), "num_layers of a plan must be an integer"),
+        (changed(num_layers=3), "ends before layer 2"),
+        (changed(placement=[]), "the placement of a plan must be a JSON object"),
+        (changed(placement={"a": []}), "got the worker 'a'"),
+        (changed(placement={"9" * 5000: []}), "got the worker '999"),
+        (changed(num_layers=10**400), "must be|fewer"),
+        (changed(placement={"0": 1}), "the ranges of worker 0 must be a list"),
+        (changed(placement={"0": [[0]]}), "lists of 2 integers"),
+        (changed(placement={"1": [[0, 1]], "01": [[1, 2]]}), "got the worker '01'"),
+        (changed(routes={}), "the routes of a plan must be a list"),
+        (changed(routes=[[[0, 0]]]), "the route of micro-batch 0 must hold lists of 3 integers"),
+        (changed(routes=[[[0, 0, 1.5]]]), "the route of micro-batch 0 must be an integer"),
+        (changed(routes=[]), "a route for every micro-batch"),
+    ],
+)
+def test_json_that_is_no_plan_is_refused(text: str, match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        Plan.from_json(text)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+)
+
+
+@given(plans(), st.data())
+def test_nothing_but_a_plan_error_comes_of_broken_json(plan: Plan, data: st.DataObject) -> None:
+    document = json.loads(plan.to_json())
+    field = data.draw(st.sampled_from(sorted(document)))
+    document[field] = data.draw(json_values)
+
+    with suppress(PlanError):
+        Plan.from_json(json.dumps(document))

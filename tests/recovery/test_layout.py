@@ -1,0 +1,47 @@
+"""The layout after a fall back to a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.recovery import largest_symmetric_layout
+
+
+@given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 24), st.integers(1, 8), st.booleans())
+def test_no_layout_uses_more_workers_or_is_nearer_to_the_depth_wanted(
+    live: int, layers: int, micro_batches: int, preferred_pp: int, split: bool
+) -> None:
+    workers = [10 + 3 * worker for worker in range(live)]
+
+    plan = largest_symmetric_layout(
+        live=workers,
+        layer_costs=[1.0] * layers,
+        micro_batches=micro_batches,
+        preferred_pp=preferred_pp,
+        split_backward=split,
+    )
+
+    pp = len(plan.routes[0].hops)
+    dp = len(plan.workers) // pp
+    assert set(plan.workers) <= set(workers)
+    assert plan.micro_batches == micro_batches
+    assert plan.split_backward == split
+    assert micro_batches % dp == 0
+    possible = [
+        (d, p) for d in range(1, live + 1) for p in range(1, layers + 1) if micro_batches % d == 0 and d * p <= live
+    ]
+    most = max(d * p for d, p in possible)
+    assert dp * pp == most
+    assert abs(pp - preferred_pp) == min(abs(p - preferred_pp) for d, p in possible if d * p == most)
+
+
+@pytest.mark.parametrize(
+    ("live", "layer_costs", "micro_batches", "match"),
+    [([], [1.0], 1, "no worker is live"), ([0], [], 1, "needs layers"), ([0], [1.0], 0, "needs layers")],
+)
+def test_nothing_comes_of_nothing(live: list[int], layer_costs: list[float], micro_batches: int, match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        largest_symmetric_layout(live=live, layer_costs=layer_costs, micro_batches=micro_batches, preferred_pp=1)

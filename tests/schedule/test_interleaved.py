@@ -1,0 +1,46 @@
+"""Workers that hold several stages of one pipeline, where channels run in circles."""
+
+from __future__ import annotations
+
+import pytest
+
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.schedule import best_program, check_program, list_schedule, replay
+from tests.strategies import equal_costs
+
+
+def interleaved(*, workers: int, rounds: int, micro_batches: int, split_backward: bool = False) -> Plan:
+    """Every worker holds every `workers`-th of the layers; each route passes all workers `rounds` times."""
+    layers = workers * rounds
+    stages = [LayerRange(layer, layer + 1) for layer in range(layers)]
+    hops = tuple(Hop(layer % workers, stages[layer]) for layer in range(layers))
+    placement = Placement(layers, {worker: tuple(stages[worker::workers]) for worker in range(workers)})
+    return Plan(placement, tuple(Route(m, hops) for m in range(micro_batches)), split_backward)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("rounds", [2, 3])
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_enough_micro_batches_keep_interleaved_stages_busy(workers: int, rounds: int, split_backward: bool) -> None:
+    micro_batches = 4 * workers
+    plan = interleaved(workers=workers, rounds=rounds, micro_batches=micro_batches, split_backward=split_backward)
+    costs = equal_costs(layers=workers * rounds, micro_batches=micro_batches, workers=workers)
+
+    best = best_program(plan, costs)
+
+    check_program(best.program, plan)
+    # A plain pipeline of stages that are `rounds` times as long waits (workers - 1) of those; interleaved ones less.
+    assert best.step_s <= 3 * rounds * (micro_batches + workers - 1)
+    assert workers == 1 or best.step_s < 3 * rounds * (micro_batches + workers - 1)
+
+
+def test_a_dead_end_is_left_by_smaller_limits() -> None:
+    plan = interleaved(workers=2, rounds=2, micro_batches=3)
+    costs = equal_costs(layers=4, micro_batches=3, workers=2)
+    slow_second = costs.workload.layers[:1] + (type(costs.workload.layers[0])("slow", 2.0, 1.0, 1.0),)
+    assert len(slow_second) == 2
+
+    program = list_schedule(plan, costs)
+
+    check_program(program, plan)
+    assert replay(program, costs).step_s < 36

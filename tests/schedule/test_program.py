@@ -1,0 +1,88 @@
+"""Operations, programs and their costs."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.errors import ConfigError, PlanError
+from chameleon_ft.plan import Hop, LayerRange, Route
+from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program, Timeline
+from chameleon_ft.workload import LayerCost, Workload
+
+ROUTE = Route(3, (Hop(5, LayerRange(0, 1)), Hop(5, LayerRange(1, 2)), Hop(7, LayerRange(2, 4))))
+
+
+def test_messages_follow_the_route_and_stay_on_a_worker() -> None:
+    peers = {
+        (kind.value, hop): (operation.receive_from, operation.send_to)
+        for kind in OperationKind
+        for hop in range(3)
+        for operation in [Operation.of(kind, ROUTE, hop)]
+    }
+
+    expected: dict[str, list[tuple[int | None, int | None]]] = {
+        "F": [(None, None), (None, 7), (5, None)],
+        "B": [(None, None), (7, None), (None, 5)],
+        "I": [(None, None), (7, None), (None, 5)],
+        "W": [(None, None), (None, None), (None, None)],
+    }
+    assert peers == {(kind, hop): peer for kind, hops in expected.items() for hop, peer in enumerate(hops)}
+
+
+def test_an_operation_knows_where_its_route_starts_and_ends() -> None:
+    ends = [(o.first, o.last) for o in (Operation.of(OperationKind.FORWARD, ROUTE, hop) for hop in range(3))]
+
+    assert ends == [(True, False), (False, False), (False, True)]
+    assert str(Operation.of(OperationKind.WEIGHT_GRAD, ROUTE, 2)) == "W3.2"
+
+
+def test_a_program_is_a_value() -> None:
+    operation = Operation.of(OperationKind.FORWARD, ROUTE, 0)
+    program = Program({7: (), 5: (operation,)})
+
+    assert program.workers == (5, 7)
+    assert program.of(9) == ()
+    assert program == Program({5: (operation,), 7: ()})
+    assert hash(program) == hash(Program({5: (operation,), 7: ()}))
+    assert pickle.loads(pickle.dumps(program)) == program
+
+
+def test_an_empty_timeline_takes_no_time() -> None:
+    assert Timeline(()).step_s == 0
+
+
+def costs() -> CostModel:
+    layers = tuple(LayerCost(f"layer {i}", 1.0 + i, 2.0, 0.5, output_bytes=100 * (i + 1)) for i in range(3))
+    workers = (Worker(0, "a"), Worker(1, "a", speed=2.0), Worker(2, "b"))
+    return CostModel(Workload(layers, 1, 1, 0.25), Cluster(workers, Link(0.0, math.inf), Link(1.0, 100.0)))
+
+
+@pytest.mark.parametrize(
+    ("worker", "kind", "expected_s"),
+    [
+        (0, OperationKind.FORWARD, 0.25 + 5.0),
+        (1, OperationKind.FORWARD, 0.25 + 2.5),
+        (0, OperationKind.BACKWARD, 0.25 + 5.0),
+        (0, OperationKind.INPUT_GRAD, 0.25 + 4.0),
+        (1, OperationKind.WEIGHT_GRAD, 0.25 + 0.5),
+    ],
+)
+def test_work_goes_by_speed_and_overhead_does_not(worker: int, kind: OperationKind, expected_s: float) -> None:
+    assert costs().compute_s(worker, kind, LayerRange(1, 3)) == expected_s
+
+
+def test_messages_take_the_link_between_the_hosts() -> None:
+    assert costs().message_s(0, 1, 1e9) == 0
+    assert costs().message_s(0, 2, costs().message_bytes(1)) == 1.0 + 2.0
+    assert costs().message_s(2, 2, 1e9) == 0
+
+
+def test_layers_and_workers_must_exist() -> None:
+    with pytest.raises(PlanError, match="past the 3 layers"):
+        costs().compute_s(0, OperationKind.FORWARD, LayerRange(2, 4))
+    with pytest.raises(ConfigError, match="worker 9 is not in the cluster; its workers are: 0, 1, 2"):
+        costs().compute_s(9, OperationKind.FORWARD, LayerRange(0, 1))

@@ -1,0 +1,231 @@
+"""Who may import whom, and what the world may rely on."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import chameleon_ft
+
+ROOT = Path(chameleon_ft.__file__).parent
+PURE = frozenset({"errors", "workload", "cluster", "plan", "schedule", "sync", "recovery"})
+# Packages of the pure part that are planned (DESIGN section 3) are bound from their first day.
+PLANNED_PURE = frozenset({"estimate", "search", "transfer"})
+# What makes a decision depend on when, where or by whom it is made.
+IMPURE = frozenset(
+    {
+        "torch",
+        "numpy",
+        "time",
+        "datetime",
+        "socket",
+        "asyncio",
+        "threading",
+        "multiprocessing",
+        "subprocess",
+        "os",
+        "pathlib",
+        "logging",
+        "random",
+        "secrets",
+        "uuid",
+    }
+)
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports(path: Path) -> set[str]:
+    """Everything that a file imports anywhere in it, for type checkers too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def parts_imported(path: Path) -> set[str]:
+    """The parts of Chameleon (its top-level modules and packages) that a file imports."""
+    names = (name.split(".") for name in imports(path))
+    return {name[1] for name in names if name[0] == "chameleon_ft" and len(name) > 1}
+
+
+def exported(path: Path) -> list[str] | None:
+    """The `__all__` of a file, or None when it has none."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+                return [str(name) for name in ast.literal_eval(node.value)]
+    return None
+
+
+def part(module: str) -> str:
+    return module.split(".")[0]
+
+
+MODULES = list(modules())
+
+
+@pytest.mark.parametrize(("module", "path"), [m for m in MODULES if part(m[0]) in PURE | PLANNED_PURE])
+def test_the_pure_part_imports_only_itself_and_nothing_impure(module: str, path: Path) -> None:
+    assert parts_imported(path) <= PURE | PLANNED_PURE, module
+    assert not {name.split(".")[0] for name in imports(path)} & IMPURE, module
+
+
+@pytest.mark.parametrize(("module", "path"), [m for m in MODULES if part(m[0]) in {"simulate", "control"}])
+def test_simulate_and_control_import_only_the_pure_part_and_what_records(module: str, path: Path) -> None:
+    allowed = PURE | PLANNED_PURE | {"observe", "config", part(module)}
+    assert parts_imported(path) <= allowed, module
+    assert "torch" not in {name.split(".")[0] for name in imports(path)}, module
+
+
+@pytest.mark.parametrize(("module", "path"), [m for m in MODULES if part(m[0]) not in {"cli", "__main__"}])
+def test_nobody_imports_the_command_line(module: str, path: Path) -> None:
+    assert "cli" not in parts_imported(path), module
+
+
+@pytest.mark.parametrize(("module", "path"), [m for m in MODULES if part(m[0]) == "runtime"])
+def test_the_runtime_knows_of_control_only_what_they_say_to_each_other(module: str, path: Path) -> None:
+    spoken = {"chameleon_ft.control", *(f"chameleon_ft.control.{name}" for name in ("messages", "address", "job_info"))}
+    known = {".".join(name.split(".")[:3]) for name in imports(path) if name.startswith("chameleon_ft.control")}
+    assert known <= spoken, module
+
+
+def test_the_check_of_a_run_shares_no_code_with_what_ran_it() -> None:
+    assert not parts_imported(ROOT / "verify.py") & {"runtime", "control", "plan", "schedule", "sync", "recovery"}
+
+
+def test_the_parts_depend_on_each_other_in_one_direction() -> None:
+    order = ["errors", "workload", "cluster", "plan", "schedule", "sync", "recovery"]
+    for module, path in MODULES:
+        if part(module) in order:
+            below = set(order[: order.index(part(module)) + 1])
+            assert parts_imported(path) <= below, module
+
+
+def test_the_pure_part_is_imported_without_torch_or_numpy() -> None:
+    code = (
+        "import sys; import chameleon_ft.recovery, chameleon_ft.sync; "
+        "print(sorted({'torch', 'numpy', 'pydantic', 'asyncio', 'socket'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+SURFACE = {
+    "": ["BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "TrainConfig", "__version__"],
+    "job": ["BoundarySpec", "Dataset", "Job", "check_job_reference", "load_job", "random_key"],
+    "keys": ["Purpose", "init_key", "random_key", "step_key"],
+    "optim": ["adamw", "warmup_cosine"],
+    "launch": ["coordinate", "supervise", "train", "work"],
+    "verify": ["StepComparison", "Verification", "repeat_run"],
+    "cli": ["main"],
+    "config": [
+        "LLAMA_JOB",
+        "Batch",
+        "Checkpoint",
+        "Control",
+        "Data",
+        "Failure",
+        "FailureKind",
+        "FailurePhase",
+        "LlamaConfig",
+        "Optimizer",
+        "Parallel",
+        "RunConfig",
+        "Timeouts",
+        "TrainConfig",
+        "config_to_toml",
+        "config_type",
+        "load_config",
+        "parse_config",
+        "parse_fields",
+        "read_toml",
+    ],
+    "data": ["DataSummary", "SampleOrder", "SkippedFile", "check_data", "load_tokens", "prepare_data"],
+    "observe": [
+        "ControlAddress",
+        "FailureRecord",
+        "FaultLog",
+        "NoticedBy",
+        "NullView",
+        "Recorder",
+        "RunDirectory",
+        "RunInfo",
+        "RunStatus",
+        "StepRecord",
+        "Summary",
+        "View",
+        "complete_checkpoints",
+        "layer_directory",
+        "mark_complete",
+        "prune_checkpoints",
+        "summarize",
+    ],
+    "errors": [
+        "ChameleonError",
+        "CheckpointError",
+        "ConfigError",
+        "ControlError",
+        "DataError",
+        "NoHolderError",
+        "PlanError",
+        "ProgramError",
+    ],
+    "workload": ["LayerCost", "Workload"],
+    "cluster": ["Cluster", "Link", "Worker"],
+    "plan": ["Hop", "LayerRange", "Placement", "Plan", "Route", "data_pipeline_plan", "split_layers"],
+    "schedule": [
+        "CostModel",
+        "InFlightLimit",
+        "Operation",
+        "OperationKind",
+        "Preference",
+        "Program",
+        "ScheduledProgram",
+        "TimedOperation",
+        "Timeline",
+        "best_program",
+        "check_program",
+        "default_limits",
+        "list_schedule",
+        "replay",
+    ],
+    "sync": ["Segment", "gradient_segments"],
+    "recovery": ["largest_symmetric_layout", "reroute"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(SURFACE))
+def test_the_surface_changes_only_on_purpose(name: str) -> None:
+    path = dict(MODULES)[name]
+    assert sorted(exported(path) or ()) == sorted(SURFACE[name])
+
+
+@pytest.mark.parametrize("name", sorted(PURE))
+def test_everything_public_in_the_pure_part_is_explained(name: str) -> None:
+    module = importlib.import_module(f"chameleon_ft.{name}")
+    for each in module.__all__:
+        assert getattr(module, each).__doc__, f"{name}.{each} has no docstring"
+
+
+def test_every_public_module_that_defines_something_says_what_it_exports() -> None:
+    for module, path in MODULES:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        defines = any(isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign) for node in body)
+        private = any(name.startswith("_") for name in module.split("."))
+        assert private or not defines or exported(path) is not None, f"{path} has no __all__"

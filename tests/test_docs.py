@@ -1,0 +1,77 @@
+"""The documentation says what is so: the reference, the links, the examples and the commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from chameleon_ft.cli.main import COMMANDS, main
+from chameleon_ft.config import config_type, parse_fields
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def load_reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_configuration_reference_is_that_of_the_code() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert load_reference().with_reference(page) == page, "run `python docs/reference.py`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_configurations_that_are_shown_are_valid(page: Path) -> None:
+    for block in blocks(page, "toml"):
+        data = tomllib.loads(block)
+        parse_fields(config_type(data), data, source=page.name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_are_shown_exist_with_their_flags(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, flags in commands_shown(page):
+        assert name in COMMANDS
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        known = set(re.findall(r"--[\w.-]+", capsys.readouterr().out))
+        assert flags <= known, f"chameleon {name} has no {sorted(flags - known)}"
+
+
+def commands_shown(page: Path) -> Iterator[tuple[str, set[str]]]:
+    """Yield (command, flags) for every command line on a page, in blocks and in running text."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"\bchameleon ([a-z]+ [^`\n]*)", text):
+        name, _, arguments = line.partition(" ")
+        if name in COMMANDS or "--" in arguments:
+            yield name, set(re.findall(r"(?<!\S)--[\w.-]+", arguments))
+
+
+def test_the_diff_in_the_readme_is_that_of_the_examples() -> None:
+    (diff,) = blocks(ROOT / "README.md", "diff")
+    sides = {"-": "own_model_plain.py", "+": "own_model.py", " ": "own_model.py"}
+    for line in diff.splitlines():
+        name = sides[line[0]]
+        assert line[1:] in (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines(), f"{name}: {line}"

@@ -1,0 +1,79 @@
+"""Errors, workloads and clusters."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+
+from chameleon_ft import errors
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.errors import ChameleonError, ConfigError, DataError, NoHolderError, PlanError
+from chameleon_ft.workload import LayerCost, Workload
+
+LAYER = LayerCost("block 3", 1.0, 0.75, 0.5)
+LINK = Link(0.5, 100.0)
+
+
+def test_one_tree_holds_every_error() -> None:
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), ChameleonError)
+    assert issubclass(DataError, ConfigError)
+    assert issubclass(NoHolderError, PlanError)
+    assert all(name in (errors.__doc__ or "") for name in errors.__all__)
+
+
+def test_a_missing_holder_keeps_its_layers_across_processes() -> None:
+    error = pickle.loads(pickle.dumps(NoHolderError([5, 2])))
+
+    assert error.layers == (2, 5)
+    assert str(error).startswith("no live worker holds layers 2, 5;")
+    assert str(NoHolderError([4])).startswith("no live worker holds layer 4;")
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            lambda: LayerCost("a", -1.0, 0, 0),
+            "forward_s of layer 'a' must be zero or a positive number of seconds; got",
+        ),
+        (lambda: LayerCost("a", 0, math.nan, 0), "input_grad_s of layer 'a'"),
+        (lambda: LayerCost("a", 0, 0, math.inf), "weight_grad_s of layer 'a'"),
+        (lambda: LayerCost("a", 0, 0, 0, output_bytes=-1), "output_bytes of layer 'a' .* of bytes"),
+        (lambda: Workload((), 1, 1), "at least one layer"),
+        (lambda: Workload((LAYER,), 0, 1), "micro_batches must be at least 1; got 0"),
+        (lambda: Workload((LAYER,), 1, 0), "micro_batch_size must be at least 1"),
+        (lambda: Workload((LAYER,), 1, 1, -0.1), "operation_overhead_s"),
+        (lambda: Link(-1, 1), "latency_s"),
+        (lambda: Link(0, 0), "bytes_per_s"),
+        (lambda: Link(0, math.nan), "bytes_per_s"),
+        (lambda: Worker(-1, "a"), "worker id"),
+        (lambda: Worker(1, "a", speed=0), "speed of worker 1"),
+        (lambda: Worker(1, "a", memory_bytes=0), "memory_bytes of worker 1"),
+        (lambda: Cluster((Worker(1, "a"), Worker(1, "b")), LINK, LINK), "worker 1 is in the cluster twice"),
+        (lambda: Cluster((), LINK, LINK).worker(0), "its workers are: none"),
+    ],
+)
+def test_values_say_what_is_wrong_with_them(make: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        make()
+
+
+def test_a_backward_is_both_halves() -> None:
+    assert LAYER.backward_s == 1.25
+    assert Workload((LAYER,), 8, 3).samples == 24
+
+
+def test_a_cluster_without_some_workers() -> None:
+    cluster = Cluster(tuple(Worker(i, "ab"[i // 2]) for i in range(4)), Link(0.0, math.inf), LINK)
+
+    left = cluster.without([1, 9])
+
+    assert [worker.id for worker in left.workers] == [0, 2, 3]
+    assert left.link(2, 3) == Link(0.0, math.inf)
+    assert left.link(0, 3) == LINK
+    assert LINK.message_s(50) == 1.0
+    assert pickle.loads(pickle.dumps(left)) == left

@@ -1,0 +1,186 @@
+"""The plain loop: it repeats what a hand-written loop does, and notices what it should."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chameleon_ft.cli import main
+from chameleon_ft.config import Batch, Parallel, RunConfig
+from chameleon_ft.data import SampleOrder
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import Job
+from chameleon_ft.keys import init_key, step_key
+from chameleon_ft.observe import NullView, Recorder, RunDirectory, StepRecord
+from chameleon_ft.verify import Verification, repeat_run
+from tests.observe.records import run_info
+
+STEPS = 6
+LAYERS: list[Callable[[], nn.Module]] = [partial(nn.Linear, 3, 8), partial(nn.Dropout, 0.5), partial(nn.Linear, 8, 2)]
+SAMPLES = [(torch.randn(3, generator=torch.Generator().manual_seed(i)), torch.tensor(i % 2)) for i in range(10)]
+
+
+def falling(step: int, *, steps: int) -> float:
+    return 0.1 * (1 - step / steps)
+
+
+def job(config: RunConfig) -> Job:
+    """The job that the runs of these tests name."""
+    return Job(
+        layers=LAYERS,
+        loss=nn.CrossEntropyLoss(reduction="sum"),
+        dataset=SAMPLES,
+        optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.9),
+        learning_rate=partial(falling, steps=config.steps),
+        clip_norm=0.5,
+    )
+
+
+def train_by_hand(config: RunConfig, *, steps_of_run: list[int]) -> list[StepRecord]:
+    """Train all micro-batches of a step as one batch would be, without any code of the package but its keys."""
+    layers = []
+    for number, factory in enumerate(LAYERS):
+        torch.manual_seed(init_key(config.seed, number))
+        layers.append(factory())
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    records = []
+    for step, steps in enumerate(steps_of_run):
+        ids = SampleOrder(len(SAMPLES), config.seed).ids(step, config.batch.samples)
+        total = torch.zeros(())
+        for micro_batch in range(config.batch.micro_batches):
+            size = config.batch.micro_batch_size
+            chosen = [SAMPLES[i] for i in ids[micro_batch * size : (micro_batch + 1) * size]]
+            hidden = torch.stack([sample for sample, _ in chosen])
+            for number, layer in enumerate(model):
+                torch.manual_seed(step_key(config.seed, step=step, micro_batch=micro_batch, layer=number))
+                hidden = layer(hidden)
+            total = total + nn.functional.cross_entropy(
+                hidden, torch.stack([target for _, target in chosen]), reduction="sum"
+            )
+        loss = total / len(ids)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= min(1.0, 0.5 / norm.item())
+        optimizer.param_groups[0]["lr"] = falling(step, steps=steps)
+        optimizer.step()
+        records.append(
+            StepRecord(
+                step=step,
+                loss=loss.item(),
+                grad_norm=norm.item(),
+                lr=falling(step, steps=steps),
+                samples=len(ids),
+                tokens=len(ids),
+                step_s=1.0,
+                workers=4,
+                generation=0,
+            )
+        )
+    return records
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    # Three micro-batches of two samples: ten samples do not fill two steps, so epochs end within a step.
+    return RunConfig(
+        job=f"{__file__}:job",
+        workers=1,
+        parallel=Parallel(dp=1, pp=1),
+        steps=STEPS,
+        batch=Batch(micro_batches=3, micro_batch_size=2),
+        seed=5,
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path, config: RunConfig) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", config)
+
+
+def record(run: RunDirectory, records: list[StepRecord]) -> None:
+    with Recorder(run, NullView()) as recorder:
+        for step in records:
+            recorder.step(step)
+
+
+def test_it_repeats_a_loop_that_is_written_by_hand(run: RunDirectory, config: RunConfig) -> None:
+    record(run, train_by_hand(config, steps_of_run=[STEPS] * STEPS))
+    result = Verification.of(repeat_run(run), tolerance=1e-5)
+    assert result.steps == STEPS
+    assert result.max_relative_loss_deviation < 1e-6
+    assert result.max_relative_grad_norm_deviation < 1e-5
+
+
+def test_a_run_that_was_resumed_with_more_steps_has_two_learning_rates(run: RunDirectory, config: RunConfig) -> None:
+    records = train_by_hand(config, steps_of_run=[3, 3, 3, STEPS, STEPS, STEPS])
+    with Recorder(run, NullView()) as recorder:
+        recorder.started(dataclasses.replace(run_info(), first_step=0, steps=3))
+        for step in records[:3]:
+            recorder.step(step)
+        recorder.started(dataclasses.replace(run_info(), first_step=3, steps=STEPS))
+        for step in records[3:]:
+            recorder.step(step)
+    assert Verification.of(repeat_run(run), tolerance=1e-5).max_relative_loss_deviation < 1e-6
+
+
+def test_the_last_record_of_a_step_that_was_trained_twice_counts(run: RunDirectory, config: RunConfig) -> None:
+    records = train_by_hand(config, steps_of_run=[STEPS] * STEPS)
+    wrong = dataclasses.replace(records[2], loss=9.0)
+    record(run, [*records[:2], wrong, records[1], *records[2:]])
+    assert Verification.of(repeat_run(run), tolerance=1e-5).max_relative_loss_deviation < 1e-6
+
+
+def test_a_limit_repeats_the_first_steps_only(run: RunDirectory, config: RunConfig) -> None:
+    record(run, train_by_hand(config, steps_of_run=[STEPS] * STEPS))
+    assert [comparison.step for comparison in repeat_run(run, limit=2)] == [0, 1]
+
+
+def test_a_missing_step_is_named(run: RunDirectory, config: RunConfig) -> None:
+    records = train_by_hand(config, steps_of_run=[STEPS] * STEPS)
+    record(run, [*records[:2], *records[3:]])
+    with pytest.raises(ConfigError, match="no record of step 2"):
+        list(repeat_run(run))
+
+
+def test_a_run_without_steps_cannot_be_verified(run: RunDirectory) -> None:
+    with pytest.raises(ConfigError, match="no step"):
+        Verification.of(repeat_run(run), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_a_number_deviates_without_bound(run: RunDirectory, config: RunConfig, value: float) -> None:
+    records = train_by_hand(config, steps_of_run=[STEPS] * STEPS)
+    record(run, [dataclasses.replace(records[0], loss=value)])
+    assert Verification.of(repeat_run(run), tolerance=1e-5).max_relative_loss_deviation == float("inf")
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.001, 1)])
+def test_the_command_says_whether_the_losses_agree(
+    run: RunDirectory, config: RunConfig, capsys: pytest.CaptureFixture[str], factor: float, code: int
+) -> None:
+    records = train_by_hand(config, steps_of_run=[STEPS] * STEPS)
+    record(run, [dataclasses.replace(step, loss=step.loss * factor) for step in records])
+    assert main(["verify", str(run.path)]) == code
+    text = capsys.readouterr().out
+    assert f"{STEPS} steps repeated" in text
+    assert ("OUTSIDE the tolerance of 1e-05, first in step 0" in text) == bool(code)
+
+
+def test_the_command_prints_json(run: RunDirectory, config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    record(run, train_by_hand(config, steps_of_run=[STEPS] * STEPS))
+    assert main(["verify", str(run.path), "--json", "--steps", "4"]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert data["steps"] == 4
+    assert data["max_relative_loss_deviation"] < 1e-6
