@@ -71,9 +71,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
     token = secrets.token_urlsafe(16)
     with _store(context, config.control.host) as ready:
         # Both wait for the fork server to have torch loaded.
-        job, store_port = await asyncio.gather(
-            asyncio.to_thread(_inspect, context, config), asyncio.to_thread(ready)
-        )
+        job, store_port = await asyncio.gather(asyncio.to_thread(_inspect, context, config), asyncio.to_thread(ready))
         with Recorder(run, TerminalView()) as recorder:
             coordinator = Coordinator(
                 config=config, run=run, recorder=recorder, job=job, store_port=store_port, resume=resume

@@ -90,7 +90,7 @@ def changed(**fields: Any) -> str:
         (changed(placement=[]), "the placement of a plan must be a JSON object"),
         (changed(placement={"a": []}), "got the worker 'a'"),
         (changed(placement={"9" * 5000: []}), "got the worker '999"),
-        (changed(num_layers=10**400), "must be|fewer"),
+        (changed(num_layers=10**9), "num_layers of a plan must be at most 1000000"),
         (changed(placement={"0": 1}), "the ranges of worker 0 must be a list"),
         (changed(placement={"0": [[0]]}), "lists of 2 integers"),
         (changed(placement={"1": [[0, 1]], "01": [[1, 2]]}), "got the worker '01'"),

@@ -150,6 +150,8 @@ def _config(
     parse_fields(model, values, source=source)
     own = type(first.own)
     given = parse_with_flags(own, model, arguments, command=command, defaults=values, without=own.without)
+    if any(argument.startswith("--") for argument in arguments):
+        source += " with the flags given"
     return _with_absolute_paths(parse_config(model, {**given.values, "job": job}, source=source))
 
 

@@ -236,9 +236,7 @@ class Coordinator:
             raise ControlError(f"worker {hello.worker} comes too late: the run has begun")
         self._members.join(peer, hello)
         peer.send(
-            Welcome(
-                config=config_to_toml(self._config), run=str(self._run.path), boundaries=self._job.boundaries
-            )
+            Welcome(config=config_to_toml(self._config), run=str(self._run.path), boundaries=self._job.boundaries)
         )
         if len(self._members.live()) == self._config.workers:
             self._begin()
@@ -451,7 +449,8 @@ class Coordinator:
         program = list_schedule(plan, self._costs())
         check_program(program, plan)
         segments = tuple(
-            (segment.layers.start, segment.layers.stop, segment.holders) for segment in gradient_segments(plan.placement)
+            (segment.layers.start, segment.layers.stop, segment.holders)
+            for segment in gradient_segments(plan.placement)
         )
         self._plan = plan
         self._decision = decision

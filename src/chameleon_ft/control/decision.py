@@ -90,9 +90,7 @@ def _resume_point(situation: Situation, members: Sequence[int]) -> tuple[int, Vo
     return first_step, vote
 
 
-def _fall_back(
-    situation: Situation, costs: CostModel, lost_layers: tuple[int, ...], *, preferred_pp: int
-) -> Decision:
+def _fall_back(situation: Situation, costs: CostModel, lost_layers: tuple[int, ...], *, preferred_pp: int) -> Decision:
     step = situation.checkpoints[-1]
     plan = largest_symmetric_layout(
         live=sorted(situation.live),

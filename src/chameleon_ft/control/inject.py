@@ -14,9 +14,7 @@ from chameleon_ft.observe import RunDirectory
 __all__ = ["inject"]
 
 
-def inject(
-    run: RunDirectory, *, worker: int, kind: FailureKind, phase: FailurePhase | None, step: int | None
-) -> None:
+def inject(run: RunDirectory, *, worker: int, kind: FailureKind, phase: FailurePhase | None, step: int | None) -> None:
     """Ask the run's coordinator to make `worker` fail; at once where neither phase nor step is given.
 
     Raises:

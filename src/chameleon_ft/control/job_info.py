@@ -14,7 +14,9 @@ from chameleon_ft.workload import LayerCost, Workload
 
 __all__ = ["JobInfo", "OperationRate"]
 
-_LOOPBACK = Link(latency_s=1e-4, bytes_per_s=1e9)  # until links are measured; only the order of operations depends on it
+_LOOPBACK = Link(
+    latency_s=1e-4, bytes_per_s=1e9
+)  # until links are measured; only the order of operations depends on it
 
 
 @dataclass(frozen=True, slots=True)

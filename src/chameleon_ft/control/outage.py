@@ -35,7 +35,13 @@ class Outage:
     decided_at: float = 0.0
 
     def records(
-        self, decision: Decision | None, *, generation: int, resumed_at: float, cause_of: Callable[[Loss], str], stop: str
+        self,
+        decision: Decision | None,
+        *,
+        generation: int,
+        resumed_at: float,
+        cause_of: Callable[[Loss], str],
+        stop: str,
     ) -> list[FailureRecord]:
         """Return a record for each loss.
 

@@ -16,7 +16,7 @@ from chameleon_ft.control.address import bearer, join_address
 from chameleon_ft.control.messages import Message, decode, encode
 from chameleon_ft.errors import ControlError
 
-__all__ = ["Handler", "Peer", "Departure", "control_server", "listening_address"]
+__all__ = ["Departure", "Handler", "Peer", "control_server", "listening_address"]
 
 Departure = Literal["connection", "heartbeat"]
 """How a peer was lost: its connection closed, or it stopped answering pings."""
@@ -76,7 +76,7 @@ class _Server:
         except ConnectionClosed as closed:
             if closed.sent is not None and closed.sent.code == _PING_TIMEOUT_CODE:
                 how = "heartbeat"
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # A mistake of ours. Dropping this peer for it would lose a worker that has done nothing wrong.
             self.handler.broken(error)
         self.handler.departed(peer, how)

@@ -26,9 +26,7 @@ _EXIT_GRACE_S = 5.0  # a rank that is told to exit has nothing left to do
 class RankEntry(Protocol):
     """What a rank's process runs."""
 
-    def __call__(
-        self, *, coordinator: str, token: str, worker: int, host: str, local_index: int
-    ) -> None: ...
+    def __call__(self, *, coordinator: str, token: str, worker: int, host: str, local_index: int) -> None: ...
 
 
 class Supervisor:

@@ -53,13 +53,14 @@ class RunDirectory:
             raise ConfigError(f"--out {path}: cannot be made: {error.strerror}; take another directory") from None
         return run
 
-    @staticmethod
-    def require_free(path: Path) -> None:
+    @classmethod
+    def require_free(cls, path: Path) -> None:
         """Raise ConfigError where there is something at `path` already."""
         if path.exists():
+            is_run = cls(path).config_file.is_file()
+            instead = f", or go on with that run by --resume {path}" if is_run else ""
             raise ConfigError(
-                f"--out {path}: exists already, and a run never writes over another; "
-                f"take another directory, or go on with that run by --resume {path}"
+                f"--out {path}: exists already, and a run never writes over anything; take another{instead}"
             )
 
     @classmethod

@@ -11,6 +11,8 @@ from chameleon_ft.errors import PlanError
 FORMAT: Final = "chameleon-plan/1"
 # Of a worker id: more would be no id, and Python refuses to read thousands of them.
 _MOST_DIGITS: Final = 18
+# No model has as many; a placement has a list as long as its layers, which a slip of the pen must not make endless.
+_MOST_LAYERS: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +65,11 @@ def load(text: str) -> PlanRecord:
         where = f"the route of micro-batch {index}"
         hops = [_integers(hop, 3, where) for hop in _list(value, where)]
         routes.append([(worker, start, stop) for worker, start, stop in hops])
+    num_layers = _integer(fields["num_layers"], "num_layers of a plan")
+    if num_layers > _MOST_LAYERS:
+        raise PlanError(f"num_layers of a plan must be at most {_MOST_LAYERS}")
     return PlanRecord(
-        num_layers=_integer(fields["num_layers"], "num_layers of a plan"),
+        num_layers=num_layers,
         ranges=ranges,
         routes=routes,
         split_backward=split_backward,

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from chameleon_ft.errors import CheckpointError
 from chameleon_ft.observe import layer_directory
@@ -62,7 +64,7 @@ class CheckpointWriter:
                 self._before_write(step)
                 for layer, state in layers.items():
                     _write_layer(layer_directory(self._checkpoints, step, layer), state)
-            except Exception as failure:  # disk full, folder gone: training goes on, and the user is told
+            except Exception as failure:  # noqa: BLE001  disk full, folder gone: training goes on, and the user is told
                 error = f"{type(failure).__name__}: {failure}"
             self._saved(step, tuple(layers), error)
             self._jobs.task_done()
@@ -72,7 +74,7 @@ def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
     """Read what `HeldLayers.snapshot` gave. Raises CheckpointError."""
     path = layer_directory(checkpoints, step, layer)
     try:
-        stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        stored = FileSystemReader(path).read_metadata().state_dict_metadata
         state: dict[str, Any] = {
             key: torch.empty(entry.size, dtype=entry.properties.dtype)
             if isinstance(entry, TensorStorageMetadata)
@@ -81,7 +83,7 @@ def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that no process group is used is what is meant
-            dcp.load(state, checkpoint_id=path, no_dist=True)
+            load(state, checkpoint_id=path, no_dist=True)
     except Exception as error:
         raise CheckpointError(
             f"layer {layer} cannot be read from {path}: {type(error).__name__}: {error}; "
@@ -93,4 +95,4 @@ def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
 def _write_layer(path: Path, state: LayerState) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        dcp.save(dict(state), checkpoint_id=path, no_dist=True)
+        save(dict(state), checkpoint_id=path, no_dist=True)

@@ -114,9 +114,7 @@ class Committer:
                 reduction.wait()
         self.reduced = True
 
-    def _vote(
-        self, sums: StepSums, communicators: Communicators, members: tuple[int, ...], *, finish: bool
-    ) -> Vote:
+    def _vote(self, sums: StepSums, communicators: Communicators, members: tuple[int, ...], *, finish: bool) -> Vote:
         ballot = torch.tensor(
             [self.buffers.square_sum(self._worker), sums.loss, sums.terms, sums.samples, float(finish), 1.0],
             dtype=torch.float64,

@@ -42,8 +42,8 @@ _INTERRUPT_EVERY_S = 0.005
 class ControlClient:
     """Connects to the coordinator and stays connected for the life of the process.
 
-    Orders go into `orders`, for the training thread to take. What cannot wait for it is done here: an ended generation's
-    communicators are interrupted until the training thread has left them, and probes are answered.
+    Orders go into `orders`, for the training thread to take. What cannot wait for it is done here: the communicators of
+    an ended generation are interrupted until the training thread has left them, and probes are answered.
 
     Attributes:
         orders: orders in the sequence they came.
@@ -72,7 +72,7 @@ class ControlClient:
         """Connect. Raises ControlError where the coordinator does not answer or does not accept the token."""
         try:
             self._connection = self._loop.run_until_complete(self._connect())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             raise ControlError(
                 f"the coordinator at {self._coordinator} cannot be joined: {error}; check address and token"
             ) from None
@@ -160,9 +160,7 @@ class ControlClient:
             case Probe(probe=probe):
                 doing, waiting, since_s = self._activity.read()
                 self._outbox.put_nowait(
-                    Position(
-                        probe=probe, generation=self._generation, doing=doing, waiting=waiting, since_s=since_s
-                    )
+                    Position(probe=probe, generation=self._generation, doing=doing, waiting=waiting, since_s=since_s)
                 )
             case Inject():
                 self._inject(message)

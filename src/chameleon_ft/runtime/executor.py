@@ -14,13 +14,13 @@ from torch import Tensor
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
-from chameleon_ft.runtime.communicators import Communicators, InFlight
+from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import HeldLayers
 from chameleon_ft.runtime.split_backward import PendingWeightGradient, WholeBackward, input_gradient
 from chameleon_ft.schedule import Operation, OperationKind
 
-__all__ = ["Executor", "StepSums"]
+__all__ = ["Executor", "StepSums", "channels_of"]
 
 _RECEIVES_AHEAD = 4  # a message crosses while its receiver computes only if its receive has been posted
 
@@ -202,6 +202,18 @@ class _StepExecution:
             self._send(operation, torch.zeros_like(boundary) if gradient is None else gradient)
 
 
+def channels_of(worker: int, operations: Sequence[Operation]) -> tuple[Channel, ...]:
+    """The channels that a worker's program sends and receives on, each once, in order."""
+    found: set[Channel] = set()
+    for operation in operations:
+        forward = operation.kind is OperationKind.FORWARD
+        if operation.receive_from is not None:
+            found.add(Channel(operation.receive_from, worker, forward))
+        if operation.send_to is not None:
+            found.add(Channel(worker, operation.send_to, forward))
+    return tuple(sorted(found))
+
+
 def _tag(micro_batch: int, forward: bool) -> int:
     return 2 * micro_batch + (0 if forward else 1)
 
@@ -209,9 +221,7 @@ def _tag(micro_batch: int, forward: bool) -> int:
 def _middle_of_each_kind(operations: Sequence[Operation]) -> dict[int, str]:
     """Where in a step the injected failures of the phases "forward" and "backward" happen: half-way through them."""
     forwards = [i for i, operation in enumerate(operations) if operation.kind is OperationKind.FORWARD]
-    backwards = [
-        i for i, o in enumerate(operations) if o.kind in (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)
-    ]
+    backwards = [i for i, o in enumerate(operations) if o.kind in (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)]
     return {
         indices[len(indices) // 2]: phase
         for phase, indices in (("forward", forwards), ("backward", backwards))

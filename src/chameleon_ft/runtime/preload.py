@@ -1,13 +1,9 @@
 """Imported by the fork server, so that a rank has everything loaded the moment it is forked.
 
-Nothing here may start a thread: a fork copies only the thread that forks.
+The optimizer needs torch._dynamo. Nothing here may start a thread: a fork copies only the thread that forks.
 """
 
 from __future__ import annotations
-
-import torch._dynamo  # building an optimizer imports it, and that takes a second
-import torch.distributed.checkpoint
-import torch.distributed.pipelining._backward
 
 import chameleon_ft.models.llama_job
 import chameleon_ft.runtime.communicators.gloo

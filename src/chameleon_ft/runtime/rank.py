@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tomllib
@@ -24,6 +25,7 @@ from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
 from chameleon_ft.runtime.trainer import RankContext, Trainer
 
 __all__ = ["rank_main", "spawned_rank_main"]
+
 
 def spawned_rank_main(*, coordinator: str, token: str, worker: int, host: str, local_index: int) -> None:
     """Entry of a rank that a supervisor's fork server started; ends the process.
@@ -66,15 +68,13 @@ def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_ind
             coordinator=coordinator,
             local_index=local_index,
         )
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         client.send(Crashed(error=f"{type(error).__name__}: {error}"))
         if not isinstance(error, ChameleonError):
             traceback.print_exc()
         code = 1
-    try:
+    with contextlib.suppress(TimeoutError, RuntimeError):  # nobody may be listening any more
         client.flush()
-    except (TimeoutError, RuntimeError):
-        pass  # nobody listens any more
     return code
 
 
@@ -94,9 +94,7 @@ def _serve(
     config = config.model_copy(update={"out": run.path})
     _redirect_output(run.logs / f"worker-{worker}.log")
     device = _device(config, local_index)
-    faults = FaultInjector(
-        worker, config.failures, log=FaultLog(run.faults_file), disconnect=client.disconnect
-    )
+    faults = FaultInjector(worker, config.failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
     client.faults = faults
     context = RankContext(
         worker=worker,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from datetime import timedelta
 from multiprocessing.connection import Connection
 
-import torch.distributed as dist
-
+from chameleon_ft.runtime.communicators.c10d import host_store
 from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
 
 __all__ = ["store_main"]
 
 _BACKLOG = 1024
+_TIMEOUT_S = 30.0
 
 
 def store_main(host: str, pipe: Connection) -> None:
@@ -23,17 +23,8 @@ def store_main(host: str, pipe: Connection) -> None:
     # Torch would listen on every address of the machine.
     listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=30),
-        master_listen_fd=listener.detach(),
-    )
+    store = host_store(host, port, listener.detach(), timeout_s=_TIMEOUT_S)
     pipe.send(port)
-    try:
+    with contextlib.suppress(EOFError):
         pipe.recv()
-    except EOFError:
-        pass
     del store

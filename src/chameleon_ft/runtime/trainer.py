@@ -33,7 +33,7 @@ from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.commit import AppliedStep, Committer
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, Membership
 from chameleon_ft.runtime.control_client import ControlClient
-from chameleon_ft.runtime.executor import Executor, StepSums
+from chameleon_ft.runtime.executor import Executor, StepSums, channels_of
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
 from chameleon_ft.schedule import OperationKind
@@ -67,9 +67,7 @@ class Trainer:
         self._client = client
         self._activity = activity
         self._faults = faults
-        self._batches = Batches(
-            context.job, context.config.batch, seed=context.config.seed, device=context.device
-        )
+        self._batches = Batches(context.job, context.config.batch, seed=context.config.seed, device=context.device)
         self._held: HeldLayers | None = None
         self._committer: Committer | None = None
         self._writer = CheckpointWriter(
@@ -89,7 +87,7 @@ class Trainer:
                 case Run():
                     try:
                         self._generation(order)
-                    except Exception as error:
+                    except Exception as error:  # noqa: BLE001
                         # Whatever the job's own code or the device raised: this rank is lost, the others may go on.
                         self._client.send(Crashed(error=f"{type(error).__name__}: {error}"))
                         if not isinstance(error, ChameleonError):
@@ -161,9 +159,7 @@ class Trainer:
 
     def _layers(self, order: Run, segments: tuple[Segment, ...]) -> HeldLayers:
         context = self._context
-        needed = {
-            layer for segment in segments if context.worker in segment.holders for layer in segment.layers
-        }
+        needed = {layer for segment in segments if context.worker in segment.holders for layer in segment.layers}
         if order.load == "keep" and self._held is not None and self._held.layers >= needed:
             return self._held
         if order.load == "keep":
@@ -181,6 +177,7 @@ class Trainer:
             worker=self._context.worker,
             members=order.members,
             groups=tuple(groups),
+            channels=channels_of(self._context.worker, order.unpack_operations()),
             store=join_address(self._context.coordinator_host, order.store_port),
         )
 
@@ -216,9 +213,7 @@ class Trainer:
                 self._submit_checkpoint(committer)
         return True
 
-    def _report(
-        self, order: Run, committer: Committer, applied: AppliedStep, sums: StepSums, step_s: float
-    ) -> None:
+    def _report(self, order: Run, committer: Committer, applied: AppliedStep, sums: StepSums, step_s: float) -> None:
         self._client.send(
             Committed(
                 generation=order.generation,

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from chameleon_ft.runtime.communicators.backend import communicators_for
 from chameleon_ft.runtime.communicators.base import (
+    Channel,
     CommunicationError,
     Communicators,
     InFlight,
     Membership,
     open_store,
 )
-from chameleon_ft.runtime.communicators.backend import communicators_for
 
-__all__ = ["CommunicationError", "Communicators", "InFlight", "Membership", "communicators_for", "open_store"]
+__all__ = [
+    "Channel",
+    "CommunicationError",
+    "Communicators",
+    "InFlight",
+    "Membership",
+    "communicators_for",
+    "open_store",
+]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
+from chameleon_ft.control.address import split_address
 from chameleon_ft.errors import ChameleonError
+from chameleon_ft.runtime.communicators.c10d import Store, connect_store
 
-__all__ = ["CommunicationError", "Communicators", "InFlight", "Membership", "open_store"]
+__all__ = ["Channel", "CommunicationError", "Communicators", "InFlight", "Membership", "open_store"]
 
 
 class CommunicationError(ChameleonError):
@@ -25,6 +25,15 @@ class CommunicationError(ChameleonError):
         super().__init__(f"{'a collective' if peer is None else f'a message with worker {peer}'} failed: {reason}")
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Channel:
+    """A way that messages take: from one worker to another, forward (activations) or backward (gradients)."""
+
+    sender: int
+    receiver: int
+    forward: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
     """Who takes part in a generation and which groups of them reduce something together."""
@@ -36,6 +45,8 @@ class Membership:
     """All workers of the generation, ascending."""
     groups: tuple[tuple[int, ...], ...]
     """Groups that all-reduce, each ascending, in an order that is the same on every worker."""
+    channels: tuple[Channel, ...]
+    """Channels that this rank sends or receives on."""
     store: str
     """host:port of the rendezvous store."""
 
@@ -65,7 +76,11 @@ class Communicators(Protocol):
         """
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
-        """Start receiving into `tensor`. Messages of one tag between two workers arrive in the order they were sent."""
+        """Start receiving into `tensor`.
+
+        An even tag is an activation's, an odd one a gradient's. Messages of one tag between two workers arrive in the
+        order they were sent.
+        """
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         """Start summing `tensor` in place over `group`, which is `members` or one of `groups`."""
@@ -80,12 +95,10 @@ class Communicators(Protocol):
         """Let go of everything. May be called in any state."""
 
 
-def open_store(address: str, *, timeout_s: float) -> dist.TCPStore:
+def open_store(address: str, *, timeout_s: float) -> Store:
     """Connect to the rendezvous store at `address`, which is host:port. Raises CommunicationError."""
-    host, _, port = address.rpartition(":")
+    host, port = split_address(address)
     try:
-        return dist.TCPStore(
-            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
-    except (RuntimeError, dist.DistError) as error:
+        return connect_store(host, port, timeout_s=timeout_s)
+    except RuntimeError as error:
         raise CommunicationError(None, f"the rendezvous store at {address} cannot be reached: {error}") from None

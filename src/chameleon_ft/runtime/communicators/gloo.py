@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from chameleon_ft.config import Timeouts
 from chameleon_ft.runtime.communicators.base import CommunicationError, InFlight, Membership, open_store
+from chameleon_ft.runtime.communicators.c10d import Group, Work, gloo_device, gloo_group
 from chameleon_ft.runtime.communicators.sockets import SocketTracker
 from chameleon_ft.runtime.communicators.waiter import Waiter
 
@@ -35,8 +34,8 @@ class GlooCommunicators:
         self._interrupted_at: float | None = None
         self._lock = threading.Lock()
         self._waiter: Waiter | None = None
-        self._groups: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}
-        self._reductions: list[dist.Work] = []
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._reductions: list[Work] = []
         self._world: tuple[int, ...] = ()
 
     def open(self, membership: Membership) -> None:
@@ -44,18 +43,19 @@ class GlooCommunicators:
         self._sockets.start()
         try:
             store = open_store(membership.store, timeout_s=self._timeouts.rendezvous_s)
-            device = dist.ProcessGroupGloo.create_device(hostname=self._address)
+            device = gloo_device(self._address)
             for index, group in enumerate((membership.members, *membership.groups)):
                 if membership.worker in group and group not in self._groups:
                     self._raise_if_interrupted()
-                    prefix = f"generation-{membership.generation}/group-{index}"
-                    self._groups[group] = dist.ProcessGroupGloo(
-                        dist.PrefixStore(prefix, store),
+                    self._groups[group] = gloo_group(
+                        store,
+                        f"generation-{membership.generation}/group-{index}",
                         group.index(membership.worker),
                         len(group),
-                        self._options(device),
+                        device=device,
+                        timeout_s=self._timeouts.collective_s,
                     )
-        except (RuntimeError, dist.DistError) as error:
+        except RuntimeError as error:
             raise CommunicationError(None, f"the communicators cannot be formed: {error}") from None
         finally:
             self._sockets.settle()
@@ -112,18 +112,9 @@ class GlooCommunicators:
         if not dead.at_rest(within_s=_CALL_OFF_AFTER_S):
             _DEAD.append(dead)
 
-    def _message(
-        self, work: dist.Work, peer: int | None, host: Tensor, target: Tensor | None = None
-    ) -> InFlight:
+    def _message(self, work: Work, peer: int | None, host: Tensor, target: Tensor | None = None) -> InFlight:
         assert self._waiter is not None
         return _Message(work, peer, host, target, self._waiter)
-
-    def _options(self, device: dist.ProcessGroupGloo.Device) -> dist.ProcessGroupGloo._Options:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [device]
-        options._timeout = timedelta(seconds=self._timeouts.collective_s)
-        options._threads = 1
-        return options
 
     def _raise_if_interrupted(self) -> None:
         if self._interrupted_at is not None:
@@ -134,7 +125,7 @@ class GlooCommunicators:
 class _Message:
     """A gloo message, with the host tensor it reads or fills and the accelerator's tensor that this is copied to."""
 
-    work: dist.Work | None
+    work: Work | None
     peer: int | None
     host: Tensor
     target: Tensor | None
@@ -145,7 +136,7 @@ class _Message:
             return
         try:
             self.waiter.wait(self.work)
-        except (RuntimeError, dist.DistError) as error:
+        except RuntimeError as error:
             raise CommunicationError(self.peer, str(error)) from None
         finally:
             # A live Work keeps the group's sockets open after the group is gone.
@@ -161,8 +152,8 @@ class _Dead:
     The destructor of a group waits for its reductions, and holds the interpreter's lock meanwhile.
     """
 
-    groups: dict[tuple[int, ...], dist.ProcessGroupGloo]
-    reductions: list[dist.Work]
+    groups: dict[tuple[int, ...], Group]
+    reductions: list[Work]
     waiter: Waiter | None
 
     def at_rest(self, *, within_s: float = 0.0) -> bool:

@@ -12,10 +12,11 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 __all__ = ["SocketTracker"]
 
-_FD_DIRECTORY = "/proc/self/fd"
+_DESCRIPTORS = Path("/proc/self/fd")
 
 
 class SocketTracker:
@@ -78,11 +79,11 @@ class SocketTracker:
 
 def _open_sockets() -> Iterator[tuple[int, int]]:
     """Yield (descriptor, inode) of every open socket of this process."""
-    for name in os.listdir(_FD_DIRECTORY):
+    for entry in _DESCRIPTORS.iterdir():
         with contextlib.suppress(OSError):
-            target = os.readlink(f"{_FD_DIRECTORY}/{name}")
+            target = str(entry.readlink())
             if target.startswith("socket:["):
-                yield int(name), int(target[len("socket:[") : -1])
+                yield int(entry.name), int(target[len("socket:[") : -1])
 
 
 def _is_tcp_connection(connection: socket.socket) -> bool:

@@ -11,14 +11,14 @@ import threading
 from queue import SimpleQueue
 from typing import Protocol
 
-__all__ = ["CalledOff", "Waiter"]
+__all__ = ["CalledOffError", "Waiter"]
 
 
 class Waitable(Protocol):
     def wait(self) -> object: ...
 
 
-class CalledOff(RuntimeError):
+class CalledOffError(RuntimeError):
     """The wait was called off; the operation may still be sleeping."""
 
 
@@ -43,18 +43,18 @@ class Waiter:
         self._thread.start()
 
     def wait(self, work: Waitable) -> None:
-        """Block until `work` is done. Raises its error, or CalledOff."""
+        """Block until `work` is done. Raises its error, or CalledOffError."""
         ticket = _Ticket(work)
         self._current = ticket
         if self._called_off:  # looked at after `_current` is set, as `call_off` does it the other way round
-            raise CalledOff("the wait was called off")
+            raise CalledOffError("the wait was called off")
         self._tickets.put(ticket)
         ticket.settled.acquire()
         self._current = None
         if ticket.error is not None:
             raise ticket.error
         if not ticket.finished:
-            raise CalledOff("the wait was called off")
+            raise CalledOffError("the wait was called off")
 
     def call_off(self) -> None:
         """End the wait that is going on, and every later one, at once. Called from any thread."""
@@ -81,7 +81,7 @@ class Waiter:
             try:
                 ticket.work.wait()
                 ticket.finished = True
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001
                 ticket.error = error.with_traceback(None)  # a traceback would keep the operation alive
             ticket.work = None
             ticket.settled.release()
