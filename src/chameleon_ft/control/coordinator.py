@@ -457,6 +457,8 @@ class Coordinator:
         self._committed = decision.first_step
         self._suspects.clear()
         self._finished.clear()
+        if decision.load != "keep":
+            self._saved.clear()  # the state from which those parts were taken is given up
         self._phase = _Phase.REGROUPING
         self._watchdog.progress(asyncio.get_running_loop().time())
         for worker in plan.workers:
@@ -495,9 +497,11 @@ class Coordinator:
         if worker.crash is not None:
             return worker.crash
         # A worker that was given up is killed then; what it was given up for is the cause.
-        if worker.exit_code is not None and loss.noticed_by not in ("watchdog", "heartbeat", "peer"):
-            return exit_in_words(worker.exit_code)
-        return loss.cause
+        fault = self._faults.last(worker.id)
+        killed_by_us = loss.noticed_by in ("watchdog", "heartbeat", "peer") or (
+            fault is not None and fault["kind"] == "disconnect"
+        )
+        return loss.cause if worker.exit_code is None or killed_by_us else exit_in_words(worker.exit_code)
 
     def _inject(self, message: Inject) -> Message:
         if message.worker not in self._members.live():

@@ -18,7 +18,8 @@ from chameleon_ft.control.messages import Position
 __all__ = ["Verdict", "Watchdog"]
 
 _STEPS = 20  # recent steps whose median is the expected step time
-_PATIENCE = 1.25  # steps of silence before anyone is asked
+_PATIENCE = 1.25  # steps of silence before anyone is asked,
+_PATIENCE_MIN_S = 0.1  # and not at every hiccup of steps that are over in a moment
 _ANSWER_STEPS = 0.75  # steps that an answer may take,
 _ANSWER_MIN_S = 0.3  # but not less than a busy host needs to run a thread
 
@@ -102,7 +103,7 @@ class Watchdog:
     def _patience_s(self) -> float:
         # Before the first step nothing is known, and first steps are slow: heartbeats have to do.
         expected = self._expected_step_s
-        return self.timeouts.collective_s if expected is None else _PATIENCE * expected
+        return self.timeouts.collective_s if expected is None else max(_PATIENCE_MIN_S, _PATIENCE * expected)
 
     @property
     def _answer_s(self) -> float:

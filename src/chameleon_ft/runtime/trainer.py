@@ -110,7 +110,7 @@ class Trainer:
 
     def _generation(self, order: Run) -> None:
         """Take part in one generation until it is over or the run has come to its end."""
-        self._activity.begin("state")
+        self._activity.idle("loading its state")  # however long that takes, it is no sign of being stuck
         if order.generation > 1:
             self._faults.at("recovery", order.first_step)
         segments = order.unpack_segments()
@@ -243,7 +243,7 @@ class Trainer:
         self._writer.submit(committer.committed, layers)
 
     def _finish(self, order: Run, segments: tuple[Segment, ...], committer: Committer) -> None:
-        self._activity.begin("last checkpoint")
+        self._activity.idle("writing the last checkpoint")
         self._submit_checkpoint(committer)
         self._writer.join()
         self._client.send(Finished(generation=order.generation, committed=committer.committed))
