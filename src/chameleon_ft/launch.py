@@ -21,8 +21,15 @@ from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.server import control_server, listening_address
 from chameleon_ft.control.supervisor import Supervisor
-from chameleon_ft.errors import ChameleonError, ControlError
-from chameleon_ft.observe import ControlAddress, Recorder, RunDirectory, RunStatus
+from chameleon_ft.errors import ChameleonError, CheckpointError, ControlError
+from chameleon_ft.observe import (
+    ControlAddress,
+    Recorder,
+    RunDirectory,
+    RunStatus,
+    checkpoint_model,
+    complete_checkpoints,
+)
 from chameleon_ft.observe.terminal import TerminalView
 
 __all__ = ["coordinate", "supervise", "train", "work"]
@@ -72,6 +79,8 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
     with _store(context, config.control.host) as ready:
         # Both wait for the fork server to have torch loaded.
         job, store_port = await asyncio.gather(asyncio.to_thread(_inspect, context, config), asyncio.to_thread(ready))
+        if resume:
+            _require_same_model(run, job)
         with Recorder(run, TerminalView()) as recorder:
             coordinator = Coordinator(
                 config=config, run=run, recorder=recorder, job=job, store_port=store_port, resume=resume
@@ -171,6 +180,16 @@ def _inspection_entry(config: RunConfig, pipe: Connection) -> None:
     from chameleon_ft.runtime.inspection import inspection_main
 
     inspection_main(config, pipe)
+
+
+def _require_same_model(run: RunDirectory, job: JobInfo) -> None:
+    """Raise CheckpointError where the newest checkpoint of `run` is of another model than `job`."""
+    for step in complete_checkpoints(run.checkpoints)[-1:]:
+        if checkpoint_model(run.checkpoints, step) != job.fingerprint:
+            raise CheckpointError(
+                f"--resume {run.path}: its checkpoint of step {step} is of a model with other layers than the job has "
+                "now; undo the change to the model, or begin a new run"
+            )
 
 
 def _inspect(context: ForkServerContext, config: RunConfig) -> JobInfo:

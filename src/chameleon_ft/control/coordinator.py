@@ -10,6 +10,7 @@ from dataclasses import replace
 from enum import Enum, auto
 
 from chameleon_ft.config import RunConfig, config_to_toml
+from chameleon_ft.control.checkpoints import CheckpointCollector
 from chameleon_ft.control.decision import Decision, Situation, decide
 from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.members import Members, Worker
@@ -30,13 +31,13 @@ from chameleon_ft.control.messages import (
     Position,
     Probe,
     Refused,
-    Run,
     Started,
     Stop,
     Vote,
     Welcome,
     WorkerExited,
 )
+from chameleon_ft.control.orders import orders
 from chameleon_ft.control.outage import Loss, Outage, exit_in_words
 from chameleon_ft.control.server import Departure, Peer
 from chameleon_ft.control.watchdog import Watchdog
@@ -49,13 +50,9 @@ from chameleon_ft.observe import (
     RunInfo,
     RunStatus,
     StepRecord,
-    complete_checkpoints,
-    mark_complete,
-    prune_checkpoints,
 )
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.schedule import CostModel, check_program, list_schedule
-from chameleon_ft.sync import gradient_segments
+from chameleon_ft.schedule import CostModel, InFlightLimit
 
 __all__ = ["Coordinator"]
 
@@ -103,7 +100,9 @@ class Coordinator:
         self._outage = Outage()
         self._crashes: dict[int, str] = {}  # step -> the error that ended a worker in it
         self._finished: set[int] = set()
-        self._saved: dict[int, set[int]] = {}
+        self._checkpoints = CheckpointCollector(
+            run.checkpoints, num_layers=job.num_layers, model=job.fingerprint, keep=config.checkpoint.keep
+        )
         self._interrupted = False
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
 
@@ -251,7 +250,7 @@ class Coordinator:
             workers=self._members.live(),
             split_backward=parallel.split_backward,
         )
-        checkpoints = complete_checkpoints(self._run.checkpoints) if self._resume else []
+        checkpoints = self._checkpoints.complete() if self._resume else []
         self._committed = checkpoints[-1] if checkpoints else 0
         self._generation = 1
         self._launch(
@@ -318,12 +317,7 @@ class Coordinator:
         if message.error is not None:
             self._recorder.event("checkpoint_failed", step=message.step, error=message.error)
             return
-        saved = self._saved.setdefault(message.step, set())
-        saved.update(message.layers)
-        if len(saved) == self._job.num_layers:
-            del self._saved[message.step]
-            mark_complete(self._run.checkpoints, message.step, num_layers=self._job.num_layers)
-            prune_checkpoints(self._run.checkpoints, keep=self._config.checkpoint.keep)
+        if self._checkpoints.add(message):
             self._recorder.event("checkpoint", step=message.step)
 
     def _end_if_finished(self) -> None:
@@ -407,12 +401,12 @@ class Coordinator:
             parked=self._parked,
             committed=self._committed,
             last_vote=self._last_vote,
-            checkpoints=complete_checkpoints(self._run.checkpoints),
+            checkpoints=self._checkpoints.complete(),
         )
         try:
             if not situation.live:
                 raise ControlError("no worker is left")
-            decision = decide(situation, self._costs(), preferred_pp=self._config.parallel.pp)
+            decision = decide(situation, self._costs(), ceiling=self._ceiling, preferred_pp=self._config.parallel.pp)
         except (NoHolderError, ControlError) as error:
             self._give_up(error)
             return
@@ -446,11 +440,12 @@ class Coordinator:
     def _launch(self, decision: Decision) -> None:
         """Give every member of the plan its orders for the current generation."""
         plan = decision.plan
-        program = list_schedule(plan, self._costs())
-        check_program(program, plan)
-        segments = tuple(
-            (segment.layers.start, segment.layers.stop, segment.holders)
-            for segment in gradient_segments(plan.placement)
+        told = orders(
+            decision,
+            self._costs(),
+            ceiling=self._ceiling,
+            generation=self._generation,
+            store_port=self._store_port,
         )
         self._plan = plan
         self._decision = decision
@@ -458,27 +453,21 @@ class Coordinator:
         self._suspects.clear()
         self._finished.clear()
         if decision.load != "keep":
-            self._saved.clear()  # the state from which those parts were taken is given up
+            self._checkpoints.forget()
         self._phase = _Phase.REGROUPING
         self._watchdog.progress(asyncio.get_running_loop().time())
-        for worker in plan.workers:
-            self._send(
-                worker,
-                Run(
-                    generation=self._generation,
-                    members=plan.workers,
-                    store_port=self._store_port,
-                    first_step=decision.first_step,
-                    operations=Run.pack_operations(program.of(worker)),
-                    segments=segments,
-                    roll_forward=decision.roll_forward,
-                    load=decision.load,
-                ),
-            )
+        for worker, order in told.items():
+            self._send(worker, order)
         self._recorder.event("plan", generation=self._generation, policy=decision.policy, plan=plan.to_json())
 
     def _costs(self) -> CostModel:
         return self._job.costs(self._config, self._members.hosts(), self._rate)
+
+    @property
+    def _ceiling(self) -> dict[int, InFlightLimit]:
+        """No worker keeps more micro-batches than the first stage of the layout that the run was started with."""
+        depth = self._config.parallel.pp
+        return dict.fromkeys(range(self._config.workers), InFlightLimit(depth, depth))
 
     def _record_outage(self, decision: Decision | None, *, stop: str = "") -> None:
         now = time.time()
@@ -492,16 +481,8 @@ class Coordinator:
             self._recorder.failure(record)
 
     def _cause(self, loss: Loss) -> str:
-        """How a worker was lost, by the best that is known now: its own words, its exit, or how it was noticed."""
         worker = self._members[loss.worker]
-        if worker.crash is not None:
-            return worker.crash
-        # A worker that was given up is killed then; what it was given up for is the cause.
-        fault = self._faults.last(worker.id)
-        killed_by_us = loss.noticed_by in ("watchdog", "heartbeat", "peer") or (
-            fault is not None and fault["kind"] == "disconnect"
-        )
-        return loss.cause if worker.exit_code is None or killed_by_us else exit_in_words(worker.exit_code)
+        return loss.cause_in_words(crash=worker.crash, exit_code=worker.exit_code, fault=self._faults.last(loss.worker))
 
     def _inject(self, message: Inject) -> Message:
         if message.worker not in self._members.live():

@@ -10,7 +10,7 @@ from chameleon_ft.control.messages import Parked, Vote
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
 from chameleon_ft.recovery import largest_symmetric_layout, reroute
-from chameleon_ft.schedule import CostModel
+from chameleon_ft.schedule import CostModel, InFlightLimit
 
 __all__ = ["Decision", "Situation", "decide"]
 
@@ -49,8 +49,14 @@ class Decision:
     lost_layers: tuple[int, ...] = ()
 
 
-def decide(situation: Situation, costs: CostModel, *, preferred_pp: int) -> Decision:
+def decide(
+    situation: Situation, costs: CostModel, *, ceiling: Mapping[int, InFlightLimit], preferred_pp: int
+) -> Decision:
     """Choose how to go on: the peers of the lost workers do their share, or all return to the newest checkpoint.
+
+    Args:
+        ceiling: micro-batches that each worker can keep at most.
+        preferred_pp: stages of a pipeline after a return to a checkpoint, if the survivors allow it.
 
     Raises:
         NoHolderError: layers are held by nobody and there is no checkpoint.
@@ -58,7 +64,7 @@ def decide(situation: Situation, costs: CostModel, *, preferred_pp: int) -> Deci
     """
     lost = [worker for worker in situation.plan.workers if worker not in situation.live]
     try:
-        plan = reroute(situation.plan, lost, costs) if lost else situation.plan
+        plan = reroute(situation.plan, lost, costs, ceiling=ceiling) if lost else situation.plan
     except NoHolderError as error:
         if not situation.checkpoints:
             raise

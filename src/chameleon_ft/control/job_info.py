@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import RunConfig
@@ -50,6 +52,12 @@ class JobInfo:
     @property
     def num_layers(self) -> int:
         return len(self.relative_costs)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for jobs whose layers have parameters and boundaries of the same sizes; kept with checkpoints."""
+        sizes = json.dumps([self.param_bytes, [[b.shape, b.dtype] for b in self.boundaries]])
+        return blake2b(sizes.encode(), digest_size=16).hexdigest()
 
     def costs(self, config: RunConfig, hosts: dict[int, str], rate: OperationRate) -> CostModel:
         """Return the cost model of this job on the workers of `hosts`, worker -> host."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from chameleon_ft.control.decision import Decision
 from chameleon_ft.observe import FailureRecord, NoticedBy
@@ -23,6 +24,21 @@ class Loss:
     noticed_at: float
     failed_at: float | None
     """When it failed, where that is known."""
+
+    def cause_in_words(self, *, crash: str | None, exit_code: int | None, fault: Mapping[str, Any] | None) -> str:
+        """Say how the worker was lost, by the best that is known: its own words, its exit, or how it was noticed.
+
+        Args:
+            crash: the error it reported before it ended.
+            exit_code: how its process ended, as `subprocess` gives it.
+            fault: the failure that was injected into it, if any.
+        """
+        if crash is not None:
+            return crash
+        # A worker that was given up is killed then; what it was given up for is the cause.
+        given_up = self.noticed_by in ("watchdog", "heartbeat", "peer")
+        disconnected = fault is not None and fault["kind"] == "disconnect"
+        return self.cause if exit_code is None or given_up or disconnected else exit_in_words(exit_code)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,13 @@ The terminal view is in `chameleon_ft.observe.terminal`, apart, because it loads
 
 from __future__ import annotations
 
-from chameleon_ft.observe.checkpoints import complete_checkpoints, layer_directory, mark_complete, prune_checkpoints
+from chameleon_ft.observe.checkpoints import (
+    checkpoint_model,
+    complete_checkpoints,
+    layer_directory,
+    mark_complete,
+    prune_checkpoints,
+)
 from chameleon_ft.observe.faults import FaultLog
 from chameleon_ft.observe.files import ControlAddress, RunDirectory
 from chameleon_ft.observe.recorder import Recorder
@@ -25,6 +31,7 @@ __all__ = [
     "StepRecord",
     "Summary",
     "View",
+    "checkpoint_model",
     "complete_checkpoints",
     "layer_directory",
     "mark_complete",

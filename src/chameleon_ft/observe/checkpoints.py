@@ -7,7 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
-__all__ = ["complete_checkpoints", "layer_directory", "mark_complete", "prune_checkpoints"]
+__all__ = ["checkpoint_model", "complete_checkpoints", "layer_directory", "mark_complete", "prune_checkpoints"]
 
 _MARK = "complete.json"
 _PREFIX = "step-"
@@ -23,12 +23,20 @@ def layer_directory(checkpoints: Path, step: int, layer: int) -> Path:
     return step_directory(checkpoints, step) / f"layer-{layer:04d}"
 
 
-def mark_complete(checkpoints: Path, step: int, *, num_layers: int) -> None:
-    """Say that all layers of a checkpoint are on disk; without this mark it is never read."""
+def mark_complete(checkpoints: Path, step: int, *, model: str) -> None:
+    """Say that all layers of a checkpoint are on disk, and of which model they are: `model` is its fingerprint.
+
+    A checkpoint without this mark is never read.
+    """
     directory = step_directory(checkpoints, step)
     draft = directory / f".{_MARK}"
-    draft.write_text(json.dumps({"step": step, "num_layers": num_layers}) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps({"step": step, "model": model}) + "\n", encoding="utf-8")
     draft.replace(directory / _MARK)
+
+
+def checkpoint_model(checkpoints: Path, step: int) -> str:
+    """Return the fingerprint of the model that a complete checkpoint is of."""
+    return str(json.loads((step_directory(checkpoints, step) / _MARK).read_text(encoding="utf-8"))["model"])
 
 
 def complete_checkpoints(checkpoints: Path) -> list[int]:
