@@ -58,7 +58,7 @@ def finished_run(chameleon: CommandLine, config_file: Path, *, checkpoint: int |
     run = chameleon.launched.pop().run
     if checkpoint is not None:
         step_directory(run.checkpoints, checkpoint).mkdir()
-        mark_complete(run.checkpoints, checkpoint, num_layers=8)
+        mark_complete(run.checkpoints, checkpoint, model="some model")
     return run
 
 
@@ -90,6 +90,13 @@ def test_failures_as_a_flag(chameleon: CommandLine, config_file: Path) -> None:
     ]
     chameleon("train", config_file, "--failures", "none", "--out", "other")
     assert chameleon.launched[-1].config.failures == ()
+
+
+def test_what_a_failure_in_a_file_leaves_out_has_its_default(chameleon: CommandLine, tmp_path: Path) -> None:
+    file = tmp_path / "failures.toml"
+    file.write_text('[[failures]]\nstep = 3\nworker = 1\nkind = "hang"\n')
+    (failure,) = chameleon.configured("train", file).failures
+    assert (failure.step, failure.worker, failure.phase, failure.kind) == (3, 1, "forward", "hang")
 
 
 @pytest.mark.parametrize("failures", ["3", "3:a", "3:1:sync:kill:again", ""])

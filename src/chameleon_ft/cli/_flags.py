@@ -16,6 +16,7 @@ import tyro
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from chameleon_ft.config import Failure
 from chameleon_ft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ def _flag(name: str, info: FieldInfo, defaults: Mapping[str, Any]) -> tuple[str,
 
 
 def _failure_text(failure: Mapping[str, Any]) -> str:
-    return ":".join(str(failure[part]) for part in _FAILURE_PARTS if part in failure)
+    # What a file leaves out is written out, for a part can be left out only at the end.
+    return ":".join(str(failure.get(part, Failure.model_fields[part].default)) for part in _FAILURE_PARTS)
 
 
 def _failures(text: str) -> list[dict[str, Any]]:
