@@ -58,8 +58,8 @@ class Block(nn.Module):
         self.second_norm = nn.GroupNorm(4, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = functional.relu(self.first_norm(self.first(x)))
-        return functional.relu(x + self.second_norm(self.second(inner)))
+        inner = functional.gelu(self.first_norm(self.first(x)))
+        return functional.gelu(x + self.second_norm(self.second(inner)))
 
 
 class Head(nn.Module):
@@ -87,6 +87,6 @@ def job() -> Job:
         ],
         loss=partial(functional.cross_entropy, reduction="sum"),
         dataset=Shapes(first=0, count=100_000),
-        optimizer=partial(torch.optim.AdamW, lr=5e-3),
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
         clip_norm=1.0,
     )

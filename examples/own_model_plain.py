@@ -54,8 +54,8 @@ class Block(nn.Module):
         self.second_norm = nn.GroupNorm(4, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = functional.relu(self.first_norm(self.first(x)))
-        return functional.relu(x + self.second_norm(self.second(inner)))
+        inner = functional.gelu(self.first_norm(self.first(x)))
+        return functional.gelu(x + self.second_norm(self.second(inner)))
 
 
 class Head(nn.Module):
@@ -81,9 +81,9 @@ def main() -> None:
         Block(32),
         Head(32),
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     samples = DataLoader(Shapes(first=0, count=100_000), batch_size=16, shuffle=True)
-    for step, (pictures, kinds) in zip(range(100), samples, strict=False):
+    for step, (pictures, kinds) in zip(range(80), samples, strict=False):
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(pictures), kinds)
         loss.backward()
