@@ -84,10 +84,10 @@ class Timeouts(Section):
     """How long to wait before something is taken for lost; each must be longer than the one before it."""
 
     heartbeat_s: float = Field(
-        default=1.0, gt=0, description="Seconds of silence after which a control connection is lost."
+        default=5.0, gt=0, description="Seconds of silence after which a control connection is lost."
     )
     watchdog_min_s: float = Field(
-        default=1.5, gt=0, description="Least seconds in one operation after which a worker counts as hung."
+        default=10.0, gt=0, description="Least seconds in one operation after which a worker counts as hung."
     )
     watchdog_factor: float = Field(
         default=10.0,
@@ -95,10 +95,10 @@ class Timeouts(Section):
         description="A worker counts as hung in an operation that takes this many times the longest one seen.",
     )
     collective_s: float = Field(
-        default=30.0, gt=0, description="Seconds a message or a collective may take before it counts as failed."
+        default=60.0, gt=0, description="Seconds a message or a collective may take before it counts as failed."
     )
     rendezvous_s: float = Field(
-        default=60.0, gt=0, description="Seconds the workers have to form their communicators together."
+        default=120.0, gt=0, description="Seconds the workers have to form their communicators together."
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:

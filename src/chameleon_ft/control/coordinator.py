@@ -30,6 +30,7 @@ from chameleon_ft.control.messages import (
     PeerFailed,
     Position,
     Probe,
+    ProcessState,
     Refused,
     Started,
     Stop,
@@ -146,23 +147,16 @@ class Coordinator:
             last = now
             if self._phase not in (_Phase.TRAINING, _Phase.REGROUPING, _Phase.STOPPING):
                 continue
-            for verdict in self._watchdog.verdicts(now):
-                self._lose(self._members[verdict.worker], "watchdog", f"hung: {verdict.reason}")
-            silent = self._silent()
-            if silent and (probe := self._watchdog.ask(now, silent)) is not None:
-                for worker in silent:
-                    self._send(worker, Probe(probe=probe))
-
-    def _silent(self) -> list[int]:
-        """Workers that something is expected of."""
-        if self._phase is _Phase.STOPPING:
-            return [worker for worker in self._members.live() if worker not in self._parked]
-        plan = self._plan
-        return [worker for worker in self._members.live() if plan is not None and worker in plan.workers]
+            if (probe := self._watchdog.ask(now)) is not None:
+                self._members.tell(Probe(probe=probe))
+                for supervisor in self._members.supervisors:
+                    supervisor.send(Probe(probe=probe))
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def message(self, peer: Peer, message: Message) -> None:
+        if self._members.is_fenced(peer):
+            return
         match message:
             case Hello():
                 self._join(peer, message)
@@ -171,7 +165,9 @@ class Coordinator:
             case Inject():
                 peer.send(self._inject(message))
             case WorkerExited() if self._members.is_supervisor(peer):
-                self._exited(self._members[message.worker], message.exit_code)
+                self._exited(self._members.started_by(peer, message.worker), message.exit_code)
+            case ProcessState() if self._members.is_supervisor(peer):
+                self._judge(self._members.started_by(peer, message.worker), message)
             case _:
                 worker = self._members.worker_of(peer)
                 if worker is None:
@@ -181,6 +177,8 @@ class Coordinator:
     def departed(self, peer: Peer, how: Departure) -> None:
         if (host := self._members.remove_supervisor(peer)) is not None and self._phase is not _Phase.OVER:
             self._recorder.event("host_lost", host=host)
+            if self._phase is _Phase.GATHERING:
+                self.end("failed", f"host {host} was lost before the run began; see {self._run.logs}")
         worker = self._members.worker_of(peer)
         if worker is None:
             return
@@ -202,7 +200,7 @@ class Coordinator:
             case Committed():
                 self._on_committed(message)
             case Position():
-                self._watchdog.answer(worker.id, message)
+                self._judge(worker, message)
             case Parked(generation=generation) if generation == self._generation:
                 self._parked[worker.id] = message
                 self._proceed()
@@ -331,6 +329,11 @@ class Coordinator:
 
     # --- failure -----------------------------------------------------------------------------------------------------
 
+    def _judge(self, worker: Worker, answer: Position | ProcessState) -> None:
+        verdict = self._watchdog.judge(worker.id, answer)
+        if verdict is not None:
+            self._lose(worker, "watchdog", verdict.reason)
+
     def _exited(self, worker: Worker, exit_code: int) -> None:
         worker.exit_code = exit_code
         self._lose(worker, "child", exit_in_words(exit_code))
@@ -345,7 +348,7 @@ class Coordinator:
         self._lose(worker, "self", error)
 
     def _on_peer_failed(self, message: PeerFailed) -> None:
-        if message.peer is not None:
+        if self._plan is not None and message.peer in self._plan.workers:
             self._suspects[message.peer] += 1
         if self._phase in (_Phase.TRAINING, _Phase.REGROUPING):
             self._stop()
@@ -374,7 +377,7 @@ class Coordinator:
         elif self._plan is not None and worker.id in self._plan.workers:
             if worker.id not in self._finished:
                 self._stop()
-        else:
+        elif self._phase is _Phase.TRAINING:
             self._record_outage(self._decision)  # a spare: nothing that trains is touched
 
     def _stop(self) -> None:

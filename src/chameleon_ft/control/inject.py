@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from websockets.exceptions import InvalidHandshake
+from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
 from chameleon_ft.config import FailureKind, FailurePhase
@@ -29,7 +29,7 @@ def inject(run: RunDirectory, *, worker: int, kind: FailureKind, phase: FailureP
         ) as connection:
             connection.send(encode(Inject(worker=worker, kind=kind, phase=phase, step=step)))
             answer = decode(connection.recv(timeout=5))
-    except (OSError, InvalidHandshake, EOFError) as error:
+    except (OSError, WebSocketException, EOFError) as error:
         raise ConfigError(
             f"{run.path}: the coordinator at {control.address} does not answer ({error}); this run is not live any more"
         ) from None

@@ -35,6 +35,7 @@ class Members:
     count: int
     _workers: dict[int, Worker] = field(default_factory=dict)
     _supervisors: dict[Peer, str] = field(default_factory=dict)
+    _fenced: set[Peer] = field(default_factory=set)
 
     def add_host(self, peer: Peer, hello: HostHello) -> None:
         """Give a supervisor the lowest free workers and have it start them. Raises ControlError if none is free."""
@@ -68,6 +69,17 @@ class Members:
 
     def is_supervisor(self, peer: Peer) -> bool:
         return peer in self._supervisors
+
+    def is_fenced(self, peer: Peer) -> bool:
+        """Whether this was the connection of a worker that is lost; what is still read from it counts for nothing."""
+        return peer in self._fenced
+
+    def started_by(self, peer: Peer, worker: int) -> Worker:
+        """Return a worker that this supervisor has started. Raises ControlError where it has not."""
+        found = self._workers.get(worker)
+        if found is None or found.supervisor is not peer:
+            raise ControlError(f"worker {worker} was not started by this supervisor")
+        return found
 
     @property
     def supervisors(self) -> tuple[Peer, ...]:
@@ -104,4 +116,5 @@ class Members:
             worker.supervisor.send(Kill(worker=worker.id))
         if worker.peer is not None:
             worker.peer.drop()
+            self._fenced.add(worker.peer)
             worker.peer = None

@@ -33,6 +33,7 @@ __all__ = [
     "PeerFailed",
     "Position",
     "Probe",
+    "ProcessState",
     "Refused",
     "Run",
     "Spawn",
@@ -108,6 +109,15 @@ class WorkerExited(_Message):
     exit_code: int
 
 
+class ProcessState(_Message):
+    """A supervisor's answer to a probe: whether a worker's process is stopped, so that it cannot answer itself."""
+
+    type: Literal["process_state"] = "process_state"
+    probe: int
+    worker: int
+    stopped: bool
+
+
 class Parked(_Message):
     """A rank has left its operations and waits for `generation`."""
 
@@ -159,7 +169,7 @@ class Position(_Message):
     generation: int
     doing: str
     waiting: bool
-    """Whether it waits for another rank; otherwise it computes."""
+    """Whether it waits, for another rank or for memory or disk; otherwise it computes."""
     since_s: float
     """Seconds it has been doing so."""
 
@@ -280,7 +290,7 @@ class Finish(_Message):
 
 
 class Probe(_Message):
-    """Answer with a `Position` at once."""
+    """A rank is to answer with its `Position`, a supervisor with a `ProcessState` for each of its ranks, at once."""
 
     type: Literal["probe"] = "probe"
     probe: int
@@ -318,6 +328,7 @@ Message: TypeAlias = (
     Hello
     | HostHello
     | WorkerExited
+    | ProcessState
     | Parked
     | Started
     | Committed

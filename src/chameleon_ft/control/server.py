@@ -13,7 +13,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from chameleon_ft.control.address import bearer, join_address
-from chameleon_ft.control.messages import Message, decode, encode
+from chameleon_ft.control.messages import Message, Refused, decode, encode
 from chameleon_ft.errors import ControlError
 
 __all__ = ["Departure", "Handler", "Peer", "control_server", "listening_address"]
@@ -73,6 +73,7 @@ class _Server:
                 self.handler.message(peer, decode(text))
         except ControlError as error:
             self.handler.refused(peer.address, str(error))
+            peer.send(Refused(reason=str(error)))
         except ConnectionClosed as closed:
             if closed.sent is not None and closed.sent.code == _PING_TIMEOUT_CODE:
                 how = "heartbeat"
@@ -95,14 +96,15 @@ def control_server(
 ) -> AbstractAsyncContextManager[Server]:
     """Listen on host:port for peers that know `token`. A peer silent for `heartbeat_s` is departed."""
     server = _Server(handler, token)
+    # One after the other when a peer falls silent: up to the next ping, for its answer, and for the peer to take leave.
     return serve(
         server.connected,
         host,
         port,
         process_request=server.authorize,
-        ping_interval=heartbeat_s / 2,
+        ping_interval=heartbeat_s / 4,
         ping_timeout=heartbeat_s / 2,
-        close_timeout=heartbeat_s,
+        close_timeout=heartbeat_s / 4,
         compression=None,
         max_size=None,
     )

@@ -9,13 +9,27 @@ import signal
 import socket
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Protocol
 
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from chameleon_ft.control.address import bearer, local_address_towards, websocket_url
-from chameleon_ft.control.messages import Exit, HostHello, Kill, Message, Spawn, WorkerExited, decode, encode
+from chameleon_ft.control.address import local_address_towards
+from chameleon_ft.control.joining import control_connection
+from chameleon_ft.control.messages import (
+    Exit,
+    HostHello,
+    Kill,
+    Message,
+    Probe,
+    ProcessState,
+    Refused,
+    Spawn,
+    WorkerExited,
+    decode,
+    encode,
+)
 from chameleon_ft.errors import ControlError
 
 __all__ = ["RankEntry", "Supervisor"]
@@ -67,13 +81,7 @@ class Supervisor:
             ControlError: the coordinator does not answer, or does not want this host.
         """
         try:
-            async with connect(
-                websocket_url(self._coordinator),
-                additional_headers=bearer(self._token),
-                ping_interval=None,
-                compression=None,
-                proxy=None,
-            ) as connection:
+            async with control_connection(self._coordinator, self._token) as connection:
                 await connection.send(
                     encode(HostHello(host=f"{socket.gethostname()} ({self._host})", slots=self._slots, pid=os.getpid()))
                 )
@@ -110,9 +118,16 @@ class Supervisor:
                     case Kill(worker=worker):
                         if worker in self._ranks:
                             _kill(self._ranks[worker])
+                    case Probe(probe=probe):
+                        for worker, rank in self._ranks.items():
+                            if rank.pid is not None and rank.is_alive():
+                                state = ProcessState(probe=probe, worker=worker, stopped=_is_stopped(rank.pid))
+                                await connection.send(encode(state))
                     case Exit():
                         self._told_to_exit = True
                         return
+                    case Refused(reason=reason):
+                        raise ControlError(reason)
                     case _:
                         raise ControlError(f"a supervisor does not expect {message.type!r}")
 
@@ -151,6 +166,15 @@ class Supervisor:
 async def _try_to_send(connection: ClientConnection, message: Message) -> None:
     with contextlib.suppress(ConnectionClosed):
         await connection.send(encode(message))
+
+
+def _is_stopped(pid: int) -> bool:
+    """Tell whether a process is stopped by a signal or a debugger, from the state that proc_pid_stat(5) gives."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"  # what stands before it, the command, may hold anything
 
 
 def _kill(rank: BaseProcess) -> None:

@@ -33,7 +33,7 @@ class Activity:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """The thread waits for another rank inside the block, and computes after it."""
+        """The thread waits inside the block, for another rank or for memory or disk, and computes after it."""
         before = self._state
         self._state = _State(what, True, time.monotonic())
         try:

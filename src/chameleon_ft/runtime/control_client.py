@@ -8,11 +8,11 @@ import queue
 import threading
 from collections.abc import Callable
 
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from chameleon_ft.config import Failure
-from chameleon_ft.control.address import bearer, websocket_url
+from chameleon_ft.control.joining import control_connection
 from chameleon_ft.control.messages import (
     Exit,
     Finish,
@@ -21,6 +21,7 @@ from chameleon_ft.control.messages import (
     Message,
     Position,
     Probe,
+    Refused,
     Run,
     Stop,
     Welcome,
@@ -33,7 +34,7 @@ from chameleon_ft.runtime.faults import FaultInjector
 
 __all__ = ["ControlClient", "Order"]
 
-Order = Run | Stop | Exit | Welcome
+Order = Run | Stop | Exit | Welcome | Refused
 """What the training thread is told to do."""
 
 _INTERRUPT_EVERY_S = 0.005
@@ -63,7 +64,8 @@ class ControlClient:
         self._generation = 0
         self._left = threading.Event()
         self._left.set()
-        self.faults: FaultInjector | None = None
+        self._faults: FaultInjector | None = None
+        self._early: list[Inject] = []
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.ended = 0
         self.finishing = False
@@ -90,6 +92,10 @@ class ControlClient:
         """Cut the connection without a word, as a lost network would."""
         self._loop.call_soon_threadsafe(self._cut)
 
+    def arm(self, faults: FaultInjector) -> None:
+        """From now on this rank can be made to fail; what it was told before happens now."""
+        self._loop.call_soon_threadsafe(self._arm, faults)
+
     def enter(self, generation: int, interrupt: Callable[[], None]) -> bool:
         """The training thread enters a generation whose communicators `interrupt` breaks; False if it is over."""
         # In this order: an interruption of the generation before, should one still be going on, must not hit this one.
@@ -108,25 +114,19 @@ class ControlClient:
         self._left.set()
 
     async def _connect(self) -> ClientConnection:
-        connection = await connect(
-            websocket_url(self._coordinator),
-            additional_headers=bearer(self._token),
-            # The coordinator's pings are the heartbeat; a rank that is told nothing has nothing to do.
-            ping_interval=None,
-            compression=None,
-            max_size=None,
-            proxy=None,
-        )
+        connection = await control_connection(self._coordinator, self._token)
         await connection.send(encode(self._hello))
         return connection
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve())
-        # Without the coordinator this rank belongs to nothing: whatever it is doing, it is over.
-        self.orders.put(Exit(reason="the connection to the coordinator is lost"))
-        self.ended = self._generation
-        self._loop.run_until_complete(self._interrupt_until_left())
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            # Without the coordinator this rank belongs to nothing: whatever it is doing, it is over.
+            self.orders.put(Exit(reason="the connection to the coordinator is lost"))
+            self.ended = self._generation
+            self._loop.run_until_complete(self._interrupt_until_left())
 
     async def _serve(self) -> None:
         assert self._connection is not None
@@ -150,7 +150,7 @@ class ControlClient:
                 self.ended = generation - 1
                 self.orders.put(message)
                 self._interrupting = self._loop.create_task(self._interrupt_until_left())
-            case Run() | Welcome() | Exit():
+            case Run() | Welcome() | Exit() | Refused():
                 if isinstance(message, Exit):
                     self.ended = self._generation
                     self._interrupting = self._loop.create_task(self._interrupt_until_left())
@@ -168,13 +168,20 @@ class ControlClient:
                 raise ControlError(f"a rank does not expect {message.type!r}")
 
     def _inject(self, message: Inject) -> None:
-        assert self.faults is not None
-        if message.phase is None:
-            self.faults.fail(message.kind, phase=None, step=None)
+        if self._faults is None:
+            self._early.append(message)
+        elif message.phase is None:
+            self._faults.fail(message.kind, phase=None, step=None)
         else:
-            self.faults.plan(
+            self._faults.plan(
                 Failure(step=message.step or 0, worker=message.worker, phase=message.phase, kind=message.kind)
             )
+
+    def _arm(self, faults: FaultInjector) -> None:
+        self._faults = faults
+        early, self._early = self._early, []
+        for message in early:
+            self._inject(message)
 
     async def _interrupt_until_left(self) -> None:
         # Again and again: the training thread may be connecting, with sockets that are not there yet.

@@ -13,7 +13,7 @@ import torch
 
 from chameleon_ft.config import RunConfig, config_type, parse_config
 from chameleon_ft.control.address import split_address
-from chameleon_ft.control.messages import Crashed, Welcome
+from chameleon_ft.control.messages import Crashed, Refused, Welcome
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.job import BoundarySpec, load_job
 from chameleon_ft.observe import FaultLog, RunDirectory
@@ -57,6 +57,8 @@ def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_ind
     client.start()
     try:
         welcome = client.orders.get()
+        if isinstance(welcome, Refused):
+            print(f"worker {worker} is refused: {welcome.reason}", file=sys.stderr)
         if not isinstance(welcome, Welcome):
             return 1  # told to exit before it began
         code = _serve(
@@ -95,7 +97,7 @@ def _serve(
     _redirect_output(run.logs / f"worker-{worker}.log")
     device = _device(config, local_index)
     faults = FaultInjector(worker, config.failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
-    client.faults = faults
+    client.arm(faults)
     context = RankContext(
         worker=worker,
         config=config,

@@ -20,6 +20,7 @@ from chameleon_ft.control.messages import (
     OperationTimes,
     Parked,
     PeerFailed,
+    Refused,
     Run,
     Started,
     Stop,
@@ -82,6 +83,8 @@ class Trainer:
             match order := self._client.orders.get():
                 case Exit():
                     return 0
+                case Refused():
+                    return 1
                 case Stop():
                     self._park(order.generation)
                 case Run():
@@ -164,10 +167,11 @@ class Trainer:
             return self._held
         if order.load == "keep":
             raise ControlError(f"worker {context.worker} is to keep layers that it does not hold: {sorted(needed)}")
-        held = HeldLayers(context.job, needed, seed=context.config.seed, device=context.device)
-        if order.load != "initial":
-            for layer in sorted(needed):
-                held.restore(layer, read_layer(context.run.checkpoints, order.load, layer))
+        with self._activity.waiting("loading layers"):
+            held = HeldLayers(context.job, needed, seed=context.config.seed, device=context.device)
+            if order.load != "initial":
+                for layer in sorted(needed):
+                    held.restore(layer, read_layer(context.run.checkpoints, order.load, layer))
         return held
 
     def _membership(self, order: Run, segments: tuple[Segment, ...]) -> Membership:
@@ -234,16 +238,17 @@ class Trainer:
     def _submit_checkpoint(self, committer: Committer) -> None:
         """Snapshot this worker's share of the layers it holds, and have them written in the background."""
         assert self._held is not None
-        layers = {
-            layer: self._held.snapshot(layer)
-            for segment in committer.buffers.segments
-            for layer in segment.layers
-            if segment.holders[layer % len(segment.holders)] == self._context.worker
-        }
+        with self._activity.waiting("copying layers"):
+            layers = {
+                layer: self._held.snapshot(layer)
+                for segment in committer.buffers.segments
+                for layer in segment.layers
+                if segment.holders[layer % len(segment.holders)] == self._context.worker
+            }
         self._writer.submit(committer.committed, layers)
 
     def _finish(self, order: Run, segments: tuple[Segment, ...], committer: Committer) -> None:
-        self._activity.idle("writing the last checkpoint")
         self._submit_checkpoint(committer)
-        self._writer.join()
+        with self._activity.waiting("writing the last checkpoint"):
+            self._writer.join()
         self._client.send(Finished(generation=order.generation, committed=committer.committed))
