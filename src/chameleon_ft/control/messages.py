@@ -349,6 +349,8 @@ Message: TypeAlias = (
     | Refused
 )
 
+_LONGEST_REASON = 200  # characters
+
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
 
 
@@ -364,5 +366,8 @@ def decode(text: str | bytes) -> Message:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ControlError(f"not a message of this protocol: {place + ': ' if place else ''}{first['msg']}") from None
+        reason = f"{place}: {first['msg']}" if place else first["msg"]
+        if len(reason) > _LONGEST_REASON:
+            reason = f"{reason[:_LONGEST_REASON]}..."  # it may quote what was sent, which may be anything
+        raise ControlError(f"not a message of this protocol: {reason}") from None
     return message

@@ -1,0 +1,255 @@
+"""A coordinator on a stage: workers and hosts are puppets, and the clock goes on only while everybody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from chameleon_ft.config import Batch, Checkpoint, Parallel, RunConfig
+from chameleon_ft.control.coordinator import Coordinator
+from chameleon_ft.control.job_info import JobInfo
+from chameleon_ft.control.messages import (
+    BoundaryMessage,
+    CheckpointSaved,
+    Committed,
+    Exit,
+    Finished,
+    Hello,
+    HostHello,
+    Message,
+    OperationTimes,
+    Parked,
+    Run,
+    Started,
+    Vote,
+    WorkerExited,
+)
+from chameleon_ft.control.server import Departure, Peer
+from chameleon_ft.observe import FailureRecord, NullView, Recorder, RunDirectory
+from chameleon_ft.observe.checkpoints import layer_directory
+
+LAYERS = 4
+JOB = JobInfo(
+    model="a model",
+    data="some data",
+    relative_costs=(1.0,) * LAYERS,
+    boundaries=(BoundaryMessage(shape=(2, 8), dtype="float32"),) * LAYERS,
+    boundary_bytes=(64,) * LAYERS,
+    param_bytes=(256,) * LAYERS,
+)
+
+Sent = TypeVar("Sent")
+
+
+class Puppet:
+    """Stands in for the connection to a rank, a supervisor or a command."""
+
+    def __init__(self, name: str) -> None:
+        self.address = name
+        self.sent: list[Message] = []
+        self.dropped = False
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def drop(self) -> None:
+        self.dropped = True
+
+    def last(self, kind: type[Sent]) -> Sent:
+        """The newest message of this kind that it was sent."""
+        return next(message for message in reversed(self.sent) if isinstance(message, kind))
+
+    def count(self, kind: type[Any]) -> int:
+        return sum(isinstance(message, kind) for message in self.sent)
+
+    def __repr__(self) -> str:
+        return f"Puppet({self.address})"
+
+
+class _StandingClock(selectors.DefaultSelector):
+    """Waits for nothing: where it would have to, its time goes on at once."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready and timeout is not None:
+            self.now += timeout
+        return ready
+
+
+class _StandingLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._standing = _StandingClock()
+        super().__init__(self._standing)
+
+    def time(self) -> float:
+        return self._standing.now
+
+
+def vote(step: int) -> Vote:
+    return Vote(grad_square_sum=4.0, loss_sum=12.0 * (step + 1), terms=12, samples=12, finish=False)
+
+
+@dataclass
+class Stage:
+    """A coordinator and the puppets around it. Unless a test says otherwise: two pipelines of two stages, one host."""
+
+    coordinator: Coordinator
+    run: RunDirectory
+    ranks: dict[int, Puppet] = field(default_factory=dict)
+    host: Puppet = field(default_factory=lambda: Puppet("host"))
+
+    def say(self, puppet: Puppet, message: Message) -> None:
+        """Have a puppet say something to the coordinator."""
+        self.coordinator.message(cast(Peer, puppet), message)
+
+    def join(self, worker: int) -> Puppet:
+        puppet = Puppet(f"worker {worker}")
+        self.say(puppet, Hello(worker=worker, host="10.0.0.1", pid=100 + worker))
+        self.ranks[worker] = puppet
+        return puppet
+
+    def gather(self, workers: int, *, supervised: bool = True) -> None:
+        """Have all workers join."""
+        if supervised:
+            self.say(self.host, HostHello(host="a host", slots=workers, pid=99))
+        for worker in range(workers):
+            self.join(worker)
+
+    def live(self) -> list[int]:
+        return [worker for worker, puppet in self.ranks.items() if not puppet.dropped]
+
+    def order(self) -> Run:
+        """The newest order that any live worker got."""
+        runs = [self.ranks[worker].last(Run) for worker in self.live() if self.ranks[worker].count(Run)]
+        return max(runs, key=lambda run: run.generation)
+
+    def start(self, workers: Collection[int] | None = None) -> None:
+        """Have the members of the newest generation begin to train."""
+        order = self.order()
+        for worker in order.members if workers is None else workers:
+            self.say(self.ranks[worker], Started(generation=order.generation, step=order.first_step))
+
+    def commit(self, step: int, worker: int | None = None, *, step_s: float = 0.1, longest_s: float = 0.01) -> None:
+        """Have one worker report a step; without `worker`, all members do."""
+        order = self.order()
+        for member in order.members if worker is None else [worker]:
+            self.say(
+                self.ranks[member],
+                Committed(
+                    generation=order.generation,
+                    step=step,
+                    vote=vote(step),
+                    grad_norm=0.5,
+                    lr=0.1,
+                    step_s=step_s,
+                    times=OperationTimes(forward_s=longest_s, backward_s=longest_s, longest_s=longest_s),
+                ),
+            )
+
+    def park(self, generation: int, committed: int, *workers: int, reduced: bool = False) -> None:
+        """Have workers, or all live ones, come to rest."""
+        for worker in workers or self.live():
+            self.say(
+                self.ranks[worker],
+                Parked(
+                    generation=generation,
+                    committed=committed,
+                    reduced=reduced,
+                    last_vote=vote(committed - 1) if committed else None,
+                ),
+            )
+
+    def reap(self, worker: int, exit_code: int = -9) -> None:
+        """Have the host reap a worker."""
+        self.say(self.host, WorkerExited(worker=worker, exit_code=exit_code))
+
+    def depart(self, puppet: Puppet, how: Departure = "connection") -> None:
+        """Have a puppet's connection end."""
+        puppet.dropped = True
+        self.coordinator.departed(cast(Peer, puppet), how)
+
+    def save(self, step: int, worker: int, *layers: int) -> None:
+        """Have a worker report layers of a checkpoint, which are then on disk."""
+        for layer in layers:
+            layer_directory(self.run.checkpoints, step, layer).mkdir(parents=True, exist_ok=True)
+        self.say(self.ranks[worker], CheckpointSaved(step=step, layers=layers))
+
+    def finish(self, committed: int) -> None:
+        order = self.order()
+        for worker in order.members:
+            self.say(self.ranks[worker], Finished(generation=order.generation, committed=committed))
+
+    def train(self, *, workers: int = 4, steps: int = 3) -> None:
+        """Gather and take `steps` steps."""
+        self.gather(workers)
+        self.start()
+        for step in range(steps):
+            self.commit(step)
+
+    @property
+    def failures(self) -> list[FailureRecord]:
+        return self.run.failures()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.run.events() if event["event"] == name]
+
+    @property
+    def ended(self) -> tuple[str, str] | None:
+        """Status and reason, once the run has come to its end."""
+        end = self.coordinator._end
+        return end.result() if end.done() else None
+
+    def told_to_exit(self) -> list[int]:
+        return [worker for worker, puppet in self.ranks.items() if puppet.count(Exit)]
+
+
+@contextmanager
+def _staged(directory: Path, *, resume: bool = False, **changes: Any) -> Iterator[Stage]:
+    fields: dict[str, Any] = {
+        "job": "a.job:job",
+        "workers": 4,
+        "steps": 10,
+        "parallel": Parallel(dp=2, pp=2),
+        "batch": Batch(micro_batches=6, micro_batch_size=2),
+        "checkpoint": Checkpoint(every=2),
+    }
+    config = RunConfig(**{**fields, **changes})
+    path = directory / "run"
+    run = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, config)
+    with Recorder(run, NullView()) as recorder:
+        coordinator = Coordinator(config=config, run=run, recorder=recorder, job=JOB, store_port=2000, resume=resume)
+        yield Stage(coordinator, run)
+
+
+def play(directory: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], **changes: Any) -> None:
+    """Run a scene on a stage of its own; `changes` are those of the configuration."""
+
+    async def whole() -> None:
+        with _staged(directory, **changes) as stage:
+            await scene(stage)
+
+    with asyncio.Runner(loop_factory=_StandingLoop) as runner:
+        runner.run(whole())
+
+
+def scene(
+    **changes: Any,
+) -> Callable[[Callable[[Stage], Coroutine[Any, Any, None]]], Callable[[Path], None]]:
+    """Make a test of a scene."""
+
+    def decorate(body: Callable[[Stage], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
+        def test(tmp_path: Path) -> None:
+            play(tmp_path, body, **changes)
+
+        test.__name__ = body.__name__
+        test.__doc__ = body.__doc__
+        return test
+
+    return decorate

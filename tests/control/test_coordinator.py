@@ -1,0 +1,309 @@
+"""A run from its first worker to its end, as the coordinator sees it when nothing fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chameleon_ft.config import Checkpoint, Parallel, RunConfig
+from chameleon_ft.control.messages import (
+    CheckpointSaved,
+    Exit,
+    Finish,
+    Hello,
+    HostHello,
+    Inject,
+    Kill,
+    Refused,
+    Run,
+    Spawn,
+    Started,
+    Welcome,
+)
+from chameleon_ft.errors import ControlError
+from chameleon_ft.observe import complete_checkpoints
+from tests.control.stage import Puppet, Stage, scene
+
+# --- gathering -------------------------------------------------------------------------------------------------------
+
+
+@scene()
+async def test_the_last_worker_to_join_sets_the_run_going(stage: Stage) -> None:
+    for worker in (2, 0, 3):
+        rank = stage.join(worker)
+        assert rank.count(Welcome) == 1
+        assert rank.count(Run) == 0
+    assert stage.join(1).last(Run).members == (0, 1, 2, 3)
+    for rank in stage.ranks.values():
+        order = rank.last(Run)
+        assert (order.generation, order.first_step, order.load, order.store_port) == (1, 0, "initial", 2000)
+        assert order.operations
+    (event,) = stage.events("started")
+    assert event["pipelines"] == [[0, 1], [2, 3]]
+    assert event["stages"] == ["0-1", "2-3"]
+
+
+@scene()
+async def test_hosts_get_workers_in_the_order_they_come(stage: Stage) -> None:
+    first, second, third = Puppet("first"), Puppet("second"), Puppet("third")
+    stage.say(first, HostHello(host="a", slots=1, pid=1))
+    stage.say(second, HostHello(host="b", slots=8, pid=2))
+    assert first.last(Spawn).workers == (0,)
+    assert second.last(Spawn).workers == (1, 2, 3)
+    with pytest.raises(ControlError, match="host c is not needed: all 4 workers have a place"):
+        stage.say(third, HostHello(host="c", slots=1, pid=3))
+
+
+@scene()
+async def test_who_cannot_join_is_told_why(stage: Stage) -> None:
+    stage.join(1)
+    for worker, match in [(4, "does not exist: the run has 4"), (-1, "does not exist"), (1, "has joined already")]:
+        with pytest.raises(ControlError, match=match):
+            stage.say(Puppet("stranger"), Hello(worker=worker, host="h", pid=1))
+    assert stage.ended is None
+
+
+@scene()
+async def test_a_worker_that_comes_when_the_run_has_begun_is_refused(stage: Stage) -> None:
+    stage.train()
+    with pytest.raises(ControlError, match="worker 2 comes too late: the run has begun"):
+        stage.say(Puppet("late"), Hello(worker=2, host="h", pid=1))
+    stage.commit(3)
+    assert len(stage.run.steps()) == 4
+
+
+@scene()
+async def test_only_members_may_say_what_members_say(stage: Stage) -> None:
+    stage.train()
+    for message in (Started(generation=1, step=0), CheckpointSaved(step=2, layers=(0,))):
+        with pytest.raises(ControlError, match="from somebody who has not joined"):
+            stage.say(Puppet("stranger"), message)
+    with pytest.raises(ControlError, match="a rank does not say 'exit'"):
+        stage.say(stage.ranks[0], Exit(reason="enough"))
+    stage.commit(3)
+    assert stage.ended is None
+
+
+@scene()
+async def test_a_worker_that_ends_before_the_run_has_begun_ends_it(stage: Stage) -> None:
+    stage.say(stage.host, HostHello(host="a", slots=4, pid=1))
+    stage.join(0)
+    stage.reap(2, 1)
+    assert stage.ended is not None
+    assert stage.ended[0] == "failed"
+    assert stage.ended[1].startswith("worker 2 ended before the run began: exit code 1; see ")
+
+
+@scene()
+async def test_a_host_that_leaves_before_the_run_has_begun_ends_it(stage: Stage) -> None:
+    stage.say(stage.host, HostHello(host="a", slots=4, pid=1))
+    stage.depart(stage.host)
+    assert stage.ended is not None
+    assert "host a was lost before the run began" in stage.ended[1]
+
+
+@scene()
+async def test_an_interrupt_before_the_run_has_begun_ends_it_at_once(stage: Stage) -> None:
+    stage.join(0)
+    stage.coordinator.interrupt()
+    assert stage.ended == ("interrupted", "interrupted by the user")
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@scene()
+async def test_a_step_is_recorded_once_whoever_reports_it_first(stage: Stage) -> None:
+    stage.gather(4)
+    stage.start()
+    stage.commit(0, worker=2)
+    stage.commit(0)
+    stage.commit(1)
+    records = stage.run.steps()
+    assert [record.step for record in records] == [0, 1]
+    assert (records[0].loss, records[0].samples, records[0].workers, records[0].generation) == (1.0, 12, 4, 1)
+
+
+@scene(steps=3)
+async def test_the_run_ends_when_every_member_has_finished(stage: Stage) -> None:
+    stage.train(steps=3)
+    stage.finish(3)
+    assert stage.ended == ("finished", "all steps are trained")
+    assert await stage.coordinator.wait() == "finished"
+    assert stage.told_to_exit() == [0, 1, 2, 3]
+    assert stage.host.count(Exit) == 1
+    assert stage.run.summary_file.exists()
+
+
+@scene()
+async def test_a_checkpoint_is_complete_when_every_layer_of_it_is_written(stage: Stage) -> None:
+    stage.train()
+    stage.save(2, 0, 0)
+    stage.save(2, 1, 2, 3)
+    assert complete_checkpoints(stage.run.checkpoints) == []
+    stage.save(2, 2, 1)
+    assert complete_checkpoints(stage.run.checkpoints) == [2]
+    assert [event["step"] for event in stage.events("checkpoint")] == [2]
+
+
+@scene(checkpoint=Checkpoint(every=2, keep=2))
+async def test_old_checkpoints_are_removed_also_those_that_were_never_completed(stage: Stage) -> None:
+    stage.train()
+    stage.save(1, 0, 0)
+    for step in (2, 3, 4):
+        stage.save(step, 0, 0, 1, 2, 3)
+    assert complete_checkpoints(stage.run.checkpoints) == [3, 4]
+    assert sorted(path.name for path in stage.run.checkpoints.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+@scene()
+async def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(stage: Stage) -> None:
+    stage.train()
+    stage.say(stage.ranks[1], CheckpointSaved(step=2, layers=(2, 3), error="OSError: disk full"))
+    stage.save(2, 0, 0, 1)
+    assert stage.events("checkpoint_failed")[0]["error"] == "OSError: disk full"
+    assert complete_checkpoints(stage.run.checkpoints) == []
+    assert stage.ended is None
+
+
+# --- interrupts ------------------------------------------------------------------------------------------------------
+
+
+@scene()
+async def test_an_interrupt_ends_the_run_after_the_step_with_a_checkpoint(stage: Stage) -> None:
+    stage.train(steps=3)
+    stage.coordinator.interrupt()
+    assert all(rank.count(Finish) == 1 for rank in stage.ranks.values())
+    assert stage.ended is None
+    stage.commit(3)
+    stage.finish(4)
+    assert stage.ended == ("interrupted", "interrupted by the user, with a checkpoint")
+
+
+@scene()
+async def test_a_second_interrupt_ends_the_run_at_once(stage: Stage) -> None:
+    stage.train()
+    stage.coordinator.interrupt()
+    stage.coordinator.interrupt()
+    assert stage.ended == ("interrupted", "interrupted by the user")
+
+
+@scene(steps=3)
+async def test_an_interrupt_in_the_last_step_is_an_ordinary_end(stage: Stage) -> None:
+    stage.train(steps=2)
+    stage.coordinator.interrupt()
+    stage.commit(2)
+    stage.finish(3)
+    assert stage.ended == ("finished", "all steps are trained")
+
+
+# --- injection -------------------------------------------------------------------------------------------------------
+
+
+@scene()
+async def test_a_kill_is_left_to_the_supervisor(stage: Stage) -> None:
+    stage.train()
+    user = Puppet("user")
+    stage.say(user, Inject(worker=1, kind="kill"))
+    assert stage.host.last(Kill).worker == 1
+    assert user.count(Inject) == 1, "what was asked for comes back as the answer"
+    stage.reap(1)
+    stage.park(2, 3)
+    stage.start()
+    (failure,) = stage.failures
+    assert failure.detect_s is not None, "the moment of the kill was noted"
+
+
+@scene()
+async def test_a_worker_without_a_supervisor_kills_itself(stage: Stage) -> None:
+    stage.gather(4, supervised=False)
+    message = Inject(worker=1, kind="kill")
+    stage.say(Puppet("user"), message)
+    assert stage.ranks[1].sent[-1] == message
+
+
+@scene()
+async def test_other_failures_are_left_to_the_worker(stage: Stage) -> None:
+    stage.train()
+    for message in (
+        Inject(worker=1, kind="hang"),
+        Inject(worker=1, kind="kill", phase="vote", step=5),
+        Inject(worker=1, kind="disconnect", phase="sync"),
+    ):
+        stage.say(Puppet("user"), message)
+        assert stage.ranks[1].sent[-1] == message
+    assert stage.host.count(Kill) == 0
+
+
+@scene()
+async def test_a_worker_that_is_not_live_cannot_be_made_to_fail(stage: Stage) -> None:
+    stage.train()
+    stage.reap(1)
+    for worker in (1, 7):
+        user = Puppet("user")
+        stage.say(user, Inject(worker=worker, kind="kill"))
+        assert user.last(Refused).reason == f"worker {worker} is not live; live are [0, 2, 3]"
+
+
+# --- resuming, and mistakes of its own -------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_begins_at_its_newest_checkpoint(tmp_path: Path) -> None:
+    @scene()
+    async def first(stage: Stage) -> None:
+        stage.train(steps=5)
+        stage.save(2, 0, 0, 1, 2, 3)
+        stage.save(4, 0, 0, 1, 2, 3)
+
+    @scene(resume=True, workers=2, parallel=Parallel(dp=1, pp=2))
+    async def second(stage: Stage) -> None:
+        stage.gather(2)
+        assert (stage.order().first_step, stage.order().load) == (4, 4)
+        stage.start()
+        stage.commit(4)
+        assert [record.step for record in stage.run.steps()] == [0, 1, 2, 3, 4, 4]
+        assert stage.events("started")[-1]["first_step"] == 4
+
+    first(tmp_path)
+    second(tmp_path)
+
+
+@scene()
+async def test_a_mistake_of_the_coordinator_is_logged_and_ends_the_run(stage: Stage) -> None:
+    stage.train()
+    stage.coordinator.broken(ZeroDivisionError("a mistake"))
+    assert stage.ended is not None
+    assert stage.ended[1].startswith("the coordinator failed: ZeroDivisionError: a mistake; see ")
+    assert "ZeroDivisionError" in (stage.run.logs / "coordinator.log").read_text()
+
+
+@scene()
+async def test_strangers_are_recorded(stage: Stage) -> None:
+    stage.train()
+    stage.coordinator.refused("10.0.0.9:1234", "wrong join token")
+    (event,) = stage.events("refused")
+    assert (event["address"], event["reason"]) == ("10.0.0.9:1234", "wrong join token")
+
+
+@scene()
+async def test_what_a_rank_is_sent_holds_the_whole_configuration(stage: Stage) -> None:
+    welcome = stage.join(0).last(Welcome)
+    assert welcome.run == str(stage.run.path)
+    config = stage.run.config()
+    assert isinstance(config, RunConfig)
+    assert 'job = "a.job:job"' in welcome.config
+    assert [boundary.shape for boundary in welcome.boundaries] == [(2, 8)] * 4
+
+
+@scene()
+async def test_the_first_report_of_a_step_counts_also_if_it_is_late(stage: Stage) -> None:
+    stage.train(steps=3)
+    stage.reap(0)
+    # Worker 1 had applied step 3 before it was told to stop, and its report was on the way.
+    stage.commit(3, worker=1)
+    assert [record.step for record in stage.run.steps()] == [0, 1, 2, 3]
+    stage.park(2, 4, 1)
+    stage.park(2, 3, 2, 3, reduced=True)
+    assert stage.order().first_step == 4
+    assert stage.order().roll_forward is not None

@@ -1,0 +1,187 @@
+"""What is done about a loss, for every state that the survivors can be in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from chameleon_ft.control.decision import Decision, Situation, decide
+from chameleon_ft.control.messages import Parked, Vote
+from chameleon_ft.errors import ControlError, NoHolderError
+from chameleon_ft.plan import Plan, data_pipeline_plan
+from tests.strategies import Shape, equal_costs, losses, pipelines, shapes, survivable
+
+LAYERS = 4
+MICRO_BATCHES = 6
+COSTS = equal_costs(layers=LAYERS, micro_batches=MICRO_BATCHES, workers=6)
+# Workers 0 2 4 hold layers 0-1, workers 1 3 5 hold layers 2-3.
+PLAN = data_pipeline_plan(layer_costs=[1.0] * LAYERS, dp=3, pp=2, micro_batches=MICRO_BATCHES)
+
+
+def vote(step: int) -> Vote:
+    return Vote(grad_square_sum=1.0, loss_sum=float(step), terms=12, samples=12, finish=False)
+
+
+def parked(committed: int, *, reduced: bool = False) -> Parked:
+    return Parked(
+        generation=2, committed=committed, reduced=reduced, last_vote=vote(committed - 1) if committed else None
+    )
+
+
+def situation(
+    states: Mapping[int, Parked], *, plan: Plan = PLAN, committed: int = 7, checkpoints: Sequence[int] = ()
+) -> Situation:
+    return Situation(
+        plan=plan,
+        live=sorted(states),
+        parked=states,
+        committed=committed,
+        last_vote=vote(committed - 1) if committed else None,
+        checkpoints=checkpoints,
+    )
+
+
+def decided(found: Situation) -> Decision:
+    return decide(found, COSTS, ceiling={}, preferred_pp=2)
+
+
+def all_but(*lost: int, state: Parked) -> dict[int, Parked]:
+    return {worker: state for worker in range(6) if worker not in lost}
+
+
+def test_peers_do_the_share_of_a_lost_worker() -> None:
+    decision = decided(situation(all_but(3, state=parked(7))))
+    assert decision.plan.workers == (0, 1, 2, 4, 5)
+    assert (decision.first_step, decision.load, decision.roll_forward) == (7, "keep", None)
+    assert decision.policy == "reroute"
+    assert decision.action == ("2 micro-batches of worker 3 go through workers 1, 5; no weights move; on with step 7")
+
+
+def test_with_nobody_lost_the_same_plan_is_tried_again() -> None:
+    decision = decided(situation(all_but(state=parked(7))))
+    assert decision.plan == PLAN
+    assert decision.action == "on with step 7 and the same routes"
+
+
+def test_the_words_for_several_lost_workers() -> None:
+    decision = decided(situation(all_but(1, 3, state=parked(7, reduced=True)), committed=8))
+    assert decision.action == (
+        "step 7 applied, 4 micro-batches of workers 1, 3 go through worker 5; no weights move; on with step 8"
+    )
+
+
+def test_a_step_that_a_survivor_has_applied_is_applied_by_all() -> None:
+    states = all_but(3, state=parked(7, reduced=True)) | {4: parked(8)}
+    decision = decided(situation(states))
+    assert decision.first_step == 8
+    assert decision.roll_forward == vote(7)
+
+
+def test_a_step_that_only_the_lost_worker_has_applied_counts_if_it_has_said_so() -> None:
+    decision = decided(situation(all_but(3, state=parked(7, reduced=True)), committed=8))
+    assert decision.first_step == 8
+    assert decision.roll_forward == vote(7)
+
+
+def test_a_step_that_nobody_has_applied_is_run_again() -> None:
+    states = all_but(3, state=parked(7, reduced=True)) | {0: parked(7)}
+    decision = decided(situation(states))
+    assert (decision.first_step, decision.roll_forward) == (7, None)
+
+
+def test_the_vote_of_a_resumed_step_is_not_needed() -> None:
+    # After a resume nobody has a vote, and nobody lags behind either.
+    states = all_but(3, state=parked(7).model_copy(update={"last_vote": None}))
+    decision = decided(dataclasses.replace(situation(states), last_vote=None))
+    assert (decision.first_step, decision.roll_forward) == (7, None)
+
+
+@pytest.mark.parametrize(
+    ("behind", "match"),
+    [
+        (parked(7), "cannot follow the others to step 8"),  # it holds no reduced gradient
+        (parked(6, reduced=True), "cannot follow the others to step 8"),  # it is two steps behind
+    ],
+)
+def test_states_that_the_commit_protocol_rules_out_are_not_patched_up(behind: Parked, match: str) -> None:
+    with pytest.raises(ControlError, match=match):
+        decided(situation(all_but(3, state=parked(8)) | {0: behind}, committed=8))
+
+
+def test_a_step_cannot_be_applied_without_its_vote() -> None:
+    states = all_but(3, state=parked(7, reduced=True)) | {0: parked(8).model_copy(update={"last_vote": None})}
+    with pytest.raises(ControlError, match="step 7 was applied by some worker, but its vote is not known"):
+        decided(dataclasses.replace(situation(states), last_vote=None))
+
+
+def test_without_a_last_holder_all_go_back_to_the_newest_checkpoint() -> None:
+    decision = decided(situation(all_but(1, 3, 5, state=parked(7)), checkpoints=[2, 5]))
+    assert (decision.policy, decision.first_step, decision.load, decision.roll_forward) == ("checkpoint", 5, 5, None)
+    assert decision.lost_layers == (2, 3)
+    assert decision.plan.workers == (0, 2, 4)
+    assert decision.action == (
+        "nobody holds layers 2-3 any more: back to the checkpoint of step 5, 3 pipelines of 1 stages; 2 steps repeated"
+    )
+
+
+def test_the_checkpoint_is_read_in_the_largest_layout_and_spares_stay_spare() -> None:
+    # Five survivors: 3 pipelines of 1, 2 of 2 or 1 of 4 stages; five pipelines would not divide 6 micro-batches.
+    plan = data_pipeline_plan(layer_costs=[1.0] * LAYERS, dp=1, pp=1, micro_batches=MICRO_BATCHES, workers=[5])
+    decision = decided(situation({worker: parked(0) for worker in range(5)}, plan=plan, committed=0, checkpoints=[0]))
+    assert decision.plan.workers == (0, 1, 2, 3)
+    assert {len(route.hops) for route in decision.plan.routes} == {2}
+
+
+def test_a_split_backward_stays_split_after_a_checkpoint() -> None:
+    plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=3, pp=2, micro_batches=6, split_backward=True)
+    decision = decided(situation(all_but(1, 3, 5, state=parked(7)), plan=plan, checkpoints=[7]))
+    assert decision.plan.split_backward
+    assert decision.action.endswith("0 steps repeated")
+
+
+def test_without_a_last_holder_and_without_a_checkpoint_there_is_no_way_on() -> None:
+    with pytest.raises(NoHolderError) as caught:
+        decided(situation(all_but(0, 2, 4, state=parked(7))))
+    assert caught.value.layers == (0, 1)
+
+
+@given(st.data(), shapes)
+def test_any_loss_has_a_way_on_that_every_survivor_can_take(data: st.DataObject, shape: Shape) -> None:
+    plan = pipelines(shape)
+    lost = data.draw(losses(plan))
+    live = [worker for worker in plan.workers if worker not in lost]
+    assume(live)
+    # What the commit protocol allows: some have applied step k, all others hold its reduced gradient.
+    step = data.draw(st.integers(1, 50))
+    anyone_applied = data.draw(st.booleans())
+    states = {
+        worker: data.draw(
+            st.sampled_from([parked(step), parked(step - 1, reduced=True)])
+            if anyone_applied
+            else st.sampled_from([parked(step - 1, reduced=True), parked(step - 1)])
+        )
+        for worker in live
+    }
+    applied = max(state.committed for state in states.values())
+    found = Situation(
+        plan=plan,
+        live=live,
+        parked=states,
+        committed=data.draw(st.sampled_from([applied, step - 1])),
+        last_vote=vote(applied - 1) if applied else None,
+        checkpoints=[0],
+    )
+    costs = equal_costs(layers=shape.pp, micro_batches=shape.dp * shape.share, workers=shape.dp * shape.pp)
+    decision = decide(found, costs, ceiling={}, preferred_pp=shape.pp)
+    assert set(decision.plan.workers) <= set(live)
+    if survivable(plan, lost):
+        assert decision.load == "keep"
+        assert decision.first_step == applied
+        for worker in decision.plan.workers:
+            assert states[worker].committed == applied or decision.roll_forward == vote(applied - 1)
+    else:
+        assert (decision.load, decision.first_step) == (0, 0)

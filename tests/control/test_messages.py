@@ -1,0 +1,122 @@
+"""The protocol: every message comes back as it was sent, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import json
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_ft.control import messages
+from chameleon_ft.control.messages import Message, Run, decode, encode
+from chameleon_ft.errors import ControlError
+from chameleon_ft.schedule import list_schedule
+from chameleon_ft.sync import gradient_segments
+from tests.strategies import Planned, planned
+
+KINDS = typing.get_args(Message)
+
+names = st.text(max_size=20)
+numbers = st.integers(-(2**53), 2**53)
+reals = st.floats(allow_nan=False, allow_infinity=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | names,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4),
+    max_leaves=10,
+)
+
+
+def values(annotation: Any) -> st.SearchStrategy[Any]:
+    """Values of a field by its annotation, for all annotations that messages use."""
+    if isinstance(annotation, type) and issubclass(annotation, messages._Message):
+        return built(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return st.lists(values(arguments[0]), max_size=3).map(tuple)
+    if origin is tuple:
+        return st.tuples(*map(values, arguments))
+    if arguments:
+        return st.one_of(*map(values, arguments))
+    return {int: numbers, float: reals, str: names, bool: st.booleans(), type(None): st.none()}[annotation]
+
+
+def built(kind: Any) -> st.SearchStrategy[Any]:
+    """Messages of a kind, or the values that they hold."""
+    return st.builds(kind, **{name: values(field.annotation) for name, field in kind.model_fields.items()})
+
+
+@given(st.data())
+def test_every_message_comes_back_as_it_was_sent(data: st.DataObject) -> None:
+    message = data.draw(built(data.draw(st.sampled_from(KINDS))))
+    text = encode(message)
+    assert "\n" not in text
+    assert decode(text) == message
+    assert decode(text.encode()) == message
+
+
+@given(planned())
+def test_a_program_comes_back_as_it_was_sent(planned: Planned) -> None:
+    program = list_schedule(planned.plan, planned.costs)
+    segments = gradient_segments(planned.plan.placement)
+    for worker in program.workers:
+        order = Run(
+            generation=2,
+            members=planned.plan.workers,
+            store_port=1,
+            first_step=3,
+            operations=Run.pack_operations(program.of(worker)),
+            segments=tuple((s.layers.start, s.layers.stop, s.holders) for s in segments),
+        )
+        received = decode(encode(order))
+        assert isinstance(received, Run)
+        assert received.unpack_operations() == program.of(worker)
+        assert received.unpack_segments() == tuple(segments)
+
+
+@given(st.one_of(st.text(), st.binary(), json_values.map(json.dumps)))
+def test_what_is_not_a_message_is_refused(text: str | bytes) -> None:
+    with pytest.raises(ControlError, match="not a message of this protocol"):
+        decode(text)
+
+
+@given(st.data(), json_values)
+def test_a_message_with_a_wrong_field_is_refused_and_the_field_named(data: st.DataObject, value: Any) -> None:
+    sent = json.loads(encode(data.draw(built(data.draw(st.sampled_from(KINDS))))))
+    with pytest.raises(ControlError, match="more"):
+        decode(json.dumps({**sent, "more": value}))
+
+
+@given(st.data())
+def test_a_message_with_a_missing_field_is_refused(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(KINDS))
+    needed = [name for name, field in kind.model_fields.items() if field.is_required()]
+    if needed:
+        sent = json.loads(encode(data.draw(built(kind))))
+        del sent[data.draw(st.sampled_from(needed))]
+        with pytest.raises(ControlError):
+            decode(json.dumps(sent))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"type": "parked"}', "parked.generation: Field required"),
+        ('{"type": "sudo"}', "'sudo' found using 'type' does not match any of the expected tags"),
+        ('{"worker": 1}', "Unable to extract tag"),
+        ("[" * 100_000, "Invalid JSON"),
+        ('{"type": "kill", "worker": "one"}', "kill.worker"),
+        ('{"type": "kill", "worker": ' + "9" * 5000 + "}", "number out of range"),
+        ('{"type": "' + "x" * 5000 + '"}', "not a message of this protocol: Input tag 'xxx"),
+        ('{"type": "kill", "' + "x" * 5000 + '": 1, "worker": 1}', "not a message of this protocol: kill.xxx"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong(text: str, expected: str) -> None:
+    with pytest.raises(ControlError) as caught:
+        decode(text)
+    assert expected in str(caught.value)
+    assert len(str(caught.value)) < 300, "what somebody sends must not fill the log"

@@ -1,0 +1,202 @@
+"""The coordinator's door, over real connections: who is let in, who is turned away, and how a loss shows."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from chameleon_ft.control.address import bearer, split_address, websocket_url
+from chameleon_ft.control.joining import control_connection
+from chameleon_ft.control.messages import Exit, Finish, Message, Refused, decode, encode
+from chameleon_ft.control.server import Departure, Peer, control_server, listening_address
+from chameleon_ft.errors import ControlError
+
+TOKEN = "open sesame"
+
+
+@dataclass
+class Listener:
+    """Keeps what the server hands on; it refuses `Exit` and stumbles over `Finish`."""
+
+    address: str = ""
+    heard: list[Message] = field(default_factory=list)
+    turned_away: list[str] = field(default_factory=list)
+    mistakes: list[Exception] = field(default_factory=list)
+    departures: asyncio.Queue[tuple[Peer, Departure]] = field(default_factory=asyncio.Queue)
+    peers: list[Peer] = field(default_factory=list)
+
+    def message(self, peer: Peer, message: Message) -> None:
+        self.peers.append(peer)
+        if isinstance(message, Exit):
+            raise ControlError("nobody says that here")
+        if isinstance(message, Finish):
+            raise ZeroDivisionError
+        self.heard.append(message)
+        peer.send(message)
+
+    def departed(self, peer: Peer, how: Departure) -> None:
+        self.departures.put_nowait((peer, how))
+
+    def refused(self, address: str, reason: str) -> None:
+        assert address.startswith("127.0.0.1:")
+        self.turned_away.append(reason)
+
+    def broken(self, error: Exception) -> None:
+        self.mistakes.append(error)
+
+
+HELLO: Message = Refused(reason="any message will do")
+
+
+def serving(body: Callable[[Listener], Coroutine[Any, Any, None]], *, heartbeat_s: float = 30.0) -> None:
+    """Run `body` beside a server."""
+
+    async def whole() -> None:
+        listener = Listener()
+        async with control_server(
+            listener, host="127.0.0.1", port=0, token=TOKEN, heartbeat_s=heartbeat_s
+        ) as server:
+            listener.address = listening_address(server, "127.0.0.1")
+            await body(listener)
+
+    asyncio.run(whole())
+
+
+@asynccontextmanager
+async def joined(listener: Listener) -> AsyncIterator[ClientConnection]:
+    async with control_connection(listener.address, TOKEN) as connection:
+        yield connection
+
+
+async def echoed(connection: ClientConnection) -> Message:
+    await connection.send(encode(HELLO))
+    return decode(await connection.recv())
+
+
+def test_messages_go_both_ways() -> None:
+    async def body(listener: Listener) -> None:
+        async with joined(listener) as connection:
+            assert await echoed(connection) == HELLO
+        _, how = await listener.departures.get()
+        assert how == "connection"
+        assert listener.turned_away == []
+
+    serving(body)
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("open barley"), {"Authorization": TOKEN}, {"Authorization": "Bearer ü"}])
+def test_without_the_token_nobody_comes_in(headers: dict[str, str]) -> None:
+    async def body(listener: Listener) -> None:
+        async with joined(listener) as member:
+            with pytest.raises(InvalidStatus) as caught:
+                await connect(websocket_url(listener.address), additional_headers=headers, proxy=None)
+            assert caught.value.response.status_code == 401
+            assert listener.turned_away == ["wrong join token"]
+            assert await echoed(member) == HELLO
+
+    serving(body)
+
+
+def test_what_does_not_speak_the_protocol_at_all_disturbs_nobody() -> None:
+    async def body(listener: Listener) -> None:
+        async with joined(listener) as member:
+            for noise in (b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n", b"\r\n\r\n" * 100):
+                reader, writer = await asyncio.open_connection(*split_address(listener.address))
+                writer.write(noise)
+                writer.write_eof()
+                await reader.read()
+                writer.close()
+            assert await echoed(member) == HELLO
+            assert listener.mistakes == []
+
+    serving(body)
+
+
+@pytest.mark.parametrize("noise", ["", "hello", "{}", '{"type": "sudo"}', b"\xff\xfe", '{"type": "finish", "more": 1}'])
+def test_a_message_that_is_not_ours_is_refused_and_its_sender_told(noise: str | bytes) -> None:
+    async def body(listener: Listener) -> None:
+        async with joined(listener) as member, joined(listener) as stranger:
+            await stranger.send(noise)
+            answer = decode(await stranger.recv())
+            assert isinstance(answer, Refused)
+            assert answer.reason.startswith("not a message of this protocol")
+            with pytest.raises(ConnectionClosed):
+                await stranger.recv()
+            assert listener.turned_away == [answer.reason]
+            await listener.departures.get()
+            assert await echoed(member) == HELLO
+
+    serving(body)
+
+
+def test_a_message_that_may_not_be_said_is_refused_and_its_sender_told() -> None:
+    async def body(listener: Listener) -> None:
+        async with joined(listener) as member, joined(listener) as stranger:
+            await stranger.send(encode(Exit(reason="")))
+            assert decode(await stranger.recv()) == Refused(reason="nobody says that here")
+            await listener.departures.get()
+            assert listener.turned_away == ["nobody says that here"]
+            assert await echoed(member) == HELLO
+
+    serving(body)
+
+
+def test_a_mistake_of_the_handler_is_reported_and_not_blamed_on_the_peer() -> None:
+    async def body(listener: Listener) -> None:
+        async with joined(listener) as connection:
+            await connection.send(encode(Finish()))
+            await listener.departures.get()
+        assert [type(error) for error in listener.mistakes] == [ZeroDivisionError]
+        assert listener.turned_away == []
+
+    serving(body)
+
+
+def test_a_dropped_peer_is_gone_at_once() -> None:
+    async def body(listener: Listener) -> None:
+        async with joined(listener) as connection:
+            await echoed(connection)
+            (peer,) = listener.peers
+            peer.drop()
+            _, how = await listener.departures.get()
+            assert how == "connection"
+            with pytest.raises(ConnectionClosed):
+                await connection.recv()
+            peer.send(HELLO)  # goes nowhere, and that is no error
+
+    serving(body)
+
+
+def test_a_peer_that_answers_no_ping_has_lost_its_heartbeat() -> None:
+    async def body(listener: Listener) -> None:
+        reader, writer = await asyncio.open_connection(*split_address(listener.address))
+        key = base64.b64encode(b"sixteen bytes...").decode()
+        writer.write(
+            f"GET / HTTP/1.1\r\nHost: {listener.address}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+        )
+        assert b"101" in await reader.readline()
+        _, how = await listener.departures.get()
+        assert how == "heartbeat"
+        writer.close()
+
+    serving(body, heartbeat_s=0.2)
+
+
+def test_a_large_message_comes_through() -> None:
+    # The orders of a worker in a large plan are a few megabytes.
+    async def body(listener: Listener) -> None:
+        async with joined(listener) as connection:
+            large = Refused(reason="x" * 5_000_000)
+            await connection.send(encode(large))
+            assert decode(await connection.recv()) == large
+
+    serving(body)
