@@ -11,8 +11,8 @@ from enum import Enum, auto
 
 from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.control.checkpoints import CheckpointCollector
-from chameleon_ft.control.decision import Decision, Situation, decide
-from chameleon_ft.control.job_info import JobInfo, OperationRate
+from chameleon_ft.control.decision import Decision, Situation
+from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.members import Members, Worker
 from chameleon_ft.control.messages import (
     CheckpointSaved,
@@ -38,8 +38,8 @@ from chameleon_ft.control.messages import (
     Welcome,
     WorkerExited,
 )
-from chameleon_ft.control.orders import orders
 from chameleon_ft.control.outage import Loss, Outage, exit_in_words
+from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.server import Departure, Peer
 from chameleon_ft.control.watchdog import Watchdog
 from chameleon_ft.errors import ControlError, NoHolderError
@@ -48,12 +48,10 @@ from chameleon_ft.observe import (
     NoticedBy,
     Recorder,
     RunDirectory,
-    RunInfo,
     RunStatus,
     StepRecord,
 )
-from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.plan import Plan
 
 __all__ = ["Coordinator"]
 
@@ -88,7 +86,7 @@ class Coordinator:
         self._members = Members(config.workers)
         self._faults = FaultLog(run.faults_file)
         self._watchdog = Watchdog(config.timeouts)
-        self._rate = OperationRate()
+        self._planner = Planner(config, job)
         self._phase = _Phase.GATHERING
         self._generation = 0
         self._plan: Plan | None = None
@@ -117,6 +115,8 @@ class Coordinator:
         finally:
             watching.cancel()
         self._phase = _Phase.OVER
+        if self._outage.losses:  # of workers that had done their part, or of a run that ended before it could go on
+            self._record_outage(None if status == "failed" else self._decision, stop=reason)
         self._members.tell(Exit(reason=reason))
         for supervisor in self._members.supervisors:
             supervisor.send(Exit(reason=reason))
@@ -239,41 +239,14 @@ class Coordinator:
             self._begin()
 
     def _begin(self) -> None:
-        parallel = self._config.parallel
-        plan = data_pipeline_plan(
-            layer_costs=self._job.relative_costs,
-            dp=parallel.dp,
-            pp=parallel.pp,
-            micro_batches=self._config.batch.micro_batches,
-            workers=self._members.live(),
-            split_backward=parallel.split_backward,
-        )
         checkpoints = self._checkpoints.complete() if self._resume else []
-        self._committed = checkpoints[-1] if checkpoints else 0
+        decision = self._planner.start(self._members.live(), checkpoint=checkpoints[-1] if checkpoints else None)
         self._generation = 1
-        self._launch(
-            Decision(
-                plan=plan,
-                first_step=self._committed,
-                load=checkpoints[-1] if checkpoints else "initial",
-                roll_forward=None,
-                policy="start",
-                action="start",
+        self._launch(decision)
+        self._recorder.started(
+            self._planner.describe(
+                decision.plan, run=str(self._run.path), first_step=decision.first_step, generation=self._generation
             )
-        )
-        self._recorder.started(self._info(plan))
-
-    def _info(self, plan: Plan) -> RunInfo:
-        pipelines = tuple(dict.fromkeys(tuple(hop.worker for hop in route.hops) for route in plan.routes))
-        return RunInfo(
-            model=self._job.model,
-            data=self._job.data,
-            run=str(self._run.path),
-            pipelines=pipelines,
-            stages=tuple(f"{hop.layers.start}-{hop.layers.stop - 1}" for hop in plan.routes[0].hops),
-            first_step=self._committed,
-            steps=self._config.steps,
-            generation=self._generation,
         )
 
     # --- progress ----------------------------------------------------------------------------------------------------
@@ -409,7 +382,7 @@ class Coordinator:
         try:
             if not situation.live:
                 raise ControlError("no worker is left")
-            decision = decide(situation, self._costs(), ceiling=self._ceiling, preferred_pp=self._config.parallel.pp)
+            decision = self._planner.go_on(situation, self._members.hosts())
         except (NoHolderError, ControlError) as error:
             self._give_up(error)
             return
@@ -443,12 +416,8 @@ class Coordinator:
     def _launch(self, decision: Decision) -> None:
         """Give every member of the plan its orders for the current generation."""
         plan = decision.plan
-        told = orders(
-            decision,
-            self._costs(),
-            ceiling=self._ceiling,
-            generation=self._generation,
-            store_port=self._store_port,
+        told = self._planner.orders(
+            decision, self._members.hosts(), generation=self._generation, store_port=self._store_port
         )
         self._plan = plan
         self._decision = decision
@@ -462,15 +431,6 @@ class Coordinator:
         for worker, order in told.items():
             self._send(worker, order)
         self._recorder.event("plan", generation=self._generation, policy=decision.policy, plan=plan.to_json())
-
-    def _costs(self) -> CostModel:
-        return self._job.costs(self._config, self._members.hosts(), self._rate)
-
-    @property
-    def _ceiling(self) -> dict[int, InFlightLimit]:
-        """No worker keeps more micro-batches than the first stage of the layout that the run was started with."""
-        depth = self._config.parallel.pp
-        return dict.fromkeys(range(self._config.workers), InFlightLimit(depth, depth))
 
     def _record_outage(self, decision: Decision | None, *, stop: str = "") -> None:
         now = time.time()

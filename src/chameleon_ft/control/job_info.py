@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -59,7 +59,7 @@ class JobInfo:
         sizes = json.dumps([self.param_bytes, [[b.shape, b.dtype] for b in self.boundaries]])
         return blake2b(sizes.encode(), digest_size=16).hexdigest()
 
-    def costs(self, config: RunConfig, hosts: dict[int, str], rate: OperationRate) -> CostModel:
+    def costs(self, config: RunConfig, hosts: Mapping[int, str], rate: OperationRate) -> CostModel:
         """Return the cost model of this job on the workers of `hosts`, worker -> host."""
         total = math.fsum(self.relative_costs)
         layers = tuple(
@@ -80,7 +80,3 @@ class JobInfo:
             Workload(layers, config.batch.micro_batches, config.batch.micro_batch_size),
             Cluster(workers, _LOOPBACK, _LOOPBACK),
         )
-
-    def share(self, layers: Iterable[int]) -> float:
-        """Return which part of the whole model's cost these layers are."""
-        return math.fsum(self.relative_costs[layer] for layer in layers) / math.fsum(self.relative_costs)

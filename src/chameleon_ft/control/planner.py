@@ -1,0 +1,98 @@
+"""What to do and what everyone is told, worked out from the configuration, the job and the situation alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control.decision import Decision, Situation, decide
+from chameleon_ft.control.job_info import JobInfo, OperationRate
+from chameleon_ft.control.messages import Run
+from chameleon_ft.observe import RunInfo
+from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, check_program
+from chameleon_ft.sync import gradient_segments
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Makes the decisions of one run. Keeps nothing between them.
+
+    In every call, `hosts` gives the host of each worker that has joined.
+    """
+
+    def __init__(self, config: RunConfig, job: JobInfo) -> None:
+        self._config = config
+        self._job = job
+        # No worker keeps more micro-batches than the first stage of the layout that the run was started with.
+        depth = config.parallel.pp
+        self._ceiling = dict.fromkeys(range(config.workers), InFlightLimit(depth, depth))
+
+    def start(self, workers: Sequence[int], *, checkpoint: int | None) -> Decision:
+        """Begin with the layout of the configuration, at `checkpoint` or with fresh weights at step 0."""
+        parallel = self._config.parallel
+        plan = data_pipeline_plan(
+            layer_costs=self._job.relative_costs,
+            dp=parallel.dp,
+            pp=parallel.pp,
+            micro_batches=self._config.batch.micro_batches,
+            workers=workers,
+            split_backward=parallel.split_backward,
+        )
+        return Decision(
+            plan=plan,
+            first_step=0 if checkpoint is None else checkpoint,
+            load="initial" if checkpoint is None else checkpoint,
+            roll_forward=None,
+            policy="start",
+            action="start",
+        )
+
+    def go_on(self, situation: Situation, hosts: Mapping[int, str]) -> Decision:
+        """Decide what follows a loss; see `decide` for what it raises."""
+        return decide(situation, self._costs(hosts), ceiling=self._ceiling, preferred_pp=self._config.parallel.pp)
+
+    def orders(
+        self, decision: Decision, hosts: Mapping[int, str], *, generation: int, store_port: int
+    ) -> dict[int, Run]:
+        """Return what each worker of the plan is told, having checked that the program can be run.
+
+        Raises ProgramError where it breaks a rule; nobody must be told to run it.
+        """
+        plan = decision.plan
+        program = best_program(plan, self._costs(hosts), ceiling=self._ceiling).program
+        check_program(program, plan)
+        segments = tuple(
+            (segment.layers.start, segment.layers.stop, segment.holders)
+            for segment in gradient_segments(plan.placement)
+        )
+        return {
+            worker: Run(
+                generation=generation,
+                members=plan.workers,
+                store_port=store_port,
+                first_step=decision.first_step,
+                operations=Run.pack_operations(program.of(worker)),
+                segments=segments,
+                roll_forward=decision.roll_forward,
+                load=decision.load,
+            )
+            for worker in plan.workers
+        }
+
+    def describe(self, plan: Plan, *, run: str, first_step: int, generation: int) -> RunInfo:
+        """Say what is trained, on what and by whom."""
+        return RunInfo(
+            model=self._job.model,
+            data=self._job.data,
+            run=run,
+            pipelines=tuple(dict.fromkeys(tuple(hop.worker for hop in route.hops) for route in plan.routes)),
+            stages=tuple(f"{hop.layers.start}-{hop.layers.stop - 1}" for hop in plan.routes[0].hops),
+            first_step=first_step,
+            steps=self._config.steps,
+            generation=generation,
+        )
+
+    def _costs(self, hosts: Mapping[int, str]) -> CostModel:
+        return self._job.costs(self._config, hosts, OperationRate())
