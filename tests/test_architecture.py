@@ -14,9 +14,9 @@ import pytest
 import chameleon_ft
 
 ROOT = Path(chameleon_ft.__file__).parent
-PURE = frozenset({"errors", "workload", "cluster", "plan", "schedule", "sync", "recovery"})
+PURE = frozenset({"errors", "workload", "cluster", "plan", "presets", "schedule", "sync", "estimate", "recovery"})
 # Packages of the pure part that are planned (DESIGN section 3) are bound from their first day.
-PLANNED_PURE = frozenset({"estimate", "search", "transfer"})
+PLANNED_PURE = frozenset({"search", "transfer"})
 # What makes a decision depend on when, where or by whom it is made.
 IMPURE = frozenset(
     {
@@ -100,7 +100,8 @@ def test_nobody_imports_the_command_line(module: str, path: Path) -> None:
 
 @pytest.mark.parametrize(("module", "path"), [m for m in MODULES if part(m[0]) == "runtime"])
 def test_the_runtime_knows_of_control_only_what_they_say_to_each_other(module: str, path: Path) -> None:
-    spoken = {"chameleon_ft.control", *(f"chameleon_ft.control.{name}" for name in ("messages", "address", "job_info"))}
+    names = ("messages", "address", "joining", "job_info")
+    spoken = {"chameleon_ft.control", *(f"chameleon_ft.control.{name}" for name in names)}
     known = {".".join(name.split(".")[:3]) for name in imports(path) if name.startswith("chameleon_ft.control")}
     assert known <= spoken, module
 
@@ -110,7 +111,7 @@ def test_the_check_of_a_run_shares_no_code_with_what_ran_it() -> None:
 
 
 def test_the_parts_depend_on_each_other_in_one_direction() -> None:
-    order = ["errors", "workload", "cluster", "plan", "schedule", "sync", "recovery"]
+    order = ["errors", "workload", "cluster", "plan", "presets", "schedule", "sync", "estimate", "recovery"]
     for module, path in MODULES:
         if part(module) in order:
             below = set(order[: order.index(part(module)) + 1])
@@ -170,6 +171,7 @@ SURFACE = {
         "StepRecord",
         "Summary",
         "View",
+        "checkpoint_model",
         "complete_checkpoints",
         "layer_directory",
         "mark_complete",
@@ -205,7 +207,59 @@ SURFACE = {
         "list_schedule",
         "replay",
     ],
-    "sync": ["Segment", "gradient_segments"],
+    "presets": [
+        "DEVICES",
+        "MODELS",
+        "STATE_POLICIES",
+        "Attention",
+        "Bias",
+        "DType",
+        "Device",
+        "Execution",
+        "FeedForward",
+        "ModelShape",
+        "Norm",
+        "Recompute",
+        "StatePolicy",
+        "TokenWork",
+        "derive_workload",
+        "device",
+        "from_hugging_face",
+        "layer_work",
+        "model_flops_per_token",
+        "model_shape",
+        "state_policy",
+    ],
+    "sync": ["Segment", "SyncRounds", "gradient_rounds", "gradient_segments"],
+    "estimate": [
+        "MemoryUse",
+        "MessageBuffers",
+        "PipelineTimes",
+        "StallModel",
+        "StepEstimate",
+        "SyncEstimate",
+        "SyncTiming",
+        "TimedReduction",
+        "Transfer",
+        "TransitionEstimate",
+        "WorkerMemory",
+        "cluster_bound_s",
+        "estimate_step",
+        "estimate_sync",
+        "estimate_transition",
+        "fewest_round_bytes",
+        "missing_layers",
+        "one_f_one_b_bound_s",
+        "one_f_one_b_period_s",
+        "pipeline_bound_s",
+        "pipeline_times",
+        "plan_bound_s",
+        "program_memory",
+        "reduction_s",
+        "rerouting_bound_s",
+        "state_bytes",
+        "total_work_bound_s",
+    ],
     "recovery": ["largest_symmetric_layout", "reroute"],
 }
 

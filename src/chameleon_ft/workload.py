@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from chameleon_ft.errors import ConfigError
 
 __all__ = ["LayerCost", "Workload"]
+
+_BYTES: Final = (
+    "param_bytes",
+    "activation_bytes",
+    "weight_grad_bytes",
+    "output_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "working_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +31,14 @@ class LayerCost:
         input_grad_s: seconds of the half of the backward that makes the gradient of the layer's input.
         weight_grad_s: seconds of the half of the backward that makes the gradients of the layer's parameters.
         param_bytes: bytes of the layer's parameters.
-        activation_bytes: bytes kept from the forward until the backward.
+        activation_bytes: bytes kept from the forward until the backward, the layer's input among them if it is kept.
         weight_grad_bytes: bytes kept from the input-gradient half until the weight-gradient half.
         output_bytes: bytes of the output, which cross to the next worker when the layer ends a hop.
+        gradient_bytes: bytes of the gradients of the parameters, held all the time; what gradient sync reduces.
+        optimizer_bytes: bytes of the optimizer's state, master copies of the parameters included.
+        working_bytes: bytes needed on top of all this only while one of the layer's operations runs, at the most.
+
+    With tensor parallelism all bytes are those of one rank of the worker.
 
     Raises:
         ConfigError: a time or a size is negative or not finite.
@@ -36,11 +52,14 @@ class LayerCost:
     activation_bytes: int = 0
     weight_grad_bytes: int = 0
     output_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    working_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in ("forward_s", "input_grad_s", "weight_grad_s"):
             _check_amount(getattr(self, field), f"{field} of layer {self.name!r}", "seconds")
-        for field in ("param_bytes", "activation_bytes", "weight_grad_bytes", "output_bytes"):
+        for field in _BYTES:
             _check_amount(getattr(self, field), f"{field} of layer {self.name!r}", "bytes")
 
     @property

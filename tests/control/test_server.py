@@ -61,9 +61,7 @@ def serving(body: Callable[[Listener], Coroutine[Any, Any, None]], *, heartbeat_
 
     async def whole() -> None:
         listener = Listener()
-        async with control_server(
-            listener, host="127.0.0.1", port=0, token=TOKEN, heartbeat_s=heartbeat_s
-        ) as server:
+        async with control_server(listener, host="127.0.0.1", port=0, token=TOKEN, heartbeat_s=heartbeat_s) as server:
             listener.address = listening_address(server, "127.0.0.1")
             await body(listener)
 
@@ -92,7 +90,9 @@ def test_messages_go_both_ways() -> None:
     serving(body)
 
 
-@pytest.mark.parametrize("headers", [{}, bearer("open barley"), {"Authorization": TOKEN}, {"Authorization": "Bearer ü"}])
+@pytest.mark.parametrize(
+    "headers", [{}, bearer("open barley"), {"Authorization": TOKEN}, {"Authorization": "Bearer ü"}]
+)
 def test_without_the_token_nobody_comes_in(headers: dict[str, str]) -> None:
     async def body(listener: Listener) -> None:
         async with joined(listener) as member:

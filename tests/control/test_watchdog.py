@@ -16,7 +16,8 @@ def watchdog(*, step_s: float = 1.0, longest_s: float = 0.1, steps: int = 3) -> 
     """One that has seen `steps` steps, the last at time 0."""
     dog = Watchdog(TIMEOUTS)
     for _ in range(steps):
-        dog.committed(0.0, step_s=step_s, longest_operation_s=longest_s)
+        dog.operation(longest_s)
+        dog.committed(0.0, step_s=step_s)
     dog.progress(0.0)
     return dog
 
@@ -111,20 +112,23 @@ def test_before_the_first_step_silence_says_little() -> None:
 
 def test_the_longest_operation_is_forgotten_slowly() -> None:
     dog = watchdog(longest_s=1.0, steps=1)
-    for _ in range(30):
-        dog.committed(0.0, step_s=1.0, longest_operation_s=0.01)
+    for _ in range(300):
+        dog.operation(0.01)
+        dog.committed(0.0, step_s=1.0)
     probe = dog.ask(5.0)
     assert dog.judge(4, position(probe, since_s=1.6)) is not None
     dog = watchdog(longest_s=1.0, steps=1)
     for _ in range(3):
-        dog.committed(0.0, step_s=1.0, longest_operation_s=0.01)
+        dog.operation(0.01)
+        dog.committed(0.0, step_s=1.0)
     assert dog.judge(4, position(dog.ask(5.0), since_s=7.0)) is None
 
 
 def test_the_expected_step_is_the_median_of_recent_ones() -> None:
     dog = Watchdog(TIMEOUTS)
     for step_s in [100.0] * 20 + [1.0] * 20 + [50.0]:
-        dog.committed(0.0, step_s=step_s, longest_operation_s=0.1)
+        dog.operation(0.1)
+        dog.committed(0.0, step_s=step_s)
     assert dog.ask(1.3) is not None
 
 

@@ -66,11 +66,10 @@ def test_what_is_not_known_is_left_out() -> None:
     assert "0.123 s = stop 0.020 + decide 0.003 + regroup 0.100" in text
 
 
-def test_layers_without_a_holder_and_a_prediction_are_shown() -> None:
-    failure = dataclasses.replace(failure_record(1), lost_layers=(4, 5), predicted_step_s=0.75)
+def test_layers_without_a_holder_are_shown() -> None:
+    failure = dataclasses.replace(failure_record(1), lost_layers=(4, 5))
     text = shown(failure=failure)
     assert "the last holder of layers 4, 5" in text
-    assert "0.750 s per step" in text
 
 
 @pytest.mark.parametrize("path", get_args(NoticedBy))

@@ -11,7 +11,7 @@ __all__ = ["CheckpointCollector"]
 
 
 class CheckpointCollector:
-    """Marks a checkpoint as complete once every layer of it is on disk, and removes what is older than needed.
+    """Marks a checkpoint as complete once every layer of it is on disk, and knows which are not needed any more.
 
     Args:
         directory: the run's folder of checkpoints.
@@ -35,8 +35,11 @@ class CheckpointCollector:
             return False
         del self._saved[part.step]
         mark_complete(self._directory, part.step, model=self._model)
-        prune_checkpoints(self._directory, keep=self._keep)
         return True
+
+    def prune(self) -> None:
+        """Remove the checkpoints that are not needed any more. That may take long; call it in a thread."""
+        prune_checkpoints(self._directory, keep=self._keep)
 
     def forget(self) -> None:
         """The state from which incomplete checkpoints were taken is given up: what comes does not belong to them."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import traceback
-from collections import Counter
 from dataclasses import replace
 from enum import Enum, auto
+from typing import Any
 
 from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.control.checkpoints import CheckpointCollector
@@ -41,6 +42,7 @@ from chameleon_ft.control.messages import (
 from chameleon_ft.control.outage import Loss, Outage, exit_in_words
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.server import Departure, Peer
+from chameleon_ft.control.suspicion import Suspicion
 from chameleon_ft.control.watchdog import Watchdog
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.observe import (
@@ -94,8 +96,8 @@ class Coordinator:
         self._committed = 0
         self._last_vote: Vote | None = None
         self._parked: dict[int, Parked] = {}
-        self._suspects: Counter[int] = Counter()
-        self._unexplained = 0
+        self._park_by = 0.0  # by the event loop's clock
+        self._suspicion = Suspicion()
         self._outage = Outage()
         self._crashes: dict[int, str] = {}  # step -> the error that ended a worker in it
         self._finished: set[int] = set()
@@ -103,6 +105,7 @@ class Coordinator:
             run.checkpoints, num_layers=job.num_layers, model=job.fingerprint, keep=config.checkpoint.keep
         )
         self._interrupted = False
+        self._began_at = time.time()
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
 
     # --- its life ----------------------------------------------------------------------------------------------------
@@ -110,6 +113,7 @@ class Coordinator:
     async def wait(self) -> RunStatus:
         """Watch over the run until it ends; everything is recorded when this returns."""
         watching = asyncio.create_task(self._watch())
+        watching.add_done_callback(self._watch_ended)
         try:
             status, reason = await asyncio.shield(self._end)
         finally:
@@ -137,6 +141,10 @@ class Coordinator:
         if not self._end.done():
             self._end.set_result((status, reason))
 
+    def _watch_ended(self, watching: asyncio.Task[None]) -> None:
+        if not watching.cancelled() and isinstance(error := watching.exception(), Exception):
+            self.broken(error)
+
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
         last = loop.time()
@@ -147,15 +155,22 @@ class Coordinator:
             last = now
             if self._phase not in (_Phase.TRAINING, _Phase.REGROUPING, _Phase.STOPPING):
                 continue
+            if self._phase is _Phase.STOPPING and now > self._park_by:
+                self._lose_the_unparked()
             if (probe := self._watchdog.ask(now)) is not None:
                 self._members.tell(Probe(probe=probe))
                 for supervisor in self._members.supervisors:
                     supervisor.send(Probe(probe=probe))
 
+    def _lose_the_unparked(self) -> None:
+        for worker in self._members.live():
+            if worker not in self._parked:
+                self._lose(self._members[worker], "watchdog", "hung: it does not leave its operation")
+
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def message(self, peer: Peer, message: Message) -> None:
-        if self._members.is_fenced(peer):
+        if self._phase is _Phase.OVER or self._members.is_fenced(peer):
             return
         match message:
             case Hello():
@@ -191,9 +206,10 @@ class Coordinator:
 
     def broken(self, error: Exception) -> None:
         log = self._run.logs / "coordinator.log"
-        with log.open("a", encoding="utf-8") as file:
-            traceback.print_exception(error, file=file)
         self.end("failed", f"the coordinator failed: {type(error).__name__}: {error}; see {log}")
+        # What has failed may well be this disk.
+        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
+            traceback.print_exception(error, file=file)
 
     def _worker_message(self, worker: Worker, message: Message) -> None:
         match message:
@@ -206,8 +222,8 @@ class Coordinator:
                 self._proceed()
             case Started(generation=generation) if generation == self._generation:
                 self._on_started()
-            case PeerFailed(generation=generation) if generation == self._generation:
-                self._on_peer_failed(message)
+            case PeerFailed(generation=generation) if generation == self._reported_generation:
+                self._on_peer_failed(worker, message)
             case Finished(generation=generation) if generation == self._generation:
                 self._finished.add(worker.id)
                 self._end_if_finished()
@@ -258,17 +274,17 @@ class Coordinator:
         self._phase = _Phase.TRAINING
         if self._outage.losses:
             self._record_outage(self._decision)
+        self._outage = Outage()
 
     def _on_committed(self, message: Committed) -> None:
+        self._watchdog.operation(message.times.longest_s)
         decision = self._decision
         if decision is None or message.step != self._committed:
             return  # another worker was first
         self._committed = message.step + 1
         self._last_vote = message.vote
-        self._unexplained = 0
-        self._watchdog.committed(
-            asyncio.get_running_loop().time(), step_s=message.step_s, longest_operation_s=message.times.longest_s
-        )
+        self._suspicion.settle()
+        self._watchdog.committed(asyncio.get_running_loop().time(), step_s=message.step_s)
         vote = message.vote
         self._recorder.step(
             StepRecord(
@@ -290,6 +306,7 @@ class Coordinator:
             return
         if self._checkpoints.add(message):
             self._recorder.event("checkpoint", step=message.step)
+            asyncio.get_running_loop().run_in_executor(None, self._checkpoints.prune)
 
     def _end_if_finished(self) -> None:
         plan = self._plan
@@ -320,9 +337,14 @@ class Coordinator:
         self._crashes[self._committed] = error
         self._lose(worker, "self", error)
 
-    def _on_peer_failed(self, message: PeerFailed) -> None:
-        if self._plan is not None and message.peer in self._plan.workers:
-            self._suspects[message.peer] += 1
+    @property
+    def _reported_generation(self) -> int:
+        """The generation whose failed messages matter: while it is being stopped, the one before this."""
+        return self._generation - 1 if self._phase is _Phase.STOPPING else self._generation
+
+    def _on_peer_failed(self, worker: Worker, message: PeerFailed) -> None:
+        known = self._plan is not None and message.peer in self._plan.workers
+        self._suspicion.report(worker.id, message.peer if known else None, message.error)
         if self._phase in (_Phase.TRAINING, _Phase.REGROUPING):
             self._stop()
 
@@ -333,7 +355,7 @@ class Coordinator:
         if self._phase is _Phase.GATHERING:
             self.end("failed", f"worker {worker.id} ended before the run began: {cause}; see {self._run.logs}")
             return
-        fault = self._faults.last(worker.id)
+        fault = self._fault(worker)
         self._outage.losses.append(
             Loss(
                 worker=worker.id,
@@ -351,7 +373,15 @@ class Coordinator:
             if worker.id not in self._finished:
                 self._stop()
         elif self._phase is _Phase.TRAINING:
-            self._record_outage(self._decision)  # a spare: nothing that trains is touched
+            assert self._decision is not None
+            spared = replace(
+                self._decision,
+                first_step=self._committed,
+                policy="none",
+                action="it was a spare: nothing changes",
+                lost_layers=(),
+            )
+            self._record_outage(spared)
 
     def _stop(self) -> None:
         """End the generation: everyone leaves what it is doing and says what it holds."""
@@ -360,6 +390,7 @@ class Coordinator:
         self._parked.clear()
         self._finished.clear()
         self._members.tell(Stop(generation=self._generation))
+        self._park_by = asyncio.get_running_loop().time() + self._config.timeouts.collective_s
         self._watchdog.progress(asyncio.get_running_loop().time())
         self._proceed()
 
@@ -368,8 +399,9 @@ class Coordinator:
         if self._phase is not _Phase.STOPPING or not self._parked.keys() >= set(self._members.live()):
             return
         assert self._plan is not None
-        if all(worker in self._members.live() for worker in self._plan.workers) and self._blame():
+        if set(self._members.live()).issuperset(self._plan.workers) and self._blame():
             return
+        self._suspicion.dismiss()
         self._outage.stopped_at = time.time()
         situation = Situation(
             plan=self._plan,
@@ -390,19 +422,21 @@ class Coordinator:
         self._outage.decided_at = time.time()
 
     def _blame(self) -> bool:
-        """Messages failed, and yet everyone is there: give up who is named most, or try again if nobody is.
+        """Messages failed, and yet everyone is there: give up who is in most of them, or try again if nobody is named.
 
-        Returns whether that changed who is live, and so has taken care of going on.
+        Returns whether that changed who is live or ended the run, and so has taken care of going on.
         """
-        if self._suspects:
-            suspect = max(self._suspects, key=lambda worker: (self._suspects[worker], worker))
-            self._suspects.clear()
-            self._lose(self._members[suspect], "peer", "messages with it failed")
+        suspicion = self._suspicion
+        self._recorder.event("messages_failed", generation=self._generation - 1, reports=suspicion.reports)
+        if (suspect := suspicion.suspect()) is not None:
+            self._lose(self._members[suspect], "peer", f"messages with it failed: {suspicion.last_error}")
             return True
-        self._unexplained += 1
-        self._recorder.event("messages_failed", generation=self._generation - 1, attempt=self._unexplained)
-        if self._unexplained > _UNEXPLAINED_RETRIES:
-            self.end("failed", f"messages failed {self._unexplained} times in a row though no worker is lost")
+        if suspicion.unexplained > _UNEXPLAINED_RETRIES:
+            self.end(
+                "failed",
+                f"messages failed {suspicion.unexplained} times in a row though no worker is lost, at last because "
+                f"{suspicion.last_error}; check that the workers reach each other at the addresses of --host",
+            )
             return True
         return False
 
@@ -422,7 +456,6 @@ class Coordinator:
         self._plan = plan
         self._decision = decision
         self._committed = decision.first_step
-        self._suspects.clear()
         self._finished.clear()
         if decision.load != "keep":
             self._checkpoints.forget()
@@ -443,9 +476,14 @@ class Coordinator:
         ):
             self._recorder.failure(record)
 
+    def _fault(self, worker: Worker) -> dict[str, Any] | None:
+        """Return the failure that was injected into a worker in this life of the run."""
+        fault = self._faults.last(worker.id)
+        return fault if fault is not None and fault["time"] >= self._began_at else None
+
     def _cause(self, loss: Loss) -> str:
         worker = self._members[loss.worker]
-        return loss.cause_in_words(crash=worker.crash, exit_code=worker.exit_code, fault=self._faults.last(loss.worker))
+        return loss.cause_in_words(crash=worker.crash, exit_code=worker.exit_code, fault=self._fault(worker))
 
     def _inject(self, message: Inject) -> Message:
         if message.worker not in self._members.live():

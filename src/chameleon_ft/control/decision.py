@@ -83,7 +83,7 @@ def decide(
 def _resume_point(situation: Situation, members: Sequence[int]) -> tuple[int, Vote | None]:
     """Return (the step to run next, the vote by which workers that have not applied the step before it do so)."""
     states = [situation.parked[worker] for worker in members]
-    first_step = max(situation.committed, *(state.committed for state in states))
+    first_step = max((situation.committed, *(state.committed for state in states)))
     behind = [state for state in states if state.committed < first_step]
     if not behind:
         return first_step, None
@@ -107,7 +107,9 @@ def _fall_back(situation: Situation, costs: CostModel, lost_layers: tuple[int, .
     )
     pp = len(plan.routes[0].hops)
     dp = len(plan.workers) // pp
-    repeated = max(situation.committed, *(state.committed for state in situation.parked.values())) - step
+    # Not of spares, whose state may be of a time that was given up.
+    reached = [situation.parked[worker].committed for worker in situation.plan.workers if worker in situation.parked]
+    repeated = max((situation.committed, *reached)) - step
     return Decision(
         plan=plan,
         first_step=step,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hmac
 import http
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -68,6 +69,21 @@ class _Server:
     async def connected(self, connection: ServerConnection) -> None:
         peer = Peer(connection)
         how: Departure = "connection"
+        with self._mistakes_reported():
+            how = await self._listen(connection, peer)
+        with self._mistakes_reported():
+            self.handler.departed(peer, how)
+
+    @contextmanager
+    def _mistakes_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            # A mistake of ours. Left to the library it would end this connection, and nobody would be told.
+            self.handler.broken(error)
+
+    async def _listen(self, connection: ServerConnection, peer: Peer) -> Departure:
+        """Pass on what a peer says until its connection ends; return how it did."""
         try:
             async for text in connection:
                 self.handler.message(peer, decode(text))
@@ -76,14 +92,11 @@ class _Server:
             peer.send(Refused(reason=str(error)))
         except ConnectionClosed as closed:
             if closed.sent is not None and closed.sent.code == _PING_TIMEOUT_CODE:
-                how = "heartbeat"
-        except Exception as error:  # noqa: BLE001
-            # A mistake of ours. Dropping this peer for it would lose a worker that has done nothing wrong.
-            self.handler.broken(error)
-        self.handler.departed(peer, how)
+                return "heartbeat"
+        return "connection"
 
     def authorize(self, connection: ServerConnection, request: Request) -> Response | None:
-        given = request.headers.get("Authorization", "")
+        given = "".join(request.headers.get_all("Authorization"))  # a second one spoils it
         if hmac.compare_digest(given.encode(), bearer(self.token)["Authorization"].encode()):
             return None
         host, port, *_ = connection.remote_address

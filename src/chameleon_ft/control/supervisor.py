@@ -169,12 +169,12 @@ async def _try_to_send(connection: ClientConnection, message: Message) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Tell whether a process is stopped by a signal or a debugger, from the state that proc_pid_stat(5) gives."""
+    """Tell whether a process is stopped by a signal, from the state that proc_pid_stat(5) gives."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] in "Tt"  # what stands before it, the command, may hold anything
+    return stat.rpartition(")")[2].split()[0] == "T"  # what stands before it, the command, may hold anything
 
 
 def _kill(rank: BaseProcess) -> None:

@@ -20,6 +20,7 @@ __all__ = ["Verdict", "Watchdog"]
 _STEPS = 20  # recent steps whose median is the expected step time
 _PATIENCE = 1.25  # steps of silence before anyone is asked,
 _PATIENCE_MIN_S = 0.1  # and not at every hiccup of steps that are over in a moment
+_FORGET = 0.99  # how much of the longest operation is left when a worker reports shorter ones
 _ASK_EVERY = 0.5  # steps between two rounds of questions
 
 
@@ -47,11 +48,14 @@ class Watchdog:
         self._progress_at = now
         self._asked_at = None
 
-    def committed(self, now: float, *, step_s: float, longest_operation_s: float) -> None:
+    def committed(self, now: float, *, step_s: float) -> None:
         """A step was committed."""
         self._steps_s.append(step_s)
-        self._longest_operation_s = max(longest_operation_s, 0.9 * self._longest_operation_s)
         self.progress(now)
+
+    def operation(self, longest_s: float) -> None:
+        """A worker's longest operation in a step took this long."""
+        self._longest_operation_s = max(longest_s, _FORGET * self._longest_operation_s)
 
     def ask(self, now: float) -> int | None:
         """Return the number of the probe to send out now; None while there is no reason to."""

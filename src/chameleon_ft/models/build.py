@@ -96,12 +96,19 @@ def _first_input(job: Job) -> Tensor:
 def _build_on_meta(job: Job, layer: int) -> nn.Module:
     try:
         with torch.device("meta"):
-            return job.layers[layer]()
+            module = job.layers[layer]()
     except Exception as error:
         raise ConfigError(
             f"layer {layer} cannot be built on torch's meta device ({type(error).__name__}: {error}); "
             "see that its factory works under `with torch.device('meta')`, or set the job's `boundaries`"
         ) from error
+    for part in module.modules():
+        if getattr(part, "track_running_stats", False):
+            raise ConfigError(
+                f"layer {layer} has a {type(part).__name__} that keeps running statistics, which would come out "
+                "differently on each worker that holds it; take GroupNorm or LayerNorm, or track_running_stats=False"
+            )
+    return module
 
 
 def _output_spec(module: nn.Module, spec: BoundarySpec, layer: int) -> BoundarySpec:

@@ -11,11 +11,12 @@ __all__ = ["checkpoint_model", "complete_checkpoints", "layer_directory", "mark_
 
 _MARK = "complete.json"
 _PREFIX = "step-"
+_DIGITS = 8
 
 
 def step_directory(checkpoints: Path, step: int) -> Path:
     """Folder of the checkpoint from which training resumes at `step`."""
-    return checkpoints / f"{_PREFIX}{step:08d}"
+    return checkpoints / f"{_PREFIX}{step:0{_DIGITS}d}"
 
 
 def layer_directory(checkpoints: Path, step: int, layer: int) -> Path:
@@ -41,7 +42,7 @@ def checkpoint_model(checkpoints: Path, step: int) -> str:
 
 def complete_checkpoints(checkpoints: Path) -> list[int]:
     """Return the steps of the complete checkpoints, ascending."""
-    return sorted(int(mark.parent.name.removeprefix(_PREFIX)) for mark in checkpoints.glob(f"{_PREFIX}*/{_MARK}"))
+    return sorted(step for directory, step in _directories(checkpoints) if (directory / _MARK).exists())
 
 
 def prune_checkpoints(checkpoints: Path, *, keep: int) -> None:
@@ -50,9 +51,15 @@ def prune_checkpoints(checkpoints: Path, *, keep: int) -> None:
     if len(complete) < keep:
         return
     oldest_kept = complete[-keep]
-    for directory in checkpoints.glob(f"{_PREFIX}*"):
-        if int(directory.name.removeprefix(_PREFIX)) < oldest_kept:
+    for directory, step in _directories(checkpoints):
+        if step < oldest_kept:
             # Unmarked first: a removal that is cut short must not leave half a checkpoint that looks whole.
             (directory / _MARK).unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 shutil.rmtree(directory)
+
+
+def _directories(checkpoints: Path) -> list[tuple[Path, int]]:
+    """Return the folders of checkpoints with their steps; whatever else a user keeps beside them is left alone."""
+    names = ((entry, entry.name.removeprefix(_PREFIX)) for entry in checkpoints.glob(f"{_PREFIX}*"))
+    return [(entry, int(name)) for entry, name in names if len(name) == _DIGITS and name.isdecimal()]

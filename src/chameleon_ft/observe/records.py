@@ -112,8 +112,6 @@ class FailureRecord(_Record):
     """Step that training went on with; lower than `step` after a fall back to a checkpoint."""
     lost_layers: tuple[int, ...] = ()
     """Layers that lost their last holder."""
-    predicted_step_s: float | None = None
-    """Step time that the choice was made for; None where nothing was predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

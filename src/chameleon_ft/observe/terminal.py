@@ -71,8 +71,6 @@ class TerminalView:
         if record.lost_layers:
             facts.add_row("lost", f"the last holder of layers {', '.join(map(str, record.lost_layers))}")
         facts.add_row("done", f"{record.policy}: {record.action}")
-        if record.predicted_step_s is not None:
-            facts.add_row("predicted", f"{record.predicted_step_s:.3f} s per step from here")
         facts.add_row("stall", _stall(record))
         facts.add_row("goes on", f"at step {record.resume_step} in generation {record.generation}")
         title = Text(f"worker {record.worker} lost in step {record.step}", style="bold red")

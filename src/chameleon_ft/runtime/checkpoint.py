@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from chameleon_ft.errors import CheckpointError
-from chameleon_ft.observe import layer_directory
+from chameleon_ft.observe import complete_checkpoints, layer_directory
 from chameleon_ft.runtime.layers import LayerState
 
 __all__ = ["CheckpointWriter", "read_layer"]
+
+_POLL_S = 0.005
 
 
 class CheckpointWriter:
@@ -52,9 +56,18 @@ class CheckpointWriter:
         """Write these layers as part of the checkpoint that resumes at `step`; the state must not be changed after."""
         self._jobs.put((step, layers))
 
-    def join(self) -> None:
-        """Wait until everything submitted is written."""
-        self._jobs.join()
+    @property
+    def is_busy(self) -> bool:
+        """Whether something submitted is not written yet."""
+        return self._jobs.unfinished_tasks > 0
+
+    def join(self, *, unless: Callable[[], bool]) -> bool:
+        """Wait until everything submitted is written and return True, or False as soon as `unless` says so."""
+        while self.is_busy:
+            if unless():
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def _work(self) -> None:
         while True:
@@ -62,10 +75,13 @@ class CheckpointWriter:
             error = None
             try:
                 self._before_write(step)
+                complete = step in complete_checkpoints(self._checkpoints)
                 for layer, state in layers.items():
+                    if complete:
+                        break  # written before a failure made everyone come by here again: never touch a marked one
                     _write_layer(layer_directory(self._checkpoints, step, layer), state)
-            except Exception as failure:  # noqa: BLE001  disk full, folder gone: training goes on, and the user is told
-                error = f"{type(failure).__name__}: {failure}"
+            except (Exception, CheckpointException) as failure:  # noqa: BLE001
+                error = _in_words(failure)  # disk full, folder gone: training goes on, and the user is told
             self._saved(step, tuple(layers), error)
             self._jobs.task_done()
 
@@ -84,12 +100,19 @@ def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that no process group is used is what is meant
             load(state, checkpoint_id=path, no_dist=True)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise CheckpointError(
-            f"layer {layer} cannot be read from {path}: {type(error).__name__}: {error}; "
+            f"layer {layer} cannot be read from {path}: {_in_words(error)}; "
             "remove that checkpoint's folder to fall back to an older one"
         ) from error
     return state
+
+
+def _in_words(error: BaseException) -> str:
+    # Torch's is no Exception; it holds the errors of all processes that took part, with tracebacks. Here that is one.
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}"
 
 
 def _write_layer(path: Path, state: LayerState) -> None:

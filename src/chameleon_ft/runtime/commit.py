@@ -84,6 +84,10 @@ class Committer:
             NotFiniteError: the gradient's norm or the loss is not finite; nothing is changed.
         """
         assert self.reduced, "a step is applied only from a fully reduced gradient"
+        if vote.terms < 1:
+            raise NotFiniteError(
+                f"step {self.committed}: the batch has {vote.terms} loss terms; see that `loss_terms` counts them"
+            )
         grad_norm = math.sqrt(vote.grad_square_sum) / vote.terms
         if not (math.isfinite(grad_norm) and math.isfinite(vote.loss_sum)):
             raise NotFiniteError(

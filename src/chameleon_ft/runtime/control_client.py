@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 
@@ -125,7 +126,7 @@ class ControlClient:
         finally:
             # Without the coordinator this rank belongs to nothing: whatever it is doing, it is over.
             self.orders.put(Exit(reason="the connection to the coordinator is lost"))
-            self.ended = self._generation
+            self.ended = sys.maxsize  # this generation, and any that is on its way
             self._loop.run_until_complete(self._interrupt_until_left())
 
     async def _serve(self) -> None:
@@ -152,7 +153,7 @@ class ControlClient:
                 self._interrupting = self._loop.create_task(self._interrupt_until_left())
             case Run() | Welcome() | Exit() | Refused():
                 if isinstance(message, Exit):
-                    self.ended = self._generation
+                    self.ended = sys.maxsize  # this generation, and any that is on its way
                     self._interrupting = self._loop.create_task(self._interrupt_until_left())
                 self.orders.put(message)
             case Finish():

@@ -48,6 +48,19 @@ class HeldLayers:
         """The trained parameters of `layers`, in order."""
         return [p for layer in layers for p in self._modules[layer].parameters() if p.requires_grad]
 
+    def _placed(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
+        """Put a value of the optimizer's state where the optimizer keeps it: with its parameter, but for the counter.
+
+        Torch keeps a counter called "step" on the CPU unless the update is fused or capturable.
+        """
+        if not isinstance(value, Tensor):
+            return value
+        assert self._optimizer is not None
+        group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
+        if key == "step" and not (group.get("fused") or group.get("capturable")):
+            return value
+        return value.to(parameter.device)
+
     def update(self, step: int) -> float:
         """Run the optimizer on the gradients as they are and return the learning rate of that step."""
         if self._optimizer is None:
@@ -79,7 +92,9 @@ class HeldLayers:
             prefix = f"optimizer/{name}/"
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             if own:
-                self._optimizer.state[parameter] = {key: _like(value, parameter) for key, value in own.items()}
+                self._optimizer.state[parameter] = {
+                    key: self._placed(key, value, parameter) for key, value in own.items()
+                }
 
 
 class GradientBuffers:
@@ -135,8 +150,3 @@ def _flat_gradients(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
 def _to_host(value: Tensor) -> Tensor:
     # `clone` also where the tensor is on the CPU already: training goes on changing it.
     return value.detach().to("cpu", copy=True)
-
-
-def _like(value: Any, parameter: nn.Parameter) -> Any:
-    """Put optimizer state where its parameter is; a scalar counter stays on the CPU, where optimizers keep it."""
-    return value.to(parameter.device) if isinstance(value, Tensor) and value.ndim else value

@@ -52,6 +52,10 @@ def input_gradient(
     """
     if not boundary.requires_grad:
         return None, WholeBackward(output, output_gradient)
+    if output._is_view():
+        output = output.clone()  # torch detaches the output in place, which it does not allow of a view
+    whole = WholeBackward(output.view_as(output), output_gradient)
     gradients = None if output_gradient is None else [output_gradient]
     (gradient,), groups = stage_backward_input([output], gradients, [boundary], iter(parameters))
-    return gradient, PendingWeightGradient(parameters, groups)
+    # Torch looks for weights on the way from the output to the input; where there is no such way it finds none.
+    return gradient, whole if gradient is None else PendingWeightGradient(parameters, groups)

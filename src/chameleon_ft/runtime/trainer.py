@@ -147,6 +147,7 @@ class Trainer:
             before.apply(order.roll_forward)
         held = self._layers(order, segments)
         self._held = held
+        rolled_forward = order.load == "keep" and order.roll_forward is not None
         self._committer = Committer(
             worker=context.worker,
             held=held,
@@ -158,6 +159,8 @@ class Trainer:
         )
         if before is not None and before.committed == order.first_step:
             self._committer.last_vote = before.last_vote
+        if rolled_forward:
+            self._checkpoint_if_due(self._committer)
         return self._committer
 
     def _layers(self, order: Run, segments: tuple[Segment, ...]) -> HeldLayers:
@@ -167,6 +170,7 @@ class Trainer:
             return self._held
         if order.load == "keep":
             raise ControlError(f"worker {context.worker} is to keep layers that it does not hold: {sorted(needed)}")
+        self._held = self._committer = None  # what is given up must not take memory beside what replaces it
         with self._activity.waiting("loading layers"):
             held = HeldLayers(context.job, needed, seed=context.config.seed, device=context.device)
             if order.load != "initial":
@@ -212,9 +216,8 @@ class Trainer:
             applied = committer.commit(sums, communicators, order.members, finish=self._client.finishing)
             self._report(order, committer, applied, sums, time.perf_counter() - start)
             finish = applied.vote.finish
-            every = context.config.checkpoint.every
-            if every and committer.committed % every == 0 and not finish and committer.committed < context.config.steps:
-                self._submit_checkpoint(committer)
+            if not finish:
+                self._checkpoint_if_due(committer)
         return True
 
     def _report(self, order: Run, committer: Committer, applied: AppliedStep, sums: StepSums, step_s: float) -> None:
@@ -235,6 +238,19 @@ class Trainer:
             )
         )
 
+    def _checkpoint_if_due(self, committer: Committer) -> None:
+        """Begin a checkpoint on the way. The last one is written when training ends."""
+        config = self._context.config
+        every, step = config.checkpoint.every, committer.committed
+        if not every or step % every or step >= config.steps:
+            return
+        if self._writer.is_busy:
+            # Copies of the model must not pile up when the disk is slower than training.
+            error = "left out, for the one before it is still being written; raise checkpoint.every"
+            self._client.send(CheckpointSaved(step=step, layers=(), error=error))
+        else:
+            self._submit_checkpoint(committer)
+
     def _submit_checkpoint(self, committer: Committer) -> None:
         """Snapshot this worker's share of the layers it holds, and have them written in the background."""
         assert self._held is not None
@@ -250,5 +266,6 @@ class Trainer:
     def _finish(self, order: Run, segments: tuple[Segment, ...], committer: Committer) -> None:
         self._submit_checkpoint(committer)
         with self._activity.waiting("writing the last checkpoint"):
-            self._writer.join()
+            if not self._writer.join(unless=lambda: self._client.ended >= order.generation):
+                return
         self._client.send(Finished(generation=order.generation, committed=committer.committed))

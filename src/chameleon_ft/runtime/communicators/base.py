@@ -100,5 +100,5 @@ def open_store(address: str, *, timeout_s: float) -> Store:
     host, port = split_address(address)
     try:
         return connect_store(host, port, timeout_s=timeout_s)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise CommunicationError(None, f"the rendezvous store at {address} cannot be reached: {error}") from None

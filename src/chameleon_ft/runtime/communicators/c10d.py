@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from chameleon_ft.runtime.communicators.host_names import numeric_address, without_name_server
+
 __all__ = ["Group", "Store", "Work", "connect_store", "gloo_device", "gloo_group", "host_store", "nccl_group"]
 
 Store = c10d.Store
@@ -42,8 +44,12 @@ def host_store(host: str, port: int, listener: int, *, timeout_s: float) -> Stor
 
 
 def connect_store(host: str, port: int, *, timeout_s: float) -> Store:
-    """Connect to a store. Raises RuntimeError."""
-    return c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """Connect to a store. Raises RuntimeError, and OSError where `host` is not known."""
+    address = numeric_address(host)
+    with without_name_server():
+        return c10d.TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
 
 
 def gloo_device(address: str) -> Any:

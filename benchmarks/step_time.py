@@ -1,0 +1,113 @@
+"""What does fault tolerance cost while nothing fails? The step time beside torch's own pipeline schedule.
+
+Both systems train the same model in the same layout, with the same micro-batches, samples and optimizer, in as many
+processes over gloo, each with one compute thread: chameleon, and torch.distributed.pipelining's Schedule1F1B with
+an all-reduce of the gradients, started by torchrun. Their runs alternate. A step is timed from one update to the next,
+each taken when the last worker makes it, by stamps in the model that both train. The losses must agree: a system that
+computes something else is not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from benchmarks import _chameleon, _torchrun
+from benchmarks._common import Bar, Report, Spread, add_most_others, arguments, base_config, new_folder
+from benchmarks._neighbours import Neighbours, progress
+from benchmarks._stamped_job import read_stamps
+from chameleon_ft.config import TrainConfig
+
+_LARGEST_RATIO = 1.05
+_LARGEST_LOSS_DEVIATION = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of one system."""
+
+    steps_s: tuple[float, ...]
+    """From each update to the next, the warm-up left out."""
+    losses: tuple[float, ...]
+
+
+def main() -> int:
+    given = _arguments()
+    neighbours = Neighbours(most=given.most_others)
+    folder = new_folder(given.out)
+    config = base_config(given.config, steps=given.warmup + given.steps + 1)
+    systems = {"chameleon": _run_chameleon, "torch": _run_torch}
+    runs: dict[str, list[_Run]] = {name: [] for name in systems}
+    for number in range(given.rounds):
+        # Each goes first in every other round, so that neither gains from what the machine does over time.
+        for name in list(systems)[:: 1 if number % 2 == 0 else -1]:
+            progress(f"round {number + 1} of {given.rounds}: {name}")
+            measure = partial(systems[name], config, given)
+            runs[name].append(neighbours.undisturbed(measure, folder / f"{name}-{number}"))
+        _require_equal_losses(runs["chameleon"][-1], runs["torch"][-1])
+    return _report(runs["chameleon"], runs["torch"], neighbours).emit(folder, as_json=given.json)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = arguments(__doc__, name="step_time")
+    add_most_others(parser)
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each system")
+    parser.add_argument("--steps", type=int, default=40, help="steps of a run that are timed")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them that are not")
+    return parser.parse_args()
+
+
+def _run_chameleon(config: TrainConfig, given: argparse.Namespace, path: Path) -> _Run:
+    run = _chameleon.train(config, run=path, timeout_s=given.timeout)
+    return _Run(_steps_s(path, given.warmup), tuple(step.loss for step in run.steps()))
+
+
+def _run_torch(config: TrainConfig, given: argparse.Namespace, path: Path) -> _Run:
+    _torchrun.train(config, out=path, timeout_s=given.timeout)
+    return _Run(_steps_s(path, given.warmup), tuple(_torchrun.losses_of(path, config)))
+
+
+def _steps_s(run: Path, warmup: int) -> tuple[float, ...]:
+    """Return the time from each step's update to the next one's, each taken when the last worker makes it."""
+    updates: dict[int, float] = {}
+    for stamp in read_stamps(run):
+        if stamp.step is not None:
+            updates[stamp.step] = stamp.time  # stamps come in the order of time
+    return tuple(later - earlier for earlier, later in pairwise(updates[step] for step in sorted(updates)))[warmup:]
+
+
+def _require_equal_losses(chameleon: _Run, torch: _Run) -> None:
+    worst = max(abs(a - b) / abs(b) for a, b in zip(chameleon.losses, torch.losses, strict=True))
+    if worst > _LARGEST_LOSS_DEVIATION:
+        raise SystemExit(f"the losses of the two systems deviate by {worst:.1e}: they did not train the same")
+
+
+def _report(chameleon: list[_Run], torch: list[_Run], neighbours: Neighbours) -> Report:
+    ours, theirs = (Spread(tuple(step for run in runs for step in run.steps_s)) for runs in (chameleon, torch))
+    ratios = Spread(tuple(median(a.steps_s) / median(b.steps_s) for a, b in zip(chameleon, torch, strict=True)))
+    ratio = ours.median / theirs.median
+    return Report(
+        benchmark="step_time",
+        columns=("", "number", "median (least to largest)"),
+        rows=(
+            ("chameleon: step, s", f"{len(ours.values)} steps", ours.shown()),
+            ("Schedule1F1B and all-reduce: step, s", f"{len(theirs.values)} steps", theirs.shown()),
+            ("ratio of the two medians of a round", f"{len(ratios.values)} rounds", ratios.shown()),
+        ),
+        bars=(Bar(name="median step of chameleon over Schedule1F1B's", value=ratio, limit=_LARGEST_RATIO),),
+        results={
+            "chameleon_step_s": ours.to_json(),
+            "torch_step_s": theirs.to_json(),
+            "ratio_of_medians": ratio,
+            "ratio_by_round": ratios.to_json(),
+        },
+        neighbours=neighbours,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,59 @@
+"""What a plan costs: time, memory, gradient sync and the way to it, with bounds that say how good that is.
+
+The paper's own closed forms are in `chameleon_ft.estimate.paper`, apart from these.
+"""
+
+from __future__ import annotations
+
+from chameleon_ft.estimate.bounds import (
+    one_f_one_b_bound_s,
+    one_f_one_b_period_s,
+    pipeline_bound_s,
+    plan_bound_s,
+    rerouting_bound_s,
+    total_work_bound_s,
+)
+from chameleon_ft.estimate.cluster_bound import cluster_bound_s
+from chameleon_ft.estimate.gradient_sync import SyncEstimate, SyncTiming, TimedReduction, estimate_sync, reduction_s
+from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory
+from chameleon_ft.estimate.stages import PipelineTimes, pipeline_times
+from chameleon_ft.estimate.step import StepEstimate, estimate_step
+from chameleon_ft.estimate.transition import (
+    StallModel,
+    Transfer,
+    TransitionEstimate,
+    estimate_transition,
+    fewest_round_bytes,
+    missing_layers,
+    state_bytes,
+)
+
+__all__ = [
+    "MemoryUse",
+    "MessageBuffers",
+    "PipelineTimes",
+    "StallModel",
+    "StepEstimate",
+    "SyncEstimate",
+    "SyncTiming",
+    "TimedReduction",
+    "Transfer",
+    "TransitionEstimate",
+    "WorkerMemory",
+    "cluster_bound_s",
+    "estimate_step",
+    "estimate_sync",
+    "estimate_transition",
+    "fewest_round_bytes",
+    "missing_layers",
+    "one_f_one_b_bound_s",
+    "one_f_one_b_period_s",
+    "pipeline_bound_s",
+    "pipeline_times",
+    "plan_bound_s",
+    "program_memory",
+    "reduction_s",
+    "rerouting_bound_s",
+    "state_bytes",
+    "total_work_bound_s",
+]

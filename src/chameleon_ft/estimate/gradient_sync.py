@@ -1,0 +1,116 @@
+"""When gradients are reduced: segment by segment, in rounds, after the backward or during its tail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from chameleon_ft.plan import Placement
+from chameleon_ft.schedule import CostModel, OperationKind, Timeline
+from chameleon_ft.sync import Segment, SyncRounds, gradient_rounds
+
+__all__ = ["SyncEstimate", "SyncTiming", "TimedReduction", "estimate_sync", "reduction_s"]
+
+
+class SyncTiming(StrEnum):
+    """When a worker starts to reduce: each segment once its gradients are complete, or all after its last operation."""
+
+    OVERLAPPED = "overlapped"
+    AFTER_PROGRAM = "after-program"
+
+
+@dataclass(frozen=True, slots=True)
+class TimedReduction:
+    """The all-reduce of a segment, in seconds since the start of the step, and the number of its round."""
+
+    segment: Segment
+    round: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SyncEstimate:
+    """The reductions of a step.
+
+    Attributes:
+        reductions: in the order in which workers issue them.
+        rounds: how they are arranged, with the fewest rounds that there could be.
+        program_s: end of the last operation.
+    """
+
+    reductions: tuple[TimedReduction, ...]
+    rounds: SyncRounds
+    program_s: float
+
+    @property
+    def end_s(self) -> float:
+        """When all gradients are reduced and all operations done."""
+        return max((reduction.end_s for reduction in self.reductions), default=self.program_s)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds by which it makes the step longer."""
+        return max(0.0, self.end_s - self.program_s)
+
+
+def estimate_sync(
+    placement: Placement, timeline: Timeline, costs: CostModel, *, timing: SyncTiming = SyncTiming.OVERLAPPED
+) -> SyncEstimate:
+    """When each segment is reduced, given when the operations end.
+
+    A worker reduces one segment after the other, in the order (round, first layer), while it computes; a reduction
+    starts when all its holders have come to it, and with `SyncTiming.OVERLAPPED` have the segment's gradients from all
+    their micro-batches. Reductions do not slow down operations or messages.
+
+    Raises:
+        NoHolderError: a layer has no holder.
+        PlanError: the workload has another number of layers than the placement.
+    """
+    rounds = gradient_rounds(placement)
+    ready = _Ready(timeline, timing)
+    free_s: dict[int, float] = {}
+    reductions: list[TimedReduction] = []
+    for number, segments in enumerate(rounds.rounds):
+        for segment in segments:
+            start_s = max(max(free_s.get(worker, 0.0), ready.at(worker, segment)) for worker in segment.holders)
+            end_s = start_s + reduction_s(segment, costs)
+            free_s.update(dict.fromkeys(segment.holders, end_s))
+            reductions.append(TimedReduction(segment, number, start_s, end_s))
+    return SyncEstimate(tuple(reductions), rounds, timeline.step_s)
+
+
+def reduction_s(segment: Segment, costs: CostModel) -> float:
+    """Seconds of a ring all-reduce of the segment's gradients: 2 (n - 1) alpha + 2 (n - 1) / n * bytes / beta.
+
+    The ring passes through the holders host by host; its slowest link sets the pace of every step.
+    """
+    count = len(segment.holders)
+    layers = costs.workload.layers[segment.layers.start : segment.layers.stop]
+    num_bytes = sum(layer.gradient_bytes for layer in layers)
+    ring = sorted(segment.holders, key=lambda worker: (costs.cluster.worker(worker).host, worker))
+    links = {costs.cluster.link(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True) if a != b}
+    return max((link.ring_all_reduce_s(num_bytes, count) for link in links), default=0.0)
+
+
+class _Ready:
+    """When a worker has the gradients of a segment."""
+
+    def __init__(self, timeline: Timeline, timing: SyncTiming) -> None:
+        self._timing = timing
+        self._end_s: dict[int, float] = {}
+        # For each worker and range of layers that it runs, the end of the last operation that makes gradients.
+        self._last_s: dict[int, dict[tuple[int, int], float]] = {}
+        for timed in timeline.operations:
+            self._end_s[timed.worker] = max(timed.end_s, self._end_s.get(timed.worker, 0.0))
+            if timed.operation.kind in (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD):
+                layers = timed.operation.layers
+                self._last_s.setdefault(timed.worker, {})[layers.start, layers.stop] = timed.end_s
+
+    def at(self, worker: int, segment: Segment) -> float:
+        if self._timing is SyncTiming.AFTER_PROGRAM:
+            return self._end_s.get(worker, 0.0)
+        made: Mapping[tuple[int, int], float] = self._last_s.get(worker, {})
+        first, stop = segment.layers.start, segment.layers.stop
+        return max((end_s for (start, end), end_s in made.items() if start < stop and first < end), default=0.0)

@@ -1,0 +1,67 @@
+"""A pipeline as the numbers that closed forms and bounds are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Hop
+from chameleon_ft.schedule import CostModel, OperationKind
+
+__all__ = ["PipelineTimes", "pipeline_times"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimes:
+    """Seconds of each stage of a pipeline, first to last, for one micro-batch.
+
+    Attributes:
+        forward_s: of F at each stage (f).
+        backward_s: of B, or with split backward of I (b).
+        weight_grad_s: of W (w); zeros with fused backward.
+        message_s: one way between a stage and the next (c); one fewer than there are stages.
+
+    Raises:
+        PlanError: no stages, or lists whose lengths do not fit.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_grad_s: tuple[float, ...]
+    message_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        depth = len(self.forward_s)
+        if depth < 1 or (len(self.backward_s), len(self.weight_grad_s), len(self.message_s)) != (
+            depth,
+            depth,
+            depth - 1,
+        ):
+            raise PlanError(
+                "a pipeline of p stages needs p forward, backward and weight-gradient times and p - 1 message times; "
+                f"got {depth}, {len(self.backward_s)}, {len(self.weight_grad_s)} and {len(self.message_s)}"
+            )
+
+    @property
+    def depth(self) -> int:
+        """Stages (p)."""
+        return len(self.forward_s)
+
+
+def pipeline_times(hops: Sequence[Hop], costs: CostModel, *, split_backward: bool = False) -> PipelineTimes:
+    """The times of a route's hops, each on its worker. Raises PlanError if there are none or layers are unknown."""
+    backward = OperationKind.INPUT_GRAD if split_backward else OperationKind.BACKWARD
+    return PipelineTimes(
+        forward_s=tuple(costs.compute_s(hop.worker, OperationKind.FORWARD, hop.layers) for hop in hops),
+        backward_s=tuple(costs.compute_s(hop.worker, backward, hop.layers) for hop in hops),
+        weight_grad_s=tuple(
+            costs.compute_s(hop.worker, OperationKind.WEIGHT_GRAD, hop.layers) if split_backward else 0.0
+            for hop in hops
+        ),
+        message_s=tuple(
+            costs.message_s(hop.worker, after.worker, costs.message_bytes(hop.layers.stop - 1))
+            for hop, after in pairwise(hops)
+        ),
+    )

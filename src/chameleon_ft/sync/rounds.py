@@ -1,0 +1,87 @@
+"""Rounds: which segments are reduced at the same time, by colouring the graph of those that share a worker."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from chameleon_ft.plan.placement import Placement
+from chameleon_ft.sync.segments import Segment, gradient_segments
+
+__all__ = ["SyncRounds", "gradient_rounds"]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncRounds:
+    """The segments that need a message, in rounds; no two of a round share a worker.
+
+    Attributes:
+        rounds: segments of each round, by first layer.
+        fewest: a number of rounds that cannot be beaten: the most segments that any one worker takes part in.
+    """
+
+    rounds: tuple[tuple[Segment, ...], ...]
+    fewest: int
+
+    @property
+    def order(self) -> tuple[Segment, ...]:
+        """The one order (round, first layer) in which every worker issues its own, so that none waits in a circle."""
+        return tuple(segment for segments in self.rounds for segment in segments)
+
+    @property
+    def excess(self) -> int:
+        """Rounds above what cannot be beaten; zero is proven optimal."""
+        return len(self.rounds) - self.fewest
+
+
+def gradient_rounds(placement: Placement) -> SyncRounds:
+    """The rounds in which the gradients of a placement are reduced.
+
+    Where every worker holds one contiguous range, the workers of a segment that two others have in common hold all
+    between them too: the conflicts are a proper interval graph, and the first free round from left to right makes the
+    fewest rounds. Otherwise DSATUR (Brelaz 1979), which need not.
+
+    Raises:
+        NoHolderError: a layer has no holder.
+    """
+    segments = [segment for segment in gradient_segments(placement) if len(segment.holders) > 1]
+    fewest = max(Counter(worker for segment in segments for worker in segment.holders).values(), default=0)
+    conflicts = _conflicts(segments)
+    one_range = all(len(placement.ranges_of(worker)) == 1 for worker in placement.workers)
+    colours = _left_to_right(conflicts) if one_range else _dsatur(conflicts)
+    rounds: list[list[Segment]] = [[] for _ in range(max(colours, default=-1) + 1)]
+    for segment, colour in zip(segments, colours, strict=True):
+        rounds[colour].append(segment)
+    return SyncRounds(tuple(map(tuple, rounds)), fewest)
+
+
+def _conflicts(segments: Sequence[Segment]) -> list[set[int]]:
+    """For each segment, the indices of those that it shares a worker with."""
+    conflicts: list[set[int]] = [set() for _ in segments]
+    holders = [set(segment.holders) for segment in segments]
+    for i, j in combinations(range(len(segments)), 2):
+        if not holders[i].isdisjoint(holders[j]):
+            conflicts[i].add(j)
+            conflicts[j].add(i)
+    return conflicts
+
+
+def _left_to_right(conflicts: Sequence[set[int]]) -> list[int]:
+    colours: list[int] = []
+    for index, others in enumerate(conflicts):
+        taken = {colours[other] for other in others if other < index}
+        colours.append(next(colour for colour in range(len(taken) + 1) if colour not in taken))
+    return colours
+
+
+def _dsatur(conflicts: Sequence[set[int]]) -> list[int]:
+    # Imported late: it costs more time than all of the pure part, and hardly any placement needs it.
+    import networkx  # type: ignore[import-untyped]
+
+    graph = networkx.Graph()
+    graph.add_nodes_from(range(len(conflicts)))
+    graph.add_edges_from((i, j) for i, others in enumerate(conflicts) for j in sorted(others) if i < j)
+    found = networkx.greedy_color(graph, strategy="DSATUR")
+    return [found[index] for index in range(len(conflicts))]

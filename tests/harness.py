@@ -1,0 +1,269 @@
+"""Real runs for tests: small ones, with something happening at a step, and what must hold of every run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+from unittest import mock
+
+import psutil  # type: ignore[import-untyped]
+
+from chameleon_ft import launch
+from chameleon_ft.config import (
+    Batch,
+    Data,
+    Failure,
+    FailureKind,
+    FailurePhase,
+    LlamaConfig,
+    Optimizer,
+    Parallel,
+    RunConfig,
+    Timeouts,
+    TrainConfig,
+)
+from chameleon_ft.data.corpus import prepare_data
+from chameleon_ft.observe import FailureRecord, NullView, RunDirectory, StepRecord
+from chameleon_ft.verify import Verification, repeat_run
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it does so once more\n" * 200
+TOLERANCE = 1e-5  # relative, of every step's loss
+
+PATIENT = Timeouts(heartbeat_s=10.0, watchdog_min_s=15.0, watchdog_factor=50.0, collective_s=60.0, rendezvous_s=90.0)
+"""Nobody is given up only because the machine is busy; what is found at once is still found at once."""
+
+
+def small_config(directory: Path, **changes: Any) -> TrainConfig:
+    """A run of about a second: six workers in three pipelines of two stages; `changes` replace whole fields."""
+    text = directory / "text.txt"
+    text.write_text(TEXT)
+    fields: dict[str, Any] = {
+        "workers": 6,
+        "steps": 10,
+        "seed": 3,
+        "parallel": Parallel(dp=3, pp=2),
+        "batch": Batch(micro_batches=6, micro_batch_size=2),
+        "timeouts": PATIENT,
+        "model": LlamaConfig(dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=32),
+        "data": Data(path=str(text)),
+        "optimizer": Optimizer(lr=1e-3, min_lr=1e-4, warmup_steps=2),
+    }
+    return TrainConfig(**{**fields, **changes})
+
+
+def fails(worker: int, *, step: int, phase: FailurePhase = "forward", kind: FailureKind = "kill") -> Failure:
+    """An injected failure."""
+    return Failure(step=step, worker=worker, phase=phase, kind=kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run that has ended."""
+
+    code: int
+    run: RunDirectory
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(self.run.summary_file.read_text())
+        return data
+
+    @property
+    def failures(self) -> list[FailureRecord]:
+        return self.run.failures()
+
+    @property
+    def lost(self) -> set[int]:
+        """The workers that were lost."""
+        return {failure.worker for failure in self.failures}
+
+    @property
+    def steps(self) -> list[int]:
+        """The committed steps, as they were recorded."""
+        return [record.step for record in self.run.steps()]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.run.events() if event["event"] == name]
+
+    def plans(self) -> list[dict[str, Any]]:
+        """The plans of all generations, in order."""
+        return [json.loads(event["plan"]) for event in self.events("plan")]
+
+
+@dataclass
+class Prompter(NullView):
+    """Shows nothing, and calls something when a step is committed or a failure is recorded."""
+
+    at_step: Mapping[int, Callable[[], None]] = field(default_factory=dict)
+    at_failure: Callable[[], None] | None = None
+    done: set[int] = field(default_factory=set)
+
+    def step(self, record: StepRecord) -> None:
+        if record.step in self.at_step and record.step not in self.done:
+            self.done.add(record.step)
+            self.at_step[record.step]()
+
+    def failure(self, record: FailureRecord) -> None:
+        if self.at_failure is not None:
+            self.at_failure()
+
+
+def create_run(config: RunConfig, path: Path) -> RunDirectory:
+    """Make a run directory, with the data that the workers read."""
+    run = RunDirectory.create(path, config)
+    if isinstance(config, TrainConfig):
+        prepare_data(config, run.path)
+    return run
+
+
+def train_here(config: RunConfig, path: Path, *, view: Prompter | None = None) -> Ended:
+    """Train with the coordinator in this process; all runs of a process share its fork server."""
+    return _train(config, create_run(config, path), resume=False, view=view)
+
+
+def resume_here(ended: Ended, *, view: Prompter | None = None, **changes: Any) -> Ended:
+    """Go on with a run as `--resume` does, with `changes` to its configuration."""
+    values = {**ended.run.config().model_dump(exclude={"failures", "out"}), **changes}
+    config = type(ended.run.config()).model_validate(values)
+    ended.run.write_config(config)
+    return _train(config, ended.run, resume=True, view=view)
+
+
+def _train(config: RunConfig, run: RunDirectory, *, resume: bool, view: Prompter | None) -> Ended:
+    before = set(_children())
+    with mock.patch.object(launch, "TerminalView", return_value=view or NullView()):
+        code = launch.train(config.model_copy(update={"out": run.path}), run=run, resume=resume)
+    left = [process for process in _children() if process not in before and not _is_server(process)]
+    assert not left, f"the run has left processes behind: {left}"
+    return Ended(code, run)
+
+
+def _children() -> list[psutil.Process]:
+    return list(psutil.Process().children(recursive=True))
+
+
+def _is_server(process: psutil.Process) -> bool:
+    """Whether it is one of the two processes that multiprocessing keeps for all runs of this process."""
+    try:
+        return process.parent() == psutil.Process() and any("multiprocessing" in part for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return True
+
+
+def assert_trained_as_if_nothing_failed(ended: Ended, *, repeated_steps: int = 0) -> None:
+    """Every step is committed, no sample is lost or repeated but as expected, and every loss is the plain loop's."""
+    config = ended.run.config()
+    summary = ended.summary
+    assert ended.code == 0, summary["reason"]
+    assert summary["status"] == "finished"
+    assert summary["steps"] == config.steps
+    assert summary["samples_seen"] == config.steps * config.batch.samples
+    assert summary["samples_lost"] == 0
+    assert summary["samples_repeated"] == repeated_steps * config.batch.samples
+    assert not ended.events("refused"), "nobody sends what is not understood"
+    assert_as_the_plain_loop(ended)
+
+
+def assert_as_the_plain_loop(ended: Ended, *, steps: int | None = None) -> None:
+    """The loss of every step, or of the first `steps`, and the norm of its gradient are those of one plain loop.
+
+    Over some hundred steps rounding grows into differences that no tolerance is meant for.
+    """
+    verification = Verification.of(repeat_run(ended.run, limit=steps), tolerance=TOLERANCE)
+    assert verification.first_step_outside is None, str(verification)
+    assert verification.max_relative_grad_norm_deviation < 1e-4, str(verification)
+
+
+def in_thread(function: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that runs `function` in a thread: for what asks the coordinator of this process something."""
+
+    def start() -> None:
+        threading.Thread(target=function, daemon=True).start()
+
+    return start
+
+
+class Command:
+    """A `chameleon` command in a process, and a session, of its own."""
+
+    def __init__(self, *arguments: str | Path, environ: Mapping[str, str] | None = None, prefix: Sequence[str] = ()):
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, "-m", "chameleon_ft", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **(environ or {})},
+            start_new_session=True,
+        )
+        self.printed = ""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def read_until(self, pattern: str) -> re.Match[str]:
+        """Read what it prints up to a line that matches `pattern`."""
+        for line in self._lines():
+            if (found := re.search(pattern, line)) is not None:
+                return found
+        raise AssertionError(f"the command has ended without {pattern!r}; it printed:\n{self.printed}")
+
+    def wait(self) -> int:
+        """Read the rest of what it prints and return its exit code, which is negative for a signal."""
+        for _ in self._lines():
+            pass
+        return self._process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def interrupt_all(self) -> None:
+        """Send what a terminal sends at Ctrl-C: SIGINT to every process of the session."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def session(self) -> list[psutil.Process]:
+        """Every process that it has started, and itself, as far as they live."""
+        return [process for process in psutil.process_iter() if _session_of(process) == self.pid]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.session():
+            process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _lines(self) -> Iterator[str]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.printed += line
+            yield line
+
+
+def _session_of(process: psutil.Process) -> int | None:
+    try:
+        return None if process.status() == psutil.STATUS_ZOMBIE else os.getsid(process.pid)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return None
+
+
+@contextmanager
+def every_process_ends(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """See that `processes` end by themselves once the block is through."""
+    yield
+    _, left = psutil.wait_procs(processes, timeout=30)
+    for process in left:
+        process.kill()
+    assert not left, f"still there: {left}"

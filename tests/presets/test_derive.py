@@ -1,0 +1,149 @@
+"""Workloads derived from shapes and rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+
+from chameleon_ft.cluster import Link
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.presets import (
+    DEVICES,
+    MODELS,
+    STATE_POLICIES,
+    Attention,
+    Device,
+    DType,
+    Execution,
+    Recompute,
+    derive_workload,
+    device,
+    model_flops_per_token,
+    model_shape,
+    state_policy,
+)
+
+# One operation a nanosecond and memory that costs nothing: seconds are operations.
+COUNTER = Device(
+    name="counter",
+    peak_flops={DType.BF16: 1e9},
+    achievable=1.0,
+    memory_bytes=1,
+    memory_bytes_per_s=1e300,
+    intra_host=Link(0.0, math.inf),
+    inter_host=Link(0.0, math.inf),
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("device_name", DEVICES)
+def test_every_preset_has_a_workload(name: str, device_name: str) -> None:
+    shape = model_shape(name)
+    workload = derive_workload(shape, device(device_name), micro_batch_size=1, micro_batches=8)
+
+    assert [layer.name for layer in workload.layers[:2]] == ["embedding", "block 1"]
+    assert len(workload.layers) == shape.blocks + 2
+    assert sum(layer.param_bytes for layer in workload.layers) == 2 * shape.num_params
+    for layer in workload.layers[1:]:
+        assert layer.forward_s > 0
+        assert layer.weight_grad_s <= layer.input_grad_s
+
+
+def test_seconds_are_operations_over_the_rate() -> None:
+    shape = model_shape("llama2-7b")
+    workload = derive_workload(
+        shape, COUNTER, micro_batch_size=2, micro_batches=1, execution=Execution(attention=Attention.EAGER)
+    )
+
+    seconds = math.fsum(layer.forward_s + layer.backward_s for layer in workload.layers)
+    tokens = 2 * shape.seq_len
+    assert seconds == pytest.approx(tokens * model_flops_per_token(shape) / 1e9, rel=1e-4)
+
+
+def test_full_recomputation_adds_a_forward_to_the_input_half() -> None:
+    kept, again = (
+        derive_workload(
+            model_shape("llama2-7b"),
+            device("h100-80g"),
+            micro_batch_size=1,
+            micro_batches=1,
+            execution=Execution(recompute=recompute),
+        ).layers[1]
+        for recompute in (Recompute.NONE, Recompute.FULL)
+    )
+
+    assert again.input_grad_s == pytest.approx(kept.input_grad_s + kept.forward_s)
+    assert again.weight_grad_s == kept.weight_grad_s
+    # What is made again has room only while the block's own backward runs.
+    assert again.working_bytes == kept.working_bytes + kept.activation_bytes
+
+
+@pytest.mark.parametrize(
+    ("policy", "per_param"), [("bf16-master", 16), ("bf16-master-fp32-gradients", 18), ("bf16", 8), ("fp32", 16)]
+)
+def test_state_bytes_follow_the_policy(policy: str, per_param: int) -> None:
+    shape = model_shape("llama3-8b")
+    workload = derive_workload(
+        shape, device("a100-80g"), micro_batch_size=1, micro_batches=1, state=state_policy(policy)
+    )
+
+    held = sum(layer.param_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in workload.layers)
+    assert held == per_param * shape.num_params
+    assert STATE_POLICIES[policy].bytes_per_param == per_param
+
+
+def test_tensor_parallelism_divides_bytes_and_work_and_adds_messages() -> None:
+    shape = model_shape("llama3-70b")
+    alone, shared = (
+        derive_workload(
+            shape, device("h100-80g"), micro_batch_size=1, micro_batches=1, execution=Execution(tp=tp)
+        ).layers[1]
+        for tp in (1, 8)
+    )
+
+    assert shared.param_bytes * 8 == alone.param_bytes
+    assert shared.activation_bytes * 8 == alone.activation_bytes
+    assert shared.output_bytes * 8 == alone.output_bytes
+    assert shared.weight_grad_s * 8 == pytest.approx(alone.weight_grad_s)
+    # Two ring all-reduces of s b h elements over links of 450 GB/s, in 14 steps each.
+    messages_s = 2 * 14 * (6e-6 + 8192 * 8192 * 2 / 8 / 450e9)
+    assert shared.forward_s == pytest.approx(alone.forward_s / 8 + messages_s)
+
+
+@pytest.mark.parametrize(
+    ("derive", "message"),
+    [
+        (lambda: device("h200"), "there is no device 'h200'; did you mean 'h100-80g'"),
+        (lambda: state_policy("bf17"), "did you mean 'bf16'"),
+        (lambda: dataclasses.replace(COUNTER, achievable=1.5), "achievable of device 'counter' must be in"),
+        (lambda: dataclasses.replace(COUNTER, memory_bytes=0), "memory_bytes of device 'counter'"),
+        (lambda: dataclasses.replace(COUNTER, peak_flops={}), "at least one element type"),
+        (lambda: COUNTER.flops_per_s(DType.FP32), "no rate for fp32; it has one for: bf16"),
+        (lambda: COUNTER.cluster(0), "at least 1"),
+        (lambda: Execution(tp=0), "tp must be at least 1"),
+        (
+            lambda: derive_workload(
+                model_shape("qwen2.5-7b"), COUNTER, micro_batch_size=1, micro_batches=1, execution=Execution(tp=8)
+            ),
+            "tp 8 does not divide heads 28",
+        ),
+        (
+            lambda: derive_workload(model_shape("qwen2.5-7b"), COUNTER, micro_batch_size=0, micro_batches=1),
+            "micro_batch_size must be at least 1",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(derive: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        derive()
+
+
+def test_a_cluster_of_a_device_has_its_links_and_memory() -> None:
+    cluster = device("a100-80g").cluster(16, workers_per_host=8)
+
+    assert cluster.link(0, 7) == device("a100-80g").intra_host
+    assert cluster.link(7, 8) == device("a100-80g").inter_host
+    assert {worker.memory_bytes for worker in cluster.workers} == {80 * 10**9}

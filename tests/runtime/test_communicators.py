@@ -1,0 +1,237 @@
+"""Waiting that can be called off, and telling a library's connections from others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from chameleon_ft.runtime.communicators.sockets import SocketTracker
+from chameleon_ft.runtime.communicators.waiter import CalledOffError, Waiter
+
+# --- waiter ----------------------------------------------------------------------------------------------------------
+
+
+class Work:
+    """An operation that ends when it is told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.begun = threading.Event()
+        self.end = threading.Event()
+        self._error = error
+
+    def wait(self) -> None:
+        self.begun.set()
+        self.end.wait()
+        if self._error is not None:
+            raise self._error
+
+
+@contextmanager
+def waiter() -> Iterator[Waiter]:
+    made = Waiter()
+    yield made
+    made.stop()
+    made.join(10)
+    assert not made.asleep
+
+
+def ended(error: Exception | None = None) -> Work:
+    work = Work(error)
+    work.end.set()
+    return work
+
+
+def test_a_wait_lasts_until_the_operation_is_done() -> None:
+    with waiter() as waiting:
+        for _ in range(100):
+            waiting.wait(ended())
+        work = Work()
+        done = threading.Thread(target=waiting.wait, args=(work,))
+        done.start()
+        work.begun.wait()
+        assert done.is_alive()
+        work.end.set()
+        done.join()
+
+
+def test_the_error_of_an_operation_is_raised_and_the_next_one_is_waited_for() -> None:
+    with waiter() as waiting:
+        with pytest.raises(ValueError, match="reset by peer"):
+            waiting.wait(ended(ValueError("reset by peer")))
+        waiting.wait(ended())
+
+
+def test_a_wait_is_called_off_while_its_operation_sleeps_on() -> None:
+    with waiter() as waiting:
+        work = Work()
+        threading.Thread(target=lambda: (work.begun.wait(), waiting.call_off())).start()
+        with pytest.raises(CalledOffError):
+            waiting.wait(work)
+        with pytest.raises(CalledOffError):
+            waiting.wait(ended())
+        waiting.stop()
+        assert waiting.asleep
+        work.end.set()
+
+
+def test_an_operation_that_ends_after_it_was_called_off_disturbs_nobody() -> None:
+    with waiter() as waiting:
+        work = Work(ValueError("too late"))
+        threading.Thread(target=lambda: (work.begun.wait(), waiting.call_off())).start()
+        with pytest.raises(CalledOffError):
+            waiting.wait(work)
+        work.end.set()
+        for _ in range(3):
+            with pytest.raises(CalledOffError):
+                waiting.wait(ended())
+
+
+def test_calling_off_races_with_the_end_and_with_the_beginning() -> None:
+    for _ in range(300):
+        with waiter() as waiting:
+            work = Work()
+            outcomes: list[str] = []
+
+            def wait(waiting: Waiter = waiting, work: Work = work, outcomes: list[str] = outcomes) -> None:
+                try:
+                    waiting.wait(work)
+                    outcomes.append("done")
+                except CalledOffError:
+                    outcomes.append("called off")
+
+            threads = [threading.Thread(target=target) for target in (wait, work.end.set, waiting.call_off)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert outcomes in (["done"], ["called off"])
+
+
+# --- sockets ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def connection(listener: socket.socket) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Connect to a listener; both ends are given."""
+    with socket.create_connection(listener.getsockname()) as one:
+        other, _ = listener.accept()
+        with other:
+            yield one, other
+
+
+@contextmanager
+def listening() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def is_open(pair: tuple[socket.socket, socket.socket]) -> bool:
+    one, other = pair
+    try:
+        one.sendall(b"x")
+        return other.recv(1) == b"x"
+    except OSError:
+        return False
+
+
+def test_only_what_was_connected_between_start_and_settle_is_shut_down() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening())
+        tracker = SocketTracker()
+        before = stack.enter_context(connection(listener))
+        tracker.start()
+        between = [stack.enter_context(connection(listener)) for _ in range(3)]
+        tracker.settle()
+        after = stack.enter_context(connection(listener))
+        tracker.shut_down()
+        assert is_open(before)
+        assert is_open(after)
+        assert not any(is_open(pair) for pair in between)
+        tracker.close()
+
+
+def test_listening_and_other_sockets_are_left_alone() -> None:
+    with ExitStack() as stack:
+        tracker = SocketTracker()
+        tracker.start()
+        listener = stack.enter_context(listening())
+        local = socket.socketpair()
+        for end in local:
+            stack.enter_context(end)
+        datagrams = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        datagrams.bind(("127.0.0.1", 0))
+        tracker.settle()
+        tracker.shut_down()
+        with connection(listener) as pair:
+            assert is_open(pair)
+        assert is_open(local)
+        datagrams.sendto(b"x", datagrams.getsockname())
+        assert datagrams.recv(1) == b"x"
+        tracker.close()
+
+
+def test_a_blocked_read_ends_before_settling_too() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening())
+        tracker = SocketTracker()
+        tracker.start()
+        one, _ = stack.enter_context(connection(listener))
+        reading = threading.Thread(target=one.recv, args=(1,))
+        reading.start()
+        tracker.shut_down()
+        reading.join()
+        tracker.close()
+
+
+def test_a_descriptor_that_names_another_connection_by_now_is_left_alone() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening())
+        tracker = SocketTracker()
+        tracker.start()
+        tracked = socket.create_connection(listener.getsockname())
+        stack.enter_context(listener.accept()[0])
+        tracker.settle()
+        number = tracked.fileno()
+        tracked.close()
+        reused = stack.enter_context(connection(listener))
+        assert number in (reused[0].fileno(), reused[1].fileno())
+        tracker.shut_down()
+        assert is_open(reused)
+        tracker.close()
+
+
+def test_a_connection_stays_tracked_when_the_library_renames_it() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening())
+        tracker = SocketTracker()
+        tracker.start()
+        one, other = stack.enter_context(connection(listener))
+        tracker.settle()
+        renamed = one.dup()
+        stack.enter_context(renamed)
+        one.close()
+        tracker.shut_down()
+        assert not is_open((renamed, other))
+        tracker.close()
+
+
+def test_closing_forgets_everything_and_leaks_nothing() -> None:
+    import os
+
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening())
+        count = len(os.listdir("/proc/self/fd"))
+        for _ in range(50):
+            tracker = SocketTracker()
+            tracker.start()
+            with connection(listener):
+                tracker.shut_down()
+                tracker.settle()
+                tracker.shut_down()
+                tracker.close()
+                tracker.close()
+        assert len(os.listdir("/proc/self/fd")) == count

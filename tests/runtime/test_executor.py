@@ -1,0 +1,225 @@
+"""Any valid plan, run by real processes over gloo, does what one plain loop does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import Phase, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from chameleon_ft.config import Batch
+from chameleon_ft.models.build import boundary_specs
+from chameleon_ft.observe import FaultLog
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
+from chameleon_ft.recovery import reroute
+from chameleon_ft.runtime.activity import Activity
+from chameleon_ft.runtime.batches import Batches
+from chameleon_ft.runtime.commit import Committer
+from chameleon_ft.runtime.communicators import Membership
+from chameleon_ft.runtime.executor import Executor
+from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.schedule import Operation, best_program, check_program
+from chameleon_ft.sync import Segment, gradient_segments
+from tests.runtime.ranks import Ranks, opened
+from tests.runtime.toy import SEED, PlainStep, toy_job, train_plainly
+from tests.strategies import equal_costs, plans
+
+pytestmark = pytest.mark.multiprocess
+
+MOST_RANKS = 6
+STEPS = 2
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(MOST_RANKS) as started:
+        yield started
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rank needs to take its part in a plan."""
+
+    membership: Membership
+    operations: tuple[Operation, ...]
+    segments: tuple[Segment, ...]
+    layers: int
+    batch: Batch
+    clip_norm: float | None
+    constant_at: int | None
+
+
+def take_part(task: Task) -> list[PlainStep]:
+    """Train some steps as a rank does; return the global loss and norm, and the gradients and weights held here."""
+    job = toy_job(task.layers, clip_norm=task.clip_norm, constant_at=task.constant_at)
+    worker = task.membership.worker
+    held_layers = sorted(layer for segment in task.segments if worker in segment.holders for layer in segment.layers)
+    held = HeldLayers(job, held_layers, seed=SEED, device=CPU)
+    faults = FaultInjector(worker, (), log=FaultLog(None), disconnect=lambda: None)  # type: ignore[arg-type]
+    committer = Committer(
+        worker=worker,
+        held=held,
+        buffers=GradientBuffers(held, task.segments),
+        clip_norm=job.clip_norm,
+        committed=0,
+        activity=Activity(),
+        faults=faults,
+    )
+    done = []
+    with opened(task.membership) as communicators:
+        executor = Executor(
+            job=job,
+            held=held,
+            boundaries=boundary_specs(job, task.batch.micro_batch_size),
+            batches=Batches(job, task.batch, seed=SEED, device=CPU),
+            device=CPU,
+            communicators=communicators,
+            activity=Activity(),
+            faults=faults,
+        )
+        for step in range(STEPS):
+            committer.buffers.zero()
+            sums = executor.run(step, task.operations)
+            applied = committer.commit(sums, communicators, task.membership.members, finish=False)
+            assert applied.vote.samples == task.batch.samples
+            done.append(
+                PlainStep(
+                    loss=applied.vote.loss_sum / applied.vote.terms,
+                    terms=applied.vote.terms,
+                    grad_norm=applied.grad_norm,
+                    gradients={key: gradient for key, (gradient, _) in _trained(held, held_layers).items()},
+                    weights={key: weight for key, (_, weight) in _trained(held, held_layers).items()},
+                )
+            )
+    return done
+
+
+def _trained(held: HeldLayers, layers: list[int]) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
+    found = {}
+    for layer in layers:
+        parameters = held.parameters(LayerRange(layer, layer + 1))
+        for index, parameter in enumerate(parameters):
+            assert parameter.grad is not None
+            found[layer, str(index)] = (parameter.grad.clone(), parameter.detach().clone())
+    return found
+
+
+def assert_same_as_plain(
+    ranks: Ranks, plan: Plan, *, clip_norm: float | None = None, constant_at: int | None = None
+) -> None:
+    layers = plan.placement.num_layers
+    batch = Batch(micro_batches=plan.micro_batches, micro_batch_size=2)
+    program = best_program(
+        plan, equal_costs(layers=layers, micro_batches=plan.micro_batches, workers=max(plan.workers) + 1)
+    ).program
+    check_program(program, plan)
+    segments = tuple(gradient_segments(plan.placement))
+    groups = dict.fromkeys(segment.holders for segment in segments if len(segment.holders) > 1)
+    memberships = ranks.memberships(tuple(groups), members=plan.workers)
+    tasks = [
+        (Task(membership, program.of(membership.worker), segments, layers, batch, clip_norm, constant_at),)
+        for membership in memberships
+    ]
+    assert plan.workers == tuple(range(len(tasks))), "rank i plays worker i"
+    expected = train_plainly(toy_job(layers, clip_norm=clip_norm, constant_at=constant_at), batch, STEPS)
+    for steps in ranks.run(take_part, tasks):
+        for found, plain in zip(steps, expected, strict=True):
+            assert found.loss == pytest.approx(plain.loss, rel=1e-5)
+            assert found.terms == plain.terms
+            assert found.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
+            by_index = _by_index(plain.gradients), _by_index(plain.weights)
+            for key in found.gradients:
+                torch.testing.assert_close(found.gradients[key], by_index[0][key], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(found.weights[key], by_index[1][key], rtol=1e-4, atol=1e-4)
+
+
+def _by_index(values: dict[tuple[int, str], Tensor]) -> dict[tuple[int, str], Tensor]:
+    """Name the tensors of a layer by their position, as ranks do."""
+    counts: dict[int, int] = {}
+    named = {}
+    for (layer, _), value in values.items():
+        named[layer, str(counts.setdefault(layer, 0))] = value
+        counts[layer] += 1
+    return named
+
+
+def renumbered(plan: Plan) -> Plan:
+    """The same plan with workers 0, 1, 2, ..."""
+    number = {worker: index for index, worker in enumerate(plan.workers)}
+    return Plan(
+        Placement(
+            plan.placement.num_layers, {number[worker]: plan.placement.ranges_of(worker) for worker in plan.workers}
+        ),
+        tuple(
+            Route(route.micro_batch, tuple(Hop(number[hop.worker], hop.layers) for hop in route.hops))
+            for route in plan.routes
+        ),
+        plan.split_backward,
+    )
+
+
+@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(plan=plans(max_micro_batches=8), clip=st.booleans())
+def test_any_plan(ranks: Ranks, plan: Plan, clip: bool) -> None:
+    assume(len(plan.workers) <= MOST_RANKS)
+    assert_same_as_plain(ranks, renumbered(plan), clip_norm=0.05 if clip else None)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_plan_with_everything_at_once(ranks: Ranks, split: bool) -> None:
+    """Pipelines of 1, 2 and 3 stages, a worker with two ranges, detours, and a hop cut in two."""
+    placement = Placement(
+        6,
+        {
+            0: (LayerRange(0, 2), LayerRange(4, 6)),
+            1: (LayerRange(2, 4),),
+            2: (LayerRange(0, 3),),
+            3: (LayerRange(3, 6),),
+            4: (LayerRange(0, 6),),
+            5: (LayerRange(1, 5),),
+        },
+    )
+
+    def route(micro_batch: int, *hops: tuple[int, int, int]) -> Route:
+        return Route(micro_batch, tuple(Hop(worker, LayerRange(start, stop)) for worker, start, stop in hops))
+
+    plan = Plan(
+        placement,
+        (
+            route(0, (0, 0, 2), (1, 2, 4), (0, 4, 6)),
+            route(1, (2, 0, 3), (3, 3, 6)),
+            route(2, (4, 0, 6)),
+            route(3, (4, 0, 1), (5, 1, 5), (3, 5, 6)),
+            route(4, (0, 0, 1), (0, 1, 2), (5, 2, 3), (3, 3, 4), (5, 4, 5), (4, 5, 6)),
+            route(5, (2, 0, 3), (3, 3, 6)),
+            route(6, (0, 0, 2), (1, 2, 4), (3, 4, 6)),
+        ),
+        split,
+    )
+    assert_same_as_plain(ranks, plan, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_plan_that_has_lost_workers_twice(ranks: Ranks, split: bool) -> None:
+    plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=3, pp=2, micro_batches=9, split_backward=split)
+    costs = equal_costs(layers=6, micro_batches=9, workers=6)
+    left = reroute(reroute(plan, [3], costs), [0], costs)
+    assert_same_as_plain(ranks, renumbered(left))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_layer_that_does_not_depend_on_its_input(ranks: Ranks, split: bool) -> None:
+    # What comes before it gets a gradient all the same: zero.
+    plan = data_pipeline_plan(layer_costs=[1.0] * 5, dp=1, pp=5, micro_batches=3, split_backward=split)
+    assert_same_as_plain(ranks, plan, constant_at=2)
+
+
+def test_more_micro_batches_than_a_rank_keeps_in_memory(ranks: Ranks) -> None:
+    plan = data_pipeline_plan(layer_costs=[1.0] * 2, dp=1, pp=2, micro_batches=80)
+    assert_same_as_plain(ranks, plan)

@@ -1,0 +1,146 @@
+"""A small job with every kind of layer that the runtime must not care about, and the plain loop that it is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from chameleon_ft.config import Batch
+from chameleon_ft.data import SampleOrder
+from chameleon_ft.data.batch import load_micro_batch
+from chameleon_ft.job import Job
+from chameleon_ft.models.build import build_layer, seed_forward
+
+WIDTH, IDS, SEED = 6, 9, 11
+
+
+class Mixed(nn.Module):
+    """Weights of two element types, of which some are frozen, and a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.fine = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64) / 3)
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.inner(x)) * self.fine.float() + self.frozen)
+
+
+class Constant(nn.Module):
+    """Does not depend on what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value.expand_as(x)
+
+
+class Samples:
+    """(ids, classes), of which some count for nothing: micro-batches have different numbers of loss terms."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(index)
+        ids = torch.randint(IDS, (3,), generator=random)
+        return ids, torch.where(torch.arange(3) < index % 3, -1, ids)
+
+
+def loss(output: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+
+
+def loss_terms(targets: Tensor) -> int:
+    return int((targets >= 0).sum())
+
+
+def toy_job(layers: int, *, clip_norm: float | None = None, constant_at: int | None = None) -> Job:
+    """A job of any number of layers; with one layer it is all in one."""
+    head = partial(nn.Linear, WIDTH, IDS)
+    kinds: list[Callable[[], nn.Module]] = [Mixed, nn.ReLU, Mixed]
+    inner = [kinds[layer % 3] for layer in range(layers - 2)]
+    factories: list[Callable[[], nn.Module]]
+    if layers == 1:
+        factories = [lambda: nn.Sequential(nn.Embedding(IDS, WIDTH), head())]
+    else:
+        factories = [partial(nn.Embedding, IDS, WIDTH), *inner, head]
+    if constant_at is not None:
+        factories[constant_at] = Constant
+    return Job(
+        layers=factories,
+        loss=loss,
+        loss_terms=loss_terms,
+        dataset=Samples(),
+        optimizer=partial(torch.optim.AdamW, lr=0.05),
+        learning_rate=lambda step: 0.05 / (step + 1),
+        clip_norm=clip_norm,
+    )
+
+
+@dataclass
+class PlainStep:
+    """One step of the plain loop: its loss, norm, and gradients and weights by layer and name."""
+
+    loss: float
+    terms: int
+    grad_norm: float
+    gradients: dict[tuple[int, str], Tensor]
+    weights: dict[tuple[int, str], Tensor]
+
+
+def train_plainly(job: Job, batch: Batch, steps: int) -> list[PlainStep]:
+    """The loop that anybody would write, with the keys of the job's random numbers."""
+    layers = [build_layer(job, layer, SEED).train() for layer in range(job.num_layers)]
+    named = {
+        (number, name): parameter
+        for number, layer in enumerate(layers)
+        for name, parameter in layer.named_parameters()
+        if parameter.requires_grad
+    }
+    optimizer = job.optimizer(list(named.values()))
+    order = SampleOrder(len(job.dataset), SEED)
+    done = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        total, terms = 0.0, 0
+        for micro_batch in range(batch.micro_batches):
+            inputs, targets = load_micro_batch(job.dataset, _ids(order, batch, step, micro_batch))
+            for number, layer in enumerate(layers):
+                seed_forward(SEED, step=step, micro_batch=micro_batch, layer=number)
+                inputs = layer(inputs)
+            value = job.loss(inputs, targets)
+            value.backward()
+            total += value.item()
+            terms += job.loss_terms(targets)
+        for parameter in named.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad /= terms
+        norm = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in named.values()])
+        )
+        if job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(named.values(), job.clip_norm)
+        gradients = {key: p.grad.clone() for key, p in named.items() if p.grad is not None}
+        assert job.learning_rate is not None
+        for group in optimizer.param_groups:
+            group["lr"] = job.learning_rate(step)
+        optimizer.step()
+        weights = {key: p.detach().clone() for key, p in named.items()}
+        done.append(PlainStep(total / terms, terms, float(norm), gradients, weights))
+    return done
+
+
+def _ids(order: SampleOrder, batch: Batch, step: int, micro_batch: int) -> Sequence[int]:
+    size = batch.micro_batch_size
+    return order.ids(step, batch.samples)[micro_batch * size : (micro_batch + 1) * size]

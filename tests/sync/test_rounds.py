@@ -1,0 +1,66 @@
+"""Rounds of gradient sync."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+
+from chameleon_ft.errors import NoHolderError
+from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments
+from tests.strategies import placements
+
+
+@given(placements(several_ranges=True))
+def test_every_segment_with_company_is_reduced_once_and_no_worker_twice_in_a_round(placement: Placement) -> None:
+    found = gradient_rounds(placement)
+
+    reduced = [segment for segment in gradient_segments(placement) if len(segment.holders) > 1]
+    assert sorted(found.order, key=lambda segment: segment.layers) == reduced
+    for segments in found.rounds:
+        assert segments
+        assert list(segments) == sorted(segments, key=lambda segment: segment.layers)
+        for one, other in combinations(segments, 2):
+            assert not set(one.holders) & set(other.holders)
+    assert found.excess >= 0
+
+
+@given(placements(several_ranges=False))
+def test_with_one_range_a_worker_the_rounds_are_the_fewest(placement: Placement) -> None:
+    assert gradient_rounds(placement).excess == 0
+
+
+def test_equal_pipelines_need_one_round() -> None:
+    stages = (LayerRange(0, 2), LayerRange(2, 4))
+    found = gradient_rounds(Placement(4, {worker: (stages[worker % 2],) for worker in range(6)}))
+
+    assert found.rounds == ((Segment(stages[0], (0, 2, 4)), Segment(stages[1], (1, 3, 5))),)
+    assert (found.fewest, found.excess) == (1, 0)
+
+
+def test_three_workers_that_share_in_pairs_need_a_round_more_than_any_takes_part_in() -> None:
+    # Each worker holds two of three ranges, as tied embeddings do it: every two segments share a worker.
+    placement = Placement(
+        3,
+        {
+            0: (LayerRange(0, 2),),
+            1: (LayerRange(1, 3),),
+            2: (LayerRange(0, 1), LayerRange(2, 3)),
+        },
+    )
+
+    found = gradient_rounds(placement)
+
+    assert len(found.rounds) == 3
+    assert (found.fewest, found.excess) == (2, 1)
+
+
+def test_a_layer_that_nobody_holds_twice_needs_no_round() -> None:
+    assert gradient_rounds(Placement(2, {0: (LayerRange(0, 2),)})).rounds == ()
+
+
+def test_a_layer_without_a_holder_is_named() -> None:
+    with pytest.raises(NoHolderError):
+        gradient_rounds(Placement(2, {0: (LayerRange(0, 1),)}))

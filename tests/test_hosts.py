@@ -1,0 +1,122 @@
+"""A run over several hosts, which are network namespaces of this machine; one of them is cut off."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from chameleon_ft.config import Batch, Control, Parallel, Timeouts, config_to_toml
+from chameleon_ft.observe import RunDirectory
+from tests.harness import Command, Ended, assert_as_the_plain_loop, every_process_ends, small_config
+
+pytestmark = pytest.mark.multiprocess
+
+ADDRESSES = {"coordinator": "10.77.0.1", "first": "10.77.0.2", "second": "10.77.0.3"}
+TIMEOUTS = Timeouts(heartbeat_s=2.0, watchdog_min_s=3.0, watchdog_factor=50.0, collective_s=60.0, rendezvous_s=90.0)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@dataclass
+class Network:
+    """Hosts on one switch, which stands beside the coordinator."""
+
+    prefix: str
+
+    def name(self, host: str) -> str:
+        return f"{self.prefix}-{host}"
+
+    def on(self, host: str) -> tuple[str, ...]:
+        """What a command on a host begins with."""
+        return ("ip", "netns", "exec", self.name(host))
+
+    def build(self) -> None:
+        for host in ADDRESSES:
+            ip("netns", "add", self.name(host))
+            ip("-n", self.name(host), "link", "set", "lo", "up")
+        switch = self.name("coordinator")
+        ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        ip("-n", switch, "addr", "add", f"{ADDRESSES['coordinator']}/24", "dev", "switch")
+        ip("-n", switch, "link", "set", "switch", "up")
+        for host in ("first", "second"):
+            ip("-n", switch, "link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", self.name(host))
+            ip("-n", switch, "link", "set", host, "master", "switch", "up")
+            ip("-n", self.name(host), "addr", "add", f"{ADDRESSES[host]}/24", "dev", "eth0")
+            ip("-n", self.name(host), "link", "set", "eth0", "up")
+
+    def cut_off(self, host: str) -> None:
+        """Pull a host's cable out of the switch."""
+        ip("-n", self.name("coordinator"), "link", "set", host, "down")
+
+    def remove(self) -> None:
+        for host in ADDRESSES:
+            subprocess.run(["ip", "netns", "del", self.name(host)], check=False, capture_output=True)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if shutil.which("ip") is None:
+        pytest.skip("there is no `ip` command to make network namespaces with")
+    made = Network(f"chameleon-{os.getpid()}")
+    try:
+        try:
+            made.build()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        yield made
+    finally:
+        made.remove()
+
+
+def test_a_host_that_is_cut_off_is_lost_and_training_goes_on(tmp_path: Path, network: Network) -> None:
+    config = small_config(
+        tmp_path,
+        workers=4,
+        steps=100_000,
+        parallel=Parallel(dp=2, pp=2),
+        batch=Batch(micro_batches=8, micro_batch_size=4),
+        timeouts=TIMEOUTS,
+        control=Control(host=ADDRESSES["coordinator"]),
+    )
+    (tmp_path / "config.toml").write_text(config_to_toml(config))
+    run = RunDirectory(tmp_path / "run")
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(
+            Command("coordinator", tmp_path / "config.toml", "--out", run.path, prefix=network.on("coordinator"))
+        )
+        coordinator.read_until(r"chameleon supervise --coordinator 10\.77\.0\.1:\d+")
+        hosts = {
+            host: stack.enter_context(
+                Command("supervise", "--run", run.path, "--workers", "2", prefix=network.on(host))
+            )
+            for host in ("first", "second")
+        }
+        coordinator.read_until(r"^\s+5\s")
+        cut_off: list[psutil.Process] = hosts["second"].session()
+        assert len(cut_off) >= 4, "the supervisor, its fork server and two workers"
+        with every_process_ends(cut_off):
+            network.cut_off("second")
+            lost_in = int(coordinator.read_until(r"lost in step (\d+)")[1])
+            coordinator.read_until(rf"^\s+{lost_in + 3}\s")
+            coordinator.signal(signal.SIGINT)
+            assert coordinator.wait() == 130
+            assert hosts["first"].wait() == 0
+        assert hosts["second"].wait() == 1, hosts["second"].printed
+        assert "the connection to the coordinator is lost" in hosts["second"].printed
+    ended = Ended(130, run)
+    assert_as_the_plain_loop(ended, steps=60)
+    assert ended.steps == list(range(len(ended.steps)))
+    assert ended.lost in ({0, 1}, {2, 3}), "those of one host"
+    assert {failure.noticed_by for failure in ended.failures} <= {"heartbeat", "peer"}
+    assert [ADDRESSES["second"] in event["host"] for event in ended.events("host_lost")] == [True]

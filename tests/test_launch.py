@@ -1,0 +1,244 @@
+"""The processes of a run as a user starts and ends them: nothing is left behind, and strangers are turned away."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from chameleon_ft.config import Batch, Parallel, RunConfig, config_to_toml
+from chameleon_ft.control.address import bearer, websocket_url
+from chameleon_ft.control.messages import Exit, Hello, HostHello, Message, Refused, decode, encode
+from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from tests.harness import (
+    Command,
+    Ended,
+    Prompter,
+    assert_as_the_plain_loop,
+    assert_trained_as_if_nothing_failed,
+    create_run,
+    every_process_ends,
+    fails,
+    in_thread,
+    small_config,
+    train_here,
+)
+
+pytestmark = pytest.mark.multiprocess
+
+STEP = r"^\s+{}\s"  # the line of a step
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Path:
+    """A configuration of a run that goes on until it is ended."""
+    return written(small_config(tmp_path, steps=100_000, workers=4, parallel=Parallel(dp=2, pp=2)), tmp_path)
+
+
+def written(config: RunConfig, directory: Path) -> Path:
+    path = directory / "config.toml"
+    path.write_text(config_to_toml(config))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_a_run_with_a_checkpoint_and_it_can_be_resumed(endless: Path, run: RunDirectory) -> None:
+    with Command("train", endless, "--out", run.path) as training:
+        training.read_until(STEP.format(3))
+        processes = training.session()
+        with every_process_ends(processes):
+            training.interrupt_all()  # a terminal sends it to the workers as well
+            assert training.wait() == 130
+    steps = len(run.steps())
+    assert complete_checkpoints(run.checkpoints) == [steps]
+    assert not run.control_file.exists()
+    with Command("train", "--resume", run.path, "--steps", steps + 2) as resumed:
+        assert resumed.wait() == 0, resumed.printed
+        assert not resumed.session()
+    assert_as_the_plain_loop(Ended(0, run), steps=60)
+    assert len(run.steps()) == steps + 2
+
+
+def test_a_second_ctrl_c_ends_it_at_once(endless: Path, run: RunDirectory) -> None:
+    with Command("train", endless, "--out", run.path) as training:
+        training.read_until(STEP.format(3))
+        with every_process_ends(training.session()):
+            training.interrupt_all()
+            training.interrupt_all()
+            assert training.wait() == 130
+    assert "interrupted by the user" in training.printed
+
+
+def test_sigterm_is_taken_like_ctrl_c(endless: Path, run: RunDirectory) -> None:
+    with Command("train", endless, "--out", run.path) as training:
+        training.read_until(STEP.format(3))
+        training.signal(signal.SIGTERM)
+        assert training.wait() == 130
+        assert not training.session()
+    assert complete_checkpoints(run.checkpoints) == [len(run.steps())]
+
+
+def test_a_killed_coordinator_leaves_no_process_behind(tmp_path: Path, run: RunDirectory) -> None:
+    # Not even a worker that is stopped, and cannot see that it has become an orphan.
+    config = small_config(tmp_path, steps=100_000, failures=(fails(2, step=4, kind="hang"),))
+    with Command("train", written(config, tmp_path), "--out", run.path) as training:
+        training.read_until(STEP.format(3))
+        with every_process_ends(training.session()):
+            training.signal(signal.SIGKILL)
+            assert training.wait() == -signal.SIGKILL
+    assert run.control_file.exists(), "it had no time to withdraw it"
+    with Command("inject", run.path, "--worker", "1") as injecting:
+        assert injecting.wait() == 2
+        assert "this run is not live any more" in injecting.printed
+
+
+def test_a_failure_is_injected_by_a_command(endless: Path, run: RunDirectory) -> None:
+    with Command("train", endless, "--out", run.path) as training:
+        training.read_until(STEP.format(3))
+        with Command("inject", run.path, "--worker", "2", "--kind", "kill") as injecting:
+            assert injecting.wait() == 0, injecting.printed
+        assert training.read_until(r"worker (\d+) lost")[1] == "2"
+        training.interrupt_all()
+        assert training.wait() == 130
+    ended = Ended(130, run)
+    assert [(failure.worker, failure.cause) for failure in ended.failures] == [(2, "SIGKILL")]
+    assert_as_the_plain_loop(ended, steps=60)
+
+
+# --- strangers -------------------------------------------------------------------------------------------------------
+
+
+def test_strangers_are_refused_and_logged_and_training_goes_on(tmp_path: Path, run: RunDirectory) -> None:
+    answers: dict[str, str] = {}
+
+    def bother() -> None:
+        control = run.read_control()
+        try:
+            connect(websocket_url(control.address), additional_headers=bearer("wrong"), proxy=None)
+        except InvalidStatus as error:
+            answers["token"] = str(error.response.status_code)
+        said: dict[str, Message | str] = {
+            "garbage": "hello?",
+            "role": Exit(reason="stop it"),
+            "late worker": Hello(worker=1, host="10.0.0.9", pid=1),
+            "late host": HostHello(host="elsewhere", slots=4, pid=1),
+        }
+        for name, message in said.items():
+            with connect(
+                websocket_url(control.address), additional_headers=bearer(control.token), proxy=None
+            ) as connection:
+                connection.send(message if isinstance(message, str) else encode(message))
+                answer = decode(connection.recv())
+                assert isinstance(answer, Refused)
+                answers[name] = answer.reason
+                with pytest.raises(ConnectionClosed):
+                    connection.recv()
+        done.set()
+
+    done = threading.Event()
+    view = Prompter(at_step={2: in_thread(bother), 3: lambda: None})
+    config = small_config(tmp_path, steps=60)
+    ended = train_here(config, run.path, view=view)
+    assert done.is_set(), f"it was answered only {answers}"
+    assert answers == {
+        "token": "401",
+        "garbage": answers["garbage"],
+        "role": "'exit' from somebody who has not joined",
+        "late worker": "worker 1 comes too late: the run has begun",
+        "late host": "host elsewhere is not needed: all 6 workers have a place",
+    }
+    assert answers["garbage"].startswith("not a message of this protocol")
+    assert [event["reason"] for event in ended.events("refused")] == [
+        "wrong join token",
+        *(answers[name] for name in ("garbage", "role", "late worker", "late host")),
+    ]
+    assert (ended.code, ended.failures) == (0, [])
+    assert_as_the_plain_loop(ended, steps=60)
+
+
+# --- workers that a launcher starts ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path, run: RunDirectory) -> Iterator[Command]:
+    config = small_config(
+        tmp_path, steps=100_000, workers=3, parallel=Parallel(dp=3, pp=1), batch=Batch(micro_batches=6)
+    )
+    with Command("coordinator", written(config, tmp_path), "--out", run.path) as command:
+        yield command
+
+
+def test_workers_started_directly(coordinator: Command, run: RunDirectory) -> None:
+    found = coordinator.read_until(r"CHAMELEON_TOKEN=(\S+) chameleon supervise --coordinator (\S+)")
+    environ = {"WORLD_SIZE": "3", "CHAMELEON_TOKEN": found[1]}
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                Command(
+                    "worker", "--coordinator", found[2], environ={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                )
+            )
+            for rank in range(3)
+        ]
+        coordinator.read_until(STEP.format(3))
+        os.kill(workers[1].pid, signal.SIGKILL)
+        lost_in = int(coordinator.read_until(r"worker 1 lost in step (\d+)")[1])
+        coordinator.read_until(STEP.format(lost_in + 2))
+        with Command("worker", "--run", run.path, environ={"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}) as late:
+            assert late.wait() == 1
+            assert "worker 1 is refused: worker 1 comes too late: the run has begun" in late.printed
+        with Command("supervise", "--run", run.path, "--workers", "1") as superfluous:
+            assert superfluous.wait() == 1
+            assert re.search(r"host .* is not needed: all 3 workers have a place", superfluous.printed)
+        coordinator.signal(signal.SIGINT)
+        assert coordinator.wait() == 130
+        assert [worker.wait() for worker in workers] == [0, -signal.SIGKILL, 0]
+    ended = Ended(130, run)
+    assert ended.lost == {1}
+    assert ended.failures[0].noticed_by in ("connection", "peer")
+    assert_as_the_plain_loop(ended, steps=60)
+
+
+def test_workers_end_with_a_coordinator_that_is_killed(coordinator: Command) -> None:
+    found = coordinator.read_until(r"CHAMELEON_TOKEN=(\S+) chameleon supervise --coordinator (\S+)")
+    environ = {"CHAMELEON_TOKEN": found[1]}
+    with Command("supervise", "--coordinator", found[2], "--workers", "3", environ=environ) as host:
+        coordinator.read_until(STEP.format(1))
+        with every_process_ends([*coordinator.session(), *host.session()]):
+            coordinator.signal(signal.SIGKILL)
+            assert coordinator.wait() == -signal.SIGKILL
+            assert host.wait() == 1
+        assert "the connection to the coordinator is lost" in host.printed
+
+
+# --- what cannot be started ------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_cannot_be_loaded_starts_no_worker(tmp_path: Path) -> None:
+    job = tmp_path / "broken.py"
+    job.write_text("import no_such_module\n")
+    config = RunConfig(job=str(job), workers=2, parallel=Parallel(dp=1, pp=2), batch=Batch(micro_batches=2))
+    with pytest.raises(Exception, match="no_such_module"):
+        train_here(config, tmp_path / "run")
+
+
+def test_runs_follow_each_other_in_one_process(tmp_path: Path) -> None:
+    config = small_config(tmp_path, steps=3, workers=2, parallel=Parallel(dp=1, pp=2))
+    for number in range(3):
+        assert_trained_as_if_nothing_failed(train_here(config, tmp_path / f"run-{number}"))
+    assert create_run(config, tmp_path / "run-3").steps() == []
