@@ -196,7 +196,9 @@ def in_thread(function: Callable[[], object]) -> Callable[[], None]:
 class Command:
     """A `chameleon` command in a process, and a session, of its own."""
 
-    def __init__(self, *arguments: str | Path, environ: Mapping[str, str] | None = None, prefix: Sequence[str] = ()):
+    def __init__(
+        self, *arguments: str | int | Path, environ: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+    ):
         self._process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "chameleon_ft", *map(str, arguments)],
             stdout=subprocess.PIPE,

@@ -112,7 +112,7 @@ def test_a_host_that_is_cut_off_is_lost_and_training_goes_on(tmp_path: Path, net
             coordinator.signal(signal.SIGINT)
             assert coordinator.wait() == 130
             assert hosts["first"].wait() == 0
-        assert hosts["second"].wait() == 1, hosts["second"].printed
+            assert hosts["second"].wait() == 1, hosts["second"].printed
         assert "the connection to the coordinator is lost" in hosts["second"].printed
     ended = Ended(130, run)
     assert_as_the_plain_loop(ended, steps=60)

@@ -9,8 +9,11 @@ import os
 import secrets
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -34,6 +37,7 @@ from chameleon_ft.observe.terminal import TerminalView
 
 __all__ = ["coordinate", "supervise", "train", "work"]
 
+_POLL_S = 0.05
 _EXIT_CODES: dict[RunStatus, int] = {"finished": 0, "failed": 1, "interrupted": 130}
 
 
@@ -78,7 +82,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
     token = secrets.token_urlsafe(16)
     with _store(context, config.control.host) as ready:
         # Both wait for the fork server to have torch loaded.
-        job, store_port = await asyncio.gather(asyncio.to_thread(_inspect, context, config), asyncio.to_thread(ready))
+        job, store_port = await _both(partial(_inspect, context, config), ready)
         if resume:
             _require_same_model(run, job)
         with Recorder(run, TerminalView()) as recorder:
@@ -102,6 +106,17 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
     return _EXIT_CODES[status]
 
 
+async def _both(
+    inspect: Callable[[threading.Event], JobInfo], ready: Callable[[threading.Event], int]
+) -> tuple[JobInfo, int]:
+    """Run both in threads; on Ctrl-C tell them to come back, for a thread cannot be cancelled."""
+    cancelled = threading.Event()
+    try:
+        return await asyncio.gather(asyncio.to_thread(inspect, cancelled), asyncio.to_thread(ready, cancelled))
+    finally:
+        cancelled.set()
+
+
 async def _until_end(coordinator: Coordinator) -> RunStatus:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -120,7 +135,12 @@ async def _supervisor(
     """Run this machine's supervisor inside the block; a no-op where the workers come from elsewhere."""
     if not here:
         print(f"waiting for {config.workers} workers; on each machine, with the token in CHAMELEON_TOKEN:")
-        print(f"  CHAMELEON_TOKEN={token} chameleon supervise --coordinator {address} --workers N", flush=True)
+        # The token is shown to the person at the terminal, and to no log file.
+        secret = token if sys.stdout.isatty() else "..."
+        print(f"  CHAMELEON_TOKEN={secret} chameleon supervise --coordinator {address} --workers N")
+        print(
+            f"or, where the run directory can be read: chameleon supervise --run {config.out} --workers N", flush=True
+        )
         yield
         return
     supervisor = Supervisor(
@@ -158,9 +178,15 @@ def _fork_server() -> ForkServerContext:
     """Return a fork server that loads everything a rank needs, and have it begin at once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["chameleon_ft.runtime.preload"])
-    from multiprocessing import forkserver
-
-    forkserver.ensure_running()
+    # A terminal's Ctrl-C, and a batch system's SIGTERM, reach every process of the group. To the fork server and all
+    # that it forks they mean nothing, from before its first import: the coordinator sees to the end. What is blocked
+    # here stays blocked there.
+    resource_tracker.ensure_running()  # its own start, which the fork server's includes, would lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
@@ -192,11 +218,11 @@ def _require_same_model(run: RunDirectory, job: JobInfo) -> None:
             )
 
 
-def _inspect(context: ForkServerContext, config: RunConfig) -> JobInfo:
+def _inspect(context: ForkServerContext, config: RunConfig, cancelled: threading.Event) -> JobInfo:
     """Look at the job in a process of its own. Raises what is wrong with it."""
     with _child(context, _inspection_entry, config) as pipe:
         try:
-            found = pipe.recv()
+            found = _receive(pipe, cancelled)
         except EOFError:
             raise ControlError(f"job {config.job}: the process that loads it ended without a word") from None
     if isinstance(found, ChameleonError):
@@ -206,17 +232,25 @@ def _inspect(context: ForkServerContext, config: RunConfig) -> JobInfo:
 
 
 @contextmanager
-def _store(context: ForkServerContext, host: str) -> Iterator[Callable[[], int]]:
+def _store(context: ForkServerContext, host: str) -> Iterator[Callable[[threading.Event], int]]:
     """Run the rendezvous store inside the block, which gets a function that waits for its port."""
     with _child(context, _store_entry, host) as pipe:
 
-        def ready() -> int:
+        def ready(cancelled: threading.Event) -> int:
             try:
-                return int(pipe.recv())
+                return int(_receive(pipe, cancelled))
             except EOFError:
                 raise ControlError(f"the rendezvous store could not be started on {host}") from None
 
         yield ready
+
+
+def _receive(pipe: Connection, cancelled: threading.Event) -> Any:
+    """Return what comes through `pipe`. Raises EOFError where its other end is closed, ControlError when cancelled."""
+    while not pipe.poll(_POLL_S):
+        if cancelled.is_set():
+            raise ControlError("interrupted before the run began")
+    return pipe.recv()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import pytest
 
 from chameleon_ft.runtime.communicators.sockets import SocketTracker
 from chameleon_ft.runtime.communicators.waiter import CalledOffError, Waiter
+from tests.runtime.ranks import open_descriptors
 
 # --- waiter ----------------------------------------------------------------------------------------------------------
 
@@ -45,6 +46,16 @@ def ended(error: Exception | None = None) -> Work:
     return work
 
 
+def call_off_in(work: Work, waiting: Waiter) -> None:
+    """Call the waits off once this operation is waited for."""
+
+    def call_off() -> None:
+        work.begun.wait()
+        waiting.call_off()
+
+    threading.Thread(target=call_off).start()
+
+
 def test_a_wait_lasts_until_the_operation_is_done() -> None:
     with waiter() as waiting:
         for _ in range(100):
@@ -68,7 +79,7 @@ def test_the_error_of_an_operation_is_raised_and_the_next_one_is_waited_for() ->
 def test_a_wait_is_called_off_while_its_operation_sleeps_on() -> None:
     with waiter() as waiting:
         work = Work()
-        threading.Thread(target=lambda: (work.begun.wait(), waiting.call_off())).start()
+        call_off_in(work, waiting)
         with pytest.raises(CalledOffError):
             waiting.wait(work)
         with pytest.raises(CalledOffError):
@@ -81,7 +92,7 @@ def test_a_wait_is_called_off_while_its_operation_sleeps_on() -> None:
 def test_an_operation_that_ends_after_it_was_called_off_disturbs_nobody() -> None:
     with waiter() as waiting:
         work = Work(ValueError("too late"))
-        threading.Thread(target=lambda: (work.begun.wait(), waiting.call_off())).start()
+        call_off_in(work, waiting)
         with pytest.raises(CalledOffError):
             waiting.wait(work)
         work.end.set()
@@ -220,11 +231,9 @@ def test_a_connection_stays_tracked_when_the_library_renames_it() -> None:
 
 
 def test_closing_forgets_everything_and_leaks_nothing() -> None:
-    import os
-
     with ExitStack() as stack:
         listener = stack.enter_context(listening())
-        count = len(os.listdir("/proc/self/fd"))
+        count = open_descriptors()
         for _ in range(50):
             tracker = SocketTracker()
             tracker.start()
@@ -234,4 +243,4 @@ def test_closing_forgets_everything_and_leaks_nothing() -> None:
                 tracker.shut_down()
                 tracker.close()
                 tracker.close()
-        assert len(os.listdir("/proc/self/fd")) == count
+        assert open_descriptors() == count

@@ -11,7 +11,7 @@ import torch
 
 from chameleon_ft.runtime.communicators import CommunicationError, Membership
 from chameleon_ft.runtime.communicators.gloo import GlooCommunicators
-from tests.runtime.ranks import TIMEOUTS, RankLostError, Ranks, interrupted_in, opened
+from tests.runtime.ranks import TIMEOUTS, RankLostError, Ranks, interrupted_in, open_descriptors, opened
 
 pytestmark = pytest.mark.multiprocess
 
@@ -109,10 +109,10 @@ def many_generations(memberships: list[Membership]) -> int:
             communicators.all_reduce(torch.ones(10), membership.members).wait()
 
     once(memberships[0])
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for membership in memberships[1:]:
         once(membership)
-    return len(os.listdir("/proc/self/fd")) - before
+    return open_descriptors() - before
 
 
 def test_generations_follow_each_other_and_leak_nothing(ranks: Ranks) -> None:
@@ -229,34 +229,33 @@ def test_closing_is_possible_in_any_state(ranks: Ranks) -> None:
 
 
 def lose_one(membership: Membership, next_membership: Membership | None, moment: str, victim: int) -> float:
-    """Worker 1, the process `victim`, dies in the middle of a message or a reduction; the others get out of it and go on among themselves."""
-    worker = membership.worker
+    """Worker 1, the process `victim`, dies in the middle of something; the others get out of it and go on."""
     communicators = GlooCommunicators(timeouts=TIMEOUTS, address="127.0.0.1")
     communicators.open(membership)
-    everyone = membership.members
-    communicators.all_reduce(torch.ones(1), everyone).wait()
-    large = torch.ones(8_000_000)
+    communicators.all_reduce(torch.ones(1), membership.members).wait()
     with interrupted_in("wait", communicators, after=victim), pytest.raises(CommunicationError):
-        if moment == "message":
-            messages = [
-                communicators.send(large, peer=peer, tag=0)
-                if worker == 1
-                else communicators.receive(torch.empty_like(large), peer=1, tag=0)
-                for peer in everyone
-                if peer != worker and 1 in (peer, worker)
-            ]
-        else:
-            messages = [communicators.all_reduce(large, everyone)]
-        if worker == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        for message in messages:
-            message.wait()
+        exchange_with_the_victim(communicators, membership, moment)
     communicators.close()
     assert next_membership is not None
     with opened(next_membership) as survivors:
         total = torch.ones(1)
         survivors.all_reduce(total, next_membership.members).wait()
         return float(total)
+
+
+def exchange_with_the_victim(communicators: GlooCommunicators, membership: Membership, moment: str) -> None:
+    large = torch.ones(8_000_000)
+    others = [worker for worker in membership.members if worker != 1]
+    if moment == "reduction":
+        under_way = [communicators.all_reduce(large, membership.members)]
+    elif membership.worker == 1:
+        under_way = [communicators.send(large, peer=peer, tag=0) for peer in others]
+    else:
+        under_way = [communicators.receive(large, peer=1, tag=0)]
+    if membership.worker == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for message in under_way:
+        message.wait()
 
 
 @pytest.mark.parametrize("moment", ["message", "reduction"])

@@ -186,9 +186,6 @@ def test_a_commit_is_what_torch_does_with_the_mean_gradient(tmp_path: Path, clip
     for step in range(3):
         set_gradients(ours, step)
         applied = alone(commit, StepSums(loss=12.0, terms=6, samples=4))
-        for parameter, other in zip(parameters, ours.parameters(WHOLE), strict=True):
-            random = None if other.grad is None else torch.empty_like(other)
-            parameter.grad = random
         random_numbers = torch.Generator().manual_seed(step)
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, generator=random_numbers).to(parameter.dtype) / 6
@@ -226,7 +223,7 @@ def test_a_step_that_is_no_number_is_not_applied(tmp_path: Path, loss: float, gr
     commit = committer(held, tmp_path, clip_norm=1.0)
     before = weights(held)
     next(iter(commit.buffers.of(commit.buffers.segments[0]))).fill_(gradient)
-    with pytest.raises(NotFiniteError, match="step 0: the loss is .*; lower the learning rate"):
+    with pytest.raises(NotFiniteError, match=r"step 0: the loss is .*; lower the learning rate"):
         alone(commit, StepSums(loss=loss, terms=2, samples=2))
     assert commit.committed == 0
     assert all(torch.equal(one, other) for one, other in zip(before, weights(held), strict=True))
@@ -286,7 +283,7 @@ def test_a_checkpoint_is_read_by_any_placement(tmp_path: Path) -> None:
     collected = Collected(tmp_path)
     collected.writer.submit(7, {layer: held.snapshot(layer) for layer in (0, 2, 4)})
     collected.writer.submit(7, {layer: held.snapshot(layer) for layer in (1, 3)})
-    collected.writer.join()
+    assert collected.writer.join(unless=lambda: False)
     assert collected.reports == [(7, (0, 2, 4), None), (7, (1, 3), None)]
     assert collected.begun == [7, 7]
     assert collected.thread != threading.get_ident()
@@ -307,7 +304,7 @@ def test_a_layer_may_be_written_twice(tmp_path: Path) -> None:
     collected = Collected(tmp_path)
     for _ in range(2):
         collected.writer.submit(7, {0: held.snapshot(0)})
-    collected.writer.join()
+    assert collected.writer.join(unless=lambda: False)
     assert [report[2] for report in collected.reports] == [None, None]
     assert read_layer(tmp_path, 7, 0).keys() == held.snapshot(0).keys()
 
@@ -318,7 +315,7 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_next_one_is_wri
     layer_directory(tmp_path, 7, 0).parent.write_text("in the way")
     collected.writer.submit(7, {0: held.snapshot(0)})
     collected.writer.submit(8, {0: held.snapshot(0)})
-    collected.writer.join()
+    assert collected.writer.join(unless=lambda: False)
     (step, layers, error), after = collected.reports
     assert (step, layers) == (7, (0,))
     assert error is not None
@@ -330,7 +327,7 @@ def test_a_damaged_layer_is_named_and_what_to_do_about_it(tmp_path: Path, damage
     held = trained()
     collected = Collected(tmp_path)
     collected.writer.submit(7, {0: held.snapshot(0)})
-    collected.writer.join()
+    assert collected.writer.join(unless=lambda: False)
     directory = layer_directory(tmp_path, 7, 0)
     if damage == "metadata":
         (directory / ".metadata").write_bytes(b"no metadata")

@@ -30,7 +30,8 @@ class Mixed(nn.Module):
         self.dropout = nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(torch.tanh(self.inner(x)) * self.fine.float() + self.frozen)
+        change: Tensor = self.dropout(torch.tanh(self.inner(x)) * self.fine.float() + self.frozen)
+        return x + change
 
 
 class Constant(nn.Module):

@@ -112,7 +112,7 @@ def _failures(text: str) -> list[dict[str, Any]]:
 
 def _failure(text: str) -> dict[str, Any]:
     step, *rest = text.split(":")
-    if not 1 <= len(rest) < len(_FAILURE_PARTS) or not (step.isdigit() and rest[0].isdigit()):
+    if not 1 <= len(rest) < len(_FAILURE_PARTS) or not (step.isdecimal() and rest[0].isdecimal()):
         raise ConfigError(
             f'--failures "{text}": should be {_FAILURE_FORM}, such as 12:5:backward:kill; put commas between several'
         )

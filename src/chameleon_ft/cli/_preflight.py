@@ -29,7 +29,12 @@ def absolute_job(reference: str) -> str:
 
 
 def check_address(control: Control) -> None:
-    """Raise ConfigError where the coordinator could not listen."""
+    """Raise ConfigError where the coordinator could not listen, or the others could not tell where it does."""
+    if control.host in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f'control.host = "{control.host}": stands for every address of this host, and the workers need to be told '
+            "one; give the one by which the other machines reach it"
+        )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(control.host, control.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -77,12 +77,12 @@ class PreparedRun:
     def start(self, entry: Start) -> int:
         """Start the run by `entry` and return its exit code.
 
-        Raises ConfigError where the job itself turns out to be wrong, which only running its code can tell; then the
-        directory of a new run is gone again, so that it is not in the way of the next try.
+        Raises ConfigError where the job itself turns out to be wrong, which only running its code can tell. Then, and
+        when it is interrupted as early, the directory of a new run is gone again and not in the way of the next try.
         """
         try:
             return entry(self.config, run=self.directory, resume=self.resume)
-        except ConfigError:
+        except (ConfigError, KeyboardInterrupt):
             if not self.resume and not self.directory.metrics_file.exists():
                 shutil.rmtree(self.directory.path)
             raise

@@ -6,6 +6,8 @@ import difflib
 import importlib
 import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 
 import chameleon_ft
@@ -63,7 +65,19 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         # Whoever read the output has had enough. The interpreter flushes once more at its end, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILURE
+    except Exception as error:  # noqa: BLE001
+        print(f"chameleon {name}: {type(error).__name__}: {error}; the details are in {_log(name)}", file=sys.stderr)
+        return _FAILURE
     return code
+
+
+def _log(name: str) -> str:
+    """Write down the error that is being handled, which nobody has foreseen, and return where."""
+    with tempfile.NamedTemporaryFile(
+        "w", prefix=f"chameleon-{name}-", suffix=".log", delete=False, encoding="utf-8"
+    ) as file:
+        traceback.print_exc(file=file)
+    return file.name
 
 
 def _help() -> str:

@@ -37,6 +37,8 @@ class RunArguments(StartArguments):
         """Return the configuration file, if there is one: the one given, or the one beside the script."""
         if self.config is not None:
             return self.config
+        if not self._file().name:
+            return None  # no file at all: what is wrong with it is said where the job is looked up
         beside = self._file().with_suffix(".toml")
         return beside if beside.is_file() else None
 

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
 def _check_ranks(environ: Mapping[str, str]) -> None:
     """Raise ConfigError where the launcher's variables are missing, no numbers or out of range."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    wrong = [name for name in names if not environ.get(name, "").isdigit()]
+    wrong = [name for name in names if not environ.get(name, "").isdecimal()]
     if wrong:
         raise ConfigError(
             f"{', '.join(wrong)}: should be set to a number in the environment, as torchrun does; "

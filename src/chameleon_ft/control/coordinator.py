@@ -214,7 +214,7 @@ class Coordinator:
     def _worker_message(self, worker: Worker, message: Message) -> None:
         match message:
             case Committed():
-                self._on_committed(message)
+                self._on_committed(worker, message)
             case Position():
                 self._judge(worker, message)
             case Parked(generation=generation) if generation == self._generation:
@@ -276,10 +276,14 @@ class Coordinator:
             self._record_outage(self._decision)
         self._outage = Outage()
 
-    def _on_committed(self, message: Committed) -> None:
-        self._watchdog.operation(message.times.longest_s)
+    def _on_committed(self, worker: Worker, message: Committed) -> None:
         decision = self._decision
-        if decision is None or message.step != self._committed:
+        if decision is None:
+            return
+        self._watchdog.operation(message.times.longest_s)
+        if message.generation == self._generation:
+            self._planner.measure(worker.id, decision.plan, message.times)
+        if message.step != self._committed:
             return  # another worker was first
         self._committed = message.step + 1
         self._last_vote = message.vote

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -23,7 +23,10 @@ _LOOPBACK = Link(
 
 @dataclass(frozen=True, slots=True)
 class OperationRate:
-    """Seconds of a forward and of a backward per unit of relative layer cost."""
+    """Seconds of a forward and of a backward of one micro-batch through the whole model.
+
+    The defaults are for a start with nothing measured: only their ratio matters then, and two is the usual one.
+    """
 
     forward_s: float = 1e-3
     backward_s: float = 2e-3
@@ -58,6 +61,10 @@ class JobInfo:
         """Equal for jobs whose layers have parameters and boundaries of the same sizes; kept with checkpoints."""
         sizes = json.dumps([self.param_bytes, [[b.shape, b.dtype] for b in self.boundaries]])
         return blake2b(sizes.encode(), digest_size=16).hexdigest()
+
+    def share(self, layers: Iterable[int]) -> float:
+        """Return which part of the whole model's cost these layers are."""
+        return math.fsum(self.relative_costs[layer] for layer in layers) / math.fsum(self.relative_costs)
 
     def costs(self, config: RunConfig, hosts: Mapping[int, str], rate: OperationRate) -> CostModel:
         """Return the cost model of this job on the workers of `hosts`, worker -> host."""

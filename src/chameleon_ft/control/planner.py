@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decision import Decision, Situation, decide
 from chameleon_ft.control.job_info import JobInfo, OperationRate
-from chameleon_ft.control.messages import Run
+from chameleon_ft.control.messages import OperationTimes, Run
 from chameleon_ft.observe import RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, check_program
@@ -17,7 +18,7 @@ __all__ = ["Planner"]
 
 
 class Planner:
-    """Makes the decisions of one run. Keeps nothing between them.
+    """Makes the decisions of one run, by the operation times that its workers report.
 
     In every call, `hosts` gives the host of each worker that has joined.
     """
@@ -25,6 +26,7 @@ class Planner:
     def __init__(self, config: RunConfig, job: JobInfo) -> None:
         self._config = config
         self._job = job
+        self._rates: dict[int, OperationRate] = {}
         # No worker keeps more micro-batches than the first stage of the layout that the run was started with.
         depth = config.parallel.pp
         self._ceiling = dict.fromkeys(range(config.workers), InFlightLimit(depth, depth))
@@ -48,6 +50,12 @@ class Planner:
             policy="start",
             action="start",
         )
+
+    def measure(self, worker: int, plan: Plan, times: OperationTimes) -> None:
+        """Take in how long a worker's operations took in a step that it ran as part of `plan`."""
+        if worker in plan.workers and times.forward_s > 0 and times.backward_s > 0:
+            share = self._job.share(layer for layers in plan.placement.ranges_of(worker) for layer in layers)
+            self._rates[worker] = OperationRate(times.forward_s / share, times.backward_s / share)
 
     def go_on(self, situation: Situation, hosts: Mapping[int, str]) -> Decision:
         """Decide what follows a loss; see `decide` for what it raises."""
@@ -95,4 +103,11 @@ class Planner:
         )
 
     def _costs(self, hosts: Mapping[int, str]) -> CostModel:
-        return self._job.costs(self._config, hosts, OperationRate())
+        rates = self._rates.values()
+        if not rates:
+            return self._job.costs(self._config, hosts, OperationRate())
+        # One rate for all: a worker that was slow in one step need not be slow in the next.
+        measured = OperationRate(
+            statistics.median(rate.forward_s for rate in rates), statistics.median(rate.backward_s for rate in rates)
+        )
+        return self._job.costs(self._config, hosts, measured)

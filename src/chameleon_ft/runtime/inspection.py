@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from multiprocessing.connection import Connection
 
 from chameleon_ft.config import RunConfig, TrainConfig
@@ -19,10 +20,13 @@ def inspection_main(config: RunConfig, pipe: Connection) -> None:
     """Send through `pipe` the JobInfo of the job that `config` names, or the ChameleonError that says why not."""
     end_with_parent()
     ignore_interrupts()
+    found: JobInfo | ChameleonError
     try:
-        pipe.send(inspect_job(config))
+        found = inspect_job(config)
     except ChameleonError as error:
-        pipe.send(error)
+        found = error
+    with contextlib.suppress(OSError):  # interrupted meanwhile, nobody may be there to hear it
+        pipe.send(found)
 
 
 def inspect_job(config: RunConfig) -> JobInfo:

@@ -24,7 +24,7 @@ def store_main(host: str, pipe: Connection) -> None:
     listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
     port = listener.getsockname()[1]
     store = host_store(host, port, listener.detach(), timeout_s=_TIMEOUT_S)
-    pipe.send(port)
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, OSError):
+        pipe.send(port)
         pipe.recv()
     del store
