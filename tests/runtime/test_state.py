@@ -18,7 +18,7 @@ from chameleon_ft.config import Failure, FailureKind, FailurePhase
 from chameleon_ft.control.messages import Vote
 from chameleon_ft.errors import CheckpointError
 from chameleon_ft.job import Job
-from chameleon_ft.observe import FaultLog, layer_directory
+from chameleon_ft.observe import FaultLog, layer_directory, mark_complete
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
@@ -320,6 +320,37 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_next_one_is_wri
     assert (step, layers) == (7, (0,))
     assert error is not None
     assert after == (8, (0,), None)
+
+
+def test_waiting_for_a_checkpoint_can_be_given_up(tmp_path: Path) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def before_write(step: int) -> None:
+        begun.set()
+        go_on.wait()
+
+    writer = CheckpointWriter(tmp_path, saved=lambda *saved: None, before_write=before_write)
+    assert not writer.is_busy
+    writer.submit(7, {0: trained().snapshot(0)})
+    begun.wait()
+    assert writer.is_busy
+    assert not writer.join(unless=lambda: True)
+    go_on.set()
+    assert writer.join(unless=lambda: False)
+    assert not writer.is_busy
+
+
+def test_a_complete_checkpoint_is_not_touched_again(tmp_path: Path) -> None:
+    held = trained()
+    collected = Collected(tmp_path)
+    collected.writer.submit(7, {layer: held.snapshot(layer) for layer in range(LAYERS)})
+    assert collected.writer.join(unless=lambda: False)
+    mark_complete(tmp_path, 7, model="a model")
+    written = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    collected.writer.submit(7, {0: held.snapshot(0)})
+    assert collected.writer.join(unless=lambda: False)
+    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == written
+    assert collected.reports[-1] == (7, (0,), None), "it is there, and that is what was asked for"
 
 
 @pytest.mark.parametrize("damage", ["missing", "metadata", "data"])

@@ -34,7 +34,11 @@ def spawned_rank_main(*, coordinator: str, token: str, worker: int, host: str, l
         local_index: number of this rank on its host, which picks its accelerator.
     """
     end_with_parent()
-    code = rank_main(coordinator=coordinator, token=token, worker=worker, host=host, local_index=local_index)
+    try:
+        code = rank_main(coordinator=coordinator, token=token, worker=worker, host=host, local_index=local_index)
+    except ChameleonError as error:
+        print(f"worker {worker}: {error}", file=sys.stderr)
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the interpreter's own ending, which would wait for threads of libraries.
