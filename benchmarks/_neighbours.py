@@ -23,9 +23,9 @@ _Result = TypeVar("_Result")
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _IDLE_COLUMNS = (3, 4)  # of the line `cpu` in /proc/stat: idle, and waiting for a disk
 _GUEST_COLUMN = 8  # from here on it counts twice what is in the columns before
-_TRIES = 6
+_TRIES = 8
 _QUIET_FOR_S = 1.0
-_LONGEST_WAIT_S = 120.0
+_LONGEST_WAIT_S = 300.0
 _LAST_WORDS_S = 3.0
 
 

@@ -33,14 +33,14 @@ _LARGEST_DEVIATION = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Which worker is lost when: first in a backward, then in a gradient sync."""
 
     backward: tuple[int, int]
     sync: tuple[int, int]
 
     @classmethod
-    def parse(cls, text: str) -> _Place:
+    def parse(cls, text: str) -> Place:
         """Read ``WORKER@STEP,WORKER@STEP``."""
         try:
             first, second = ((int(worker), int(step)) for worker, step in (part.split("@") for part in text.split(",")))
@@ -107,15 +107,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--places",
         nargs="+",
-        type=_Place.parse,
-        default=[_Place.parse(text) for text in _PLACES],
+        type=Place.parse,
+        default=[Place.parse(text) for text in _PLACES],
         metavar="WORKER@STEP,WORKER@STEP",
         help=f"a run for each: lost in a backward, then in a gradient sync; by default {' '.join(_PLACES)}",
     )
     return parser.parse_args()
 
 
-def _run(config: TrainConfig, path: Path, place: _Place, given: argparse.Namespace) -> dict[str, Any]:
+def _run(config: TrainConfig, path: Path, place: Place, given: argparse.Namespace) -> dict[str, Any]:
     run = _chameleon.train(config, run=path, failures=place.failures(), timeout_s=given.timeout)
     summary = json.loads(run.summary_file.read_text(encoding="utf-8"))
     lost = [(failure["worker"], failure["step"]) for failure in summary["failures"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,8 @@ from chameleon_ft.control.messages import (
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import FailureRecord, FaultLog
 from tests.control.stage import Puppet, Stage, scene, vote
+
+THREE_PIPELINES: dict[str, Any] = {"workers": 6, "parallel": Parallel(dp=3, pp=2)}
 
 
 def lost(stage: Stage) -> list[tuple[int, str, str]]:
@@ -164,6 +167,24 @@ async def test_a_worker_that_does_not_come_to_rest_is_looked_for(stage: Stage) -
     watching.cancel()
 
 
+@scene(**THREE_PIPELINES)
+async def test_workers_that_never_come_to_rest_are_given_up(stage: Stage) -> None:
+    watching = asyncio.create_task(stage.coordinator.wait())
+    stage.train(workers=6)
+    stage.reap(1)
+    stage.park(2, 3, 0, 2, 5)
+    while stage.order().generation == 1:  # 3 and 4 answer whatever they are asked, and never leave their operation
+        await asyncio.sleep(1.0)
+    assert stage.order().members == (0, 2, 5)
+    stage.start()
+    assert [(failure.worker, failure.cause) for failure in stage.failures] == [
+        (1, "SIGKILL"),
+        (3, "hung: it does not leave its operation"),
+        (4, "hung: it does not leave its operation"),
+    ]
+    watching.cancel()
+
+
 @scene()
 async def test_a_worker_that_does_not_regroup_is_looked_for(stage: Stage) -> None:
     watching = asyncio.create_task(stage.coordinator.wait())
@@ -241,8 +262,6 @@ async def test_a_step_in_between_makes_up_for_messages_that_failed(stage: Stage)
 
 
 # --- several losses --------------------------------------------------------------------------------------------------
-
-THREE_PIPELINES = {"workers": 6, "parallel": Parallel(dp=3, pp=2)}
 
 
 @scene(**THREE_PIPELINES)

@@ -330,14 +330,14 @@ def test_waiting_for_a_checkpoint_can_be_given_up(tmp_path: Path) -> None:
         go_on.wait()
 
     writer = CheckpointWriter(tmp_path, saved=lambda *saved: None, before_write=before_write)
-    assert not writer.is_busy
+    assert writer.join(unless=lambda: True)
     writer.submit(7, {0: trained().snapshot(0)})
     begun.wait()
     assert writer.is_busy
     assert not writer.join(unless=lambda: True)
     go_on.set()
     assert writer.join(unless=lambda: False)
-    assert not writer.is_busy
+    assert writer.join(unless=lambda: True), "nothing is left to wait for"
 
 
 def test_a_complete_checkpoint_is_not_touched_again(tmp_path: Path) -> None:
