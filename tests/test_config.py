@@ -80,7 +80,7 @@ def test_all_mistakes_are_listed_at_once() -> None:
         ),
         ({"failures": [{"step": 1, "worker": 1, "phase": "checkpoint"}]}, 'failures[0].phase = "checkpoint": no chec'),
         ({"backend": "nccl"}, 'backend = "nccl": nccl carries tensors between GPUs only'),
-        ({"timeouts": {"heartbeat_s": 2.0}}, "timeouts.watchdog_min_s = 1.5: must be longer than heartbeat_s = 2"),
+        ({"timeouts": {"heartbeat_s": 20.0}}, "timeouts.watchdog_min_s = 10.0: must be longer than heartbeat_s = 20"),
         ({"timeouts": {"collective_s": 1.0}}, "timeouts.collective_s = 1.0: must be longer than watchdog_min_s"),
         ({"timeouts": {"rendezvous_s": 9.0}}, "timeouts.rendezvous_s = 9.0: must be longer than collective_s"),
         ({"model": {"dim": 130}}, "model.dim = 130: must be a multiple of num_heads = 4"),

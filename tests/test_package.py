@@ -16,7 +16,7 @@ import chameleon_ft
 
 SOURCE = Path(chameleon_ft.__file__).parent
 
-PURE = {"errors", "workload", "cluster", "plan", "schedule", "sync", "recovery"}
+PURE = {"errors", "workload", "cluster", "plan", "schedule", "sync", "recovery", "presets", "estimate"}
 JOBS = {"keys", "config", "job", "data", "models", "optim"}
 
 # An impure part and the others that it may import when it runs.
