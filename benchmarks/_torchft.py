@@ -83,8 +83,8 @@ def train(
     settings: Settings,
     timeout_s: float,
     kill: tuple[int, int] | None = None,
-) -> bool:
-    """Train in the new directory `out` with a kill of (replica, step); return whether the survivors reached the end."""
+) -> int:
+    """Train in the new directory `out` with a kill of (replica, step); return how many survivors reached the end."""
     out.mkdir(parents=True)
     prepare_data(config, out)
     file = write_config(config, out / "config.toml")
@@ -106,7 +106,7 @@ def train(
                 stack.enter_context(child(command, log=out / f"replica-{number}.log", environment=environment))
             )
         survivors = [process for number, process in enumerate(processes) if kill is None or kill[0] != number]
-        return _all_end(survivors, timeout_s=timeout_s)
+        return _reached_the_end(survivors, timeout_s=timeout_s)
 
 
 def attempts_of(out: Path, replica: int) -> list[Attempt]:
@@ -151,15 +151,15 @@ def together(out: Path, *, replica: int, replicas: int) -> bool:
     )
 
 
-def _all_end(processes: list[subprocess.Popen[bytes]], *, timeout_s: float) -> bool:
+def _reached_the_end(processes: list[subprocess.Popen[bytes]], *, timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
+    good = 0
     for process in processes:
         try:
-            if process.wait(max(0.0, deadline - time.monotonic())) != 0:
-                return False
+            good += process.wait(max(0.0, deadline - time.monotonic())) == 0
         except subprocess.TimeoutExpired:
-            return False
-    return True
+            continue
+    return good
 
 
 def _free_port() -> int:

@@ -95,17 +95,19 @@ class _Experiment:
 
     def torchft_default(self) -> _Measured:
         settings = _torchft.Settings()
-        kills = self._torchft_kills(settings, "torchft-default", self.given.torchft_default_kills)
+        kills = self._torchft_kills(settings, "torchft-default", self.given.torchft_default_kills, _went_on)
         if kills is None:
             raise SystemExit(f"torchft did not go on at its default settings: see its logs in {self.folder}")
-        return _Measured("torchft default", kills)
+        survivors = self.config.parallel.dp - 1
+        ended = ", ".join(str(kill["survivors_ended"]) for kill in kills)
+        return _Measured(f"torchft default (of {survivors} survivors reached the end: {ended})", kills)
 
     def torchft_shortest(self) -> _Measured:
         """Return what was measured with the settings that lose least in the median, of those that work every time."""
         workable = []
         for settings in _candidates(self.given.torchft_timeouts_ms):
             name = f"torchft-{settings}".replace(",", "").replace(" ", "-")
-            kills = self._torchft_kills(settings, name, self.given.torchft_kills)
+            kills = self._torchft_kills(settings, name, self.given.torchft_kills, _is_workable)
             if kills is None:
                 progress(f"torchft, {settings}: not workable")
             else:
@@ -114,14 +116,16 @@ class _Experiment:
             raise SystemExit("torchft works with none of these settings; give longer --torchft-timeouts-ms")
         return min(workable, key=lambda measured: measured.median("lost_s"))
 
-    def _torchft_kills(self, settings: _torchft.Settings, name: str, count: int) -> tuple[_Kill, ...] | None:
-        """Kill each replica in turn; return None at the first kill that torchft does not deal with."""
+    def _torchft_kills(
+        self, settings: _torchft.Settings, name: str, count: int, good: Callable[[_Kill | None], bool]
+    ) -> tuple[_Kill, ...] | None:
+        """Kill each replica in turn; return None at the first kill that is not `good`."""
         kills = []
         for number in range(count):
             replica = number % self.config.parallel.dp
             progress(f"torchft, {settings}, kill {number + 1} of {count}: replica {replica}")
             kill = self._undisturbed(partial(self._torchft_kill, settings, replica), f"{name}-{number}")
-            if kill is None:
+            if not good(kill):
                 return None
             kills.append(kill)
         return tuple(kills)
@@ -146,13 +150,22 @@ class _Experiment:
             timeout_s=self.given.timeout,
             kill=(replica, self.given.kill_step),
         )
-        if not ended or not _torchft.together(path, replica=replica, replicas=replicas):
-            return None
         exclusion = _torchft.exclusion_of(path, replica=replica)
-        return None if exclusion is None else asdict(exclusion)
+        if exclusion is None:
+            return None
+        together = ended == replicas - 1 and _torchft.together(path, replica=replica, replicas=replicas)
+        return {**asdict(exclusion), "survivors_ended": ended, "together": together}
 
     def _undisturbed(self, measure: Callable[[Path], Any], name: str) -> Any:
         return self.neighbours.undisturbed(measure, self.folder / name)
+
+
+def _went_on(kill: _Kill | None) -> bool:
+    return kill is not None
+
+
+def _is_workable(kill: _Kill | None) -> bool:
+    return kill is not None and bool(kill["together"])
 
 
 def main() -> int:

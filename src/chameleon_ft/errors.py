@@ -3,6 +3,7 @@
     ChameleonError
       ConfigError            a value the user gave: configuration, command line, environment
         DataError            training data that is missing, too short or does not fit the model
+        ProfileError         a profile that cannot be read, or is of another model, device or version
       PlanError              a placement, route or plan that breaks a rule
         NoHolderError        layers that no live worker holds any more
       ProgramError           operations out of order, missing or stuck
@@ -24,6 +25,7 @@ __all__ = [
     "DataError",
     "NoHolderError",
     "PlanError",
+    "ProfileError",
     "ProgramError",
 ]
 
@@ -38,6 +40,10 @@ class ConfigError(ChameleonError):
 
 class DataError(ConfigError):
     """The training data is missing, too short or does not fit the model."""
+
+
+class ProfileError(ConfigError):
+    """A profile cannot be read, or does not match what it is to be used for."""
 
 
 class PlanError(ChameleonError):

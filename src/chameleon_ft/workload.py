@@ -30,6 +30,8 @@ class LayerCost:
         forward_s: seconds of the forward.
         input_grad_s: seconds of the half of the backward that makes the gradient of the layer's input.
         weight_grad_s: seconds of the half of the backward that makes the gradients of the layer's parameters.
+        fused_backward_s: seconds of the backward done in one go; None where that is the sum of both halves. Halves are
+            often slower together, for what they share is done twice.
         param_bytes: bytes of the layer's parameters.
         activation_bytes: bytes kept from the forward until the backward, the layer's input among them if it is kept.
         weight_grad_bytes: bytes kept from the input-gradient half until the weight-gradient half.
@@ -55,17 +57,30 @@ class LayerCost:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     working_bytes: int = 0
+    fused_backward_s: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("forward_s", "input_grad_s", "weight_grad_s"):
             _check_amount(getattr(self, field), f"{field} of layer {self.name!r}", "seconds")
+        if self.fused_backward_s is not None:
+            _check_amount(self.fused_backward_s, f"fused_backward_s of layer {self.name!r}", "seconds")
         for field in _BYTES:
             _check_amount(getattr(self, field), f"{field} of layer {self.name!r}", "bytes")
 
     @property
     def backward_s(self) -> float:
-        """Seconds of the whole backward: both halves."""
+        """Seconds of the whole backward in one go."""
+        return self.halves_s if self.fused_backward_s is None else self.fused_backward_s
+
+    @property
+    def halves_s(self) -> float:
+        """Seconds of both halves of the backward, one after the other."""
         return self.input_grad_s + self.weight_grad_s
+
+    @property
+    def least_backward_s(self) -> float:
+        """Seconds of the backward, in one go or in halves, whichever takes less; bounds are made of it."""
+        return min(self.backward_s, self.halves_s)
 
 
 @dataclass(frozen=True, slots=True)

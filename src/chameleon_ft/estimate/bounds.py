@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate.stages import PipelineTimes
-from chameleon_ft.plan import LayerRange, Placement, Plan
+from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.sync import Segment, gradient_segments
@@ -118,7 +118,7 @@ def rerouting_bound_s(
     first_weight_s = 0.0
     for index, segment in enumerate(segments):
         speeds = [costs.cluster.worker(worker).speed for worker in segment.holders]
-        forward_s, backward_s, weight_s = _work(costs, segment.layers, split_backward=split_backward)
+        forward_s, backward_s, weight_s = _work(costs, segment, segments[0], split_backward=split_backward)
         if index == 0:
             first_weight_s = weight_s / max(speeds)
         until_gradient_s = _least_makespan(micro_batches, forward_s + backward_s, speeds)
@@ -138,18 +138,22 @@ def total_work_bound_s(costs: CostModel, *, micro_batches: int | None = None) ->
     """
     if not costs.cluster.workers:
         raise PlanError("no worker is left to do the work; there is no time in which it gets done")
-    per_micro_batch_s = math.fsum(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
+    per_micro_batch_s = math.fsum(layer.forward_s + layer.least_backward_s for layer in costs.workload.layers)
     count = costs.workload.micro_batches if micro_batches is None else micro_batches
     return count * per_micro_batch_s / math.fsum(worker.speed for worker in costs.cluster.workers)
 
 
-def _work(costs: CostModel, layers: LayerRange, *, split_backward: bool) -> tuple[float, float, float]:
-    """F, B or I, and W of these layers at speed 1; the last is zero with fused backward."""
-    parts = costs.workload.layers[layers.start : layers.stop]
+def _work(costs: CostModel, segment: Segment, first: Segment, *, split_backward: bool) -> tuple[float, float, float]:
+    """F, B or I, and W of a segment at speed 1; the last is zero with fused backward."""
+    parts = costs.workload.layers[segment.layers.start : segment.layers.stop]
     forward_s = math.fsum(part.forward_s for part in parts)
-    input_s = math.fsum(part.input_grad_s for part in parts)
-    weight_s = math.fsum(part.weight_grad_s for part in parts)
-    return (forward_s, input_s, weight_s) if split_backward else (forward_s, input_s + weight_s, 0.0)
+    if not split_backward:
+        return forward_s, math.fsum(part.backward_s for part in parts), 0.0
+    least_s = math.fsum(part.least_backward_s for part in parts)
+    # A hop that starts at layer 0 has no I, and may go on into this segment.
+    may_start_there = not set(segment.holders).isdisjoint(first.holders)
+    input_s = 0.0 if may_start_there else math.fsum(min(part.input_grad_s, part.least_backward_s) for part in parts)
+    return forward_s, input_s, least_s - input_s
 
 
 def _least_makespan(pieces: int, piece_s: float, speeds: Sequence[float]) -> float:

@@ -52,7 +52,7 @@ class _Pipelines:
         cluster = costs.cluster
         speed = max(worker.speed for worker in cluster.workers)
         head = [layer.forward_s if split_backward else layer.forward_s + layer.backward_s for layer in layers]
-        work = [layer.forward_s + layer.backward_s for layer in layers]
+        work = [layer.forward_s + (layer.least_backward_s if split_backward else layer.backward_s) for layer in layers]
         self._head_s = [value / speed for value in accumulate(head, initial=0.0)]
         self._work_s = [value / speed for value in accumulate(work, initial=0.0)]
         least_bytes = min((layer.output_bytes for layer in layers[:-1]), default=0)

@@ -4,7 +4,8 @@ What a worker holds:
 
 - all the time, for the layers that it holds: parameters, gradients, optimizer state;
 - from the F of a hop to its B or I: the activations of the hop's layers, and the hop's output;
-- from I to W: what the layers keep for their weight gradients;
+- from I to W: what the layers keep for their weight gradients; at the first hop of a route, whose I computes nothing,
+  the activations and the gradient that has come in;
 - messages: those it has asked for and not yet used; those it has sent, until it may let go of them; gradients handed
   over between two hops of its own;
 - while an operation runs: the most that any of its layers works with, the gradient that comes in and the one that goes
@@ -179,6 +180,10 @@ class _Worker:
         match operation.kind:
             case OperationKind.FORWARD:
                 self._forward(operation, waiting)
+            case OperationKind.INPUT_GRAD if operation.first:
+                self._put_off(operation)
+            case OperationKind.WEIGHT_GRAD if operation.first:
+                self._catch_up(operation, waiting)
             case OperationKind.WEIGHT_GRAD:
                 self._compare(operation, waiting)
                 self._weight_grads -= self._layers.weight_grads(operation.layers)
@@ -186,7 +191,7 @@ class _Worker:
                 self._backward(operation, waiting)
 
     def _forward(self, operation: Operation, waiting: int) -> None:
-        output = 0 if operation.last else self._layers.output(operation.layers.stop - 1)
+        output = self._output_of(operation)
         self._activations += self._layers.activations(operation.layers) + output
         self._compare(operation, waiting)
         if operation.send_to is not None:
@@ -197,21 +202,42 @@ class _Worker:
     def _backward(self, operation: Operation, waiting: int) -> None:
         layers = operation.layers
         # A gradient is as large as what it is the gradient of.
-        incoming = output = 0 if operation.last else self._layers.output(layers.stop - 1)
+        incoming = output = self._output_of(operation)
         outgoing = 0 if operation.first else self._layers.output(layers.start - 1)
         if not operation.last and operation.receive_from is None:
             self._handed -= incoming
         if operation.kind is OperationKind.INPUT_GRAD:
             self._weight_grads += self._layers.weight_grads(layers)
         self._compare(operation, waiting + incoming + outgoing)
-        self._activations -= self._layers.activations(layers) + output
-        # If it is still kept as sent, that alone holds it now.
-        self._sent += self._twice.pop((operation.micro_batch, operation.hop), 0)
+        self._let_go(operation, output)
         if operation.send_to is not None:
             self._sent += outgoing
             self._keep(outgoing, None)
         elif not operation.first:
             self._handed += outgoing
+
+    def _put_off(self, operation: Operation) -> None:
+        """The I of a first hop computes nothing: all stays as it is until W, and the gradient that has come too."""
+        incoming = self._output_of(operation)
+        if not operation.last and operation.receive_from is None:
+            self._handed -= incoming
+        self._weight_grads += incoming
+
+    def _catch_up(self, operation: Operation, waiting: int) -> None:
+        """The W of a first hop is its whole backward."""
+        self._compare(operation, waiting)
+        output = self._output_of(operation)
+        self._weight_grads -= output
+        self._let_go(operation, output)
+
+    def _let_go(self, operation: Operation, output: int) -> None:
+        """The activations of a hop are not needed any more; if its output is still kept as sent, that alone holds it."""
+        self._activations -= self._layers.activations(operation.layers) + output
+        self._sent += self._twice.pop((operation.micro_batch, operation.hop), 0)
+
+    def _output_of(self, operation: Operation) -> int:
+        """Bytes of a hop's output, and of the gradient that comes in for it; the last hop's is a loss."""
+        return 0 if operation.last else self._layers.output(operation.layers.stop - 1)
 
     def _keep(self, num_bytes: int, output_of: _Hop | None) -> None:
         """Keep a message that was sent, and let go of the earliest if there are too many."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.placement import LayerRange
 from chameleon_ft.schedule.program import Operation, OperationKind
-from chameleon_ft.workload import Workload
+from chameleon_ft.workload import LayerCost, Workload
 
 __all__ = ["CostModel"]
 
@@ -28,6 +29,9 @@ class CostModel:
     def compute_s(self, worker: int, kind: OperationKind, layers: LayerRange) -> float:
         """Seconds that an operation of this kind on these layers takes on `worker`.
 
+        The first hop of a route has no input gradient to make, and nobody waits for one: with split backward its I does
+        nothing, and its W is the backward in one go.
+
         Raises PlanError when the workload has fewer layers than that, ConfigError when the cluster lacks the worker.
         """
         if layers.stop > len(self.workload.layers):
@@ -38,11 +42,11 @@ class CostModel:
             case OperationKind.FORWARD:
                 work_s = math.fsum(cost.forward_s for cost in costs)
             case OperationKind.BACKWARD:
-                work_s = math.fsum(part for cost in costs for part in (cost.input_grad_s, cost.weight_grad_s))
+                work_s = _backward_s(costs)
             case OperationKind.INPUT_GRAD:
-                work_s = math.fsum(cost.input_grad_s for cost in costs)
+                work_s = math.fsum(cost.input_grad_s for cost in costs) if layers.start else 0.0
             case OperationKind.WEIGHT_GRAD:
-                work_s = math.fsum(cost.weight_grad_s for cost in costs)
+                work_s = math.fsum(cost.weight_grad_s for cost in costs) if layers.start else _backward_s(costs)
         return self.workload.operation_overhead_s + work_s / self.cluster.worker(worker).speed
 
     def message_s(self, src: int, dst: int, num_bytes: float) -> float:
@@ -52,3 +56,14 @@ class CostModel:
     def message_bytes(self, layer: int) -> int:
         """Bytes of the activation after `layer`, and of its gradient on the way back."""
         return self.workload.layers[layer].output_bytes
+
+
+def _backward_s(costs: Iterable[LayerCost]) -> float:
+    """Of the halves where there is no other figure, each rounded with the rest only once."""
+    return math.fsum(
+        part
+        for cost in costs
+        for part in (
+            (cost.input_grad_s, cost.weight_grad_s) if cost.fused_backward_s is None else (cost.fused_backward_s,)
+        )
+    )

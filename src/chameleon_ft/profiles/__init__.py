@@ -1,0 +1,24 @@
+"""Profiles: what the layers of a model and the links between workers cost, in a file that says what it is true of."""
+
+from __future__ import annotations
+
+from chameleon_ft.profiles.derived import derived_profile
+from chameleon_ft.profiles.files import read_profile, write_profile
+from chameleon_ft.profiles.profile import (
+    AllReduceTime,
+    Fingerprint,
+    LayerTimes,
+    Profile,
+    Spread,
+)
+
+__all__ = [
+    "AllReduceTime",
+    "Fingerprint",
+    "LayerTimes",
+    "Profile",
+    "Spread",
+    "derived_profile",
+    "read_profile",
+    "write_profile",
+]
