@@ -33,7 +33,7 @@ from chameleon_ft.config import (
     TrainConfig,
 )
 from chameleon_ft.data.corpus import prepare_data
-from chameleon_ft.observe import FailureRecord, NullView, RunDirectory, StepRecord
+from chameleon_ft.observe import FailureRecord, NullView, RunDirectory, StepRecord, read_generation_plans
 from chameleon_ft.verify import Verification, repeat_run
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so once more\n" * 200
@@ -97,7 +97,7 @@ class Ended:
 
     def plans(self) -> list[dict[str, Any]]:
         """The plans of all generations, in order."""
-        return [json.loads(event["plan"]) for event in self.events("plan")]
+        return [json.loads(plan.plan.to_json()) for plan in read_generation_plans(self.run.plans).values()]
 
 
 @dataclass

@@ -88,7 +88,7 @@ def test_the_pure_part_imports_only_itself_and_nothing_impure(module: str, path:
 
 @pytest.mark.parametrize(("module", "path"), [m for m in MODULES if part(m[0]) in {"simulate", "control"}])
 def test_simulate_and_control_import_only_the_pure_part_and_what_records(module: str, path: Path) -> None:
-    allowed = PURE | PLANNED_PURE | {"observe", "config", part(module)}
+    allowed = PURE | PLANNED_PURE | {"observe", "config", "profiles", part(module)}
     assert parts_imported(path) <= allowed, module
     assert "torch" not in {name.split(".")[0] for name in imports(path)}, module
 
@@ -137,10 +137,12 @@ SURFACE = {
     "cli": ["main"],
     "config": [
         "LLAMA_JOB",
+        "STAND_IN_JOB",
         "Batch",
         "Checkpoint",
         "Control",
         "Data",
+        "Emulation",
         "Failure",
         "FailureKind",
         "FailurePhase",
@@ -148,6 +150,7 @@ SURFACE = {
         "Optimizer",
         "Parallel",
         "RunConfig",
+        "Timelines",
         "Timeouts",
         "TrainConfig",
         "config_to_toml",
@@ -158,24 +161,43 @@ SURFACE = {
         "read_toml",
     ],
     "data": ["DataSummary", "SampleOrder", "SkippedFile", "check_data", "load_tokens", "prepare_data"],
+    "profiles": [
+        "AllReduceTime",
+        "Fingerprint",
+        "LayerTimes",
+        "Profile",
+        "Spread",
+        "costs_of_run",
+        "derived_profile",
+        "profile_of_run",
+        "read_profile",
+        "write_profile",
+    ],
     "observe": [
         "ControlAddress",
+        "CostsFrom",
         "FailureRecord",
         "FaultLog",
+        "GenerationPlan",
         "NoticedBy",
         "NullView",
+        "RecordedReduction",
+        "RecordedStep",
         "Recorder",
         "RunDirectory",
         "RunInfo",
         "RunStatus",
         "StepRecord",
         "Summary",
+        "TimelineLog",
         "View",
         "checkpoint_model",
         "complete_checkpoints",
         "layer_directory",
         "mark_complete",
         "prune_checkpoints",
+        "read_generation_plans",
+        "read_recorded_steps",
         "summarize",
     ],
     "errors": [
@@ -186,6 +208,7 @@ SURFACE = {
         "DataError",
         "NoHolderError",
         "PlanError",
+        "ProfileError",
         "ProgramError",
     ],
     "workload": ["LayerCost", "Workload"],

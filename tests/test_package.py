@@ -16,7 +16,7 @@ import chameleon_ft
 
 SOURCE = Path(chameleon_ft.__file__).parent
 
-PURE = {"errors", "workload", "cluster", "plan", "schedule", "sync", "recovery", "presets", "estimate"}
+PURE = {"errors", "workload", "cluster", "plan", "schedule", "sync", "recovery", "presets", "estimate", "search"}
 JOBS = {"keys", "config", "job", "data", "models", "optim"}
 
 # An impure part and the others that it may import when it runs.
@@ -26,13 +26,14 @@ MAY_IMPORT = {
     "config": {"errors"},
     "job": {"errors", "keys", "config"},
     "data": {"errors", "keys", "config", "job"},
-    "models": {"errors", "keys", "config", "job", "data", "optim"},
-    "observe": {"errors", "config"},
+    "profiles": PURE | {"config"},
+    "models": {"errors", "keys", "config", "job", "data", "optim", "profiles"},
+    "observe": PURE | {"config"},
     "verify": JOBS | {"errors", "observe"},
-    "control": PURE | {"config", "observe"},
-    "runtime": PURE | JOBS | {"observe", "control"},
-    "launch": {"errors", "config", "observe", "control", "runtime"},
-    "cli": {"errors", "config", "job", "data", "observe", "control", "launch", "verify"},
+    "control": PURE | {"config", "observe", "profiles"},
+    "runtime": PURE | JOBS | {"observe", "control", "profiles"},
+    "launch": {"errors", "config", "observe", "control", "profiles", "runtime"},
+    "cli": PURE | {"config", "job", "data", "observe", "control", "profiles", "launch", "verify"},
 }
 
 

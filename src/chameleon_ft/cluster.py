@@ -101,6 +101,15 @@ class Cluster:
         """The link between two workers: inside a host when both are on it, else between hosts."""
         return self.intra_host if self.worker(a).host == self.worker(b).host else self.inter_host
 
+    def ring_all_reduce_s(self, workers: Collection[int], num_bytes: float) -> float:
+        """Seconds of an all-reduce of `num_bytes` round a ring of these workers; zero for a single one.
+
+        The ring passes through them host by host; its slowest link sets the pace of every step.
+        """
+        ring = sorted(workers, key=lambda worker: (self.worker(worker).host, worker))
+        links = {self.link(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True) if a != b}
+        return max((link.ring_all_reduce_s(num_bytes, len(ring)) for link in links), default=0.0)
+
     def without(self, ids: Collection[int]) -> Cluster:
         """The cluster that is left when the workers with these ids are gone (ids it does not have are ignored)."""
         gone = frozenset(ids)

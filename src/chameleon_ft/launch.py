@@ -34,6 +34,7 @@ from chameleon_ft.observe import (
     complete_checkpoints,
 )
 from chameleon_ft.observe.terminal import TerminalView
+from chameleon_ft.profiles import Profile, profile_of_run
 
 __all__ = ["coordinate", "supervise", "train", "work"]
 
@@ -85,9 +86,16 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
         job, store_port = await _both(partial(_inspect, context, config), ready)
         if resume:
             _require_same_model(run, job)
+        profile = _profile(config, job)
         with Recorder(run, TerminalView()) as recorder:
             coordinator = Coordinator(
-                config=config, run=run, recorder=recorder, job=job, store_port=store_port, resume=resume
+                config=config,
+                run=run,
+                recorder=recorder,
+                job=job,
+                profile=profile,
+                store_port=store_port,
+                resume=resume,
             )
             async with control_server(
                 coordinator,
@@ -216,6 +224,16 @@ def _require_same_model(run: RunDirectory, job: JobInfo) -> None:
                 f"--resume {run.path}: its checkpoint of step {step} is of a model with other layers than the job has "
                 "now; undo the change to the model, or begin a new run"
             )
+
+
+def _profile(config: RunConfig, job: JobInfo) -> Profile | None:
+    """Return the profile of the run, if it has one. Raises ProfileError where it is of another model."""
+    if config.profile is None:
+        return None
+    profile = profile_of_run(config)
+    if config.device != "emulated":
+        profile.require({"model": job.fingerprint})
+    return profile
 
 
 def _inspect(context: ForkServerContext, config: RunConfig, cancelled: threading.Event) -> JobInfo:

@@ -6,28 +6,32 @@ Importing this package imports neither torch nor anything that reads a clock or 
 from __future__ import annotations
 
 from chameleon_ft.config.files import config_to_toml, load_config, read_toml
-from chameleon_ft.config.run import LLAMA_JOB, RunConfig, TrainConfig
+from chameleon_ft.config.run import LLAMA_JOB, STAND_IN_JOB, RunConfig, TrainConfig
 from chameleon_ft.config.sections import (
     Batch,
     Checkpoint,
     Control,
     Data,
+    Emulation,
     Failure,
     FailureKind,
     FailurePhase,
     LlamaConfig,
     Optimizer,
     Parallel,
+    Timelines,
     Timeouts,
 )
 from chameleon_ft.config.validation import config_type, parse_config, parse_fields
 
 __all__ = [
     "LLAMA_JOB",
+    "STAND_IN_JOB",
     "Batch",
     "Checkpoint",
     "Control",
     "Data",
+    "Emulation",
     "Failure",
     "FailureKind",
     "FailurePhase",
@@ -35,6 +39,7 @@ __all__ = [
     "Optimizer",
     "Parallel",
     "RunConfig",
+    "Timelines",
     "Timeouts",
     "TrainConfig",
     "config_to_toml",

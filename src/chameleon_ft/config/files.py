@@ -36,6 +36,6 @@ def load_config(path: Path) -> RunConfig:
 def config_to_toml(config: RunConfig) -> str:
     """Return `config` as TOML with every field resolved, which `load_config` reads back to an equal one.
 
-    The run directory itself is left out, so that a run may be moved.
+    The run directory itself is left out, so that a run may be moved; and what is not set.
     """
-    return tomli_w.dumps(config.model_dump(mode="json", exclude={"out"}))
+    return tomli_w.dumps(config.model_dump(mode="json", exclude={"out"}, exclude_none=True))

@@ -13,18 +13,23 @@ from chameleon_ft.config.sections import (
     Checkpoint,
     Control,
     Data,
+    Emulation,
     Failure,
     LlamaConfig,
     Optimizer,
     Parallel,
     Section,
+    Timelines,
     Timeouts,
 )
 
-__all__ = ["LLAMA_JOB", "RunConfig", "TrainConfig"]
+__all__ = ["LLAMA_JOB", "STAND_IN_JOB", "RunConfig", "TrainConfig"]
 
 LLAMA_JOB = "chameleon_ft.models.llama_job:llama_job"
 """Reference of the job that `chameleon train` trains unless told otherwise."""
+
+STAND_IN_JOB = "chameleon_ft.models.stand_in:stand_in"
+"""Reference of the job that emulated devices train: the layers of their profile, with next to nothing in them."""
 
 
 class RunConfig(Section):
@@ -48,12 +53,20 @@ class RunConfig(Section):
         default="reroute", description="What to do at a loss; reroute: the peers of a lost worker do its share."
     )
     backend: Literal["gloo", "nccl"] = Field(default="gloo", description="Library that carries the tensors.")
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Kind of device a worker computes on.")
+    device: Literal["cpu", "cuda", "emulated"] = Field(
+        default="cpu",
+        description="Kind of device a worker computes on; emulated: none, operations last as long as `profile` says.",
+    )
+    profile: Annotated[Path, Field(strict=False)] | None = Field(
+        default=None, description="File that `chameleon profile` wrote, by which plans are made; needed to emulate."
+    )
     threads: int = Field(default=1, ge=1, description="Threads that one worker computes with on a CPU.")
     parallel: Parallel = Parallel()
     batch: Batch = Batch()
     checkpoint: Checkpoint = Checkpoint()
     timeouts: Timeouts = Timeouts()
+    timelines: Timelines = Timelines()
+    emulation: Emulation = Emulation()
     control: Control = Control()
     failures: Annotated[tuple[Failure, ...], Field(strict=False)] = Field(
         default=(), description="Failures to inject on purpose."
@@ -73,7 +86,19 @@ class RunConfig(Section):
             yield "batch.micro_batches", f"must divide evenly over parallel.dp = {dp} pipelines; take {nearest}"
         if self.backend == "nccl" and self.device != "cuda":
             yield "backend", f'nccl carries tensors between GPUs only, and device = "{self.device}"; take gloo'
+        yield from self._emulation_problems()
         yield from self._failure_problems()
+
+    def _emulation_problems(self) -> Iterator[tuple[str, str]]:
+        emulated = self.device == "emulated"
+        if emulated and self.profile is None:
+            yield "profile", 'device = "emulated" needs one, which says how long operations take; see chameleon profile'
+        if emulated != (self.job == STAND_IN_JOB):
+            yield (
+                "job",
+                f'device = "emulated" and job = "{STAND_IN_JOB}" go together: an emulated device computes nothing, and '
+                "that job is made of the profile; set both or neither",
+            )
 
     def _failure_problems(self) -> Iterator[tuple[str, str]]:
         seen: dict[int, int] = {}

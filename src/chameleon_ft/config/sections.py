@@ -14,6 +14,7 @@ __all__ = [
     "Checkpoint",
     "Control",
     "Data",
+    "Emulation",
     "Failure",
     "FailureKind",
     "FailurePhase",
@@ -21,6 +22,7 @@ __all__ = [
     "Optimizer",
     "Parallel",
     "Section",
+    "Timelines",
     "Timeouts",
 ]
 
@@ -110,6 +112,25 @@ class Timeouts(Section):
                     f"must be longer than {shorter} = {getattr(self, shorter):g}, or the later of the two never fires; "
                     f"raise {longer} or lower {shorter}",
                 )
+
+
+class Timelines(Section):
+    """Which steps' operations are written down, for `chameleon report`."""
+
+    every: int = Field(
+        default=10,
+        ge=0,
+        description="Steps between two whose operations are recorded, beside the first two after a change; 0: none.",
+    )
+
+
+class Emulation(Section):
+    """How devices are emulated, where `device` says so."""
+
+    time_scale: float = Field(
+        default=1.0, gt=0, description="Seconds that a second of the profile takes; larger ones hide the host's own."
+    )
+    workers_per_host: int = Field(default=8, ge=1, description="Workers that an emulated host has.")
 
 
 class Control(Section):

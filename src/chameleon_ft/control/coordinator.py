@@ -54,6 +54,7 @@ from chameleon_ft.observe import (
     StepRecord,
 )
 from chameleon_ft.plan import Plan
+from chameleon_ft.profiles import Profile
 
 __all__ = ["Coordinator"]
 
@@ -77,7 +78,15 @@ class Coordinator:
     """
 
     def __init__(
-        self, *, config: RunConfig, run: RunDirectory, recorder: Recorder, job: JobInfo, store_port: int, resume: bool
+        self,
+        *,
+        config: RunConfig,
+        run: RunDirectory,
+        recorder: Recorder,
+        job: JobInfo,
+        profile: Profile | None = None,
+        store_port: int,
+        resume: bool,
     ) -> None:
         self._config = config
         self._run = run
@@ -88,9 +97,10 @@ class Coordinator:
         self._members = Members(config.workers)
         self._faults = FaultLog(run.faults_file)
         self._watchdog = Watchdog(config.timeouts)
-        self._planner = Planner(config, job)
+        self._planner = Planner(config, job, profile)
         self._phase = _Phase.GATHERING
-        self._generation = 0
+        # A run that goes on continues the numbers, for its records are kept by generation.
+        self._generation = run.last_generation()
         self._plan: Plan | None = None
         self._decision: Decision | None = None
         self._committed = 0
@@ -257,7 +267,7 @@ class Coordinator:
     def _begin(self) -> None:
         checkpoints = self._checkpoints.complete() if self._resume else []
         decision = self._planner.start(self._members.live(), checkpoint=checkpoints[-1] if checkpoints else None)
-        self._generation = 1
+        self._generation += 1
         self._launch(decision)
         self._recorder.started(
             self._planner.describe(
@@ -454,7 +464,7 @@ class Coordinator:
     def _launch(self, decision: Decision) -> None:
         """Give every member of the plan its orders for the current generation."""
         plan = decision.plan
-        told = self._planner.orders(
+        planned, told = self._planner.orders(
             decision, self._members.hosts(), generation=self._generation, store_port=self._store_port
         )
         self._plan = plan
@@ -467,7 +477,7 @@ class Coordinator:
         self._watchdog.progress(asyncio.get_running_loop().time())
         for worker, order in told.items():
             self._send(worker, order)
-        self._recorder.event("plan", generation=self._generation, policy=decision.policy, plan=plan.to_json())
+        self._recorder.plan(planned, policy=decision.policy)
 
     def _record_outage(self, decision: Decision | None, *, stop: str = "") -> None:
         now = time.time()

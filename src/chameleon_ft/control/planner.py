@@ -9,12 +9,15 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decision import Decision, Situation, decide
 from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.messages import OperationTimes, Run
-from chameleon_ft.observe import RunInfo
+from chameleon_ft.observe import GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.profiles import Profile, costs_of_run
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, check_program
 from chameleon_ft.sync import gradient_segments
 
 __all__ = ["Planner"]
+
+_LEAST_S = 1e-9  # a layer that takes no time still has to be somewhere
 
 
 class Planner:
@@ -23,9 +26,10 @@ class Planner:
     In every call, `hosts` gives the host of each worker that has joined.
     """
 
-    def __init__(self, config: RunConfig, job: JobInfo) -> None:
+    def __init__(self, config: RunConfig, job: JobInfo, profile: Profile | None = None) -> None:
         self._config = config
         self._job = job
+        self._profile = profile
         self._rates: dict[int, OperationRate] = {}
         # No worker keeps more micro-batches than the first stage of the layout that the run was started with.
         depth = config.parallel.pp
@@ -35,7 +39,7 @@ class Planner:
         """Begin with the layout of the configuration, at `checkpoint` or with fresh weights at step 0."""
         parallel = self._config.parallel
         plan = data_pipeline_plan(
-            layer_costs=self._job.relative_costs,
+            layer_costs=self._layer_costs(),
             dp=parallel.dp,
             pp=parallel.pp,
             micro_batches=self._config.batch.micro_batches,
@@ -63,19 +67,28 @@ class Planner:
 
     def orders(
         self, decision: Decision, hosts: Mapping[int, str], *, generation: int, store_port: int
-    ) -> dict[int, Run]:
-        """Return what each worker of the plan is told, having checked that the program can be run.
+    ) -> tuple[GenerationPlan, dict[int, Run]]:
+        """Return what the generation does, checked that it can be run, and what each worker of the plan is told.
 
-        Raises ProgramError where it breaks a rule; nobody must be told to run it.
+        Raises ProgramError where the program breaks a rule; nobody must be told to run it.
         """
         plan = decision.plan
-        program = best_program(plan, self._costs(hosts), ceiling=self._ceiling).program
+        costs = self._costs(hosts)
+        program = best_program(plan, costs, ceiling=self._ceiling).program
         check_program(program, plan)
+        planned = GenerationPlan(
+            generation=generation,
+            first_step=decision.first_step,
+            plan=plan,
+            program=program,
+            costs=costs,
+            costs_from="profile" if self._profile is not None else "measured" if self._rates else "assumed",
+        )
         segments = tuple(
             (segment.layers.start, segment.layers.stop, segment.holders)
             for segment in gradient_segments(plan.placement)
         )
-        return {
+        return planned, {
             worker: Run(
                 generation=generation,
                 members=plan.workers,
@@ -102,7 +115,14 @@ class Planner:
             generation=generation,
         )
 
+    def _layer_costs(self) -> Sequence[float]:
+        if self._profile is None:
+            return self._job.relative_costs
+        return [max(layer.forward_s + layer.backward_s, _LEAST_S) for layer in self._profile.layers]
+
     def _costs(self, hosts: Mapping[int, str]) -> CostModel:
+        if self._profile is not None:
+            return costs_of_run(self._config, self._profile, hosts)
         rates = self._rates.values()
         if not rates:
             return self._job.costs(self._config, hosts, OperationRate())

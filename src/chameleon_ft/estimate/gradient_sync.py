@@ -82,16 +82,9 @@ def estimate_sync(
 
 
 def reduction_s(segment: Segment, costs: CostModel) -> float:
-    """Seconds of a ring all-reduce of the segment's gradients: 2 (n - 1) alpha + 2 (n - 1) / n * bytes / beta.
-
-    The ring passes through the holders host by host; its slowest link sets the pace of every step.
-    """
-    count = len(segment.holders)
+    """Seconds of a ring all-reduce of the segment's gradients: 2 (n - 1) alpha + 2 (n - 1) / n * bytes / beta."""
     layers = costs.workload.layers[segment.layers.start : segment.layers.stop]
-    num_bytes = sum(layer.gradient_bytes for layer in layers)
-    ring = sorted(segment.holders, key=lambda worker: (costs.cluster.worker(worker).host, worker))
-    links = {costs.cluster.link(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True) if a != b}
-    return max((link.ring_all_reduce_s(num_bytes, count) for link in links), default=0.0)
+    return costs.cluster.ring_all_reduce_s(segment.holders, sum(layer.gradient_bytes for layer in layers))
 
 
 class _Ready:

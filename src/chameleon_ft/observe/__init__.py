@@ -14,27 +14,36 @@ from chameleon_ft.observe.checkpoints import (
 )
 from chameleon_ft.observe.faults import FaultLog
 from chameleon_ft.observe.files import ControlAddress, RunDirectory
+from chameleon_ft.observe.plans import CostsFrom, GenerationPlan, read_generation_plans
 from chameleon_ft.observe.recorder import Recorder
 from chameleon_ft.observe.records import FailureRecord, NoticedBy, RunStatus, StepRecord, Summary, summarize
+from chameleon_ft.observe.timelines import RecordedReduction, RecordedStep, TimelineLog, read_recorded_steps
 from chameleon_ft.observe.view import NullView, RunInfo, View
 
 __all__ = [
     "ControlAddress",
+    "CostsFrom",
     "FailureRecord",
     "FaultLog",
+    "GenerationPlan",
     "NoticedBy",
     "NullView",
+    "RecordedReduction",
+    "RecordedStep",
     "Recorder",
     "RunDirectory",
     "RunInfo",
     "RunStatus",
     "StepRecord",
     "Summary",
+    "TimelineLog",
     "View",
     "checkpoint_model",
     "complete_checkpoints",
     "layer_directory",
     "mark_complete",
     "prune_checkpoints",
+    "read_generation_plans",
+    "read_recorded_steps",
     "summarize",
 ]

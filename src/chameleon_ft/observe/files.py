@@ -114,9 +114,37 @@ class RunDirectory:
         """Folder of what the processes print."""
         return self.path / "logs"
 
+    @property
+    def profile_file(self) -> Path:
+        """A copy of the profile that the run was given, if it was."""
+        return self.path / "profile.json"
+
+    @property
+    def plans(self) -> Path:
+        """Folder of what was planned in each generation; see `GenerationPlan`."""
+        return self.path / "plans"
+
+    def plan_file(self, generation: int) -> Path:
+        """The GenerationPlan of a generation."""
+        return self.plans / f"generation-{generation:05}.json"
+
+    def last_generation(self) -> int:
+        """The highest number of a generation that was planned; 0 where there is none."""
+        return max((int(path.stem.rpartition("-")[2]) for path in self.plans.glob("generation-*.json")), default=0)
+
+    @property
+    def timelines(self) -> Path:
+        """Folder of the operations that were recorded; see `RecordedStep`."""
+        return self.path / "timelines"
+
+    def timeline_file(self, worker: int) -> Path:
+        """One RecordedStep of a worker per line."""
+        return self.timelines / f"worker-{worker}.jsonl"
+
     def config(self) -> RunConfig:
-        """Read the resolved configuration; its `out` is this directory, wherever it has been moved to."""
-        return load_config(self.config_file).model_copy(update={"out": self.path})
+        """Read the resolved configuration; its files are in this directory, wherever it has been moved to."""
+        config = load_config(self.config_file)
+        return config.model_copy(update={"out": self.path, "profile": self.profile_file if config.profile else None})
 
     def write_config(self, config: RunConfig) -> None:
         """Replace the resolved configuration, when a run goes on with another one."""

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from chameleon_ft.observe.files import RunDirectory
+from chameleon_ft.observe.plans import GenerationPlan
 from chameleon_ft.observe.records import FailureRecord, RunStatus, StepRecord, Summary, summarize
 from chameleon_ft.observe.view import RunInfo, View
 
@@ -34,6 +35,12 @@ class Recorder:
         """Record that the workers are together and training begins, or goes on, with `info`."""
         self._write_event("started", info.to_json())
         self._view.started(info)
+
+    def plan(self, plan: GenerationPlan, *, policy: str) -> None:
+        """Record what the workers were told to run, and which policy proposed it."""
+        self.run.plans.mkdir(exist_ok=True)
+        plan.write(self.run.plan_file(plan.generation))
+        self.event("plan", generation=plan.generation, policy=policy, file=str(self.run.plan_file(plan.generation)))
 
     def step(self, record: StepRecord) -> None:
         """Record a committed step."""

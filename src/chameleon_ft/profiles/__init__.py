@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from chameleon_ft.profiles.derived import derived_profile
 from chameleon_ft.profiles.files import read_profile, write_profile
-from chameleon_ft.profiles.profile import (
-    AllReduceTime,
-    Fingerprint,
-    LayerTimes,
-    Profile,
-    Spread,
-)
+from chameleon_ft.profiles.of_run import costs_of_run, profile_of_run
+from chameleon_ft.profiles.profile import AllReduceTime, Fingerprint, LayerTimes, Profile, Spread
 
 __all__ = [
     "AllReduceTime",
@@ -18,7 +13,9 @@ __all__ = [
     "LayerTimes",
     "Profile",
     "Spread",
+    "costs_of_run",
     "derived_profile",
+    "profile_of_run",
     "read_profile",
     "write_profile",
 ]

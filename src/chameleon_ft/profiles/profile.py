@@ -150,6 +150,32 @@ class Profile:
         """The cost model of a step on these workers; raises as `cluster` does."""
         return CostModel(self.workload(micro_batches), self.cluster(hosts))
 
+    def slowed(self, factor: float) -> Profile:
+        """The same with every operation and message `factor` times as long; what was measured is left out."""
+
+        def slower(link: Link) -> Link:
+            return Link(link.latency_s * factor, link.bytes_per_s / factor)
+
+        layers = tuple(
+            dataclasses.replace(
+                layer,
+                forward_s=layer.forward_s * factor,
+                input_grad_s=layer.input_grad_s * factor,
+                weight_grad_s=layer.weight_grad_s * factor,
+                fused_backward_s=None if layer.fused_backward_s is None else layer.fused_backward_s * factor,
+            )
+            for layer in self.layers
+        )
+        return dataclasses.replace(
+            self,
+            layers=layers,
+            times=(),
+            operation_overhead_s=self.operation_overhead_s * factor,
+            intra_host=slower(self.intra_host),
+            inter_host=None if self.inter_host is None else slower(self.inter_host),
+            all_reduces=(),
+        )
+
     def require(self, wanted: Mapping[str, object]) -> None:
         """See that the profile is of what it is to be used for.
 

@@ -8,6 +8,7 @@ other one is able to.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +20,9 @@ from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.executor import StepSums
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.sync import Segment
 
-__all__ = ["AppliedStep", "Committer", "NotFiniteError"]
+__all__ = ["AppliedStep", "CommitTimes", "Committer", "NotFiniteError", "TimedReduction"]
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -39,6 +41,25 @@ class AppliedStep:
     lr: float
 
 
+@dataclass(frozen=True, slots=True)
+class TimedReduction:
+    """When the all-reduce of a segment was issued and when it was found done, by `time.perf_counter`."""
+
+    segment: Segment
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitTimes:
+    """When the parts of a commit were, by `time.perf_counter`."""
+
+    reductions: tuple[TimedReduction, ...]
+    vote_s: tuple[float, float]
+    """(start, end)"""
+    end_s: float
+
+
 class Committer:
     """Counts the steps this rank has applied, and takes it from one to the next.
 
@@ -46,6 +67,7 @@ class Committer:
         committed: steps applied; the next one is step `committed`.
         reduced: whether the gradient buffers hold the fully reduced gradient of step `committed`.
         last_vote: the vote of step ``committed - 1``, if this process has applied it.
+        times: of the last commit.
     """
 
     def __init__(
@@ -68,14 +90,19 @@ class Committer:
         self.committed = committed
         self.reduced = False
         self.last_vote: Vote | None = None
+        self.times: CommitTimes | None = None
 
     def commit(
         self, sums: StepSums, communicators: Communicators, members: tuple[int, ...], *, finish: bool
     ) -> AppliedStep:
         """Take the step that was just executed to its end. Raises CommunicationError, NotFiniteError."""
-        self._reduce(communicators)
+        reductions = self._reduce(communicators)
+        reduced_s = time.perf_counter()
         vote = self._vote(sums, communicators, members, finish=finish)
-        return self.apply(vote)
+        voted_s = time.perf_counter()
+        applied = self.apply(vote)
+        self.times = CommitTimes(reductions, (reduced_s, voted_s), time.perf_counter())
+        return applied
 
     def apply(self, vote: Vote) -> AppliedStep:
         """Apply step `committed` from the reduced gradients and its vote. Communicates with nobody.
@@ -104,19 +131,23 @@ class Committer:
         self.last_vote = vote
         return AppliedStep(vote, grad_norm, lr)
 
-    def _reduce(self, communicators: Communicators) -> None:
+    def _reduce(self, communicators: Communicators) -> tuple[TimedReduction, ...]:
         self._activity.begin("sync")
+        start_s = time.perf_counter()
         reductions = [
-            communicators.all_reduce(buffer, segment.holders)
+            (segment, communicators.all_reduce(buffer, segment.holders))
             for segment in self.buffers.segments
             if len(segment.holders) > 1
             for buffer in self.buffers.of(segment)
         ]
         self._faults.at("sync", self.committed)
+        times = []
         with self._activity.waiting("sync"):
-            for reduction in reductions:
+            for segment, reduction in reductions:
                 reduction.wait()
+                times.append(TimedReduction(segment, start_s, time.perf_counter()))
         self.reduced = True
+        return tuple(times)
 
     def _vote(self, sums: StepSums, communicators: Communicators, members: tuple[int, ...], *, finish: bool) -> Vote:
         ballot = torch.tensor(
@@ -124,7 +155,7 @@ class Committer:
             dtype=torch.float64,
         )
         if len(members) > 1:
-            result = communicators.all_reduce(ballot, members)
+            result = communicators.vote(ballot)
             self._faults.at("vote", self.committed)
             with self._activity.waiting("vote"):
                 result.wait()

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +21,18 @@ from chameleon_ft.runtime.layers import HeldLayers
 from chameleon_ft.runtime.split_backward import PendingWeightGradient, WholeBackward, input_gradient
 from chameleon_ft.schedule import Operation, OperationKind
 
-__all__ = ["Executor", "StepSums", "channels_of"]
+__all__ = ["Executor", "Pace", "StepSums", "channels_of"]
 
 _RECEIVES_AHEAD = 4  # a message crosses while its receiver computes only if its receive has been posted
 
 _Hop = tuple[int, int]  # (micro-batch, hop)
+
+
+class Pace(Protocol):
+    """How long operations last where the device that runs them is emulated."""
+
+    def fill(self, operation: Operation, *, since: float) -> None:
+        """Return when `operation`, begun at `since` by `time.perf_counter`, would be over on that device."""
 
 
 @dataclass(slots=True)
@@ -34,24 +42,25 @@ class StepSums:
     loss: float = 0.0
     terms: int = 0
     samples: int = 0
-    durations_s: dict[OperationKind, list[float]] = field(default_factory=dict)
+    spans: list[tuple[OperationKind, float, float]] = field(default_factory=list)
+    """Of each operation, in order: when it began to compute and when it had its result, by `time.perf_counter`."""
     under_way: list[tuple[InFlight, Tensor]] = field(default_factory=list)
     """Messages sent, with their tensors: to be kept until the step's vote is complete."""
 
-    def median_s(self, *kinds: OperationKind) -> float:
-        """Median seconds of the operations of these kinds; 0 where there were none."""
-        found = [seconds for kind in kinds for seconds in self.durations_s.get(kind, ())]
+    def median_s(self, kind: OperationKind) -> float:
+        """Median seconds of the operations of a kind; 0 where there were none."""
+        found = [end - start for each, start, end in self.spans if each is kind]
         return statistics.median(found) if found else 0.0
 
     @property
     def longest_s(self) -> float:
-        return max((max(found) for found in self.durations_s.values()), default=0.0)
+        return max((end - start for _, start, end in self.spans), default=0.0)
 
 
 class Executor:
     """Executes programs on the layers a rank holds.
 
-    Per operation: wait for its message, compute, start sending its result. Sends are not waited for, and receives are
+    Per operation: wait for its message, compute, start sending the result. Sends are not waited for, and receives are
     posted a few operations ahead, in program order; with the order checks that a program passes this cannot deadlock.
     """
 
@@ -66,6 +75,7 @@ class Executor:
         communicators: Communicators,
         activity: Activity,
         faults: FaultInjector,
+        pace: Pace | None = None,
     ) -> None:
         self._job = job
         self._held = held
@@ -75,6 +85,7 @@ class Executor:
         self._communicators = communicators
         self._activity = activity
         self._faults = faults
+        self._pace = pace
 
     def run(self, step: int, operations: Sequence[Operation]) -> StepSums:
         """Run all operations of `step` in order, accumulating gradients. Raises CommunicationError."""
@@ -105,8 +116,12 @@ class _StepExecution:
             message = self._message(index, operation)
             self._executor._activity.begin(f"{operation.kind.value}{operation.micro_batch}")
             start = time.perf_counter()
-            self._run(operation, message)
-            self._sums.durations_s.setdefault(operation.kind, []).append(time.perf_counter() - start)
+            result = self._compute(operation, message)
+            if self._executor._pace is not None:
+                self._executor._pace.fill(operation, since=start)
+            self._sums.spans.append((operation.kind, start, time.perf_counter()))
+            if result is not None:
+                self._pass_on(operation, result)
         self._sums.under_way = self._sends
         self._sums.loss = float(torch.stack(self._losses).sum(dtype=torch.float64)) if self._losses else 0.0
         return self._sums
@@ -135,13 +150,11 @@ class _StepExecution:
         )
         self._receives[index] = (receive, tensor)
 
-    def _send(self, operation: Operation, tensor: Tensor) -> None:
+    def _pass_on(self, operation: Operation, tensor: Tensor) -> None:
         """Pass an operation's result on, to another worker or to this worker's own next operation."""
         forward = operation.kind is OperationKind.FORWARD
         if operation.send_to is None:
-            if not (operation.last if forward else operation.first):
-                next_hop = operation.hop + (1 if forward else -1)
-                self._handed[forward, operation.micro_batch, next_hop] = tensor
+            self._handed[forward, operation.micro_batch, operation.hop + (1 if forward else -1)] = tensor
             return
         tensor = tensor.contiguous()
         sent = self._executor._communicators.send(
@@ -149,18 +162,20 @@ class _StepExecution:
         )
         self._sends.append((sent, tensor))
 
-    def _run(self, operation: Operation, message: Tensor | None) -> None:
+    def _compute(self, operation: Operation, message: Tensor | None) -> Tensor | None:
+        """Compute, and return what the next hop needs of it: an activation, or a gradient; None where there is none."""
         match operation.kind:
             case OperationKind.FORWARD:
-                self._forward(operation, message)
+                return self._forward(operation, message)
             case OperationKind.BACKWARD:
-                self._backward(operation, message)
+                return self._backward(operation, message)
             case OperationKind.INPUT_GRAD:
-                self._input_gradient(operation, message)
+                return self._input_gradient(operation, message)
             case OperationKind.WEIGHT_GRAD:
                 self._pending.pop((operation.micro_batch, operation.hop)).run()
+                return None
 
-    def _forward(self, operation: Operation, message: Tensor | None) -> None:
+    def _forward(self, operation: Operation, message: Tensor | None) -> Tensor | None:
         micro_batch = operation.micro_batch
         if operation.first:
             boundary, _ = self._executor._batches.micro_batch(self._step, micro_batch)
@@ -170,9 +185,8 @@ class _StepExecution:
         output = self._executor._held.forward(operation.layers, boundary, step=self._step, micro_batch=micro_batch)
         if operation.last:
             output = self._loss(micro_batch, output)
-        else:
-            self._send(operation, output.detach())
         self._saved[micro_batch, operation.hop] = (boundary, output)
+        return None if operation.last else output.detach()
 
     def _loss(self, micro_batch: int, output: Tensor) -> Tensor:
         job = self._executor._job
@@ -183,23 +197,25 @@ class _StepExecution:
         self._sums.samples += len(targets)
         return loss
 
-    def _backward(self, operation: Operation, gradient: Tensor | None) -> None:
+    def _backward(self, operation: Operation, gradient: Tensor | None) -> Tensor | None:
         boundary, output = self._saved.pop((operation.micro_batch, operation.hop))
         if output.requires_grad:
             torch.autograd.backward(output, gradient)
-        self._pass_gradient(operation, boundary, boundary.grad)
+        return _owed(operation, boundary, boundary.grad)
 
-    def _input_gradient(self, operation: Operation, gradient: Tensor | None) -> None:
+    def _input_gradient(self, operation: Operation, gradient: Tensor | None) -> Tensor | None:
         hop = (operation.micro_batch, operation.hop)
         boundary, output = self._saved.pop(hop)
         parameters = self._executor._held.parameters(operation.layers)
         input_grad, self._pending[hop] = input_gradient(output, gradient, boundary, parameters)
-        self._pass_gradient(operation, boundary, input_grad)
+        return _owed(operation, boundary, input_grad)
 
-    def _pass_gradient(self, operation: Operation, boundary: Tensor, gradient: Tensor | None) -> None:
-        if not operation.first:
-            # A layer that does not depend on its input still owes its predecessor a gradient.
-            self._send(operation, torch.zeros_like(boundary) if gradient is None else gradient)
+
+def _owed(operation: Operation, boundary: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """What the hop before gets for its backward. A layer that does not depend on its input still owes it a gradient."""
+    if operation.first:
+        return None
+    return torch.zeros_like(boundary) if gradient is None else gradient
 
 
 def channels_of(worker: int, operations: Sequence[Operation]) -> tuple[Channel, ...]:

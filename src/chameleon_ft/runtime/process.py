@@ -6,9 +6,10 @@ import ctypes
 import os
 import signal
 
-__all__ = ["end_with_parent", "ignore_interrupts"]
+__all__ = ["end_with_parent", "ignore_interrupts", "wake_on_time"]
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_TIMERSLACK = 29
 
 
 def end_with_parent() -> None:
@@ -22,3 +23,8 @@ def end_with_parent() -> None:
 def ignore_interrupts() -> None:
     """Leave Ctrl-C, which a terminal sends to every process, to the coordinator."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def wake_on_time() -> None:
+    """Have this thread's sleeps end when they should, and not up to 50 us later as is usual."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)

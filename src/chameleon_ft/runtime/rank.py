@@ -7,6 +7,7 @@ import os
 import sys
 import tomllib
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from chameleon_ft.observe import FaultLog, RunDirectory
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import communicators_for
 from chameleon_ft.runtime.control_client import ControlClient
+from chameleon_ft.runtime.emulation import EmulatedDevice
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
 from chameleon_ft.runtime.trainer import RankContext, Trainer
@@ -97,11 +99,13 @@ def _serve(
     run = RunDirectory(Path(welcome.run))
     data = tomllib.loads(welcome.config)
     config = parse_config(config_type(data), data, source="the coordinator's configuration")
-    config = config.model_copy(update={"out": run.path})
+    config = config.model_copy(update={"out": run.path, "profile": run.profile_file if config.profile else None})
     _redirect_output(run.logs / f"worker-{worker}.log")
     device = _device(config, local_index)
     faults = FaultInjector(worker, config.failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
     client.arm(faults)
+    emulated = EmulatedDevice(config, worker) if config.device == "emulated" else None
+    new_communicators = partial(communicators_for, config, address=host)
     context = RankContext(
         worker=worker,
         config=config,
@@ -110,14 +114,15 @@ def _serve(
         boundaries=tuple(BoundarySpec(b.shape, getattr(torch, b.dtype)) for b in welcome.boundaries),
         device=device,
         coordinator_host=split_address(coordinator)[0],
-        new_communicators=lambda: communicators_for(config, address=host),
+        new_communicators=new_communicators if emulated is None else lambda: emulated.links(new_communicators()),
+        pace=None if emulated is None else emulated.pace,
     )
     return Trainer(context, client=client, activity=activity, faults=faults).serve()
 
 
 def _device(config: RunConfig, local_index: int) -> torch.device:
     torch.set_num_threads(config.threads)
-    if config.device == "cpu":
+    if config.device in ("cpu", "emulated"):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != config.device:

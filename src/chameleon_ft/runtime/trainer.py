@@ -27,20 +27,22 @@ from chameleon_ft.control.messages import (
 )
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe import RecordedReduction, RecordedStep, RunDirectory, TimelineLog
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
-from chameleon_ft.runtime.commit import AppliedStep, Committer
+from chameleon_ft.runtime.commit import AppliedStep, Committer, CommitTimes
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, Membership
 from chameleon_ft.runtime.control_client import ControlClient
-from chameleon_ft.runtime.executor import Executor, StepSums, channels_of
+from chameleon_ft.runtime.executor import Executor, Pace, StepSums, channels_of
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.sync import Segment
 
 __all__ = ["RankContext", "Trainer"]
+
+_RECORDED_AFTER_A_CHANGE = 2  # steps of a new generation whose operations are recorded whatever their number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,8 @@ class RankContext:
     coordinator_host: str
     """Where the rendezvous store is, too."""
     new_communicators: Callable[[], Communicators]
+    pace: Pace | None
+    """Of an emulated device."""
 
 
 class Trainer:
@@ -71,6 +75,8 @@ class Trainer:
         self._batches = Batches(context.job, context.config.batch, seed=context.config.seed, device=context.device)
         self._held: HeldLayers | None = None
         self._committer: Committer | None = None
+        self._has_parked = False
+        self._timelines = TimelineLog(context.run.timeline_file(context.worker))
         self._writer = CheckpointWriter(
             context.run.checkpoints,
             saved=lambda step, layers, error: client.send(CheckpointSaved(step=step, layers=layers, error=error)),
@@ -101,6 +107,7 @@ class Trainer:
 
     def _park(self, generation: int) -> None:
         self._activity.idle("parked")
+        self._has_parked = True
         committer = self._committer
         self._client.send(
             Parked(
@@ -114,7 +121,7 @@ class Trainer:
     def _generation(self, order: Run) -> None:
         """Take part in one generation until it is over or the run has come to its end."""
         self._activity.idle("loading its state")  # however long that takes, it is no sign of being stuck
-        if order.generation > 1:
+        if self._has_parked:
             self._faults.at("recovery", order.first_step)
         segments = order.unpack_segments()
         committer = self._prepare(order, segments)
@@ -203,22 +210,53 @@ class Trainer:
             communicators=communicators,
             activity=self._activity,
             faults=self._faults,
+            pace=context.pace,
         )
         finish = False
         self._client.send(Started(generation=order.generation, step=committer.committed))
         while committer.committed < context.config.steps and not finish:
             if self._client.ended >= order.generation:
                 return False
-            start = time.perf_counter()
+            step, start, began_at = committer.committed, time.perf_counter(), time.time()
             committer.reduced = False
             committer.buffers.zero()
-            sums = executor.run(committer.committed, operations)
+            sums = executor.run(step, operations)
             applied = committer.commit(sums, communicators, order.members, finish=self._client.finishing)
             self._report(order, committer, applied, sums, time.perf_counter() - start)
+            if self._is_recorded(step, order):
+                times = committer.times
+                assert times is not None
+                self._timelines.append(self._recorded(step, order, sums, times, start=start, began_at=began_at))
             finish = applied.vote.finish
             if not finish:
                 self._checkpoint_if_due(committer)
         return True
+
+    def _is_recorded(self, step: int, order: Run) -> bool:
+        every = self._context.config.timelines.every
+        return every > 0 and (step % every == 0 or step < order.first_step + _RECORDED_AFTER_A_CHANGE)
+
+    def _recorded(
+        self, step: int, order: Run, sums: StepSums, times: CommitTimes, *, start: float, began_at: float
+    ) -> RecordedStep:
+        return RecordedStep(
+            generation=order.generation,
+            step=step,
+            worker=self._context.worker,
+            time=began_at,
+            operations=tuple((begun - start, ended - start) for _, begun, ended in sums.spans),
+            reductions=tuple(
+                RecordedReduction(
+                    reduction.segment.layers.start,
+                    reduction.segment.layers.stop,
+                    reduction.start_s - start,
+                    reduction.end_s - start,
+                )
+                for reduction in times.reductions
+            ),
+            vote_s=(times.vote_s[0] - start, times.vote_s[1] - start),
+            end_s=times.end_s - start,
+        )
 
     def _report(self, order: Run, committer: Committer, applied: AppliedStep, sums: StepSums, step_s: float) -> None:
         self._client.send(

@@ -85,6 +85,9 @@ class Communicators(Protocol):
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         """Start summing `tensor` in place over `group`, which is `members` or one of `groups`."""
 
+    def vote(self, ballot: Tensor) -> InFlight:
+        """Start summing a few numbers, in host memory, in place over all members."""
+
     def interrupt(self) -> None:
         """Make every call that is blocked, and every later one, end with CommunicationError.
 

@@ -90,6 +90,9 @@ class GlooCommunicators:
         self._reductions.append(work)
         return self._message(work, None, host, None if host is tensor else tensor)
 
+    def vote(self, ballot: Tensor) -> InFlight:
+        return self.all_reduce(ballot, self._world)
+
     def interrupt(self) -> None:
         now = time.monotonic()
         if self._interrupted_at is None:

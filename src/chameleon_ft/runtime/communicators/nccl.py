@@ -43,9 +43,11 @@ class NcclCommunicators:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._channels: dict[Channel, Group] = {}
         self._worker = -1
+        self._members: tuple[int, ...] = ()
 
     def open(self, membership: Membership) -> None:
         self._worker = membership.worker
+        self._members = membership.members
         prefix = f"generation-{membership.generation}"
         try:
             store = open_store(membership.store, timeout_s=self._timeouts.rendezvous_s)
@@ -81,6 +83,9 @@ class NcclCommunicators:
         except RuntimeError as error:
             raise CommunicationError(None, str(error)) from None
         return _Reduction(work, on_device, tensor, self._interrupted)
+
+    def vote(self, ballot: Tensor) -> InFlight:
+        return self.all_reduce(ballot, self._members)
 
     def interrupt(self) -> None:
         if self._interrupted.is_set():

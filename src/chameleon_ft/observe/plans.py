@@ -1,0 +1,102 @@
+"""What a run planned to do in each generation, and what the plan was made by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.errors import ChameleonError, ConfigError
+from chameleon_ft.plan import Plan
+from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
+from chameleon_ft.workload import Workload
+
+__all__ = ["CostsFrom", "GenerationPlan", "read_generation_plans"]
+
+CostsFrom = Literal["profile", "measured", "assumed"]
+"""Where the costs of a plan are from: the run's profile, operations of the run itself, or neither."""
+
+_OPERATION = re.compile(r"([FBIW])(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationPlan:
+    """The plan of a generation, the program that its workers ran, and the costs by which both were made."""
+
+    generation: int
+    first_step: int
+    plan: Plan
+    program: Program
+    costs: CostModel
+    costs_from: CostsFrom
+
+    def write(self, path: Path) -> None:
+        """Write it to a new JSON file, which `read` reads."""
+        cluster = self.costs.cluster
+        file = _File(
+            generation=self.generation,
+            first_step=self.first_step,
+            plan=self.plan.to_json(),
+            program={worker: " ".join(map(str, self.program.of(worker))) for worker in self.program.workers},
+            workload=self.costs.workload,
+            workers=cluster.workers,
+            intra_host=cluster.intra_host,
+            inter_host=cluster.inter_host,
+            costs_from=self.costs_from,
+        )
+        path.write_text(file.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> GenerationPlan:
+        """Read what `write` wrote. Raises ConfigError where that is not what the file holds."""
+        try:
+            file = _File.model_validate_json(path.read_bytes())
+            plan = Plan.from_json(file.plan)
+            operations = {worker: tuple(_operations(text, plan)) for worker, text in file.program.items()}
+            cluster = Cluster(file.workers, file.intra_host, file.inter_host)
+        except (OSError, ValidationError, ChameleonError, IndexError) as error:
+            raise ConfigError(f"{path}: does not hold the plan of a generation: {error}") from None
+        return cls(
+            generation=file.generation,
+            first_step=file.first_step,
+            plan=plan,
+            program=Program(operations),
+            costs=CostModel(file.workload, cluster),
+            costs_from=file.costs_from,
+        )
+
+
+def read_generation_plans(folder: Path) -> dict[int, GenerationPlan]:
+    """Read the plans of a run by generation, ascending; see `RunDirectory.plan_file`."""
+    plans = (GenerationPlan.read(path) for path in folder.glob("generation-*.json"))
+    return {plan.generation: plan for plan in sorted(plans, key=lambda plan: plan.generation)}
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
+
+    format: Literal["chameleon-generation-1"] = "chameleon-generation-1"
+    generation: int
+    first_step: int
+    costs_from: CostsFrom
+    plan: str
+    program: Mapping[int, str]
+    workload: Workload
+    workers: tuple[Worker, ...]
+    intra_host: Link
+    inter_host: Link
+
+
+def _operations(text: str, plan: Plan) -> Iterable[Operation]:
+    """Read a worker's operations, each written as by `str`; with the plan's routes they are complete."""
+    for word in text.split():
+        match = _OPERATION.fullmatch(word)
+        if match is None:
+            raise ConfigError(f"{word!r} is no operation")
+        kind, micro_batch, hop = match.groups()
+        yield Operation.of(OperationKind(kind), plan.routes[int(micro_batch)], int(hop))

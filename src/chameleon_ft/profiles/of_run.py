@@ -1,0 +1,36 @@
+"""The profile of a run, as the run's configuration means it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.errors import ProfileError
+from chameleon_ft.profiles.files import read_profile
+from chameleon_ft.profiles.profile import Profile
+from chameleon_ft.schedule import CostModel
+
+__all__ = ["costs_of_run", "profile_of_run"]
+
+
+def profile_of_run(config: RunConfig) -> Profile:
+    """Read the profile of `config`, for the batch and the time scale that it asks for.
+
+    Raises:
+        ProfileError: it cannot be read, or is of another micro-batch.
+    """
+    if config.profile is None:
+        raise ProfileError("this run has no profile; set profile")
+    profile = read_profile(config.profile)
+    profile.require({"micro_batch_size": config.batch.micro_batch_size})
+    return profile.slowed(config.emulation.time_scale) if config.device == "emulated" else profile
+
+
+def costs_of_run(config: RunConfig, profile: Profile, hosts: Mapping[int, str]) -> CostModel:
+    """The cost model of a step on the workers of `hosts`, worker -> host, which are emulated ones where devices are.
+
+    Raises ProfileError as `Profile.cluster` does.
+    """
+    if config.device == "emulated":
+        hosts = {worker: f"host{worker // config.emulation.workers_per_host}" for worker in hosts}
+    return profile.costs(config.batch.micro_batches, hosts)

@@ -1,0 +1,29 @@
+"""What a rank uses in place of a device."""
+
+from __future__ import annotations
+
+from chameleon_ft.config import RunConfig
+from chameleon_ft.models.stand_in import stand_in_scale
+from chameleon_ft.profiles import costs_of_run, profile_of_run
+from chameleon_ft.runtime.communicators import Communicators
+from chameleon_ft.runtime.emulation.links import EmulatedLinks
+from chameleon_ft.runtime.emulation.pace import EmulatedPace
+from chameleon_ft.runtime.process import wake_on_time
+
+__all__ = ["EmulatedDevice"]
+
+
+class EmulatedDevice:
+    """The device and the links of one worker, as the profile of the run has them. Raises ProfileError as that does."""
+
+    def __init__(self, config: RunConfig, worker: int) -> None:
+        profile = profile_of_run(config)
+        costs = costs_of_run(config, profile, dict.fromkeys(range(config.workers), ""))
+        self._cluster = costs.cluster
+        self._scale = stand_in_scale(profile)
+        self.pace = EmulatedPace(costs, worker)
+        wake_on_time()
+
+    def links(self, inner: Communicators) -> Communicators:
+        """Communicators that are as slow as the emulated links."""
+        return EmulatedLinks(inner, self._cluster, scale=self._scale)
