@@ -33,6 +33,7 @@ __all__ = [
     "base_config",
     "child",
     "new_folder",
+    "report_arguments",
     "run_child",
     "worker_environment",
     "write_config",
@@ -164,15 +165,12 @@ def _processor() -> str:
     return platform.machine()
 
 
-def arguments(description: str | None, *, name: str) -> argparse.ArgumentParser:
+def report_arguments(description: str | None, *, name: str) -> argparse.ArgumentParser:
     """Return a parser with the flags that all benchmarks have."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--config", type=Path, default=ROOT / "examples" / "quickstart.toml", help="model, layout and batch (TOML)"
     )
     parser.add_argument(
         "--out",
@@ -181,6 +179,15 @@ def arguments(description: str | None, *, name: str) -> argparse.ArgumentParser:
         help="new directory for the raw data",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def arguments(description: str | None, *, name: str) -> argparse.ArgumentParser:
+    """Return a parser with those and the flags of a benchmark that trains."""
+    parser = report_arguments(description, name=name)
+    parser.add_argument(
+        "--config", type=Path, default=ROOT / "examples" / "quickstart.toml", help="model, layout and batch (TOML)"
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may take")
     return parser
 
@@ -213,7 +220,7 @@ def base_config(path: Path, *, stamped: bool = True, **changes: Any) -> TrainCon
     return config.model_copy(update={**fresh, **({"job": STAMPED_JOB} if stamped else {})})
 
 
-def write_config(config: TrainConfig, path: Path) -> Path:
+def write_config(config: RunConfig, path: Path) -> Path:
     """Write `config` for a child process to read."""
     path.write_text(config_to_toml(config), encoding="utf-8")
     return path

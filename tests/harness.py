@@ -128,7 +128,8 @@ def create_run(config: RunConfig, path: Path) -> RunDirectory:
 
 def train_here(config: RunConfig, path: Path, *, view: Prompter | None = None) -> Ended:
     """Train with the coordinator in this process; all runs of a process share its fork server."""
-    return _train(config, create_run(config, path), resume=False, view=view)
+    run = create_run(config, path)
+    return _train(run.own(config), run, resume=False, view=view)
 
 
 def resume_here(ended: Ended, *, view: Prompter | None = None, **changes: Any) -> Ended:

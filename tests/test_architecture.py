@@ -283,7 +283,7 @@ SURFACE = {
         "state_bytes",
         "total_work_bound_s",
     ],
-    "recovery": ["largest_symmetric_layout", "reroute"],
+    "recovery": ["in_flight_ceiling", "largest_symmetric_layout", "reroute"],
 }
 
 

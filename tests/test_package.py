@@ -32,8 +32,8 @@ MAY_IMPORT = {
     "verify": JOBS | {"errors", "observe"},
     "control": PURE | {"config", "observe", "profiles"},
     "runtime": PURE | JOBS | {"observe", "control", "profiles"},
-    "launch": {"errors", "config", "observe", "control", "profiles", "runtime"},
-    "cli": PURE | {"config", "job", "data", "observe", "control", "profiles", "launch", "verify"},
+    "launch": {"errors", "config", "observe", "plan", "control", "profiles", "runtime"},
+    "cli": PURE | {"config", "job", "data", "observe", "control", "profiles", "runtime", "launch", "verify"},
 }
 
 

@@ -23,8 +23,9 @@ from chameleon_ft.control.address import local_address_towards
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.server import control_server, listening_address
+from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.control.supervisor import Supervisor
-from chameleon_ft.errors import ChameleonError, CheckpointError, ControlError
+from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, ControlError
 from chameleon_ft.observe import (
     ControlAddress,
     Recorder,
@@ -34,6 +35,7 @@ from chameleon_ft.observe import (
     complete_checkpoints,
 )
 from chameleon_ft.observe.terminal import TerminalView
+from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile, profile_of_run
 
 __all__ = ["coordinate", "supervise", "train", "work"]
@@ -87,6 +89,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
         if resume:
             _require_same_model(run, job)
         profile = _profile(config, job)
+        plan = _plan(config, job)
         with Recorder(run, TerminalView()) as recorder:
             coordinator = Coordinator(
                 config=config,
@@ -94,6 +97,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
                 recorder=recorder,
                 job=job,
                 profile=profile,
+                plan=plan,
                 store_port=store_port,
                 resume=resume,
             )
@@ -234,6 +238,17 @@ def _profile(config: RunConfig, job: JobInfo) -> Profile | None:
     if config.device != "emulated":
         profile.require({"model": job.fingerprint})
     return profile
+
+
+def _plan(config: RunConfig, job: JobInfo) -> Plan | None:
+    """Return the plan to start with, if the run was given one. Raises ConfigError where it is of another model."""
+    plan = read_start_plan(config)
+    if plan is not None and plan.placement.num_layers != job.num_layers:
+        raise ConfigError(
+            f"plan {config.plan}: places {plan.placement.num_layers} layers, and the job has {job.num_layers}; "
+            "make one for this job by `chameleon plan`"
+        )
+    return plan
 
 
 def _inspect(context: ForkServerContext, config: RunConfig, cancelled: threading.Event) -> JobInfo:

@@ -121,7 +121,8 @@ class _PlainLoop:
     def __init__(self, config: RunConfig, job: Job) -> None:
         self._config = config
         self._job = job
-        self._device = torch.device(config.device)
+        # What emulated devices compute is computed on the CPU.
+        self._device = torch.device("cpu" if config.device == "emulated" else config.device)
         self._layers = [build_layer(job, layer, config.seed).to(self._device) for layer in range(job.num_layers)]
         self._parameters = [parameter for layer in self._layers for parameter in layer.parameters()]
         self._optimizer = job.optimizer(self._parameters)

@@ -18,6 +18,7 @@ _BYTES: Final = (
     "gradient_bytes",
     "optimizer_bytes",
     "working_bytes",
+    "sample_bytes",
 )
 
 
@@ -39,6 +40,7 @@ class LayerCost:
         gradient_bytes: bytes of the gradients of the parameters, held all the time; what gradient sync reduces.
         optimizer_bytes: bytes of the optimizer's state, master copies of the parameters included.
         working_bytes: bytes needed on top of all this only while one of the layer's operations runs, at the most.
+        sample_bytes: bytes of the samples that a worker keeps at hand for the layer, which reads inputs or targets.
 
     With tensor parallelism all bytes are those of one rank of the worker.
 
@@ -58,6 +60,7 @@ class LayerCost:
     optimizer_bytes: int = 0
     working_bytes: int = 0
     fused_backward_s: float | None = None
+    sample_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in ("forward_s", "input_grad_s", "weight_grad_s"):

@@ -1,9 +1,17 @@
-"""Programs that tests replay."""
+"""Programs that tests replay, and costs that they are replayed under."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
 from chameleon_ft.plan import Plan
-from chameleon_ft.schedule import Operation, OperationKind, Program
+from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
+from tests.strategies import Planned
+
+# Of a backward in one go over its halves: less where these do work twice, more where in one go it is held up.
+SHARES_OF_HALVES = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0, 1.5]), st.floats(0.0, 3.0))
 
 
 def one_f_one_b(plan: Plan) -> Program:
@@ -20,3 +28,15 @@ def one_f_one_b(plan: Plan) -> Program:
                 order.append((OperationKind.BACKWARD, route))
             operations[hop.worker] += [Operation.of(kind, route, stage) for kind, route in order]
     return Program({worker: tuple(own) for worker, own in operations.items()})
+
+
+@st.composite
+def with_fused_backwards(draw: st.DrawFn, cases: st.SearchStrategy[Planned]) -> Planned:
+    """`cases` in which some layers take less or more time for a backward in one go than for its halves."""
+    case = draw(cases)
+    layers = []
+    for layer in case.costs.workload.layers:
+        share = draw(SHARES_OF_HALVES)
+        layers.append(layer if share is None else replace(layer, fused_backward_s=share * layer.halves_s))
+    workload = replace(case.costs.workload, layers=tuple(layers))
+    return Planned(case.plan, CostModel(workload, case.costs.cluster))

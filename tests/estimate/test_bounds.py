@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations, pairwise, product
+from itertools import combinations, count, pairwise, product
 
 import pytest
 from hypothesis import assume, given, settings
@@ -25,19 +25,20 @@ from chameleon_ft.estimate import (
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, best_program, list_schedule, replay
+from chameleon_ft.sync import gradient_segments
 from chameleon_ft.workload import LayerCost, Workload
-from tests.estimate.programs import one_f_one_b
+from tests.estimate.programs import one_f_one_b, with_fused_backwards
 from tests.strategies import (
     Planned,
     Shape,
     cost_models,
     equal_costs,
+    layer_cuts,
     losses,
     pipelined,
     pipelines,
     planned,
     seconds,
-    shapes,
     survivable,
 )
 
@@ -56,7 +57,19 @@ def single_pipelines(draw: st.DrawFn) -> Planned:
     return Planned(plan, draw(cost_models(plan)))
 
 
-@given(planned())
+@st.composite
+def unequal_pipelines(draw: st.DrawFn) -> Planned:
+    """Pipelines cut in different places, so that a worker may hold several segments."""
+    layers = draw(st.integers(1, 5))
+    ids = count()
+    ways = [tuple(Hop(next(ids), part) for part in draw(layer_cuts(layers))) for _ in range(draw(st.integers(2, 3)))]
+    placement = Placement(layers, {hop.worker: (hop.layers,) for way in ways for hop in way})
+    taken = draw(st.lists(st.sampled_from(ways), min_size=1, max_size=8))
+    plan = Plan(placement, tuple(Route(m, way) for m, way in enumerate(taken)), draw(st.booleans()))
+    return Planned(plan, draw(cost_models(plan)))
+
+
+@given(with_fused_backwards(planned()))
 def test_no_program_is_faster_than_the_bound_of_its_plan(case: Planned) -> None:
     step_s = replay(list_schedule(case.plan, case.costs), case.costs).step_s
 
@@ -64,7 +77,7 @@ def test_no_program_is_faster_than_the_bound_of_its_plan(case: Planned) -> None:
     assert total_work_bound_s(case.costs) <= step_s * ROUNDING
 
 
-@given(single_pipelines())
+@given(with_fused_backwards(single_pipelines()))
 def test_the_bound_of_a_pipeline_is_that_of_its_plan(case: Planned) -> None:
     plan = case.plan
     times = pipeline_times(plan.routes[0].hops, case.costs, split_backward=plan.split_backward)
@@ -73,7 +86,7 @@ def test_the_bound_of_a_pipeline_is_that_of_its_plan(case: Planned) -> None:
 
 
 @settings(max_examples=300)
-@given(single_pipelines())
+@given(with_fused_backwards(single_pipelines()))
 def test_1f1b_is_never_slower_than_its_bound_by_the_period(case: Planned) -> None:
     plan = Plan(case.plan.placement, case.plan.routes)
     times = pipeline_times(plan.routes[0].hops, case.costs)
@@ -132,14 +145,13 @@ def test_the_split_bound_is_at_least_that_of_the_design(data: st.DataObject) -> 
     assert pipeline_bound_s(times, m) * ROUNDING >= max(per_stage, last_stage)
 
 
-@given(st.data())
-def test_no_rerouted_program_is_faster_than_the_bound_of_its_placement(data: st.DataObject) -> None:
-    shape = data.draw(shapes)
-    plan = pipelines(shape, split_backward=data.draw(st.booleans()))
-    costs = data.draw(cost_models(plan))
+@given(with_fused_backwards(st.one_of(pipelined(), unequal_pipelines())), st.data())
+def test_no_rerouted_program_is_faster_than_the_bound_of_its_placement(case: Planned, data: st.DataObject) -> None:
+    plan, costs = case.plan, case.costs
     lost = data.draw(losses(plan))
     assume(survivable(plan, lost))
     rerouted = reroute(plan, lost, costs)
+    assume(runs_segments_whole(rerouted))
 
     bound_s = rerouting_bound_s(
         rerouted.placement, costs, micro_batches=plan.micro_batches, split_backward=plan.split_backward
@@ -159,7 +171,7 @@ def test_equal_workers_have_the_closed_rerouting_bound(stage: int) -> None:
     assert bound_s == pytest.approx(max(stage * 3 + math.ceil(12 / 2) * 3, 3 * 3 + 4 * 3))
 
 
-@given(pipelined())
+@given(with_fused_backwards(pipelined()))
 def test_no_plan_of_pipelines_is_faster_than_the_bound_of_the_cluster(case: Planned) -> None:
     plan, costs = case.plan, case.costs
 
@@ -171,11 +183,14 @@ def test_no_plan_of_pipelines_is_faster_than_the_bound_of_the_cluster(case: Plan
 
 @pytest.mark.parametrize(("workers", "micro_batches"), [(2, 3), (3, 4), (4, 4), (4, 5)])
 @pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("fused_backward_s", [1.5, 2.0, 2.5])
 def test_the_bound_of_the_cluster_is_below_every_layout_there_is(
-    workers: int, micro_batches: int, split_backward: bool
+    workers: int, micro_batches: int, split_backward: bool, fused_backward_s: float
 ) -> None:
     """Every set of pipelines, every cut of each and every share of micro-batches; the best layout is to be near."""
-    layers = tuple(LayerCost("layer", forward_s, 1.0, 1.0) for forward_s in (0.5, 1.0, 1.0, 1.5))
+    layers = tuple(
+        LayerCost("layer", forward_s, 1.0, 1.0, fused_backward_s=fused_backward_s) for forward_s in (0.5, 1.0, 1.0, 1.5)
+    )
     link = Link(0.3, math.inf)
     costs = CostModel(
         Workload(layers, micro_batches, 1), Cluster(tuple(Worker(i, "host") for i in range(workers)), link, link)
@@ -213,6 +228,14 @@ def test_a_cluster_that_is_empty_has_no_bound() -> None:
 def test_lists_that_do_not_fit_are_no_pipeline() -> None:
     with pytest.raises(PlanError, match="p - 1 message times"):
         PipelineTimes(forward_s=(1.0,), backward_s=(1.0,), weight_grad_s=(0.0,), message_s=(0.0,))
+
+
+def runs_segments_whole(plan: Plan) -> bool:
+    """Whether no hop ends inside a segment; one may where two neighbouring stages were lost."""
+    segments = gradient_segments(plan.placement)
+    return all(
+        any(hop.layers.covers(segment.layers) for hop in route.hops) for route in plan.routes for segment in segments
+    )
 
 
 def partitions(total: int, most: int = 4) -> list[list[int]]:

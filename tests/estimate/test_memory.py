@@ -25,78 +25,146 @@ buffers = st.builds(
 
 @st.composite
 def sized(draw: st.DrawFn) -> Planned:
-    """Any plans, with layers that have bytes of every kind."""
+    """Any plans, with layers that have bytes of every kind, their input among their activations."""
     case = draw(planned())
-    layers = tuple(
-        dataclasses.replace(
-            layer,
-            param_bytes=draw(sizes),
-            gradient_bytes=draw(sizes),
-            optimizer_bytes=draw(sizes),
-            activation_bytes=draw(sizes),
-            weight_grad_bytes=draw(sizes),
-            output_bytes=draw(sizes),
-            working_bytes=draw(sizes),
+    layers: list[LayerCost] = []
+    for layer in case.costs.workload.layers:
+        layers.append(
+            dataclasses.replace(
+                layer,
+                param_bytes=draw(sizes),
+                gradient_bytes=draw(sizes),
+                optimizer_bytes=draw(sizes),
+                activation_bytes=draw(sizes) + (layers[-1].output_bytes if layers else 0),
+                weight_grad_bytes=draw(sizes),
+                output_bytes=draw(sizes),
+                working_bytes=draw(sizes),
+                sample_bytes=draw(sizes),
+            )
         )
-        for layer in case.costs.workload.layers
-    )
-    workload = dataclasses.replace(case.costs.workload, layers=layers)
+    workload = dataclasses.replace(case.costs.workload, layers=tuple(layers))
     return Planned(case.plan, CostModel(workload, case.costs.cluster))
 
 
+Name = tuple[object, ...]
+
+
+class Tensors:
+    """Every tensor of a worker by name, each counted once however many refer to it."""
+
+    def __init__(self, layers: tuple[LayerCost, ...]) -> None:
+        self.layers = layers
+        self.saved: dict[Name, set[Name]] = {}
+        """By hop: what its backward needs."""
+        self.pending: dict[Name, set[Name]] = {}
+        """By hop: what its W needs."""
+        self.handed: set[Name] = set()
+
+    def size(self, name: Name) -> int:
+        kind, _, layer = name
+        assert isinstance(layer, int)
+        if kind in ("between", "gradient"):  # after `layer`, or of it; the model's own input and loss are none of them
+            return self.layers[layer].output_bytes if 0 <= layer < len(self.layers) - 1 else 0
+        cost = self.layers[layer]
+        before = self.size(("between", 0, layer - 1))
+        return {
+            "rest": cost.activation_bytes - before,
+            "activations": cost.activation_bytes,
+            "left": cost.weight_grad_bytes,
+            "work": cost.working_bytes,
+        }[str(kind)]
+
+    def of_layer(self, m: int, layer: int) -> set[Name]:
+        """A layer's activations: its input, and the rest."""
+        return {("between", m, layer - 1), ("rest", m, layer)}
+
+    def while_running(self, o: Operation) -> list[set[Name]]:
+        """What an operation needs while each of its layers runs, in turn."""
+        m, layers = o.micro_batch, list(o.layers)
+        top = layers[-1]
+        kind = OperationKind.BACKWARD if o.kind is OperationKind.WEIGHT_GRAD and o.first else o.kind
+        moments: list[set[Name]] = []
+        for at, layer in enumerate(layers):
+            below, above = layers[: at + 1], layers[at:]
+            now: set[Name] = {("work", m, layer)}
+            match kind:
+                case OperationKind.FORWARD:
+                    now |= {("between", m, layer)}.union(*(self.of_layer(m, i) for i in below))
+                case OperationKind.BACKWARD:
+                    now |= {
+                        ("between", m, top),
+                        ("gradient", m, top),
+                        ("gradient", m, layer),
+                        ("gradient", m, layer - 1),
+                    }
+                    now |= set().union(*(self.of_layer(m, i) for i in below))
+                case OperationKind.INPUT_GRAD:
+                    left = {i for i in above if self.layers[i].weight_grad_bytes >= self.layers[i].activation_bytes}
+                    now |= {("between", m, top), ("gradient", m, layer - 1)}
+                    now |= {("left", m, i) for i in above} | {("activations", m, i) for i in layers if i not in left}
+                case OperationKind.WEIGHT_GRAD:
+                    now |= {("left", m, i) for i in layers}
+            moments.append(now)
+        return moments
+
+    def after(self, o: Operation) -> Name | None:
+        """Let go of what `o` has used and keep what is needed of what it made; return what it sends."""
+        m, hop = o.micro_batch, (o.micro_batch, o.hop)
+        output, incoming = ("between", m, o.layers.stop - 1), ("gradient", m, o.layers.stop - 1)
+        gradient = ("gradient", m, o.layers.start - 1)
+        match o.kind:
+            case OperationKind.FORWARD:
+                self.saved[hop] = {output}.union(*(self.of_layer(m, layer) for layer in o.layers))
+                return None if o.send_to is None else output
+            case OperationKind.INPUT_GRAD if o.first:
+                self.pending[hop] = {incoming}
+                return None
+            case OperationKind.WEIGHT_GRAD:
+                del self.pending[hop]
+                if not o.first:
+                    return None
+            case OperationKind.INPUT_GRAD:
+                self.pending[hop] = {("left", m, layer) for layer in o.layers}
+                if o.send_to is None:
+                    self.pending[hop].add(gradient)
+        del self.saved[hop]
+        self.handed.discard(incoming)
+        if o.first:
+            return None
+        if o.send_to is None:
+            self.handed.add(gradient)
+            return None
+        return gradient
+
+
 def peak_by_tensor(operations: tuple[Operation, ...], layers: tuple[LayerCost, ...], buffers: MessageBuffers) -> int:
-    """The most bytes of tensors alive at once, each storage by name, counted once while anything refers to it."""
-    size: dict[tuple[object, ...], int] = {}
-    held: dict[str, set[tuple[object, ...]]] = {"saved": set(), "pending": set(), "handed": set()}
-    sends: deque[tuple[object, ...]] = deque()
+    """The most bytes of tensors alive at once."""
+    tensors = Tensors(layers)
+    sends: deque[Name] = deque()
     to_post = [o for o in operations if o.receive_from is not None]
-    posted: deque[tuple[object, ...]] = deque()
+    posted: deque[Name] = deque()
     peak = 0
-
-    def tensor(*name: object, num_bytes: int) -> tuple[object, ...]:
-        size[name] = num_bytes
-        return name
-
     for operation in operations:
-        m, hop, first, stop = operation.micro_batch, operation.hop, operation.layers.start, operation.layers.stop
-        forward = operation.kind is OperationKind.FORWARD
         while to_post and len(posted) < buffers.receives_ahead:
             o = to_post.pop(0)
-            edge = (o.layers.start if o.kind is OperationKind.FORWARD else o.layers.stop) - 1
-            posted.append(tensor("received", o.kind, o.micro_batch, o.hop, num_bytes=layers[edge].output_bytes))
-        during = set()
+            forward = o.kind is OperationKind.FORWARD
+            posted.append(
+                ("between", o.micro_batch, o.layers.start - 1)
+                if forward
+                else ("gradient", o.micro_batch, o.layers.stop - 1)
+            )
         if operation.receive_from is not None:
-            message = posted.popleft()
-            # A forward's input is one of its layer's activations.
-            during |= set() if forward else {message}
-        during.add(tensor("work", m, hop, num_bytes=max(layer.working_bytes for layer in layers[first:stop])))
-        result: tuple[object, ...] | None = None
-        if forward:
-            for layer in operation.layers:
-                held["saved"].add(tensor("activation", m, layer, num_bytes=layers[layer].activation_bytes))
-            if not operation.last:
-                result = tensor("output", m, hop, num_bytes=layers[stop - 1].output_bytes)
-                held["saved"].add(result)
-        elif operation.kind is not OperationKind.WEIGHT_GRAD:
-            if operation.kind is OperationKind.INPUT_GRAD:
-                for layer in operation.layers:
-                    held["pending"].add(tensor("weight grad", m, layer, num_bytes=layers[layer].weight_grad_bytes))
-            if not operation.first:
-                result = tensor("gradient", m, hop, num_bytes=layers[first - 1].output_bytes)
-                during.add(result)
-        alive = set().union(*held.values(), sends, posted, during)
-        peak = max(peak, sum(size[name] for name in alive))
-        if operation.kind is OperationKind.WEIGHT_GRAD:
-            held["pending"] -= {("weight grad", m, layer) for layer in operation.layers}
-        elif not forward:
-            held["saved"] -= {("activation", m, layer) for layer in operation.layers} | {("output", m, hop)}
-            held["handed"].discard(("gradient", m, hop + 1))
-        if result is not None and operation.send_to is not None:
-            sends.append(result)
+            posted.popleft()
+        hop = (operation.micro_batch, operation.hop)
+        computes = not (operation.kind is OperationKind.INPUT_GRAD and operation.first)
+        for now in tensors.while_running(operation) if computes else ():
+            others = [held for its, held in tensors.saved.items() if its != hop]
+            alive = now.union(*others, *tensors.pending.values(), tensors.handed, sends, posted)
+            peak = max(peak, sum(map(tensors.size, alive)))
+        if (sent := tensors.after(operation)) is not None:
+            sends.append(sent)
             while buffers.sends_kept is not None and len(sends) > buffers.sends_kept:
                 sends.popleft()
-        elif result is not None and not forward:
-            held["handed"].add(result)
     return peak
 
 
@@ -113,7 +181,13 @@ def test_the_peak_is_that_of_the_tensors_that_are_alive(case: Planned, buffers: 
         assert memory.peak.param_bytes == sum(layer.param_bytes for layer in held)
         assert memory.peak.gradient_bytes == sum(layer.gradient_bytes for layer in held)
         assert memory.peak.optimizer_bytes == sum(layer.optimizer_bytes for layer in held)
-        state = memory.peak.param_bytes + memory.peak.gradient_bytes + memory.peak.optimizer_bytes
+        assert memory.peak.sample_bytes == max((layer.sample_bytes for layer in held), default=0)
+        state = (
+            memory.peak.param_bytes
+            + memory.peak.gradient_bytes
+            + memory.peak.optimizer_bytes
+            + memory.peak.sample_bytes
+        )
         assert memory.peak_bytes - state == peak_by_tensor(program.of(worker), layers, buffers)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import tyro
@@ -96,6 +97,8 @@ def _flag(name: str, info: FieldInfo, defaults: Mapping[str, Any]) -> tuple[str,
         form = tyro.conf.arg(metavar="FAILURE[,FAILURE ...]", help=text)
     elif default is None:
         form = optional_argument("PATH", info.description or "")
+    elif kind == Path | None:
+        default, form = Path(default), optional_argument("PATH", info.description or "")
     else:
         form = tyro.conf.arg(help=info.description)
     return name, Annotated[kind, form], dataclasses.field(default=default)

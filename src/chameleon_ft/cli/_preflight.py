@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TypeGuard
 
 from chameleon_ft.config import Control, RunConfig, TrainConfig
+from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.profiles import profile_of_run
 
 # What needs numpy is imported where it is used: `--help` must not wait for it.
 
-__all__ = ["absolute_job", "check_address", "check_data_source", "prepare_data_of"]
+__all__ = ["absolute_job", "check_address", "check_data_source", "check_inputs", "prepare_data_of"]
 
 
 def absolute_job(reference: str) -> str:
@@ -51,6 +53,13 @@ def check_address(control: Control) -> None:
         raise ConfigError(
             f'control.host = "{control.host}": cannot listen there: {error.strerror}; give an address of this host'
         ) from None
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Raise ConfigError where the profile or the plan that `config` names cannot be used with it."""
+    if config.profile is not None:
+        profile_of_run(config)
+    read_start_plan(config)
 
 
 def check_data_source(config: RunConfig) -> str | None:

@@ -14,11 +14,10 @@ from typing import Annotated, Any, ClassVar, Optional, Protocol
 import tyro
 
 from chameleon_ft.cli._flags import Parsed, optional_argument, parse_with_flags
-from chameleon_ft.cli._preflight import absolute_job, check_address, check_data_source, prepare_data_of
+from chameleon_ft.cli._preflight import absolute_job, check_address, check_data_source, check_inputs, prepare_data_of
 from chameleon_ft.config import LLAMA_JOB, RunConfig, TrainConfig, config_type, parse_config, parse_fields, read_toml
 from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
-from chameleon_ft.profiles import profile_of_run
 
 __all__ = ["ConfigFile", "PreparedRun", "Resume", "Start", "StartArguments", "prepare_run"]
 
@@ -115,12 +114,9 @@ def _new_run(first: Parsed[StartArguments], arguments: Sequence[str], *, command
     RunDirectory.require_free(out)
     if (data := check_data_source(config)) is not None:
         print(data)
-    if config.profile is not None:
-        profile_of_run(config)
+    check_inputs(config)
     directory = RunDirectory.create(out, config)
-    if config.profile is not None:
-        shutil.copyfile(config.profile, directory.profile_file)
-        config = config.model_copy(update={"profile": directory.profile_file})
+    config = directory.own(config)
     prepare_data_of(config)
     return PreparedRun(config, directory, resume=False)
 
@@ -136,12 +132,13 @@ def _resumed_run(first: Parsed[StartArguments], path: Path, arguments: Sequence[
     values = read_toml(directory.config_file)
     # These have happened, and the workers that they name may not be there again.
     values.pop("failures", None)
+    # It was for the workers of then.
+    values.pop("plan", None)
     if "profile" in values:
         values["profile"] = str(directory.profile_file)
     config = _config(first, values, arguments, command=command, source=str(directory.config_file))
     config = config.model_copy(update={"out": directory.path})
-    if config.profile is not None:
-        profile_of_run(config)
+    check_inputs(config)
     _refuse_another_model(config, directory)
     _require_steps_left(config, directory)
     check_address(config.control)
@@ -168,8 +165,9 @@ def _config(
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return `config` so that it means the same from any working directory."""
     config = config.model_copy(update={"job": absolute_job(config.job)})
-    if config.profile is not None:
-        config = config.model_copy(update={"profile": config.profile.expanduser().absolute()})
+    for name in ("profile", "plan"):
+        if (file := getattr(config, name)) is not None:
+            config = config.model_copy(update={name: file.expanduser().absolute()})
     if isinstance(config, TrainConfig) and config.data.path:
         path = str(Path(config.data.path).expanduser().absolute())
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})

@@ -21,6 +21,9 @@ COMMANDS = {
     "coordinator": "Run the coordinator of a run that spans several machines.",
     "supervise": "Start and watch this machine's workers of such a run.",
     "worker": "Be one worker of such a run, started by a cluster's own launcher.",
+    "profile": "Measure what layers, operations and links cost on this machine, or derive it for a known one.",
+    "plan": "Predict what a step takes, in time and memory, before anything runs.",
+    "report": "Lay the measured operations of a run over the predicted ones.",
     "inject": "Make a worker of a live run fail.",
     "verify": "Repeat a run in one plain PyTorch loop and compare the losses.",
 }

@@ -61,6 +61,10 @@ class RunConfig(Section):
         default=None, description="File that `chameleon profile` wrote, by which plans are made; needed to emulate."
     )
     threads: int = Field(default=1, ge=1, description="Threads that one worker computes with on a CPU.")
+    plan: Annotated[Path, Field(strict=False)] | None = Field(
+        default=None,
+        description="Plan to start with, as `chameleon plan --json` prints it, instead of parallel.dp equal pipelines.",
+    )
     parallel: Parallel = Parallel()
     batch: Batch = Batch()
     checkpoint: Checkpoint = Checkpoint()
@@ -73,7 +77,16 @@ class RunConfig(Section):
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        yield from self._layout_problems()
+        if self.backend == "nccl" and self.device != "cuda":
+            yield "backend", f'nccl carries tensors between GPUs only, and device = "{self.device}"; take gloo'
+        yield from self._emulation_problems()
+        yield from self._failure_problems()
+
+    def _layout_problems(self) -> Iterator[tuple[str, str]]:
         dp, pp = self.parallel.dp, self.parallel.pp
+        if self.plan is not None:
+            return
         if dp * pp != self.workers:
             yield (
                 "workers",
@@ -84,10 +97,6 @@ class RunConfig(Section):
             below = self.batch.micro_batches // dp * dp
             nearest = f"{below} or {below + dp}" if below else f"{dp}"
             yield "batch.micro_batches", f"must divide evenly over parallel.dp = {dp} pipelines; take {nearest}"
-        if self.backend == "nccl" and self.device != "cuda":
-            yield "backend", f'nccl carries tensors between GPUs only, and device = "{self.device}"; take gloo'
-        yield from self._emulation_problems()
-        yield from self._failure_problems()
 
     def _emulation_problems(self) -> Iterator[tuple[str, str]]:
         emulated = self.device == "emulated"

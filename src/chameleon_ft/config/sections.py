@@ -131,6 +131,11 @@ class Emulation(Section):
         default=1.0, gt=0, description="Seconds that a second of the profile takes; larger ones hide the host's own."
     )
     workers_per_host: int = Field(default=8, ge=1, description="Workers that an emulated host has.")
+    least_message_s: float = Field(
+        default=2e-3,
+        ge=0,
+        description="Seconds that the first byte of a message takes at least; covers what the machine itself needs.",
+    )
 
 
 class Control(Section):

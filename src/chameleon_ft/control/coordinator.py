@@ -85,6 +85,7 @@ class Coordinator:
         recorder: Recorder,
         job: JobInfo,
         profile: Profile | None = None,
+        plan: Plan | None = None,
         store_port: int,
         resume: bool,
     ) -> None:
@@ -97,7 +98,7 @@ class Coordinator:
         self._members = Members(config.workers)
         self._faults = FaultLog(run.faults_file)
         self._watchdog = Watchdog(config.timeouts)
-        self._planner = Planner(config, job, profile)
+        self._planner = Planner(config, job, profile=profile, plan=plan)
         self._phase = _Phase.GATHERING
         # A run that goes on continues the numbers, for its records are kept by generation.
         self._generation = run.last_generation()

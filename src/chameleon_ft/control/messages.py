@@ -236,7 +236,8 @@ class Run(_Message):
     operations: tuple[tuple[str, int, int, int, int, int | None, int | None, bool, bool], ...]
     """This worker's program; see `pack_operations`."""
     segments: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """(first layer, layer after the last, holders) of every gradient segment, in the order all workers issue them."""
+    """(first layer, layer after the last, holders) of every gradient segment, in the order all workers issue them;
+    those with one holder, which need no message, come last."""
     roll_forward: Vote | None = None
     """The vote of step ``first_step - 1``: a rank that has not applied that step yet does so first."""
     load: Literal["initial", "keep"] | int = "keep"

@@ -12,47 +12,51 @@ from chameleon_ft.control.messages import OperationTimes, Run
 from chameleon_ft.observe import GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.profiles import Profile, costs_of_run
-from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, check_program
-from chameleon_ft.sync import gradient_segments
+from chameleon_ft.recovery import in_flight_ceiling
+from chameleon_ft.schedule import CostModel, best_program, check_program
+from chameleon_ft.sync import gradient_rounds, gradient_segments
 
 __all__ = ["Planner"]
-
-_LEAST_S = 1e-9  # a layer that takes no time still has to be somewhere
 
 
 class Planner:
     """Makes the decisions of one run, by the operation times that its workers report.
 
-    In every call, `hosts` gives the host of each worker that has joined.
+    `profile` says what operations and links cost, `plan` what to start with; without them it is what workers report,
+    and the layout of the configuration. In every call, `hosts` gives the host of each worker that has joined.
     """
 
-    def __init__(self, config: RunConfig, job: JobInfo, profile: Profile | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, job: JobInfo, *, profile: Profile | None = None, plan: Plan | None = None
+    ) -> None:
         self._config = config
         self._job = job
         self._profile = profile
+        self._plan = plan
         self._rates: dict[int, OperationRate] = {}
-        # No worker keeps more micro-batches than the first stage of the layout that the run was started with.
-        depth = config.parallel.pp
-        self._ceiling = dict.fromkeys(range(config.workers), InFlightLimit(depth, depth))
+        depth = config.parallel.pp if plan is None else max(len(route.hops) for route in plan.routes)
+        self._ceiling = in_flight_ceiling(range(config.workers), depth)
 
     def start(self, workers: Sequence[int], *, checkpoint: int | None) -> Decision:
         """Begin with the layout of the configuration, at `checkpoint` or with fresh weights at step 0."""
-        parallel = self._config.parallel
-        plan = data_pipeline_plan(
-            layer_costs=self._layer_costs(),
-            dp=parallel.dp,
-            pp=parallel.pp,
-            micro_batches=self._config.batch.micro_batches,
-            workers=workers,
-            split_backward=parallel.split_backward,
-        )
         return Decision(
-            plan=plan,
+            plan=self._layout(workers) if self._plan is None else self._plan,
             first_step=0 if checkpoint is None else checkpoint,
             load="initial" if checkpoint is None else checkpoint,
             roll_forward=None,
             policy="start",
             action="start",
+        )
+
+    def _layout(self, workers: Sequence[int]) -> Plan:
+        parallel = self._config.parallel
+        return data_pipeline_plan(
+            layer_costs=self._job.relative_costs if self._profile is None else self._profile.relative_costs,
+            dp=parallel.dp,
+            pp=parallel.pp,
+            micro_batches=self._config.batch.micro_batches,
+            workers=workers,
+            split_backward=parallel.split_backward,
         )
 
     def measure(self, worker: int, plan: Plan, times: OperationTimes) -> None:
@@ -84,9 +88,10 @@ class Planner:
             costs=costs,
             costs_from="profile" if self._profile is not None else "measured" if self._rates else "assumed",
         )
+        alone = (segment for segment in gradient_segments(plan.placement) if len(segment.holders) == 1)
         segments = tuple(
             (segment.layers.start, segment.layers.stop, segment.holders)
-            for segment in gradient_segments(plan.placement)
+            for segment in (*gradient_rounds(plan.placement).order, *alone)
         )
         return planned, {
             worker: Run(
@@ -114,11 +119,6 @@ class Planner:
             steps=self._config.steps,
             generation=generation,
         )
-
-    def _layer_costs(self) -> Sequence[float]:
-        if self._profile is None:
-            return self._job.relative_costs
-        return [max(layer.forward_s + layer.backward_s, _LEAST_S) for layer in self._profile.layers]
 
     def _costs(self, hosts: Mapping[int, str]) -> CostModel:
         if self._profile is not None:

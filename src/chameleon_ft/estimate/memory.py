@@ -2,22 +2,31 @@
 
 What a worker holds:
 
-- all the time, for the layers that it holds: parameters, gradients, optimizer state;
-- from the F of a hop to its B or I: the activations of the hop's layers, and the hop's output;
-- from I to W: what the layers keep for their weight gradients; at the first hop of a route, whose I computes nothing,
-  the activations and the gradient that has come in;
+- all the time, for the layers that it holds: parameters, gradients, optimizer state, and the samples kept at hand;
+- from the F of a hop to its B or I: the activations of the hop's layers, and the hop's output, which is one tensor with
+  the input of the next hop if that is on the same worker, up to that one's I;
+- from I to W: what the layers keep for their weight gradients, the gradient that came in among it; at the first hop of
+  a route, whose I computes nothing, the activations and the gradient that has come in;
 - messages: those it has asked for and not yet used; those it has sent, until it may let go of them; gradients handed
-  over between two hops of its own;
-- while an operation runs: the most that any of its layers works with, the gradient that comes in and the one that goes
-  out.
+  over between two hops of its own, until the lower has used them and the upper's W is done.
 
-The logits are activations and working bytes of the last layer. While an I runs, activations are all still there and
-what it leaves for W comes on top, although part of that is activations: an upper bound. With tensor parallelism all
-bytes are those of one rank.
+While an operation runs, it goes through its layers one by one, and each works with `working_bytes` on top:
+
+- F upwards: activations of the layers so far, and the output of the one that runs;
+- B downwards: activations of the layers that are left, the hop's output and the gradient that came in until the
+  end, and the gradients between which the layer that runs stands;
+- I downwards: all activations, what the layers so far leave for W, and the gradient that the one that runs makes. A
+  layer that leaves at least as much as its activations leaves these too, as in this package's runtime; where it leaves
+  less, both are counted, although they may share tensors: an upper bound;
+- W: what the layers have kept.
+
+Vote and update come when there are no activations any more, and are not looked at. The logits are activations and
+working bytes of the last layer. With tensor parallelism all bytes are those of one rank.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -60,6 +69,7 @@ class MemoryUse:
     param_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    sample_bytes: int = 0
     activation_bytes: int = 0
     weight_grad_bytes: int = 0
     message_bytes: int = 0
@@ -72,6 +82,7 @@ class MemoryUse:
             self.param_bytes
             + self.gradient_bytes
             + self.optimizer_bytes
+            + self.sample_bytes
             + self.activation_bytes
             + self.weight_grad_bytes
             + self.message_bytes
@@ -117,27 +128,49 @@ def program_memory(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What an operation needs while one of its layers runs, the activations of its hop included."""
+
+    activation_bytes: int = 0
+    weight_grad_bytes: int = 0
+    message_bytes: int = 0
+    working_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.activation_bytes + self.weight_grad_bytes + self.message_bytes + self.working_bytes
+
+
+def _leaves_activations(layer: LayerCost) -> bool:
+    """Whether what I leaves for W has the layer's activations in it."""
+    return layer.weight_grad_bytes >= layer.activation_bytes
+
+
 class _Layers:
-    """Sums over ranges of layers."""
+    """What ranges of layers need."""
 
     def __init__(self, workload: Workload) -> None:
         self._costs = workload.layers
-        self._working: dict[LayerRange, int] = {}
+        self._moments: dict[tuple[OperationKind, LayerRange], _Moment] = {}
         self.activations = self._summed(lambda layer: layer.activation_bytes)
         self.weight_grads = self._summed(lambda layer: layer.weight_grad_bytes)
+        self._left = self._summed(lambda layer: layer.activation_bytes if _leaves_activations(layer) else 0)
         self._params = self._summed(lambda layer: layer.param_bytes)
         self._gradients = self._summed(lambda layer: layer.gradient_bytes)
         self._optimizer = self._summed(lambda layer: layer.optimizer_bytes)
 
     def output(self, layer: int) -> int:
-        return self._costs[layer].output_bytes
+        """Bytes of a layer's output and of its gradient; none before the first, and the last one's is a loss."""
+        return self._costs[layer].output_bytes if 0 <= layer < len(self._costs) - 1 else 0
 
-    def working(self, layers: LayerRange) -> int:
-        found = self._working.get(layers)
-        if found is None:
-            found = max(cost.working_bytes for cost in self._costs[layers.start : layers.stop])
-            self._working[layers] = found
-        return found
+    def worst(self, kind: OperationKind, layers: LayerRange) -> _Moment:
+        """The worst moment of an operation, without messages that come in or wait."""
+        key = kind, layers
+        if key not in self._moments:
+            moments = (self._moment(kind, layers, running) for running in layers)
+            self._moments[key] = max(moments, key=lambda moment: moment.total_bytes)
+        return self._moments[key]
 
     def state_of(self, placement: Placement, worker: int) -> MemoryUse:
         held = placement.ranges_of(worker)
@@ -145,11 +178,43 @@ class _Layers:
             param_bytes=sum(map(self._params, held)),
             gradient_bytes=sum(map(self._gradients, held)),
             optimizer_bytes=sum(map(self._optimizer, held)),
+            # Inputs and targets are kept together, by whoever needs one of them.
+            sample_bytes=max((self._costs[layer].sample_bytes for layers in held for layer in layers), default=0),
         )
+
+    def _moment(self, kind: OperationKind, layers: LayerRange, running: int) -> _Moment:
+        cost = self._costs[running]
+        below, through = LayerRange(layers.start, running + 1), LayerRange(running, layers.stop)
+        made = self.output(running - 1)  # the gradient of its input
+        outgoing = made if running == layers.start else 0
+        match kind:
+            case OperationKind.FORWARD:
+                activations = self.activations(below) + self.output(running)
+                return _Moment(activation_bytes=activations, working_bytes=cost.working_bytes)
+            case OperationKind.BACKWARD:
+                from_above = 0 if running + 1 == layers.stop else self.output(running)
+                return _Moment(
+                    activation_bytes=self.activations(below) + self.output(layers.stop - 1),
+                    message_bytes=outgoing,
+                    working_bytes=cost.working_bytes + from_above + made - outgoing,
+                )
+            case OperationKind.INPUT_GRAD:
+                apart = self.activations(layers) - self._left(through)
+                return _Moment(
+                    activation_bytes=apart + self.output(layers.stop - 1),
+                    weight_grad_bytes=self.weight_grads(through),
+                    message_bytes=outgoing,
+                    working_bytes=cost.working_bytes + made - outgoing,
+                )
+            case OperationKind.WEIGHT_GRAD:
+                return _Moment(weight_grad_bytes=self.weight_grads(layers), working_bytes=cost.working_bytes)
 
     def _summed(self, amount: Callable[[LayerCost], int]) -> Callable[[LayerRange], int]:
         until = list(accumulate(map(amount, self._costs), initial=0))
         return lambda layers: until[layers.stop] - until[layers.start]
+
+
+_Hop = tuple[int, int]  # (micro-batch, hop)
 
 
 class _Worker:
@@ -163,6 +228,10 @@ class _Worker:
         self._buffers = buffers
         self._operations = operations
         self._activations = self._weight_grads = self._sent = self._handed = 0
+        # Inputs of hops that are the output of the hop before, on this worker too, and counted there.
+        self._shared: dict[_Hop, int] = {}
+        # How many operations will yet use the gradient that a hop has handed over.
+        self._uses: dict[_Hop, int] = {}
         # Sends that are kept, the latest last: bytes, and the hop whose output it is, if it is one.
         self._sends: deque[tuple[int, _Hop | None]] = deque()
         # Outputs among them that are held for their own backward too, and so are counted as activations.
@@ -180,64 +249,82 @@ class _Worker:
         match operation.kind:
             case OperationKind.FORWARD:
                 self._forward(operation, waiting)
-            case OperationKind.INPUT_GRAD if operation.first:
-                self._put_off(operation)
-            case OperationKind.WEIGHT_GRAD if operation.first:
-                self._catch_up(operation, waiting)
-            case OperationKind.WEIGHT_GRAD:
-                self._compare(operation, waiting)
-                self._weight_grads -= self._layers.weight_grads(operation.layers)
-            case _:
+            case OperationKind.BACKWARD:
                 self._backward(operation, waiting)
+            case OperationKind.INPUT_GRAD if operation.first:
+                # It computes nothing: all stays as it is until W, and the gradient that has come too.
+                self._weight_grads += self._received(operation)
+            case OperationKind.INPUT_GRAD:
+                self._input_grad(operation, waiting)
+            case OperationKind.WEIGHT_GRAD if operation.first:
+                self._weight_grads -= self._received(operation)
+                self._backward(operation, waiting)
+            case OperationKind.WEIGHT_GRAD:
+                self._weight_grad(operation, waiting)
 
     def _forward(self, operation: Operation, waiting: int) -> None:
-        output = self._output_of(operation)
-        self._activations += self._layers.activations(operation.layers) + output
-        self._compare(operation, waiting)
+        hop, output = _hop(operation), self._layers.output(operation.layers.stop - 1)
+        if operation.receive_from is None:
+            self._shared[hop] = self._layers.output(operation.layers.start - 1)
+        self._compare(operation, OperationKind.FORWARD, waiting)
+        self._activations += self._activations_of(operation)
         if operation.send_to is not None:
-            hop = (operation.micro_batch, operation.hop)
             self._twice[hop] = output
             self._keep(output, hop)
 
     def _backward(self, operation: Operation, waiting: int) -> None:
-        layers = operation.layers
-        # A gradient is as large as what it is the gradient of.
-        incoming = output = self._output_of(operation)
-        outgoing = 0 if operation.first else self._layers.output(layers.start - 1)
-        if not operation.last and operation.receive_from is None:
-            self._handed -= incoming
-        if operation.kind is OperationKind.INPUT_GRAD:
-            self._weight_grads += self._layers.weight_grads(layers)
-        self._compare(operation, waiting + incoming + outgoing)
-        self._let_go(operation, output)
+        """A B, or the W of a first hop, which is one."""
+        self._activations -= self._activations_of(operation)
+        self._compare(operation, OperationKind.BACKWARD, waiting + self._received(operation))
+        self._pass_on(operation, uses=1)
+
+    def _input_grad(self, operation: Operation, waiting: int) -> None:
+        self._activations -= self._activations_of(operation)
+        self._shared.pop(_hop(operation), None)
+        self._compare(operation, OperationKind.INPUT_GRAD, waiting)
+        self._weight_grads += self._layers.weight_grads(operation.layers)
+        # What waits for W keeps the input, and with it the input's gradient.
+        self._pass_on(operation, uses=2)
+
+    def _weight_grad(self, operation: Operation, waiting: int) -> None:
+        self._weight_grads -= self._layers.weight_grads(operation.layers)
+        self._compare(operation, OperationKind.WEIGHT_GRAD, waiting)
+        self._use(_hop(operation), self._layers.output(operation.layers.start - 1))
+
+    def _pass_on(self, operation: Operation, *, uses: int) -> None:
+        """A hop's backward is done: its activations are not needed any more, and its gradient goes on."""
+        hop, layers = _hop(operation), operation.layers
+        self._shared.pop(hop, None)
+        # An output that is still kept as sent is held by that alone now.
+        self._sent += self._twice.pop(hop, 0)
+        self._use((operation.micro_batch, operation.hop + 1), self._layers.output(layers.stop - 1))
+        outgoing = self._layers.output(layers.start - 1)
+        if operation.first:
+            return
         if operation.send_to is not None:
             self._sent += outgoing
             self._keep(outgoing, None)
-        elif not operation.first:
+        else:
             self._handed += outgoing
+            self._uses[hop] = uses
 
-    def _put_off(self, operation: Operation) -> None:
-        """The I of a first hop computes nothing: all stays as it is until W, and the gradient that has come too."""
-        incoming = self._output_of(operation)
-        if not operation.last and operation.receive_from is None:
-            self._handed -= incoming
-        self._weight_grads += incoming
+    def _use(self, maker: _Hop, gradient: int) -> None:
+        """An operation has used the gradient that the hop `maker` made, if that was handed over on this worker."""
+        if maker in self._uses:
+            self._uses[maker] -= 1
+            if not self._uses[maker]:
+                del self._uses[maker]
+                self._handed -= gradient
 
-    def _catch_up(self, operation: Operation, waiting: int) -> None:
-        """The W of a first hop is its whole backward."""
-        self._compare(operation, waiting)
-        output = self._output_of(operation)
-        self._weight_grads -= output
-        self._let_go(operation, output)
+    def _received(self, operation: Operation) -> int:
+        """Bytes of the gradient that a hop's backward starts from, where another worker has sent it."""
+        handed = (operation.micro_batch, operation.hop + 1) in self._uses
+        return 0 if handed else self._layers.output(operation.layers.stop - 1)
 
-    def _let_go(self, operation: Operation, output: int) -> None:
-        """The activations of a hop are not needed any more; if its output is still kept as sent, that alone holds it."""
-        self._activations -= self._layers.activations(operation.layers) + output
-        self._sent += self._twice.pop((operation.micro_batch, operation.hop), 0)
-
-    def _output_of(self, operation: Operation) -> int:
-        """Bytes of a hop's output, and of the gradient that comes in for it; the last hop's is a loss."""
-        return 0 if operation.last else self._layers.output(operation.layers.stop - 1)
+    def _activations_of(self, operation: Operation) -> int:
+        layers = operation.layers
+        whole = self._layers.activations(layers) + self._layers.output(layers.stop - 1)
+        return whole - self._shared.get(_hop(operation), 0)
 
     def _keep(self, num_bytes: int, output_of: _Hop | None) -> None:
         """Keep a message that was sent, and let go of the earliest if there are too many."""
@@ -247,27 +334,26 @@ class _Worker:
             if hop is None or self._twice.pop(hop, None) is None:
                 self._sent -= let_go
 
-    def _compare(self, operation: Operation, messages: int) -> None:
+    def _compare(self, operation: Operation, kind: OperationKind, messages: int) -> None:
         """Remember what is held while `operation` runs if it is more than ever before."""
-        state = self._state
+        own = self._layers.worst(kind, operation.layers)
+        shared = self._shared.get(_hop(operation), 0)
         messages += self._sent + self._handed
-        working = self._layers.working(operation.layers)
-        total = self._activations + self._weight_grads + messages + working
+        total = self._activations - shared + self._weight_grads + messages + own.total_bytes
         if total > self._worst_bytes:
             self._worst_bytes = total
-            use = MemoryUse(
-                param_bytes=state.param_bytes,
-                gradient_bytes=state.gradient_bytes,
-                optimizer_bytes=state.optimizer_bytes,
-                activation_bytes=self._activations,
-                weight_grad_bytes=self._weight_grads,
-                message_bytes=messages,
-                working_bytes=working,
+            use = dataclasses.replace(
+                self._state,
+                activation_bytes=self._activations - shared + own.activation_bytes,
+                weight_grad_bytes=self._weight_grads + own.weight_grad_bytes,
+                message_bytes=messages + own.message_bytes,
+                working_bytes=own.working_bytes,
             )
             self._worst = WorkerMemory(use, operation)
 
 
-_Hop = tuple[int, int]  # (micro-batch, hop)
+def _hop(operation: Operation) -> _Hop:
+    return operation.micro_batch, operation.hop
 
 
 class _Receives:

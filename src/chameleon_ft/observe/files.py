@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDirectory:
-        """Make the directory and write the resolved configuration into it.
+        """Make the directory and write the resolved configuration into it, with copies of the files that it names.
 
         Raises ConfigError where `path` exists or cannot be made.
         """
@@ -49,6 +50,9 @@ class RunDirectory:
             run.checkpoints.mkdir()
             run.logs.mkdir()
             run.config_file.write_text(config_to_toml(config), encoding="utf-8")
+            for file, copy in ((config.profile, run.profile_file), (config.plan, run.start_plan_file)):
+                if file is not None:
+                    shutil.copyfile(file, copy)
         except OSError as error:
             raise ConfigError(f"--out {path}: cannot be made: {error.strerror}; take another directory") from None
         return run
@@ -115,6 +119,11 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def start_plan_file(self) -> Path:
+        """A copy of the plan that the run was told to start with, if it was."""
+        return self.path / "plan.json"
+
+    @property
     def profile_file(self) -> Path:
         """A copy of the profile that the run was given, if it was."""
         return self.path / "profile.json"
@@ -143,8 +152,16 @@ class RunDirectory:
 
     def config(self) -> RunConfig:
         """Read the resolved configuration; its files are in this directory, wherever it has been moved to."""
-        config = load_config(self.config_file)
-        return config.model_copy(update={"out": self.path, "profile": self.profile_file if config.profile else None})
+        return self.own(load_config(self.config_file))
+
+    def own(self, config: RunConfig) -> RunConfig:
+        """Return the configuration of this run, read anywhere, with this directory and the files in it."""
+        update = {
+            "out": self.path,
+            "profile": config.profile and self.profile_file,
+            "plan": config.plan and self.start_plan_file,
+        }
+        return config.model_copy(update=update)
 
     def write_config(self, config: RunConfig) -> None:
         """Replace the resolved configuration, when a run goes on with another one."""

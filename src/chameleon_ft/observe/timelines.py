@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from chameleon_ft.observe.files import read_lines
 
@@ -68,15 +68,12 @@ class TimelineLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO | None = None
 
     def append(self, step: RecordedStep) -> None:
         """Write one step; on its way to the file system when this returns."""
-        if self._file is None:
-            self._path.parent.mkdir(exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(step.to_json()) + "\n")
-        self._file.flush()
+        self._path.parent.mkdir(exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(step.to_json()) + "\n")
 
 
 def read_recorded_steps(folder: Path) -> list[RecordedStep]:

@@ -14,7 +14,7 @@ __all__ = ["costs_of_run", "profile_of_run"]
 
 
 def profile_of_run(config: RunConfig) -> Profile:
-    """Read the profile of `config`, for the batch and the time scale that it asks for.
+    """Read the profile of `config`, as the run takes it: an emulated device may be slower.
 
     Raises:
         ProfileError: it cannot be read, or is of another micro-batch.
@@ -23,7 +23,9 @@ def profile_of_run(config: RunConfig) -> Profile:
         raise ProfileError("this run has no profile; set profile")
     profile = read_profile(config.profile)
     profile.require({"micro_batch_size": config.batch.micro_batch_size})
-    return profile.slowed(config.emulation.time_scale) if config.device == "emulated" else profile
+    if config.device != "emulated":
+        return profile
+    return profile.slowed(config.emulation.time_scale, least_latency_s=config.emulation.least_message_s)
 
 
 def costs_of_run(config: RunConfig, profile: Profile, hosts: Mapping[int, str]) -> CostModel:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ProfileError
@@ -14,6 +14,8 @@ from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, Workload
 
 __all__ = ["AllReduceTime", "Fingerprint", "LayerTimes", "Profile", "Spread"]
+
+_LEAST_S: Final = 1e-9  # a layer that takes no time still has to be somewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,11 @@ class Profile:
         if self.times and len(self.times) != len(self.layers):
             raise ProfileError(f"a profile has times of {len(self.times)} layers and costs of {len(self.layers)}")
 
+    @property
+    def relative_costs(self) -> tuple[float, ...]:
+        """By which layers are shared out: seconds of F and B, and for one that takes none next to nothing."""
+        return tuple(max(layer.forward_s + layer.backward_s, _LEAST_S) for layer in self.layers)
+
     def workload(self, micro_batches: int) -> Workload:
         """One step of so many micro-batches."""
         return Workload(
@@ -150,11 +157,15 @@ class Profile:
         """The cost model of a step on these workers; raises as `cluster` does."""
         return CostModel(self.workload(micro_batches), self.cluster(hosts))
 
-    def slowed(self, factor: float) -> Profile:
-        """The same with every operation and message `factor` times as long; what was measured is left out."""
+    def slowed(self, factor: float, *, least_latency_s: float = 0.0) -> Profile:
+        """The same with every operation and message `factor` times as long; what was measured is left out.
+
+        Args:
+            least_latency_s: latency of a link whose own would be shorter.
+        """
 
         def slower(link: Link) -> Link:
-            return Link(link.latency_s * factor, link.bytes_per_s / factor)
+            return Link(max(link.latency_s * factor, least_latency_s), link.bytes_per_s / factor)
 
         layers = tuple(
             dataclasses.replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chameleon_ft.recovery.layout import largest_symmetric_layout
+from chameleon_ft.recovery.layout import in_flight_ceiling, largest_symmetric_layout
 from chameleon_ft.recovery.rerouting import reroute
 
-__all__ = ["largest_symmetric_layout", "reroute"]
+__all__ = ["in_flight_ceiling", "largest_symmetric_layout", "reroute"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.layouts import data_pipeline_plan
 from chameleon_ft.plan.plan import Plan
+from chameleon_ft.schedule import InFlightLimit
 
-__all__ = ["largest_symmetric_layout"]
+__all__ = ["in_flight_ceiling", "largest_symmetric_layout"]
 
 
 def largest_symmetric_layout(
@@ -47,3 +48,8 @@ def largest_symmetric_layout(
         workers=tuple(live)[: dp * pp],
         split_backward=split_backward,
     )
+
+
+def in_flight_ceiling(workers: Iterable[int], depth: int) -> Mapping[int, InFlightLimit]:
+    """What workers may keep whatever is planned: as many micro-batches as the first stage of 1F1B at this depth."""
+    return dict.fromkeys(workers, InFlightLimit(depth, depth))

@@ -12,9 +12,10 @@ from chameleon_ft.data.batch import load_micro_batch
 from chameleon_ft.data.order import SampleOrder
 from chameleon_ft.job import Job
 
-__all__ = ["Batches"]
+__all__ = ["KEPT_MICRO_BATCHES", "Batches"]
 
-_KEPT = 64  # a hop's inputs and its route's targets are asked for one after the other
+KEPT_MICRO_BATCHES = 64
+"""The latest ones stay loaded: a hop's inputs and its route's targets are asked for one after the other."""
 
 
 class Batches:
@@ -35,6 +36,6 @@ class Batches:
             ids = self._order.ids(step, self._batch.samples)[micro_batch * size : (micro_batch + 1) * size]
             inputs, targets = load_micro_batch(self._dataset, ids)
             self._loaded[key] = (inputs.to(self._device), targets.to(self._device))
-            while len(self._loaded) > _KEPT:
+            while len(self._loaded) > KEPT_MICRO_BATCHES:
                 self._loaded.popitem(last=False)
         return self._loaded[key]

@@ -99,7 +99,7 @@ def _serve(
     run = RunDirectory(Path(welcome.run))
     data = tomllib.loads(welcome.config)
     config = parse_config(config_type(data), data, source="the coordinator's configuration")
-    config = config.model_copy(update={"out": run.path, "profile": run.profile_file if config.profile else None})
+    config = run.own(config)
     _redirect_output(run.logs / f"worker-{worker}.log")
     device = _device(config, local_index)
     faults = FaultInjector(worker, config.failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)

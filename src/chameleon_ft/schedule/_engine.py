@@ -48,8 +48,8 @@ class Schedule:
     """What each worker runs, and how long it takes.
 
     Attributes:
-        orders: codes of operations by worker index, in order: slot for F, slot + n for B or I, slot + 2n for W.
-        step_s: end of the last operation; a replay of the orders may end earlier, since nobody is held back there.
+        orders: codes of operations by worker index, in order.
+        step_s: end of the last operation in a replay, where nobody is held back.
         strained: whether some worker was denied an operation, or went beyond a limit because nobody could go on.
         beyond_limits: whether the latter happened.
     """
@@ -79,6 +79,7 @@ class Engine:
         "_gradient",
         "_gradients_only",
         "_kept",
+        "_network",
         "_orders",
         "_pending",
         "_queues",
@@ -96,6 +97,7 @@ class Engine:
     def __init__(self, network: Network, rules: Rules, rank: list[int]) -> None:
         slots = network.slots
         num_workers = len(network.workers)
+        self._network = network
         self._slots = slots
         self._split = network.split_backward
         self._gradients_only = rules.gradients_only
@@ -156,7 +158,7 @@ class Engine:
                 heappush(events, (end, worker))
         return Schedule(
             orders=self._orders,
-            step_s=max(free),
+            step_s=self._network.step_s(self._orders),
             strained=self._strained or self._beyond_limits,
             beyond_limits=self._beyond_limits,
         )

@@ -3,17 +3,19 @@
 Every hop of every route gets a number, its *slot*: routes in order, hops of a route one after the other, so that the
 slots before and after on a route are `slot - 1` and `slot + 1`. Workers are numbered 0, 1, ... in ascending order of
 their ids. A *channel* carries what one worker makes for one worker in one direction, in order; it too has a number.
+Operations have *codes*: of n slots, slot for F, slot + n for B or I, and slot + 2n for W.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.plan import Hop, Plan
+from chameleon_ft.schedule._longest_path import Dependencies, longest_path
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.program import OperationKind
 
@@ -66,12 +68,25 @@ class Slots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """The slots of the routes of a plan, the ids of the workers by index, and the channels by number."""
+    """The slots of the routes of a plan, and what follows from them.
+
+    Attributes:
+        workers: ids of the workers by index.
+        channels: by number.
+        split_backward: whether there are codes of W.
+        slots: lists by slot.
+        dependencies: lists by code.
+    """
 
     workers: tuple[int, ...]
     channels: tuple[Channel, ...]
     split_backward: bool
     slots: Slots
+    dependencies: Dependencies
+
+    def step_s(self, orders: Sequence[Sequence[int]]) -> float:
+        """Seconds of a replay of the operations with these codes, by worker index."""
+        return max(longest_path(orders, self.dependencies)[1])
 
     def lower_bound_s(self) -> float:
         """Seconds that no order of the operations can beat.
@@ -122,7 +137,13 @@ class NetworkBuilder:
             if of_route is None:
                 of_route = self._routes[hops] = self._slots(hops)
             slots.extend(of_route)
-        return Network(workers=self._workers, channels=tuple(self._channels), split_backward=self._split, slots=slots)
+        return Network(
+            workers=self._workers,
+            channels=tuple(self._channels),
+            split_backward=self._split,
+            slots=slots,
+            dependencies=_dependencies(slots, split_backward=self._split),
+        )
 
     def _slots(self, hops: tuple[Hop, ...]) -> Slots:
         workers = [self._index[hop.worker] for hop in hops]
@@ -153,3 +174,18 @@ class NetworkBuilder:
 
     def _channel(self, sender: int, receiver: int, *, gradient: bool) -> int:
         return self._channels.setdefault(Channel(sender, receiver, gradient), len(self._channels))
+
+
+def _dependencies(slots: Slots, *, split_backward: bool) -> Dependencies:
+    """What the operations need, by their codes."""
+    count = len(slots.worker)
+    needs = [slot - 1 if up >= 0 else -1 for slot, up in enumerate(slots.up)]
+    needs += [slot if last else count + slot + 1 for slot, last in enumerate(slots.last)]
+    # No message goes into the first slot of a route or out of the last, so that those beside them may be read as well.
+    delay_s = [0.0, *slots.down_s[:-1], *slots.up_s[1:], 0.0]
+    duration_s = slots.forward_s + slots.backward_s
+    if split_backward:
+        needs += range(count, 2 * count)
+        delay_s += [0.0] * count
+        duration_s += slots.weight_s
+    return Dependencies(needs=needs, delay_s=delay_s, duration_s=duration_s)

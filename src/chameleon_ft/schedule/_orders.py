@@ -89,5 +89,4 @@ def _one_by_one(network: Network) -> Schedule:
                 if network.split_backward:
                     orders[slots.worker[hop]].append(2 * count + hop)
             first = slot + 1
-    parts = (slots.forward_s, slots.backward_s, slots.weight_s, slots.down_s, slots.up_s)
-    return Schedule(orders=orders, step_s=sum(map(sum, parts)), strained=True)
+    return Schedule(orders=orders, step_s=network.step_s(orders), strained=True)

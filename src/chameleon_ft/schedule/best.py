@@ -49,7 +49,7 @@ def best_program(
         PlanError: the workload has another number of layers than the plan.
         ConfigError: the plan has a worker that the cluster does not.
     """
-    rules, found = Trials(plan, costs, ceiling).ranked([route.hops for route in plan.routes])[0]
+    rules, found = Trials(plan, costs, ceiling).best([route.hops for route in plan.routes])
     program = build_program(plan, found.orders)
     limits = {
         worker: InFlightLimit(in_flight, kept)

@@ -21,6 +21,9 @@ class OperationKind(StrEnum):
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
 
+    # That of Enum is computed in Python on every call, and kinds are in the keys of all that looks at programs.
+    __hash__ = str.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:

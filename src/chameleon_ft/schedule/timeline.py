@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from chameleon_ft.errors import ProgramError
+from chameleon_ft.schedule._longest_path import Dependencies, longest_path
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.program import Operation, OperationKind, Program
 
 __all__ = ["TimedOperation", "Timeline", "replay"]
 
 
-@dataclass(frozen=True, slots=True)
-class TimedOperation:
-    """An operation on a worker with its start and end, in seconds since the start of the step."""
+class TimedOperation(NamedTuple):
+    """An operation on a worker with its start and end, in seconds since the start of the step.
+
+    A tuple, because a replay makes thousands of them.
+    """
 
     worker: int
     operation: Operation
@@ -52,69 +55,54 @@ def replay(program: Program, costs: CostModel) -> Timeline:
     Raises:
         ProgramError: operations wait for each other for ever, or for one that no worker runs.
     """
-    workers = [_Worker(worker, program.of(worker)) for worker in program.workers]
-    made: dict[_Tensor, tuple[float, int]] = {}
-    waiting: dict[_Tensor, list[_Worker]] = defaultdict(list)
+    workers: list[int] = []
+    operations: list[Operation] = []
+    orders: list[range] = []
+    for worker, own in program.operations.items():
+        orders.append(range(len(operations), len(operations) + len(own)))
+        operations += own
+        workers += [worker] * len(own)
+    starts_s, ends_s = longest_path(orders, _dependencies(workers, operations, costs))
+    if ends_s and min(ends_s) < 0:
+        never = (next((number for number in order if ends_s[number] < 0), None) for order in orders)
+        stuck = ", ".join(f"worker {workers[number]} at {operations[number]}" for number in never if number is not None)
+        raise ProgramError(f"the program never ends: nobody will ever make what is needed by {stuck}")
+    return Timeline(tuple(map(TimedOperation, workers, operations, starts_s, ends_s)))
+
+
+def _dependencies(workers: list[int], operations: list[Operation], costs: CostModel) -> Dependencies:
+    """Of operations that are numbered in this order, each on the worker at its place.
+
+    What an operation makes goes by whether it is a gradient, its micro-batch, and the hop that makes it; what I leaves
+    for W goes by the name of the gradient that I makes.
+    """
+    forward, weight_grad = OperationKind.FORWARD, OperationKind.WEIGHT_GRAD
+    makers = {
+        (operation.kind is not forward, operation.micro_batch, operation.hop): number
+        for number, operation in enumerate(operations)
+        if operation.kind is not weight_grad
+    }
     times = _Times(costs)
-    runnable = list(workers)
-    while runnable:
-        worker = runnable.pop()
-        for operation in worker.operations[len(worker.done) :]:
-            start_s = worker.free_s
-            needs = _needs(operation)
-            if needs is not None:
-                if needs not in made:
-                    waiting[needs].append(worker)
-                    break
-                end_s, maker = made[needs]
-                if maker != worker.id:
-                    end_s += times.message_s(maker, worker.id, operation)
-                start_s = max(start_s, end_s)
-            worker.free_s = start_s + times.operation_s(worker.id, operation)
-            worker.done.append(TimedOperation(worker.id, operation, start_s, worker.free_s))
-            makes = _makes(operation)
-            if makes is not None:
-                made[makes] = worker.free_s, worker.id
-                runnable += waiting.pop(makes, ())
-    stuck = [
-        f"worker {worker.id} at {worker.operations[len(worker.done)]}"
-        for worker in workers
-        if len(worker.done) < len(worker.operations)
-    ]
-    if stuck:
-        raise ProgramError(f"the program never ends: nobody will ever make what is needed by {', '.join(stuck)}")
-    return Timeline(tuple(timed for worker in workers for timed in worker.done))
-
-
-# What an operation makes, or needs from another: whether it is a gradient, micro-batch, and index of the hop that makes
-# it. What I leaves for W goes by the name of the gradient that I makes.
-_Tensor = tuple[bool, int, int]
-
-
-def _needs(operation: Operation) -> _Tensor | None:
-    if operation.kind is OperationKind.FORWARD:
-        return None if operation.first else (False, operation.micro_batch, operation.hop - 1)
-    if operation.kind is OperationKind.WEIGHT_GRAD:
-        return (True, operation.micro_batch, operation.hop)
-    if operation.last:
-        return (False, operation.micro_batch, operation.hop)
-    return (True, operation.micro_batch, operation.hop + 1)
-
-
-def _makes(operation: Operation) -> _Tensor | None:
-    if operation.kind is OperationKind.WEIGHT_GRAD:
-        return None
-    return (operation.kind is not OperationKind.FORWARD, operation.micro_batch, operation.hop)
-
-
-@dataclass(slots=True)
-class _Worker:
-    """A worker on its way through its operations; free from `free_s` on."""
-
-    id: int
-    operations: tuple[Operation, ...]
-    free_s: float = 0.0
-    done: list[TimedOperation] = field(default_factory=list)
+    needs = [-1] * len(operations)
+    delay_s = [0.0] * len(operations)
+    duration_s = [0.0] * len(operations)
+    for number, operation in enumerate(operations):
+        kind, micro_batch, hop, worker = operation.kind, operation.micro_batch, operation.hop, workers[number]
+        duration_s[number] = times.operation_s(worker, operation)
+        if kind is forward:
+            if operation.first:
+                continue
+            made_by = (False, micro_batch, hop - 1)
+        elif kind is weight_grad:
+            made_by = (True, micro_batch, hop)
+        elif operation.last:
+            made_by = (False, micro_batch, hop)
+        else:
+            made_by = (True, micro_batch, hop + 1)
+        needs[number] = needed = makers.get(made_by, number)
+        if workers[needed] != worker:
+            delay_s[number] = times.message_s(workers[needed], worker, operation)
+    return Dependencies(needs=needs, delay_s=delay_s, duration_s=duration_s)
 
 
 class _Times:
@@ -126,7 +114,8 @@ class _Times:
         self._message_s: dict[tuple[int, int, int], float] = {}
 
     def operation_s(self, worker: int, operation: Operation) -> float:
-        key = (worker, operation.kind, operation.layers.start, operation.layers.stop)
+        layers = operation.layers
+        key = (worker, operation.kind, layers.start, layers.stop)
         found = self._operation_s.get(key)
         if found is None:
             found = self._operation_s[key] = self._costs.operation_s(worker, operation)

@@ -1,0 +1,209 @@
+"""What one worker of a plan really holds while it trains: all that a rank has, but no peers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from chameleon_ft.config import Batch
+from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.observe import FaultLog
+from chameleon_ft.plan import Placement
+from chameleon_ft.runtime.activity import Activity
+from chameleon_ft.runtime.batches import KEPT_MICRO_BATCHES, Batches
+from chameleon_ft.runtime.commit import Committer
+from chameleon_ft.runtime.communicators import Membership
+from chameleon_ft.runtime.executor import Executor
+from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.schedule import Operation
+from chameleon_ft.sync import gradient_segments
+
+__all__ = ["Alone", "peak_of_allocator", "peak_of_storages"]
+
+_STEPS = 2  # the optimizer's state is there from the first on
+_SEED = 0
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A message that is there; as the runtime's own, it holds its tensor."""
+
+    tensor: Tensor
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class _NoPeers:
+    """Communicators whose other ends are not there: what comes in is made up, what goes out goes nowhere."""
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+
+    def open(self, membership: Membership) -> None: ...
+
+    def send(self, tensor: Tensor, *, peer: int, tag: int) -> _Arrived:
+        return _Arrived(tensor)
+
+    def receive(self, tensor: Tensor, *, peer: int, tag: int) -> _Arrived:
+        return _Arrived(tensor.normal_(std=0.1) if tensor.is_floating_point() else tensor.zero_())
+
+    def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> _Arrived:
+        return _Arrived(tensor)
+
+    def vote(self, ballot: Tensor) -> _Arrived:
+        # Gradients, loss, terms, samples, nobody finishes, all are well.
+        return _Arrived(ballot.copy_(torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, self._members], dtype=ballot.dtype)))
+
+    def interrupt(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alone:
+    """A worker that trains without its peers."""
+
+    job: Job
+    batch: Batch
+    boundaries: tuple[BoundarySpec, ...]
+    placement: Placement
+    worker: int
+    operations: tuple[Operation, ...]
+
+    def train(self) -> None:
+        """Train some steps, from building the layers on, with as many samples at hand as there are in a long run."""
+        held = HeldLayers(
+            self.job, [n for part in self.placement.ranges_of(self.worker) for n in part], seed=_SEED, device=_CPU
+        )
+        members = self.placement.workers
+        activity = Activity()
+        faults = FaultInjector(self.worker, (), log=_NoLog(), disconnect=lambda: None)
+        committer = Committer(
+            worker=self.worker,
+            held=held,
+            buffers=GradientBuffers(held, gradient_segments(self.placement)),
+            clip_norm=self.job.clip_norm,
+            committed=0,
+            activity=activity,
+            faults=faults,
+        )
+        batches = Batches(self.job, self.batch, seed=_SEED, device=_CPU)
+        communicators = _NoPeers(len(members))
+        executor = Executor(
+            job=self.job,
+            held=held,
+            boundaries=self.boundaries,
+            batches=batches,
+            device=_CPU,
+            communicators=communicators,
+            activity=activity,
+            faults=faults,
+        )
+        self._load_earlier(batches)
+        for step in range(_STEPS):
+            committer.reduced = False
+            committer.buffers.zero()
+            sums = executor.run(step, self.operations)
+            committer.commit(sums, communicators, members, finish=False)
+            sums.under_way.clear()  # the vote is complete
+
+    def _load_earlier(self, batches: Batches) -> None:
+        """Ask for what the steps before have asked for, which is still at hand."""
+        if any(operation.first or operation.last for operation in self.operations):
+            for number in range(KEPT_MICRO_BATCHES):
+                batches.micro_batch(_STEPS + number // self.batch.micro_batches, number % self.batch.micro_batches)
+
+    def likeness(self) -> object:
+        """Equal for workers that do the same with the same layers, only for other micro-batches and other peers."""
+        numbers: dict[tuple[int, int], int] = {}
+        return self.placement.ranges_of(self.worker), tuple(
+            (
+                operation.kind,
+                operation.layers,
+                operation.receive_from is None,
+                operation.send_to is None,
+                operation.first,
+                operation.last,
+                numbers.setdefault((operation.micro_batch, operation.hop), len(numbers)),
+            )
+            for operation in self.operations
+        )
+
+
+class _NoLog(FaultLog):
+    def __init__(self) -> None: ...
+
+
+def peak_of_allocator(alone: Alone) -> int:
+    """The most bytes that torch's allocator has given out, from every block that it gives out and takes back.
+
+    The most independent count that there is: it knows nothing of tensors, graphs or this project, misses no buffer
+    inside of a kernel, and counts a block until it is really given back.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    gc.collect()
+    with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, use_kineto=False) as profiler:
+        alone.train()
+    results: Any = profiler.kineto_results
+    return _largest_sum(
+        event.nbytes()
+        for event in sorted(results.events(), key=lambda event: event.start_ns())
+        if event.name() == "[memory]"
+    )
+
+
+def peak_of_storages(alone: Alone) -> int:
+    """The most bytes of storages of tensors that were alive at once, by weak references to each that an operation made.
+
+    It does not see what a kernel takes for itself, and is there to check the other.
+    """
+    storages = _Storages()
+    with storages:
+        alone.train()
+    return storages.peak
+
+
+class _Storages(TorchDispatchMode):
+    """Counts every storage from the operation that makes it until it is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._alive = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._see, made)
+        return made
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self._alive += storage.nbytes()
+            self.peak = max(self.peak, self._alive)
+            weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+
+    def _gone(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self._alive -= num_bytes
+
+
+def _largest_sum(changes: Iterable[int]) -> int:
+    total = largest = 0
+    for change in changes:
+        total += change
+        largest = max(largest, total)
+    return largest

@@ -1,0 +1,252 @@
+"""Does a worker hold what is predicted? Peak memory of plans of two models, predicted and counted on a CPU.
+
+Predicted: the replay of each worker's program with the bytes of a measured profile, each layer by itself. Counted:
+that worker's own executor, layers, gradients, optimizer and commit, in this process, with nobody at the other end of
+its messages, and every block that torch's allocator gives out and takes back meanwhile. Workers that do the same with
+the same layers are counted once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from benchmarks._common import ROOT, Bar, Report, base_config, new_folder, report_arguments
+from benchmarks._held import Alone, peak_of_allocator, peak_of_storages
+from benchmarks._neighbours import progress
+from chameleon_ft.cli._preflight import prepare_data_of
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.config import Batch, Parallel, RunConfig
+from chameleon_ft.estimate import program_memory
+from chameleon_ft.job import BoundarySpec, Job, load_job
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
+from chameleon_ft.recovery import reroute
+from chameleon_ft.runtime.profiling.hops import ResidentLayers
+from chameleon_ft.runtime.profiling.layers import layer_bytes
+from chameleon_ft.runtime.profiling.measure import model_on_device
+from chameleon_ft.schedule import CostModel, best_program, check_program
+from chameleon_ft.workload import LayerCost, Workload
+
+_MEAN_ERROR: Final = 0.02
+_UNDERESTIMATE: Final = 0.01
+_LINK: Final = Link(1e-4, 1e9)
+_WORKERS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A job with the bytes of its layers."""
+
+    name: str
+    job: Job
+    config: RunConfig
+    boundaries: tuple[BoundarySpec, ...]
+    layers: tuple[LayerCost, ...]
+
+    def costs(self, plan: Plan) -> CostModel:
+        workload = Workload(self.layers, plan.micro_batches, self.config.batch.micro_batch_size)
+        return CostModel(workload, Cluster(tuple(Worker(w, "host") for w in range(_WORKERS)), _LINK, _LINK))
+
+    def pipelines(self, dp: int, pp: int, micro_batches: int, *, skew: float = 0.0) -> Plan:
+        """Symmetric pipelines; with `skew` later layers count for more, so that stages get unequal ranges."""
+        costs = [cost * (1 + skew * layer) for layer, cost in enumerate(self.job.relative_costs)]
+        return data_pipeline_plan(layer_costs=costs, dp=dp, pp=pp, micro_batches=micro_batches)
+
+    def without(self, plan: Plan, lost: Sequence[int]) -> Plan:
+        return reroute(plan, lost, self.costs(plan))
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One worker of a plan, or several that do the same."""
+
+    model: str
+    plan: str
+    workers: tuple[int, ...]
+    predicted: int
+    counted: int
+    storages: int | None
+
+    @property
+    def error(self) -> float:
+        """By which part of what is held the prediction is too high."""
+        return self.predicted / self.counted - 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "plan": self.plan,
+            "workers": list(self.workers),
+            "predicted_bytes": self.predicted,
+            "counted_bytes": self.counted,
+            "storage_bytes": self.storages,
+            "error": self.error,
+        }
+
+
+def main() -> int:
+    given = _arguments()
+    folder = new_folder(given.out)
+    torch.set_num_threads(1)
+    found: list[Counted] = []
+    for model in (_llama(given.config, folder), _own_model()):
+        for name, plan in _plans(model):
+            progress(f"{model.name}: {name}")
+            found += _count(model, name, plan, storages=given.storages)
+    return _report(found).emit(folder, as_json=given.json)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = report_arguments(__doc__, name="memory")
+    parser.add_argument(
+        "--config", type=Path, default=ROOT / "examples" / "quickstart.toml", help="the Llama and its batch (TOML)"
+    )
+    parser.add_argument("--storages", action="store_true", help="count the storages of tensors too")
+    return parser.parse_args()
+
+
+def _llama(path: Path, folder: Path) -> Model:
+    config = base_config(path, stamped=False).model_copy(update={"out": folder})
+    prepare_data_of(config)
+    return _model("Llama", config)
+
+
+def _own_model() -> Model:
+    batch = Batch(micro_batches=8, micro_batch_size=16)
+    job = str(ROOT / "examples" / "own_model.py")
+    return _model("pictures", RunConfig(job=job, workers=4, parallel=Parallel(dp=2, pp=2), batch=batch))
+
+
+def _model(name: str, config: RunConfig) -> Model:
+    job = load_job(config.job, config)
+    progress(f"{name}: bytes of {job.num_layers} layers")
+    model = model_on_device(config, job, torch.device("cpu"))
+    layers = []
+    for layer, cost in enumerate(job.relative_costs):
+        sizes = layer_bytes(ResidentLayers(model, LayerRange(layer, layer + 1)))
+        # Of the times only the order of operations depends, so that those of the shape do.
+        layers.append(LayerCost(f"layer {layer}", cost, cost, cost, **asdict(sizes)))
+    return Model(name, job, config, model.boundaries, tuple(layers))
+
+
+def _plans(model: Model) -> Iterator[tuple[str, Plan]]:
+    for split in (False, True):
+        for name, plan in _fused_plans(model):
+            yield f"{name}, {'split' if split else 'fused'}", Plan(plan.placement, plan.routes, split)
+
+
+def _fused_plans(model: Model) -> Iterator[tuple[str, Plan]]:
+    deepest = model.job.num_layers
+    yield "4 x 1", model.pipelines(4, 1, 16)
+    yield "4 x 2", model.pipelines(4, 2, 16)
+    yield "2 x 4", model.pipelines(2, 4, 16)
+    yield f"1 x {deepest}", model.pipelines(1, deepest, 16)
+    yield "2 x 3, later layers heavier", model.pipelines(2, 3, 12, skew=1.0)
+    yield "depths 2 and 3", _unequal_depths(model, 12)
+    yield "3 x 2, one lost", model.without(model.pipelines(3, 2, 12), [3])
+    yield "4 x 2, two lost", model.without(model.pipelines(4, 2, 16), [2, 5])
+    yield "4 x 4, three lost", model.without(model.pipelines(4, 4, 16), [1, 6, 15])
+    yield "hops in pieces", _in_pieces(model, 8)
+
+
+def _unequal_depths(model: Model, micro_batches: int) -> Plan:
+    shallow, deep = (model.pipelines(1, pp, 1).routes[0].hops for pp in (2, 3))
+    deep = tuple(Hop(hop.worker + len(shallow), hop.layers) for hop in deep)
+    pipelines = (shallow, deep)
+    return Plan(
+        Placement(model.job.num_layers, {hop.worker: (hop.layers,) for hops in pipelines for hop in hops}),
+        tuple(Route(m, pipelines[m % 2]) for m in range(micro_batches)),
+    )
+
+
+def _in_pieces(model: Model, micro_batches: int) -> Plan:
+    """A worker with two ranges, hops that follow each other on one worker, and detours in the middle of a range."""
+    last = model.job.num_layers
+    placement = Placement(
+        last, {0: (LayerRange(0, 2), LayerRange(4, last)), 1: (LayerRange(1, 5),), 2: (LayerRange(0, last),)}
+    )
+
+    def route(m: int, *hops: tuple[int, int, int]) -> Route:
+        return Route(m, tuple(Hop(worker, LayerRange(start, stop)) for worker, start, stop in hops))
+
+    ways: tuple[Callable[[int], Route], ...] = (
+        lambda m: route(m, (0, 0, 2), (1, 2, 4), (0, 4, last)),
+        lambda m: route(m, (2, 0, 3), (2, 3, last)),
+        lambda m: route(m, (0, 0, 1), (1, 1, 3), (1, 3, 5), (2, 5, last)),
+        lambda m: route(m, (2, 0, 1), (2, 1, 2), (1, 2, 4), (0, 4, 5), (0, 5, last)),
+    )
+    return Plan(placement, tuple(ways[m % len(ways)](m) for m in range(micro_batches)))
+
+
+def _count(model: Model, name: str, plan: Plan, *, storages: bool) -> Iterator[Counted]:
+    costs = model.costs(plan)
+    program = best_program(plan, costs).program
+    check_program(program, plan)
+    predicted = program_memory(program, plan.placement, costs.workload)
+    batch = model.config.batch.model_copy(update={"micro_batches": plan.micro_batches})
+    alike: dict[object, list[Alone]] = {}
+    for worker in plan.workers:
+        alone = Alone(
+            job=model.job,
+            batch=batch,
+            boundaries=model.boundaries,
+            placement=plan.placement,
+            worker=worker,
+            operations=program.of(worker),
+        )
+        alike.setdefault(alone.likeness(), []).append(alone)
+    for same in alike.values():
+        yield Counted(
+            model.name,
+            name,
+            tuple(alone.worker for alone in same),
+            predicted[same[0].worker].peak_bytes,
+            peak_of_allocator(same[0]),
+            peak_of_storages(same[0]) if storages else None,
+        )
+
+
+def _report(found: Sequence[Counted]) -> Report:
+    by_plan: dict[tuple[str, str], list[Counted]] = {}
+    for each in found:
+        by_plan.setdefault((each.model, each.plan), []).append(each)
+    # Every worker counts, those that are like another one too.
+    errors = [each.error for each in found for _ in each.workers]
+    return Report(
+        benchmark="memory",
+        columns=("model", "plan", "workers", "counted", "peak, MB", "mean error", "worst error"),
+        rows=tuple(
+            (
+                model,
+                plan,
+                str(sum(len(each.workers) for each in rows)),
+                str(len(rows)),
+                f"{max(each.counted for each in rows) / 1e6:.2f}",
+                f"{statistics.fmean(abs(each.error) for each in rows for _ in each.workers):.2%}",
+                f"{max((each.error for each in rows), key=abs):+.2%}",
+            )
+            for (model, plan), rows in by_plan.items()
+        ),
+        bars=(
+            Bar(name="mean error of the peak", value=statistics.fmean(map(abs, errors)), limit=_MEAN_ERROR),
+            Bar(name="largest underestimate", value=max(0.0, -min(errors)), limit=_UNDERESTIMATE),
+        ),
+        results={
+            "plans": len(by_plan),
+            "workers": len(errors),
+            "mean_error": statistics.fmean(map(abs, errors)),
+            "largest_overestimate": max(errors),
+            "largest_underestimate": -min(errors),
+            "counted": [each.to_json() for each in found],
+        },
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

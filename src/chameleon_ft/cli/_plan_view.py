@@ -1,0 +1,140 @@
+"""A prediction in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from chameleon_ft.cli._plan_fit import Misfit
+
+if TYPE_CHECKING:
+    from chameleon_ft.cli.plan import Prediction
+
+__all__ = ["gibibytes", "seconds", "show"]
+
+_PLAIN_WIDTH = 120
+
+
+def show(prediction: Prediction, *, title: str) -> None:
+    """Print it."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    console.print(title, style="bold", soft_wrap=True)
+    console.print(_facts(prediction))
+    console.print(_workers(prediction, plain=not console.is_terminal))
+    if prediction.misfit is not None:
+        console.print(_misfit_in_words(prediction.misfit), style="red", soft_wrap=True)
+
+
+def seconds(value: float) -> str:
+    """A time in the unit that reads best."""
+    if value >= 1 or value == 0:
+        return f"{value:.3f} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def gibibytes(num_bytes: int) -> str:
+    """A size in the unit that reads best."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _facts(prediction: Prediction) -> Table:
+    estimate = prediction.estimate
+    samples_per_s = prediction.costs.workload.samples / estimate.step_s
+    facts = Table(box=None, show_header=False, pad_edge=True)
+    facts.add_row("step", f"{seconds(estimate.step_s)}, {samples_per_s:,.1f} samples a second")
+    facts.add_row(
+        "", f"= {seconds(estimate.program_s)} of operations + {seconds(estimate.sync.exposed_s)} of gradient sync"
+    )
+    if prediction.dead:
+        before_s, live = prediction.before_step_s, len(prediction.plan.workers)
+        facts.add_row(
+            "",
+            f"{before_s / estimate.step_s:.1%} of the throughput before the loss ({seconds(before_s)}), "
+            f"with {live / len(prediction.before.workers):.1%} of the workers",
+        )
+    facts.add_row(
+        "bound",
+        f"{seconds(estimate.bound_s)} for the operations of this plan in any order: {estimate.gap:.1%} above it",
+    )
+    facts.add_row("", f"{seconds(prediction.cluster_bound_s)} for those of any pipelines of these workers")
+    facts.add_row("bubble", f"{estimate.bubble:.1%} of the workers' time is idle")
+    return facts
+
+
+def _workers(prediction: Prediction, *, plain: bool) -> Table:
+    table = Table(box=box.ASCII if plain else box.ROUNDED)
+    for column in ("workers", "layers", "operations"):
+        table.add_column(column)
+    for column in ("busy", "peak memory", "capacity"):
+        table.add_column(column, justify="right")
+    for (layers, *rest), workers in _alike(prediction):
+        table.add_row(_ranges(workers), layers, *rest)
+    for worker in prediction.dead:
+        table.add_row(str(worker), "lost", "", "", "", "")
+    return table
+
+
+def _alike(prediction: Prediction) -> list[tuple[tuple[str, ...], list[int]]]:
+    """What the table says of each worker, and the workers of whom it says the same."""
+    estimate = prediction.estimate
+    operations: dict[int, int] = {}
+    for timed in estimate.timeline.operations:
+        operations[timed.worker] = operations.get(timed.worker, 0) + 1
+    rows: list[tuple[tuple[str, ...], int]] = []
+    for worker in prediction.plan.workers:
+        capacity = prediction.costs.cluster.worker(worker).memory_bytes
+        memory = estimate.memory[worker].peak_bytes
+        row = (
+            ", ".join(f"{part.start}-{part.stop - 1}" for part in prediction.plan.placement.ranges_of(worker)),
+            str(operations.get(worker, 0)),
+            f"{estimate.busy_s[worker] / estimate.program_s:.0%}" if estimate.program_s else "-",
+            gibibytes(memory),
+            "unknown" if capacity is None else gibibytes(capacity),
+        )
+        rows.append((row, worker))
+    rows.sort(key=lambda pair: (_first_layer(pair[0][0]), pair))
+    return [(row, [worker for _, worker in same]) for row, same in groupby(rows, key=lambda pair: pair[0])]
+
+
+def _first_layer(layers: str) -> int:
+    return int(layers.partition("-")[0])
+
+
+def _ranges(workers: Sequence[int]) -> str:
+    """Write 0, 1, 2, 5 as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for worker in sorted(workers):
+        if runs and runs[-1][1] == worker - 1:
+            runs[-1][1] = worker
+        else:
+            runs.append([worker, worker])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _misfit_in_words(misfit: Misfit) -> str:
+    worker, missing = max(misfit.missing_bytes.items(), key=lambda pair: pair[1])
+    lines = [
+        f"does not fit: worker {worker} needs {gibibytes(missing)} more than its {gibibytes(misfit.capacity_bytes)}"
+        + (f", and {len(misfit.missing_bytes) - 1} others lack memory too" if len(misfit.missing_bytes) > 1 else "")
+    ]
+    if misfit.fitting:
+        fits = ", ".join(f"--dp {fit.dp} --pp {fit.pp} ({gibibytes(fit.peak_bytes)})" for fit in misfit.fitting)
+        lines.append(f"what would fit: {fits}")
+    elif misfit.layouts:
+        least = misfit.layouts[0]
+        lines.append(
+            f"no layout of these workers fits; the nearest is --dp {least.dp} --pp {least.pp}, which lacks "
+            f"{gibibytes(least.peak_bytes - misfit.capacity_bytes)}; take more workers, or save memory by "
+            "--recompute full or a smaller --micro-batch-size"
+        )
+    return "\n".join(lines)

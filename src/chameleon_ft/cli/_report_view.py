@@ -1,0 +1,60 @@
+"""A report in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from chameleon_ft.cli._plan_view import seconds
+from chameleon_ft.observe.comparison import GenerationComparison
+
+__all__ = ["show"]
+
+_PLAIN_WIDTH = 120
+_WORDS = {"profile": "its profile", "measured": "medians of its own operations", "assumed": "assumed costs"}
+
+
+def show(comparisons: Sequence[GenerationComparison], *, title: str) -> None:
+    """Print it."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    shape = box.ROUNDED if console.is_terminal else box.ASCII
+    console.print(title, style="bold", soft_wrap=True)
+    for comparison in comparisons:
+        live = len(comparison.plan.plan.workers)
+        console.print(
+            f"generation {comparison.generation}, from step {comparison.plan.first_step} with {live} workers; "
+            f"predicted by {_WORDS[comparison.costs_from]}",
+            soft_wrap=True,
+        )
+        console.print(_table(comparison, shape))
+
+
+def _table(comparison: GenerationComparison, shape: box.Box) -> Table:
+    table = Table(box=shape)
+    table.add_column("")
+    for column in ("number", "predicted", "measured", "error", "mean |error|"):
+        table.add_column(column, justify="right")
+    errors = [comparison.predicted.step_s / step.step_s - 1 for step in comparison.steps]
+    table.add_row(
+        "step",
+        str(len(comparison.steps)),
+        seconds(comparison.predicted.step_s),
+        seconds(comparison.measured_s),
+        f"{comparison.error:+.2%}",
+        f"{sum(map(abs, errors)) / len(errors):.2%}",
+    )
+    for kind in comparison.kinds:
+        table.add_row(
+            kind.kind.name.lower().replace("_", " "),
+            str(kind.count),
+            seconds(kind.predicted_s),
+            seconds(kind.measured_s),
+            f"{kind.predicted_s / kind.measured_s - 1:+.2%}" if kind.measured_s else "-",
+            f"{kind.mean_error:.2%}",
+        )
+    return table

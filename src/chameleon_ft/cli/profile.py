@@ -1,0 +1,178 @@
+"""`chameleon profile`: what layers, operations and links cost, measured or derived."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import tyro
+
+from chameleon_ft.cli._flags import optional_argument, parse_arguments
+from chameleon_ft.cli._preflight import absolute_job, prepare_data_of
+from chameleon_ft.config import RunConfig, config_type, parse_config, read_toml
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.profiles import Profile, write_profile
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class ProfileArguments:
+    """Measure what the layers of a job, an operation and the links between workers cost on the device at hand.
+
+    For the job that CONFIG describes, which is a TOML file as for `chameleon train` or the Python file of a job as for
+    `chameleon run`; or derived, without running anything, for a published --model on a known --device. For the link to
+    another host, run `chameleon profile --serve HOST:PORT` there and name it here by --peer HOST:PORT.
+    """
+
+    config: Annotated[
+        Optional[Path],  # noqa: UP045
+        tyro.conf.Positional,
+        optional_argument("[CONFIG]", "TOML file of a run, or the Python file of a job."),
+    ] = None
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        optional_argument("PATH", "New file that the profile is written to."),
+    ] = None
+    repeats: Annotated[int, tyro.conf.arg(help="How often each time is taken; the median counts.")] = 20
+    peer: Annotated[
+        Optional[str],  # noqa: UP045
+        optional_argument("HOST:PORT", "Where another host answers, to measure the link to it as well."),
+    ] = None
+    serve: Annotated[
+        Optional[str],  # noqa: UP045
+        optional_argument("HOST:PORT", "Answer those who measure the link to this host, until Ctrl-C."),
+    ] = None
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        optional_argument("NAME", "Published model, such as llama2-7b, or the path of a Hugging Face config.json."),
+    ] = None
+    device: Annotated[
+        Optional[str],  # noqa: UP045
+        optional_argument("NAME", "Device to derive the costs of --model for, such as h100-80g."),
+    ] = None
+    micro_batch_size: Annotated[int, tyro.conf.arg(help="Samples of a micro-batch, with --model.")] = 1
+    state: Annotated[str, tyro.conf.arg(help="Types of parameters, gradients and optimizer state, with --model.")] = (
+        "bf16-master"
+    )
+    recompute: Annotated[str, tyro.conf.arg(help="What is computed twice to save memory, with --model.")] = "none"
+    json: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="Print the profile as JSON in place of a table."),
+    ] = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(ProfileArguments, arguments, command="profile")
+    _check(given)
+    if given.serve is not None:
+        from chameleon_ft.runtime.profiling import serve_link
+
+        serve_link(given.serve, tell=_tell)
+        return 0
+    out = _free(given.out)
+    profile = _derived(given) if given.config is None else _measured(given, given.config, arguments)
+    write_profile(profile, out)
+    if given.json:
+        print(out.read_text(encoding="utf-8"), end="")
+        return 0
+    from chameleon_ft.cli._profile_view import show
+
+    show(profile, out)
+    return 0
+
+
+def _check(given: ProfileArguments) -> None:
+    """Raise ConfigError where the arguments do not go together."""
+    if given.serve is not None:
+        if given.config is not None or given.model is not None or given.peer is not None or given.out is not None:
+            raise ConfigError(f"--serve {given.serve}: only answers; the host that measures names what and where to")
+        return
+    if given.repeats < 1:
+        raise ConfigError(f"--repeats {given.repeats}: should be 1 or more")
+    if given.config is not None and given.model is not None:
+        raise ConfigError(f"--model {given.model}: {given.config} says what is measured; leave one of them out")
+    if given.config is None and given.model is None:
+        raise ConfigError("nothing to profile: give a CONFIG, or a published --model and its --device")
+    if given.config is not None and given.device is not None:
+        raise ConfigError(
+            f"--device {given.device}: what is measured is the device at hand, which {given.config} names"
+        )
+    if given.config is None and given.peer is not None:
+        raise ConfigError(f"--peer {given.peer}: the links of --device are known; it is for measuring, with a CONFIG")
+
+
+def _free(out: Path | None) -> Path:
+    """Return where the profile can be written, before any time is spent on it. Raises ConfigError."""
+    if out is None:
+        raise ConfigError("--out is missing: name the file that the profile is to be written to")
+    if out.exists():
+        raise ConfigError(f"--out {out}: exists already; name a new file, or remove it")
+    if not (out.absolute().parent.is_dir() and os.access(out.absolute().parent, os.W_OK)):
+        raise ConfigError(f"--out {out}: cannot be written there; name a file in a directory of your own")
+    return out
+
+
+def _derived(given: ProfileArguments) -> Profile:
+    from chameleon_ft.cli._plan_case import Layout, case_of_preset
+
+    assert given.model is not None
+    case = case_of_preset(
+        given.model,
+        Layout(dp=1, pp=1, micro_batch_size=given.micro_batch_size),
+        device_name=given.device,
+        state=given.state,
+        recompute=given.recompute,
+        workers_per_host=1,
+    )
+    return case.profile
+
+
+def _measured(given: ProfileArguments, file: Path, arguments: Sequence[str]) -> Profile:
+    config = _config(file)
+    # Loads torch.
+    from chameleon_ft.runtime.profiling import Measuring, measure_profile
+
+    how = Measuring(
+        repeats=given.repeats,
+        peer=given.peer,
+        command=shlex.join(["chameleon", "profile", *arguments]),
+        progress=_progress,
+    )
+    with tempfile.TemporaryDirectory(prefix="chameleon-profile-") as folder:
+        config = config.model_copy(update={"out": Path(folder)})
+        prepare_data_of(config)
+        profile = measure_profile(config, how)
+    _progress("")
+    return profile
+
+
+def _config(file: Path) -> RunConfig:
+    """Read the configuration that `file` is, or the one beside it if it is a job. Raises ConfigError."""
+    job: dict[str, Any] = {}
+    script = Path(str(file).partition(":")[0])
+    if script.suffix == ".py":
+        job = {"job": str(file)}
+        file = script.with_suffix(".toml")
+    values = {**(read_toml(file) if file.is_file() or not job else {}), **job}
+    values.pop("failures", None)  # they are for a run
+    config = parse_config(config_type(values), values, source=str(file))
+    return config.model_copy(update={"job": absolute_job(config.job)})
+
+
+def _progress(what: str) -> None:
+    """Say what is being measured, in one line that is written over, to a person at a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
+
+
+def _tell(what: str) -> None:
+    print(what, flush=True)

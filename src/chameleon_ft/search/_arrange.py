@@ -1,0 +1,72 @@
+"""Which worker takes which stage, where some links are faster than others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+
+from chameleon_ft.cluster import Cluster
+from chameleon_ft.search._cuts import Stops
+from chameleon_ft.search._kinds import Crew, Shape
+
+
+def by_pipeline(shapes: Sequence[Shape], crew: Crew, cluster: Cluster) -> list[tuple[int, ...]]:
+    """For each shape, in order, workers of its kinds, so that neighbours in a pipeline share a host; each worker once.
+
+    Deep pipelines choose first: of the hosts with room for all workers of a kind that they need, the fullest; if there
+    is none, the emptiest, and the next one for the rest. Not proven to cross hosts the fewest times.
+    """
+    free = [_Free(members, cluster) for members in crew.members]
+    found: list[tuple[int, ...]] = [()] * len(shapes)
+    for index in sorted(range(len(shapes)), key=lambda index: (-len(shapes[index]), shapes[index], index)):
+        workers: list[int] = []
+        for kind, run in groupby(shapes[index]):
+            workers += free[kind].take(len(list(run)))
+        found[index] = tuple(workers)
+    return found
+
+
+def by_stage(shapes: Sequence[Shape], cuts: Sequence[Stops], crew: Crew) -> list[tuple[int, ...]]:
+    """The same so that holders of the same layers share a host, which makes gradient sync fast.
+
+    Stages take workers host by host in the order of the middles of their layers.
+    """
+    slots = sorted(
+        (sum(pair), index, position)
+        for index, stops in enumerate(cuts)
+        for position, pair in enumerate(pairwise((0, *stops)))
+    )
+    taken = [0] * len(crew.members)
+    found = [[0] * len(shape) for shape in shapes]
+    for _, index, position in slots:
+        kind = shapes[index][position]
+        found[index][position] = crew.members[kind][taken[kind]]
+        taken[kind] += 1
+    return [tuple(workers) for workers in found]
+
+
+class _Free:
+    """Workers of a kind that are not taken yet, by host."""
+
+    def __init__(self, members: Sequence[int], cluster: Cluster) -> None:
+        by_host: dict[str, list[int]] = defaultdict(list)
+        for worker in reversed(members):
+            by_host[cluster.worker(worker).host].append(worker)
+        # Hosts by the number of free workers, each a list whose last worker goes first.
+        self._by_room: dict[int, list[list[int]]] = defaultdict(list)
+        for host in reversed(by_host.values()):
+            self._by_room[len(host)].append(host)
+
+    def take(self, count: int) -> list[int]:
+        taken: list[int] = []
+        while len(taken) < count:
+            wanted = count - len(taken)
+            rooms = [room for room, hosts in self._by_room.items() if hosts]
+            room = min((room for room in rooms if room >= wanted), default=max(rooms))
+            host = self._by_room[room].pop()
+            for _ in range(min(wanted, room)):
+                taken.append(host.pop())
+            if host:
+                self._by_room[len(host)].append(host)
+        return taken

@@ -1,0 +1,329 @@
+"""Which pipelines, how many of each, with which share of the micro-batches: so that the last of them ends first.
+
+Pipelines do not wait for each other, so a step takes as long as its slowest. For a time T every shape of pipeline
+finishes at most so many micro-batches, and the best mix of shapes is a knapsack; the least T at which it holds all
+micro-batches is found by bisection. With the bounds on pipelines for their times, that T is a bound on every plan. The
+pipelines of the mix are then replayed, their times take the place of their bounds, and so on: when the best mix
+consists of replayed pipelines only, none is better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Final
+
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.search._cuts import Cuts, SyncCost
+from chameleon_ft.search._kinds import Crew, Shape
+from chameleon_ft.search._mix import Size, best_mix
+from chameleon_ft.search._timed import TimedPipeline, Timer
+
+_ROUNDING: Final = 1e-9
+# Relative precision of a bisection when the search is not to be complete.
+_COARSE: Final = 2e-4
+# Most plans take less than so many times what workers take that are never idle.
+_LIKELY: Final = 1.8
+# Beyond which time does not matter.
+_NO_HURRY: Final = 1e6
+# With little effort: how many pipelines it should do for, and how much longer a step may be so that it does.
+_LOOKS: Final = 2
+_NOT_MUCH_LONGER: Final = 1.15
+# Up to so many orders of kinds in a pipeline, all are looked at.
+_ALL_SHAPES: Final = 3_000
+# Beyond that, only pipelines of one kind, and of two kinds one after the other up to this depth.
+_MIXED_DEPTH: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """So many pipelines of a shape, each with so many micro-batches."""
+
+    shape: Shape
+    micro_batches: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimedMix:
+    """A mix with the pipelines that it is made of, and the seconds that the slowest takes."""
+
+    pipelines: tuple[tuple[TimedPipeline, int], ...]
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """What a search has come to.
+
+    Attributes:
+        mixes: all mixes that were replayed, in that order.
+        bound_s: no mix takes less.
+        complete: whether no mix can be better than the best of these, replayed under the same rules.
+    """
+
+    mixes: tuple[TimedMix, ...]
+    bound_s: float
+    complete: bool
+
+
+class MixSearch:
+    """The search over mixes of pipelines with fused, or with split backward.
+
+    Args:
+        effort: operations to schedule, at most; None to go on until nothing can be better, with every cut tried.
+        least_depth: of the pipelines to look at.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        crew: Crew,
+        *,
+        split_backward: bool,
+        sync: SyncCost | None = None,
+        effort: int | None,
+        least_depth: int = 1,
+    ) -> None:
+        self._micro_batches = costs.workload.micro_batches
+        self._counts = crew.counts
+        self._effort = effort
+        self._precision = _COARSE if effort is not None else _ROUNDING / 10
+        self.cuts = Cuts(costs, crew.kinds, split_backward=split_backward, sync=sync)
+        self.timer = Timer(costs, crew, self.cuts)
+        self._sync = sync or SyncCost()
+        self._gradient_bytes = [layer.gradient_bytes for layer in costs.workload.layers]
+        shapes, self.all_shapes = _shapes(self._counts, len(costs.workload.layers))
+        self.shapes = [shape for shape in shapes if len(shape) >= least_depth]
+        self._active = self.shapes
+        self._sizes = {shape: _size(shape, len(self._counts)) for shape in self.shapes}
+        self._known: dict[tuple[Shape, int], tuple[float, TimedPipeline | None]] = {}
+        # The fewest micro-batches with which a shape has turned out not to fit.
+        self._never: dict[Shape, int] = {}
+        self._bound: tuple[float, list[Share]] | None = None
+        work_s = sum(layer.forward_s + layer.least_backward_s for layer in costs.workload.layers)
+        overhead_s = 2 * costs.workload.operation_overhead_s
+        self._work_s = self._micro_batches * (work_s / crew.speed + overhead_s / sum(crew.counts)) or 1e-9
+
+    def holds(self) -> bool:
+        """Whether there is a mix that memory allows: each stage takes as many layers as it can hold."""
+        best: dict[Size, int] = {}
+        for shape in self.shapes:
+            low, high = 0, self._micro_batches + 1
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self.cuts.holds(shape, middle) else (low, middle)
+            best[self._sizes[shape]] = max(low, best.get(self._sizes[shape], 0))
+        return best_mix(best, self._counts)[0] >= self._micro_batches
+
+    def bound_s(self) -> float:
+        """Seconds below which no mix can be; infinite if memory allows none. To be asked before `run`."""
+        if self._bound is None:
+            self._bound = self._bounded()
+        return self._bound[0]
+
+    def _bounded(self) -> tuple[float, list[Share]]:
+        low, high = self._work_s, self._work_s * 1.05
+        while self._at(high)[0] < self._micro_batches:
+            low, high = high, high * 1.1
+            if high > _LIKELY * self._work_s and self._at(_NO_HURRY * self._work_s)[0] < self._micro_batches:
+                return math.inf, []
+        return self._narrowed(low, high)
+
+    def reaches(self, time_s: float) -> bool:
+        """Whether a mix may take less than `time_s`."""
+        if time_s == math.inf:
+            return self.bound_s() < math.inf
+        return self._at(time_s * (1 - _ROUNDING))[0] >= self._micro_batches
+
+    def bound_mix(self) -> list[Share]:
+        """The mix that comes closest to the bound."""
+        return self._bounded()[1] if self._bound is None else self._bound[1]
+
+    def single_bound_s(self, enough_s: float) -> float:
+        """Seconds below which no pipeline alone can do everything, or `enough_s` if that is less."""
+        possible = [shape for shape in self.shapes if self.cuts.within(shape, self._micro_batches, enough_s)]
+        return min((self.cuts.least_s(shape, self._micro_batches) for shape in possible), default=enough_s)
+
+    def run(self, bound_s: float, upper_s: float = math.inf) -> Searched:
+        """Search between a bound and a time that is to be beaten."""
+        self._leave_out_dear_shapes(_NOT_MUCH_LONGER * bound_s)
+        mixes: list[TimedMix] = []
+        low, best_s = bound_s, upper_s
+        complete = False
+        while not complete and self._may_go_on(mixes):
+            found = self._next(low, best_s)
+            if found is None:
+                complete = self._effort is None
+                break
+            low, mix = found
+            timed = self._timed(mix)
+            if timed is None:
+                continue
+            fresh, timed_mix = timed
+            mixes.append(timed_mix)
+            best_s = min(best_s, timed_mix.time_s)
+            if not fresh or timed_mix.time_s <= low * (1 + _ROUNDING):
+                complete = self._effort is None
+                break
+        return Searched(mixes=tuple(mixes), bound_s=bound_s, complete=complete)
+
+    def _may_go_on(self, mixes: Sequence[TimedMix]) -> bool:
+        return self._effort is None or not mixes or self.timer.operations < self._effort
+
+    def _next(self, low: float, best_s: float) -> tuple[float, list[Share]] | None:
+        """The best mix for what is known, if it may take less than `best_s`, and a time that is certain by then."""
+        high = best_s * (1 - _ROUNDING)
+        if high == math.inf:
+            high = low * (1 + 2 * self._precision)
+            while self._at(high)[0] < self._micro_batches:
+                low, high = high, high * 1.05
+                if high > _NO_HURRY * self._work_s:
+                    return None
+        elif self._at(high)[0] < self._micro_batches:
+            return None
+        return self._narrowed(low, high)
+
+    def _narrowed(self, low: float, high: float) -> tuple[float, list[Share]]:
+        """The least time between `low` and `high` in which all can be finished, from below, and the mix that does."""
+        mix = self._at(high)[1]
+        while high - low > self._precision * high:
+            middle = (low + high) / 2
+            total, found = self._at(middle)
+            if total >= self._micro_batches:
+                high, mix = middle, found
+            else:
+                low = middle
+        return low, self._trimmed(mix)
+
+    def _leave_out_dear_shapes(self, time_s: float) -> None:
+        """Of a search with little effort, leave out shapes that cost much of it, if others can finish in that time."""
+        if self._effort is None:
+            return
+        most = self._effort / _LOOKS
+        cheap = [shape for shape in self.shapes if 3 * len(shape) * self._most(shape, time_s) <= most]
+        self._active, everything = cheap, self._active
+        if self._at(time_s)[0] < self._micro_batches:
+            self._active = everything
+
+    def _at(self, time_s: float) -> tuple[int, list[Share]]:
+        """The most micro-batches that a mix may finish in `time_s`, and the mix."""
+        best: dict[Size, tuple[int, Shape]] = {}
+        for shape in self._active:
+            count = self._most(shape, time_s)
+            if count > best.get(self._sizes[shape], (0, ()))[0]:
+                best[self._sizes[shape]] = count, shape
+        total, mix = best_mix({size: value for size, (value, _) in best.items()}, self._counts)
+        return total, [Share(best[size][1], best[size][0], number) for size, number in mix.items()]
+
+    def _most(self, shape: Shape, time_s: float) -> int:
+        count = self.cuts.most(shape, time_s, self._never.get(shape, self._micro_batches + 1) - 1)
+        while count and (known := self._known.get((shape, count))) is not None and known[0] > time_s:
+            count -= 1
+        return count
+
+    def _trimmed(self, mix: list[Share]) -> list[Share]:
+        """The mix without the micro-batches that are too many; the pipelines that would end last give them up."""
+        surplus = sum(share.micro_batches * share.count for share in mix) - self._micro_batches
+        shares = {(share.shape, share.micro_batches): share.count for share in mix}
+        while surplus > 0:
+            shape, count = max(shares, key=lambda key: (self._time_s(*key), key))
+            pipelines = shares.pop((shape, count))
+            fewer = min(pipelines, surplus)
+            if pipelines > fewer:
+                shares[shape, count] = pipelines - fewer
+            if count > 1:
+                shares[shape, count - 1] = shares.get((shape, count - 1), 0) + fewer
+            surplus -= fewer
+        return [Share(shape, count, pipelines) for (shape, count), pipelines in sorted(shares.items())]
+
+    def _time_s(self, shape: Shape, micro_batches: int) -> float:
+        known = self._known.get((shape, micro_batches))
+        return self.cuts.least_s(shape, micro_batches) if known is None else known[0]
+
+    def _timed(self, mix: Sequence[Share]) -> tuple[bool, TimedMix] | None:
+        """The mix replayed, and whether any of it was not known before; None where a pipeline fits no worker."""
+        fresh = False
+        pipelines: list[tuple[TimedPipeline, int]] = []
+        time_s = 0.0
+        for share in mix:
+            key = share.shape, share.micro_batches
+            if key not in self._known:
+                fresh = True
+                self._known[key] = self._best_cut(*key)
+            own_s, pipeline = self._known[key]
+            if pipeline is None:
+                self._never[share.shape] = min(share.micro_batches, self._never.get(share.shape, share.micro_batches))
+                return None
+            time_s = max(time_s, own_s)
+            pipelines.append((pipeline, share.count))
+        return fresh, TimedMix(tuple(pipelines), time_s)
+
+    def _best_cut(self, shape: Shape, micro_batches: int) -> tuple[float, TimedPipeline | None]:
+        """The least time of a pipeline over its cuts: over all of them in a complete search, else over two or so."""
+        best_s: float = math.inf
+        best: TimedPipeline | None = None
+        least_s = self.cuts.least_s(shape, micro_batches)
+        for stops in self.cuts.candidates(shape, micro_batches):
+            timed = self.timer.sample(shape, stops, micro_batches, best=self._effort is None)
+            own_s = self.with_sync_s(timed)
+            if own_s < best_s:
+                best_s, best = own_s, timed
+            if best_s <= least_s * (1 + _ROUNDING):
+                return best_s, best
+        if self._effort is None:
+            for bound_s, stops in self.cuts.each(shape, micro_batches, best_s):
+                if bound_s >= best_s * (1 - _ROUNDING):
+                    break
+                timed = self.timer.sample(shape, stops, micro_batches, best=self._effort is None)
+                own_s = self.with_sync_s(timed)
+                if own_s < best_s:
+                    best_s, best = own_s, timed
+        return best_s, best
+
+    def with_sync_s(self, timed: TimedPipeline) -> float:
+        """Seconds until the program has ended and every stage has reduced its gradients, waiting for nobody else."""
+        start = 0
+        time_s = timed.program_s
+        for end_s, stop in zip(timed.ends_s, timed.stops, strict=True):
+            num_bytes = sum(self._gradient_bytes[start:stop])
+            time_s = max(time_s, end_s + self._sync.fixed_s + self._sync.per_byte_s * num_bytes)
+            start = stop
+        return time_s
+
+
+def _size(shape: Shape, kinds: int) -> Size:
+    return tuple(shape.count(kind) for kind in range(kinds))
+
+
+def _shapes(counts: Sequence[int], layers: int) -> tuple[list[Shape], bool]:
+    """The shapes to look at, by depth, and whether these are all."""
+    deepest = min(sum(counts), layers)
+    if len(counts) == 1:
+        return [(0,) * depth for depth in range(1, deepest + 1)], True
+    if sum(len(counts) ** depth for depth in range(1, deepest + 1)) <= _ALL_SHAPES:
+        return [shape for depth in range(1, deepest + 1) for shape in _orders(depth, list(counts))], True
+    shapes = [(kind,) * depth for kind, count in enumerate(counts) for depth in range(1, min(count, layers) + 1)]
+    for first, second in permutations(range(len(counts)), 2):
+        for depth in range(2, min(layers, _MIXED_DEPTH) + 1):
+            shapes += [
+                (first,) * own + (second,) * (depth - own)
+                for own in range(1, depth)
+                if own <= counts[first] and depth - own <= counts[second]
+            ]
+    return shapes, False
+
+
+def _orders(depth: int, left: list[int]) -> Iterator[Shape]:
+    """All orders of so many workers out of those that are left."""
+    if depth == 0:
+        yield ()
+        return
+    for kind in range(len(left)):
+        if left[kind]:
+            left[kind] -= 1
+            for rest in _orders(depth - 1, left):
+                yield (kind, *rest)
+            left[kind] += 1

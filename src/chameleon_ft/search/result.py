@@ -1,0 +1,78 @@
+"""What a search hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from chameleon_ft.plan import Plan
+from chameleon_ft.schedule import InFlightLimit
+
+__all__ = ["BoundFamily", "FoundPlan", "SearchResult"]
+
+
+class BoundFamily(StrEnum):
+    """The plans that a bound holds for. In all of them, backward is fused in the whole plan or split in the whole plan.
+
+    PIPELINES: every worker is one stage of one pipeline, or idle; a stage is able to keep the micro-batches that 1F1B
+    has in flight there. Any depths, cuts, shares, orders of workers and of operations.
+    PIPELINES_ANY_MEMORY: the same whatever memory they need, all workers taken to be as fast as the fastest.
+    """
+
+    PIPELINES = "pipelines"
+    PIPELINES_ANY_MEMORY = "pipelines-any-memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlan:
+    """A plan with what is predicted of it.
+
+    Attributes:
+        name: what made it: "pipelines" for the search itself, else the name it was handed in with.
+        plan: the plan.
+        ceiling: for each worker, what its memory lets it keep; `best_program` is to be given it.
+        step_s: seconds until all operations have ended and all gradients are reduced; vote and update come on top.
+        program_s: seconds until the last operation has ended. Pipelines have the best program each.
+        peak_bytes: what the worker that needs most holds at its worst moment.
+        least_moved_bytes: parameters and optimizer state that have to move from the current placement at the least:
+            for each layer, those of the holders that it gets more of than are left. Which worker takes which stage may
+            move more.
+    """
+
+    name: str
+    plan: Plan
+    ceiling: Mapping[int, InFlightLimit]
+    step_s: float
+    program_s: float
+    peak_bytes: int
+    least_moved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best plan that was found, how good that is, and what else there is.
+
+    Attributes:
+        best: the plan of least step time.
+        bound_s: seconds below which no plan of `family` can be.
+        family: which plans that is true of.
+        complete: whether the search has looked at everything: `best` is the fastest of all pipelines side by side with
+            programs by `best_program`, where links are equal and there is no gradient sync.
+        mixes: how many different ways to make pipelines have been replayed.
+        alternatives: the other plans on the front of step time and bytes to move, by step time.
+        too_large: bytes that are missing on some worker, for plans handed in that do not fit, by name.
+    """
+
+    best: FoundPlan
+    bound_s: float
+    family: BoundFamily
+    complete: bool
+    mixes: int
+    alternatives: tuple[FoundPlan, ...]
+    too_large: Mapping[str, int]
+
+    @property
+    def gap(self) -> float:
+        """By which share of the bound the best plan is slower than it; negative for one outside the family."""
+        return self.best.step_s / self.bound_s - 1 if self.bound_s else 0.0

@@ -1,0 +1,192 @@
+"""`chameleon plan`: what it predicts, draws and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chameleon_ft.cli import main
+from chameleon_ft.estimate import SyncTiming, estimate_step, paper, pipeline_times
+from chameleon_ft.plan import Plan
+from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.profiles import derived_profile, write_profile
+from chameleon_ft.schedule import CostModel, best_program
+
+ROOT = Path(__file__).parent.parent.parent
+PRESET = ("--model", "llama2-7b", "--device", "h100-80g", "--dp", "2", "--pp", "4")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> str:
+    """Run `chameleon plan` and return what it prints on standard output, or the error where that is expected."""
+    found = main(["plan", *map(str, arguments)])
+    captured = capsys.readouterr()
+    assert found == code, captured.err
+    return captured.err if code == 2 else captured.out
+
+
+def predicted(capsys: pytest.CaptureFixture[str], *arguments: str | Path, code: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(plan(capsys, *arguments, "--json", code=code))
+    return found
+
+
+def test_a_preset_is_predicted_as_the_estimates_say(capsys: pytest.CaptureFixture[str]) -> None:
+    found = predicted(capsys, *PRESET, "--micro-batches", "32")
+
+    rates = device("h100-80g")
+    workload = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=32)
+    costs = CostModel(workload, rates.cluster(8))
+    layout = Plan.from_json(json.dumps(found["plan"]))
+    estimate = estimate_step(layout, best_program(layout, costs).program, costs, timing=SyncTiming.AFTER_PROGRAM)
+    assert found["step_s"] == pytest.approx(estimate.step_s)
+    assert found["bound_s"] == pytest.approx(estimate.bound_s)
+    assert found["bound_s"] <= found["program_s"] <= found["step_s"]
+    assert found["cluster_bound_s"] <= found["program_s"]
+    assert found["samples_per_s"] == pytest.approx(32 / found["step_s"])
+    assert found["peak_memory_bytes"] == {str(w): m.peak_bytes for w, m in estimate.memory.items()}
+    assert set(found["capacity_bytes"].values()) == {rates.memory_bytes}
+    assert (found["fits"], found["dead"]) == (True, [])
+    # An oracle that is not the replay: the slowest stage of 1F1B, by the paper's recursion with free messages.
+    times = pipeline_times(layout.routes[0].hops, costs)
+    one_pipeline_s = paper.pipeline_step_s(forward_s=times.forward_s, backward_s=times.backward_s, micro_batches=16)
+    assert one_pipeline_s <= found["program_s"] <= 1.02 * one_pipeline_s
+
+
+def test_lost_workers_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = predicted(capsys, *PRESET, "--micro-batches", "32")
+    found = predicted(capsys, *PRESET, "--micro-batches", "32", "--dead", "5,2")
+    assert found["dead"] == [2, 5]
+    assert {hop[0] for route in found["plan"]["routes"] for hop in route} == {0, 1, 3, 4, 6, 7}
+    assert found["failure_free_step_s"] == pytest.approx(whole["step_s"])
+    assert found["step_s"] > whole["step_s"]
+    assert set(found["peak_memory_bytes"]) == {"0", "1", "3", "4", "6", "7"}
+
+
+def test_the_table_names_every_worker_and_what_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = plan(capsys, *PRESET, "--dead", "5")
+    assert "llama2-7b on h100-80g (derived), 2 x 4 workers, 32 micro-batches of 1, without worker 5" in printed
+    assert re.search(r"of the throughput before the loss \(.* s\), with 87\.5% of the workers", printed)
+    rows = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")][1:]
+    named = {int(worker) for row in rows for part in row.split(", ") for worker in _range(part)}
+    assert named == set(range(8))
+    assert re.search(r"\| 5 +\| lost", printed)
+
+
+def _range(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def test_the_split_backward_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    fused, split = predicted(capsys, *PRESET), predicted(capsys, *PRESET, "--split-backward")
+    assert split["plan"]["split_backward"]
+    assert not fused["plan"]["split_backward"]
+    assert split["program_s"] < fused["program_s"]
+
+
+def test_picture_and_trace_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan(capsys, *PRESET, "--dead", "1", "--picture", tmp_path / "a.svg", "--trace", tmp_path / "a.json")
+    assert "worker 1, lost" in (tmp_path / "a.svg").read_text()
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" and event["name"].startswith("F") for event in events) == 32 * 4
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    case = ("--model", "llama2-13b", "--device", "h100-80g", "--dp", "8", "--pp", "1", "--micro-batches", "32")
+    printed = plan(capsys, *case, code=1)
+    found = predicted(capsys, *case, code=1)
+    missing = max(found["peak_memory_bytes"].values()) - 80 * 10**9
+    assert not found["fits"]
+    assert f"needs {missing / 2**30:.1f} GiB more than its 74.5 GiB, and 7 others lack memory too" in printed
+    assert "what would fit: --dp 1 --pp 8 (" in printed
+    fitting = predicted(capsys, *case[:4], "--dp", "1", "--pp", "8", "--micro-batches", "32")
+    assert fitting["fits"]
+
+
+def test_where_nothing_fits_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    case = ("--model", "llama3-405b", "--device", "a100-80g", "--dp", "2", "--pp", "2")
+    printed = plan(capsys, *case, code=1)
+    assert re.search(
+        r"no layout of these workers fits; the nearest is --dp 1 --pp 4, which lacks [\d.]+ GiB; take more workers",
+        printed,
+    )
+
+
+def test_a_run_is_predicted_by_the_profile_that_it_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    example = (ROOT / "examples" / "emulated.toml").read_text()
+    profile = tmp_path / "profile.json"
+    write_profile(derived_profile(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=1), profile)
+    config = tmp_path / "run.toml"
+    config.write_text(re.sub(r'profile = ".*"', f'profile = "{profile}"', example))
+
+    found = predicted(capsys, config, "--dead", "5")
+    wider = predicted(capsys, config, "--dp", "4", "--micro-batches", "32")
+
+    assert found["dead"] == [5]
+    assert len(wider["peak_memory_bytes"]) == 16
+    # Where devices are emulated, messages take what the configuration says at least.
+    assert found["failure_free_step_s"] > predicted(capsys, *PRESET, "--micro-batches", "16")["step_s"]
+
+
+def test_a_llama_of_a_configuration_can_be_derived_for_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    found = predicted(capsys, ROOT / "examples" / "quickstart.toml", "--device", "a100-80g")
+    assert len(found["peak_memory_bytes"]) == 8
+    assert found["profile"] == "derived"
+
+
+def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    shape = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 8, "num_hidden_layers": 6}
+    file.write_text(
+        json.dumps({**shape, "intermediate_size": 1024, "vocab_size": 1000, "max_position_embeddings": 256})
+    )
+    found = predicted(capsys, "--model", file, "--device", "h100-80g", "--dp", "1", "--pp", "2")
+    assert found["plan"]["num_layers"] == 8
+    assert found["plan"]["placement"].keys() == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give a CONFIG, or a published --model and its --device"),
+        (("--model", "llama2-7c", "--device", "h100-80g", "--dp", "1", "--pp", "1"), "llama2-7b"),
+        (("--model", "llama2-7b", "--device", "h100-81g", "--dp", "1", "--pp", "1"), "h100-80g"),
+        (("--model", "llama2-7b", "--dp", "1", "--pp", "1"), "needs the --device that it runs on"),
+        (("--model", "llama2-7b", "--device", "h100-80g"), "needs --dp and --pp"),
+        ((*PRESET[:-1], "35"), "has 34 layers; take as many stages at most"),
+        ((*PRESET, "--micro-batches", "33"), "must divide evenly over parallel.dp = 2 pipelines; take 32 or 34"),
+        ((*PRESET, "--state", "bf17"), "bf16"),
+        ((*PRESET, "--recompute", "all"), "should be one of none, selective, full"),
+        ((*PRESET, "--dead", "8"), "there is no worker 8; they are numbered 0 to 7"),
+        ((*PRESET, "--dead", "one"), "should be numbers of workers with commas between them"),
+        ((*PRESET, "--dead", "0,1,2,3,4,5,6,7"), "leaves no worker"),
+        ((*PRESET, "--dead", "1,5"), "no live worker holds layers 9, 10, .* a run goes back to its newest checkpoint"),
+        ((*PRESET, "--workers-per-host", "0"), "should be 1 or more"),
+        ((*PRESET, "--picture", "schedule.bmp"), r"\.svg"),
+        ((*PRESET, "--trace", "no folder/trace.json"), "cannot be written"),
+        ((*PRESET, "--profile", "profile.json"), "is for a CONFIG"),
+        (("nothing.toml",), "there is no such file"),
+        ((ROOT / "examples" / "quickstart.toml",), "nothing says how long its layers take; measure that by"),
+        ((ROOT / "examples" / "quickstart.toml", "--profile", "none.json"), "profile .*none.json: cannot be read"),
+        ((ROOT / "examples" / "quickstart.toml", "--model", "llama2-7b"), "leave one of them out"),
+        (("--model", "none.json", "--device", "h100-80g", "--dp", "1", "--pp", "1"), "none.json: cannot be read"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    arguments: tuple[str | Path, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = plan(capsys, *arguments, code=2)
+    assert error.startswith("chameleon plan: ")
+    assert re.search(message, error), error
+    assert "Traceback" not in error
+
+
+def test_a_profile_of_another_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    write_profile(derived_profile(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=2), profile)
+    error = plan(capsys, ROOT / "examples" / "quickstart.toml", "--profile", profile, code=2)
+    assert "the profile of llama2-7b is of another model" in error

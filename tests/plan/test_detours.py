@@ -1,0 +1,87 @@
+"""Which hops are detours."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.plan.detours import detoured_hops
+from chameleon_ft.recovery import reroute
+from tests.strategies import Shape, equal_costs, losses, pipelines, survivable
+
+
+def plan_of(ways: list[list[int]]) -> Plan:
+    """A plan with a layer to every hop and one micro-batch to every way, given by its workers."""
+    held: dict[int, set[int]] = {}
+    for way in ways:
+        for layer, worker in enumerate(way):
+            held.setdefault(worker, set()).add(layer)
+    ranges = {w: tuple(LayerRange(n, n + 1) for n in layers) for w, layers in held.items()}
+    routes = tuple(
+        Route(number, tuple(Hop(worker, LayerRange(n, n + 1)) for n, worker in enumerate(way)))
+        for number, way in enumerate(ways)
+    )
+    return Plan(Placement(len(ways[0]), ranges), routes)
+
+
+def pipelines_of(shape: Shape) -> list[list[int]]:
+    return [list(range(d * shape.pp, (d + 1) * shape.pp)) for d in range(shape.dp)]
+
+
+@given(st.builds(Shape, dp=st.integers(2, 4), pp=st.integers(2, 5), share=st.integers(1, 4)), st.data())
+def test_the_detours_are_the_hops_that_rerouting_has_moved(shape: Shape, data: st.DataObject) -> None:
+    before = pipelines(shape)
+    lost = data.draw(losses(before, most=3))
+    assume(survivable(before, lost))
+    # Where half of a pipeline or more is gone, the way home is not to be seen any more.
+    assume(all(sum(worker in lost for worker in workers) * 2 < shape.pp for workers in pipelines_of(shape)))
+    after = reroute(before, lost, equal_costs(layers=shape.pp, micro_batches=shape.dp * shape.share, workers=64))
+
+    moved = {
+        (route.micro_batch, index)
+        for route, old in zip(after.routes, before.routes, strict=True)
+        for index, (hop, old_hop) in enumerate(zip(route.hops, old.hops, strict=True))
+        if hop != old_hop
+    }
+    assert moved
+    assert detoured_hops(after, pipelines_of(shape)) == moved
+
+
+@given(st.builds(Shape, dp=st.integers(1, 4), pp=st.integers(1, 5), share=st.integers(1, 4)))
+def test_there_are_none_while_nobody_is_lost(shape: Shape) -> None:
+    assert not detoured_hops(pipelines(shape), pipelines_of(shape))
+
+
+@pytest.mark.parametrize(
+    ("ways", "detour"),
+    [
+        pytest.param([[2, 1], [2, 3]], (0, 0), id="worker 0 is lost"),
+        pytest.param([[0, 3], [2, 3]], (0, 1), id="worker 1 is lost"),
+        pytest.param([[0, 3], [0, 1]], (0, 0), id="worker 2 is lost, of the pipeline that the route comes to last"),
+    ],
+)
+def test_between_equals_the_pipeline_with_a_lost_worker_is_home(ways: list[list[int]], detour: tuple[int, int]) -> None:
+    assert detoured_hops(plan_of(ways), [[0, 1], [2, 3]]) == {detour}
+
+
+def test_between_whole_pipelines_the_one_that_comes_first_on_the_route_is_home() -> None:
+    both_whole = plan_of([[0, 3], [2, 1]])
+    assert detoured_hops(both_whole, [[0, 1], [2, 3]]) == {(0, 1), (1, 1)}
+
+
+def test_most_hops_count_for_more_than_a_lost_worker() -> None:
+    # Worker 2 is lost.
+    assert detoured_hops(plan_of([[3, 1, 5], [3, 4, 5], [0, 1, 5]]), [[0, 1, 2], [3, 4, 5]]) == {(0, 1), (2, 2)}
+
+
+def test_workers_that_are_in_no_pipeline_make_no_detours() -> None:
+    assert not detoured_hops(plan_of([[9, 1, 8]]), [[0, 1, 2]])
+    assert detoured_hops(plan_of([[9, 1, 2, 5]]), [[0, 1, 2], [3, 4, 5]]) == {(0, 3)}
+
+
+def test_a_worker_of_two_pipelines_is_refused() -> None:
+    with pytest.raises(PlanError, match="worker 1 is in pipelines 0 and 2"):
+        detoured_hops(plan_of([[0, 1]]), [[0, 1], [2, 3], [1, 4]])

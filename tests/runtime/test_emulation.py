@@ -1,0 +1,293 @@
+"""Emulated devices: what lasts how long, and that the run behind them is a real one."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.config import STAND_IN_JOB, Batch, Emulation, Failure, Parallel, RunConfig, Timelines
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.models.stand_in import stand_in, stand_in_scale
+from chameleon_ft.observe import read_generation_plans, read_recorded_steps
+from chameleon_ft.observe.comparison import compare_generations
+from chameleon_ft.plan import LayerRange, data_pipeline_plan
+from chameleon_ft.profiles import Fingerprint, Profile, write_profile
+from chameleon_ft.runtime.communicators import CommunicationError, Membership
+from chameleon_ft.runtime.emulation import EmulatedLinks, EmulatedPace, links, pace
+from chameleon_ft.schedule import CostModel, Operation, OperationKind
+from chameleon_ft.workload import LayerCost, Workload
+from tests.harness import PATIENT, assert_trained_as_if_nothing_failed, train_here
+
+
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds
+
+
+class Sleeper(threading.Event):
+    """An event whose waiting lets the clock go on."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        if not self.is_set():
+            self._clock.now += timeout
+        return self.is_set()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    for module in (pace, links):
+        monkeypatch.setattr(module, "time", found)
+    monkeypatch.setattr(links.threading, "Event", lambda: Sleeper(found))
+    return found
+
+
+def cluster(hosts: Sequence[str] = ("a", "a", "b")) -> Cluster:
+    workers = tuple(Worker(number, host) for number, host in enumerate(hosts))
+    return Cluster(workers, Link(1.0, 1000.0), Link(5.0, 100.0))
+
+
+class Wire:
+    """Communicators that deliver at once, what is sent by one worker to whoever receives next."""
+
+    def __init__(self) -> None:
+        self.sent: deque[tuple[int, int, Tensor]] = deque()
+        self.calls: list[str] = []
+
+    def open(self, membership: Membership) -> None:
+        self.calls.append("open")
+
+    def send(self, tensor: Tensor, *, peer: int, tag: int) -> Any:
+        self.sent.append((peer, tag, tensor.clone()))
+        return _Done()
+
+    def receive(self, tensor: Tensor, *, peer: int, tag: int) -> Any:
+        return _Done(lambda: tensor.copy_(self.sent.popleft()[2]))
+
+    def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> Any:
+        self.calls.append(f"all_reduce {group}")
+        return _Done(lambda: tensor.mul_(len(group)))
+
+    def vote(self, ballot: Tensor) -> Any:
+        self.calls.append("vote")
+        return _Done()
+
+    def interrupt(self) -> None:
+        self.calls.append("interrupt")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class _Done:
+    def __init__(self, then: Any = lambda: None) -> None:
+        self._then = then
+
+    def wait(self) -> None:
+        self._then()
+
+
+def linked(wire: Wire, worker: int, *, scale: int = 1) -> EmulatedLinks:
+    found = EmulatedLinks(wire, cluster(), scale=scale)
+    members = (0, 1, 2)
+    found.open(Membership(generation=1, worker=worker, members=members, groups=(), channels=(), store=""))
+    return found
+
+
+@pytest.mark.parametrize(("peer", "seconds"), [(1, 1.0 + 24 * 10 / 1000), (2, 5.0 + 24 * 10 / 100)])
+def test_a_message_takes_the_time_of_its_link(clock: Clock, peer: int, seconds: float) -> None:
+    wire = Wire()
+    sender, receiver = linked(wire, 0, scale=10), linked(wire, peer, scale=10)
+    message = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    arrived = torch.empty(2, 3)
+
+    sender.send(message, peer=peer, tag=4)
+    assert clock.now == 100.0, "a send holds up nobody"
+    receiver.receive(arrived, peer=0, tag=4).wait()
+
+    assert torch.equal(arrived, message)
+    assert clock.now == pytest.approx(100.0 + seconds)
+
+
+def test_a_message_that_is_asked_for_late_is_there(clock: Clock) -> None:
+    wire = Wire()
+    linked(wire, 0).send(torch.ones(3), peer=1, tag=0)
+    clock.now += 50
+    linked(wire, 1).receive(torch.empty(3), peer=0, tag=0).wait()
+    assert clock.now == 150.0
+
+
+def test_reductions_are_rings_one_after_the_other(clock: Clock) -> None:
+    wire = Wire()
+    emulated = linked(wire, 0, scale=100)
+    first, second = torch.ones(4), torch.ones(8)
+    reductions = [emulated.all_reduce(first, (0, 1)), emulated.all_reduce(second, (0, 1, 2))]
+    assert wire.calls == ["open"], "a ring turns when all have come to it"
+
+    reductions[0].wait()
+    near = cluster().ring_all_reduce_s((0, 1), 1600)
+    assert clock.now == pytest.approx(100 + near)
+    reductions[1].wait()
+
+    assert clock.now == pytest.approx(100 + near + cluster().ring_all_reduce_s((0, 1, 2), 3200))
+    assert (first[0], second[0]) == (2, 3)
+    assert wire.calls == ["open", "all_reduce (0, 1)", "all_reduce (0, 1, 2)"]
+
+
+def test_a_vote_takes_its_own_time_only(clock: Clock) -> None:
+    wire = Wire()
+    linked(wire, 0, scale=10**9).vote(torch.ones(6)).wait()
+    assert clock.now == 100.0
+    assert wire.calls == ["open", "vote"]
+
+
+def test_who_waits_for_a_link_is_told_that_the_generation_is_over(clock: Clock) -> None:
+    wire = Wire()
+    receiver = linked(wire, 1)
+    linked(wire, 0).send(torch.ones(3), peer=1, tag=0)
+    receiver.interrupt()
+    with pytest.raises(CommunicationError, match="the generation is over"):
+        receiver.receive(torch.empty(3), peer=0, tag=0).wait()
+    receiver.close()
+    assert wire.calls[-2:] == ["interrupt", "close"]
+
+
+def test_an_operation_takes_the_time_of_its_layers(clock: Clock) -> None:
+    layers = (LayerCost("a", 1.0, 2.0, 3.0), LayerCost("b", 4.0, 5.0, 6.0, fused_backward_s=9.0))
+    costs = CostModel(Workload(layers, 1, 1, operation_overhead_s=0.5), cluster())
+    route = data_pipeline_plan(layer_costs=[1, 1], dp=1, pp=2, micro_batches=1).routes[0]
+    emulated = EmulatedPace(costs, 1)
+    expected = {OperationKind.FORWARD: 4.5, OperationKind.BACKWARD: 9.5, OperationKind.WEIGHT_GRAD: 6.5}
+    for kind, seconds in expected.items():
+        since = clock.now
+        clock.now += 0.25  # what the real computing took
+        emulated.fill(Operation.of(kind, route, 1), since=since)
+        assert clock.now == pytest.approx(since + seconds)
+
+
+def test_an_operation_that_is_late_already_is_not_held_up(clock: Clock) -> None:
+    costs = CostModel(Workload((LayerCost("a", 1.0, 1.0, 1.0),), 1, 1), cluster())
+    operation = Operation(OperationKind.FORWARD, 0, 0, LayerRange(0, 1), None, None, True, True)
+    EmulatedPace(costs, 0).fill(operation, since=clock.now - 7)
+    assert clock.now == 100.0
+
+
+# --- the stand-in, and a whole run -----------------------------------------------------------------------------------
+
+LAYERS = tuple(
+    LayerCost(f"layer {n}", 0.004, 0.004, 0.002, output_bytes=1 << 20, gradient_bytes=4 << 20, param_bytes=4 << 20)
+    for n in range(5)
+)
+
+
+def emulated_config(folder: Path, **changes: Any) -> RunConfig:
+    profile = Profile(
+        name="five layers",
+        fingerprint=Fingerprint(
+            model="five", micro_batch_size=2, dtype="bf16", device="a device", threads=0, versions={}
+        ),
+        source="derived",
+        provenance="by hand",
+        layers=LAYERS,
+        intra_host=Link(1e-5, 1e10),
+    )
+    write_profile(profile, folder / "profile.json")
+    fields: dict[str, Any] = {
+        "job": STAND_IN_JOB,
+        "device": "emulated",
+        "profile": folder / "profile.json",
+        "workers": 4,
+        "steps": 8,
+        "parallel": Parallel(dp=2, pp=2),
+        "batch": Batch(micro_batches=8, micro_batch_size=2),
+        "timeouts": PATIENT,
+        "timelines": Timelines(every=2),
+    }
+    return RunConfig(**{**fields, **changes})
+
+
+def test_the_stand_in_is_a_part_of_the_model_in_every_tensor(tmp_path: Path) -> None:
+    config = emulated_config(tmp_path)
+    profile_scale = stand_in_scale(
+        Profile(
+            name="",
+            fingerprint=Fingerprint(model="", micro_batch_size=2, dtype="", device="", threads=0, versions={}),
+            source="derived",
+            provenance="",
+            layers=LAYERS,
+            intra_host=Link(0, 1),
+        )
+    )
+    job = stand_in(config)
+    boundary = torch.zeros(2, 1)
+    for cost, factory in zip(LAYERS, job.layers, strict=True):
+        layer = factory()
+        boundary = layer(boundary)
+        assert boundary.nbytes * profile_scale == cost.output_bytes
+        assert sum(p.nbytes for p in layer.parameters()) * profile_scale == cost.gradient_bytes
+    assert profile_scale == 256
+    assert job.relative_costs == pytest.approx([0.010] * 5)
+
+
+def test_the_stand_in_needs_a_profile() -> None:
+    with pytest.raises(ConfigError, match="is made of its profile; set profile"):
+        stand_in(RunConfig(workers=4))
+
+
+@pytest.mark.multiprocess
+def test_an_emulated_run_through_a_kill_is_a_real_one_and_takes_the_time_of_its_profile(tmp_path: Path) -> None:
+    failure = Failure(step=3, worker=1, phase="backward")
+    emulation = Emulation(time_scale=2.0)
+    ended = train_here(emulated_config(tmp_path, failures=(failure,), emulation=emulation), tmp_path / "run")
+
+    assert_trained_as_if_nothing_failed(ended)
+    plans = read_generation_plans(ended.run.plans)
+    recorded = read_recorded_steps(ended.run.timelines)
+    assert {plan.costs_from for plan in plans.values()} == {"profile"}
+    assert sorted({(step.step, step.generation) for step in recorded}) == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 2),
+        (4, 2),
+        (6, 2),
+    ]
+    for step in recorded:
+        plan = plans[step.generation]
+        for operation, (start, end) in zip(plan.program.of(step.worker), step.operations, strict=True):
+            assert end - start >= plan.costs.operation_s(step.worker, operation) - 1e-5
+    for comparison in compare_generations(plans, recorded):
+        assert comparison.error < 0, "the real system can only be slower than what it emulates"
+
+
+@pytest.mark.multiprocess
+def test_a_run_starts_with_the_plan_that_it_is_given(tmp_path: Path) -> None:
+    plan = data_pipeline_plan(layer_costs=[1, 1, 1, 9, 1], dp=2, pp=2, micro_batches=8, split_backward=True)
+    file = tmp_path / "plan.json"
+    file.write_text(plan.to_json())
+    config = emulated_config(tmp_path, plan=file, steps=3)
+    ended = train_here(config, tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    assert [found.plan for found in read_generation_plans(ended.run.plans).values()] == [plan]

@@ -1,0 +1,254 @@
+"""What is measured of layers: bytes against what autograd keeps, and what a whole run holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks._held import Alone, peak_of_allocator, peak_of_storages
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.config import Batch, LlamaConfig, RunConfig
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.estimate import program_memory
+from chameleon_ft.job import Job
+from chameleon_ft.models.llama import Block, Embedding, Head, next_token_loss
+from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
+from chameleon_ft.runtime.batches import KEPT_MICRO_BATCHES
+from chameleon_ft.runtime.profiling.device import claim_device, device_memory_bytes, device_name
+from chameleon_ft.runtime.profiling.hops import ModelOnDevice, ResidentLayers
+from chameleon_ft.runtime.profiling.layers import LayerBytes, layer_bytes, measure_layers, operation_overhead_s
+from chameleon_ft.runtime.profiling.measure import model_on_device
+from chameleon_ft.runtime.profiling.memory import held_in_phases
+from chameleon_ft.schedule import CostModel, best_program
+from chameleon_ft.workload import LayerCost, Workload
+from tests.runtime.toy import toy_job
+
+CPU = torch.device("cpu")
+WIDTH, SAMPLES, FLOAT = 64, 8, 4
+ROW = SAMPLES * WIDTH * FLOAT
+"""Bytes of what crosses between two layers of `linear_job`."""
+LLAMA = LlamaConfig(vocab_size=64, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, seq_len=16)
+
+
+class Mean(nn.Module):
+    """Keeps nothing of its input but its shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(dim=-1, keepdim=True).expand(-1, WIDTH) + 0.0
+
+
+class Vectors:
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((WIDTH,), float(index)), torch.zeros(WIDTH)
+
+
+class Sentences:
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        ids = torch.arange(index, index + LLAMA.seq_len) % LLAMA.vocab_size
+        return ids, ids
+
+
+def job_of(layers: Sequence[Callable[[], nn.Module]]) -> Job:
+    return Job(
+        layers=layers,
+        loss=nn.MSELoss(reduction="sum"),
+        dataset=Vectors(),
+        optimizer=partial(torch.optim.AdamW, fused=True),
+    )
+
+
+def llama_job() -> Job:
+    block = partial(Block, LLAMA)
+    return Job(
+        layers=[partial(Embedding, LLAMA), block, block, partial(Head, LLAMA)],
+        loss=next_token_loss,
+        dataset=Sentences(),
+        optimizer=partial(torch.optim.AdamW, fused=True),
+    )
+
+
+def on_device(job: Job, *, samples: int = SAMPLES) -> ModelOnDevice:
+    return model_on_device(RunConfig(batch=Batch(micro_batch_size=samples)), job, CPU)
+
+
+def bytes_of(job: Job, layer: int, *, samples: int = SAMPLES) -> LayerBytes:
+    return layer_bytes(ResidentLayers(on_device(job, samples=samples), LayerRange(layer, layer + 1)))
+
+
+def saved_by_autograd(job: Job, layer: int, *, samples: int) -> int:
+    """Bytes of the storages that the graph of a layer has a hold on, its input among them, its parameters not."""
+    model = on_device(job, samples=samples)
+    module = job.layers[layer]()
+    boundary = model.boundary_before(layer).requires_grad_()
+    storages = {boundary.untyped_storage().data_ptr(): boundary.untyped_storage().nbytes()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = module(boundary)
+    others = [*module.parameters(), *module.buffers(), output]
+    return sum(storages[address] for address in storages.keys() - {t.untyped_storage().data_ptr() for t in others})
+
+
+def test_phases_tell_what_is_held_before_at_the_most_and_after() -> None:
+    held: list[Tensor] = []
+
+    def more() -> None:
+        torch.zeros(1000)  # given back at once
+        held.append(torch.zeros(100))
+
+    phases = held_in_phases({"first": more, "second": more, "third": held.clear}, CPU)
+
+    assert [(p.before, p.peak, p.after) for p in phases.values()] == [(0, 4000, 400), (400, 4400, 800), (800, 800, 0)]
+
+
+def test_a_matrix_keeps_its_input_and_for_its_weights_the_gradient_of_its_output_too() -> None:
+    linear = partial(nn.Linear, WIDTH, WIDTH, bias=False)
+    matrix = WIDTH * WIDTH * FLOAT
+
+    found = bytes_of(job_of([linear] * 3), 1)
+
+    assert (found.param_bytes, found.gradient_bytes) == (matrix, matrix)
+    assert found.optimizer_bytes == 2 * matrix + FLOAT  # two moments and a counter
+    assert (found.output_bytes, found.activation_bytes, found.weight_grad_bytes) == (ROW, ROW, 2 * ROW)
+    assert found.working_bytes == matrix  # the gradient before it is added up
+    assert found.sample_bytes == 0
+
+
+def test_the_ends_of_a_model_keep_samples_at_hand() -> None:
+    job = job_of([partial(nn.Linear, WIDTH, WIDTH)] * 3)
+
+    first, last = bytes_of(job, 0), bytes_of(job, 2)
+
+    assert first.sample_bytes == last.sample_bytes == KEPT_MICRO_BATCHES * 2 * ROW
+    assert first.activation_bytes == 0  # its input is one of the samples
+    assert last.output_bytes == 0
+
+
+def test_an_output_that_a_layer_keeps_itself_is_not_counted_twice() -> None:
+    found = bytes_of(job_of([nn.Tanh] * 3), 1)
+    assert (found.output_bytes, found.activation_bytes) == (ROW, ROW)  # its input, which it does not need itself
+
+
+def test_an_input_counts_even_if_the_layer_forgets_it() -> None:
+    # A hop that begins with the layer keeps it.
+    assert bytes_of(job_of([Mean] * 3), 1).activation_bytes == ROW
+
+
+def test_layers_without_parameters_have_no_state() -> None:
+    found = bytes_of(job_of([nn.ReLU] * 3), 1)
+    assert (found.param_bytes, found.gradient_bytes, found.optimizer_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_a_block_keeps_what_autograd_saves(layer: int) -> None:
+    job = llama_job()
+    assert bytes_of(job, layer, samples=2).activation_bytes == saved_by_autograd(job, layer, samples=2)
+
+
+def test_buffers_count_as_parameters() -> None:
+    block = Block(LLAMA)
+    tensors = [*block.parameters(), *block.buffers()]
+    assert bytes_of(llama_job(), 1).param_bytes == sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_every_layer_is_timed(layers: int) -> None:
+    asked: list[str] = []
+
+    found = measure_layers(on_device(toy_job(layers), samples=2), repeats=3, progress=asked.append)
+
+    assert len(found.costs) == len(found.times) == layers == len(asked) - 1
+    assert found.operation_overhead_s >= 0
+    for number, (cost, times) in enumerate(zip(found.costs, found.times, strict=True)):
+        assert {times.forward.count, times.backward.count, times.weight_grad.count} == {3}
+        assert times.forward.median_s > 0
+        assert cost.forward_s == max(0.0, times.forward.median_s - found.operation_overhead_s)
+        assert cost.fused_backward_s == max(0.0, times.backward.median_s - found.operation_overhead_s)
+        assert (times.input_grad.median_s == 0) == (number == 0), "the first layer owes nobody a gradient"
+
+
+def test_one_layer_has_nothing_to_be_compared_with() -> None:
+    assert operation_overhead_s(on_device(toy_job(1), samples=2), repeats=2) == 0.0
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(ConfigError, match='device = "cuda"'):
+        claim_device(RunConfig(device="cuda"))
+
+
+def test_a_cpu_says_what_it_is_and_leaves_its_memory_open() -> None:
+    assert device_name(claim_device(RunConfig()))
+    assert device_memory_bytes(CPU) is None
+
+
+def plans(layers: int) -> list[Plan]:
+    return [
+        data_pipeline_plan(layer_costs=[1.0] * layers, dp=1, pp=pp, micro_batches=6, split_backward=split)
+        for pp in (1, 2, layers)
+        for split in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("job", [llama_job(), job_of([partial(nn.Linear, WIDTH, WIDTH)] * 4)], ids=["llama", "linear"])
+def test_a_run_holds_what_is_predicted_from_its_layers(job: Job) -> None:
+    model = on_device(job)
+    layers = tuple(
+        LayerCost(f"layer {layer}", 1.0, 1.0, 1.0, **vars_of(bytes_of(job, layer))) for layer in range(job.num_layers)
+    )
+    workers = tuple(Worker(worker, "host") for worker in range(job.num_layers))
+    for plan in plans(job.num_layers):
+        costs = CostModel(Workload(layers, plan.micro_batches, SAMPLES), Cluster(workers, *[Link(1e-4, math.inf)] * 2))
+        program = best_program(plan, costs).program
+        predicted = program_memory(program, plan.placement, costs.workload)
+        for worker in plan.workers:
+            alone = Alone(
+                job=job,
+                batch=Batch(micro_batches=plan.micro_batches, micro_batch_size=SAMPLES),
+                boundaries=model.boundaries,
+                placement=plan.placement,
+                worker=worker,
+                operations=program.of(worker),
+            )
+            held = peak_of_allocator(alone)
+            assert 0.99 * held <= predicted[worker].peak_bytes <= 1.1 * held, (plan.split_backward, worker)
+
+
+def test_two_ways_of_counting_agree() -> None:
+    job = llama_job()
+    plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=1, pp=2, micro_batches=4)
+    costs = CostModel(
+        Workload((LayerCost("layer", 1.0, 1.0, 1.0),) * 4, 4, SAMPLES),
+        Cluster((Worker(0, "host"), Worker(1, "host")), Link(0.0, math.inf), Link(0.0, math.inf)),
+    )
+    program = best_program(plan, costs).program
+    for worker in plan.workers:
+        alone = Alone(
+            job=job,
+            batch=Batch(micro_batches=4, micro_batch_size=SAMPLES),
+            boundaries=on_device(job).boundaries,
+            placement=plan.placement,
+            worker=worker,
+            operations=program.of(worker),
+        )
+        # Storages are those of tensors: what kernels take for themselves is not among them.
+        assert peak_of_storages(alone) == pytest.approx(peak_of_allocator(alone), rel=0.02)
+
+
+def vars_of(sizes: LayerBytes) -> dict[str, int]:
+    return {field: getattr(sizes, field) for field in LayerBytes.__dataclass_fields__}

@@ -1,0 +1,50 @@
+"""Small instances to search, from a seeded generator or from hypothesis."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.workload import LayerCost, Workload
+
+
+def instance(
+    rng: random.Random, *, workers: int, layers: int, micro_batches: int, kinds: int, memory: bool
+) -> CostModel:
+    """Unequal layers, messages and, for more than one kind, unequal workers; memory that some plans do not fit."""
+    second = rng.choice([lambda: 1.0, lambda: rng.choice([0.5, 1.0, 1.0, 2.0]), lambda: rng.uniform(0.2, 2.0)])
+    costs = tuple(
+        LayerCost(
+            f"layer {number}",
+            second(),
+            second(),
+            second(),
+            param_bytes=rng.choice([4, 4, 8]),
+            activation_bytes=rng.choice([1, 2, 6]),
+            weight_grad_bytes=rng.choice([0, 1, 3]),
+            output_bytes=rng.choice([0, 1, 2]),
+            gradient_bytes=0,
+            optimizer_bytes=rng.choice([0, 8]),
+            working_bytes=rng.choice([0, 1]),
+            fused_backward_s=rng.choice([None, None, 1.2]),
+        )
+        for number in range(layers)
+    )
+    link = Link(rng.choice([0.0, 0.1, 0.7]), rng.choice([math.inf, 10.0]))
+    total = sum(cost.param_bytes + cost.optimizer_bytes + 2 * cost.activation_bytes for cost in costs)
+    of_kind = [
+        (1.0 if number == 0 else rng.choice([0.4, 0.6, 0.9, 1.7]) + 0.01 * number, int(total * rng.uniform(0.35, 1.3)))
+        for number in range(kinds)
+    ]
+    own = [rng.randrange(kinds) for _ in range(workers)]
+    cluster = Cluster(
+        tuple(
+            Worker(number, "host", of_kind[kind][0], of_kind[kind][1] if memory else None)
+            for number, kind in enumerate(own)
+        ),
+        link,
+        link,
+    )
+    return CostModel(Workload(costs, micro_batches, 1, rng.choice([0.0, 0.0, 0.05])), cluster)
