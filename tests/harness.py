@@ -136,7 +136,6 @@ def resume_here(ended: Ended, *, view: Prompter | None = None, **changes: Any) -
     """Go on with a run as `--resume` does, with `changes` to its configuration."""
     values = {**ended.run.config().model_dump(exclude={"failures", "out"}), **changes}
     config = type(ended.run.config()).model_validate(values)
-    ended.run.write_config(config)
     return _train(config, ended.run, resume=True, view=view)
 
 

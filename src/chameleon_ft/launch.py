@@ -88,6 +88,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
         job, store_port = await _both(partial(_inspect, context, config), ready)
         if resume:
             _require_same_model(run, job)
+            run.write_config(config)
         profile = _profile(config, job)
         plan = _plan(config, job)
         with Recorder(run, TerminalView()) as recorder:
@@ -111,7 +112,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
                 address = listening_address(server, config.control.host)
                 run.write_control(ControlAddress(address=address, token=token, pid=os.getpid()))
                 try:
-                    async with _supervisor(context, config, address, token, here=supervised_here):
+                    async with _supervisor(context, config, address, token, coordinator, here=supervised_here):
                         status = await _until_end(coordinator)
                 finally:
                     run.remove_control()
@@ -142,7 +143,7 @@ async def _until_end(coordinator: Coordinator) -> RunStatus:
 
 @asynccontextmanager
 async def _supervisor(
-    context: ForkServerContext, config: RunConfig, address: str, token: str, *, here: bool
+    context: ForkServerContext, config: RunConfig, address: str, token: str, coordinator: Coordinator, *, here: bool
 ) -> AsyncIterator[None]:
     """Run this machine's supervisor inside the block; a no-op where the workers come from elsewhere."""
     if not here:
@@ -159,6 +160,7 @@ async def _supervisor(
         coordinator=address, token=token, slots=config.workers, host=None, context=context, entry=_rank_entry
     )
     serving = asyncio.create_task(supervisor.serve())
+    serving.add_done_callback(partial(_fail_with, coordinator))
     try:
         yield
     finally:
@@ -166,6 +168,12 @@ async def _supervisor(
             await serving  # told to exit, it sees to it that every rank has ended
         finally:
             supervisor.kill_all()
+
+
+def _fail_with(coordinator: Coordinator, serving: asyncio.Task[bool]) -> None:
+    """End the run where its supervisor could not even begin: nobody else would tell the coordinator."""
+    if not serving.cancelled() and (error := serving.exception()) is not None:
+        coordinator.end("failed", f"the supervisor of this machine failed: {error}")
 
 
 async def _supervise(*, coordinator: str, token: str, workers: int, host: str | None) -> int:

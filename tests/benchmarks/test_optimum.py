@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from benchmarks.optimum import Case, beyond, cases, compared, optimum_s
-from chameleon_ft.schedule import InFlightLimit, best_program, default_limits, list_schedule, replay
+from chameleon_ft.schedule import InFlightLimit, default_limits, list_schedule
 from tests.strategies import Shape, equal_costs, pipelines
 
 
@@ -65,14 +65,10 @@ def test_the_suite_is_the_same_for_the_same_seed() -> None:
     assert first == again != other
 
 
-@pytest.mark.parametrize("case", cases(8, seed=1, most_operations=40), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(cases(10, seed=5, most_operations=60)), ids=lambda case: case.name)
 def test_programs_are_close_to_the_optimum(case: Case) -> None:
     outcome = compared(case, timeout_s=30, threads=1)
 
     assert outcome.gap is not None
-    assert -1e-9 <= outcome.gap <= 0.03
+    assert 0 <= outcome.gap <= 0.03
     assert not outcome.beyond_limits
-    assert (
-        outcome.program_s
-        == replay(best_program(case.plan, case.costs, ceiling=case.ceiling).program, case.costs).step_s
-    )

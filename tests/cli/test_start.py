@@ -218,7 +218,7 @@ def test_resuming_takes_configuration_and_directory_from_the_run(chameleon: Comm
     assert (config.workers, config.steps, config.out) == (2, 20, run.path)
     assert config.failures == (), "what has happened does not happen again"
     assert chameleon.launched[-1].resume
-    assert run.config() == config
+    assert run.config().workers == 4, "nothing is changed before the model is known to be the same"
 
 
 def test_resuming_may_add_steps(chameleon: CommandLine, config_file: Path) -> None:

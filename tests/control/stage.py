@@ -179,7 +179,7 @@ class Stage:
         """Have a worker report layers of a checkpoint, which are then on disk."""
         for layer in layers:
             layer_directory(self.run.checkpoints, step, layer).mkdir(parents=True, exist_ok=True)
-        self.say(self.ranks[worker], CheckpointSaved(step=step, layers=layers))
+        self.say(self.ranks[worker], CheckpointSaved(generation=self.order().generation, step=step, layers=layers))
 
     def finish(self, committed: int) -> None:
         order = self.order()

@@ -78,7 +78,7 @@ async def test_a_worker_that_comes_when_the_run_has_begun_is_refused(stage: Stag
 @scene()
 async def test_only_members_may_say_what_members_say(stage: Stage) -> None:
     stage.train()
-    for message in (Started(generation=1, step=0), CheckpointSaved(step=2, layers=(0,))):
+    for message in (Started(generation=1, step=0), CheckpointSaved(generation=1, step=2, layers=(0,))):
         with pytest.raises(ControlError, match="from somebody who has not joined"):
             stage.say(Puppet("stranger"), message)
     with pytest.raises(ControlError, match="a rank does not say 'exit'"):
@@ -164,7 +164,7 @@ async def test_old_checkpoints_are_removed_also_those_that_were_never_completed(
 @scene()
 async def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(stage: Stage) -> None:
     stage.train()
-    stage.say(stage.ranks[1], CheckpointSaved(step=2, layers=(2, 3), error="OSError: disk full"))
+    stage.say(stage.ranks[1], CheckpointSaved(generation=1, step=2, layers=(2, 3), error="OSError: disk full"))
     stage.save(2, 0, 0, 1)
     assert stage.events("checkpoint_failed")[0]["error"] == "OSError: disk full"
     assert complete_checkpoints(stage.run.checkpoints) == []
@@ -288,6 +288,13 @@ async def test_strangers_are_recorded(stage: Stage) -> None:
     stage.coordinator.refused("10.0.0.9:1234", "wrong join token")
     (event,) = stage.events("refused")
     assert (event["address"], event["reason"]) == ("10.0.0.9:1234", "wrong join token")
+
+
+@scene()
+async def test_a_scanner_does_not_fill_the_disk(stage: Stage) -> None:
+    for _ in range(1000):
+        stage.coordinator.refused("10.0.0.9:1234", "does not speak this protocol")
+    assert [event["count"] for event in stage.events("refused")] == [*range(1, 101), 128, 256, 512]
 
 
 @scene()

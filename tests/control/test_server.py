@@ -116,6 +116,10 @@ def test_what_does_not_speak_the_protocol_at_all_disturbs_nobody() -> None:
                 writer.close()
             assert await echoed(member) == HELLO
             assert listener.mistakes == []
+            noise_said, request_said, empty_said = listener.turned_away
+            assert noise_said.startswith("does not speak this protocol: ")
+            assert request_said == "wrong join token"
+            assert empty_said.startswith("does not speak this protocol: ")
 
     serving(body)
 

@@ -143,6 +143,7 @@ def peak_by_tensor(operations: tuple[Operation, ...], layers: tuple[LayerCost, .
     sends: deque[Name] = deque()
     to_post = [o for o in operations if o.receive_from is not None]
     posted: deque[Name] = deque()
+    used: set[Name] = set()  # the gradient of the last B, which goes when the next message is there
     peak = 0
     for operation in operations:
         while to_post and len(posted) < buffers.receives_ahead:
@@ -153,6 +154,8 @@ def peak_by_tensor(operations: tuple[Operation, ...], layers: tuple[LayerCost, .
                 if forward
                 else ("gradient", o.micro_batch, o.layers.stop - 1)
             )
+        waiting = used.union(*tensors.saved.values(), *tensors.pending.values(), tensors.handed, sends, posted)
+        peak = max(peak, sum(map(tensors.size, waiting)))
         if operation.receive_from is not None:
             posted.popleft()
         hop = (operation.micro_batch, operation.hop)
@@ -161,6 +164,8 @@ def peak_by_tensor(operations: tuple[Operation, ...], layers: tuple[LayerCost, .
             others = [held for its, held in tensors.saved.items() if its != hop]
             alive = now.union(*others, *tensors.pending.values(), tensors.handed, sends, posted)
             peak = max(peak, sum(map(tensors.size, alive)))
+        came_in = operation.kind is OperationKind.BACKWARD and operation.receive_from is not None
+        used = {("gradient", operation.micro_batch, operation.layers.stop - 1)} if came_in else set()
         if (sent := tensors.after(operation)) is not None:
             sends.append(sent)
             while buffers.sends_kept is not None and len(sends) > buffers.sends_kept:

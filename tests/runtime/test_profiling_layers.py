@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -29,9 +30,9 @@ from chameleon_ft.workload import LayerCost, Workload
 from tests.runtime.toy import toy_job
 
 CPU = torch.device("cpu")
-WIDTH, SAMPLES, FLOAT = 64, 8, 4
-ROW = SAMPLES * WIDTH * FLOAT
-"""Bytes of what crosses between two layers of `linear_job`."""
+WIDTH, ROWS, SAMPLES, FLOAT = 64, 32, 8, 4
+BETWEEN = SAMPLES * ROWS * WIDTH * FLOAT
+"""Bytes of what crosses between two layers of `job_of`."""
 LLAMA = LlamaConfig(vocab_size=64, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, seq_len=16)
 
 
@@ -39,15 +40,15 @@ class Mean(nn.Module):
     """Keeps nothing of its input but its shape."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.mean(dim=-1, keepdim=True).expand(-1, WIDTH) + 0.0
+        return x.mean(dim=-1, keepdim=True).expand_as(x) + 0.0
 
 
-class Vectors:
+class Matrices:
     def __len__(self) -> int:
         return 100
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.full((WIDTH,), float(index)), torch.zeros(WIDTH)
+        return torch.full((ROWS, WIDTH), float(index)), torch.zeros(ROWS, WIDTH)
 
 
 class Sentences:
@@ -59,11 +60,16 @@ class Sentences:
         return ids, ids
 
 
+def square_sum(output: Tensor, target: Tensor) -> Tensor:
+    # Not torch's own: its scalar keeps the memory of all the terms that it is the sum of.
+    return (output - target).square().sum()
+
+
 def job_of(layers: Sequence[Callable[[], nn.Module]]) -> Job:
     return Job(
         layers=layers,
-        loss=nn.MSELoss(reduction="sum"),
-        dataset=Vectors(),
+        loss=square_sum,
+        dataset=Matrices(),
         optimizer=partial(torch.optim.AdamW, fused=True),
     )
 
@@ -123,7 +129,7 @@ def test_a_matrix_keeps_its_input_and_for_its_weights_the_gradient_of_its_output
 
     assert (found.param_bytes, found.gradient_bytes) == (matrix, matrix)
     assert found.optimizer_bytes == 2 * matrix + FLOAT  # two moments and a counter
-    assert (found.output_bytes, found.activation_bytes, found.weight_grad_bytes) == (ROW, ROW, 2 * ROW)
+    assert (found.output_bytes, found.activation_bytes, found.weight_grad_bytes) == (BETWEEN, BETWEEN, 2 * BETWEEN)
     assert found.working_bytes == matrix  # the gradient before it is added up
     assert found.sample_bytes == 0
 
@@ -133,19 +139,22 @@ def test_the_ends_of_a_model_keep_samples_at_hand() -> None:
 
     first, last = bytes_of(job, 0), bytes_of(job, 2)
 
-    assert first.sample_bytes == last.sample_bytes == KEPT_MICRO_BATCHES * 2 * ROW
+    assert first.sample_bytes == last.sample_bytes == KEPT_MICRO_BATCHES * 2 * BETWEEN
     assert first.activation_bytes == 0  # its input is one of the samples
     assert last.output_bytes == 0
 
 
 def test_an_output_that_a_layer_keeps_itself_is_not_counted_twice() -> None:
     found = bytes_of(job_of([nn.Tanh] * 3), 1)
-    assert (found.output_bytes, found.activation_bytes) == (ROW, ROW)  # its input, which it does not need itself
+    assert (found.output_bytes, found.activation_bytes) == (
+        BETWEEN,
+        BETWEEN,
+    )  # its input, which it does not need itself
 
 
 def test_an_input_counts_even_if_the_layer_forgets_it() -> None:
     # A hop that begins with the layer keeps it.
-    assert bytes_of(job_of([Mean] * 3), 1).activation_bytes == ROW
+    assert bytes_of(job_of([Mean] * 3), 1).activation_bytes == BETWEEN
 
 
 def test_layers_without_parameters_have_no_state() -> None:
@@ -200,8 +209,7 @@ def test_a_cpu_says_what_it_is_and_leaves_its_memory_open() -> None:
 def plans(layers: int) -> list[Plan]:
     return [
         data_pipeline_plan(layer_costs=[1.0] * layers, dp=1, pp=pp, micro_batches=6, split_backward=split)
-        for pp in (1, 2, layers)
-        for split in (False, True)
+        for pp, split in ((1, False), (2, False), (2, True), (layers, False), (layers, True))
     ]
 
 
@@ -209,7 +217,7 @@ def plans(layers: int) -> list[Plan]:
 def test_a_run_holds_what_is_predicted_from_its_layers(job: Job) -> None:
     model = on_device(job)
     layers = tuple(
-        LayerCost(f"layer {layer}", 1.0, 1.0, 1.0, **vars_of(bytes_of(job, layer))) for layer in range(job.num_layers)
+        LayerCost(f"layer {layer}", 1.0, 1.0, 1.0, **asdict(bytes_of(job, layer))) for layer in range(job.num_layers)
     )
     workers = tuple(Worker(worker, "host") for worker in range(job.num_layers))
     for plan in plans(job.num_layers):
@@ -248,7 +256,3 @@ def test_two_ways_of_counting_agree() -> None:
         )
         # Storages are those of tensors: what kernels take for themselves is not among them.
         assert peak_of_storages(alone) == pytest.approx(peak_of_allocator(alone), rel=0.02)
-
-
-def vars_of(sizes: LayerBytes) -> dict[str, int]:
-    return {field: getattr(sizes, field) for field in LayerBytes.__dataclass_fields__}

@@ -263,13 +263,13 @@ class Collected:
     """What a writer reports."""
 
     def __init__(self, checkpoints: Path) -> None:
-        self.reports: list[tuple[int, tuple[int, ...], str | None]] = []
+        self.reports: list[tuple[int, int, tuple[int, ...], str | None]] = []
         self.begun: list[int] = []
         self.thread: int | None = None
         self.writer = CheckpointWriter(checkpoints, saved=self.saved, before_write=self.begun.append)
 
-    def saved(self, step: int, layers: tuple[int, ...], error: str | None) -> None:
-        self.reports.append((step, layers, error))
+    def saved(self, generation: int, step: int, layers: tuple[int, ...], error: str | None) -> None:
+        self.reports.append((generation, step, layers, error))
         self.thread = threading.get_ident()
 
 
@@ -284,10 +284,10 @@ def trained() -> HeldLayers:
 def test_a_checkpoint_is_read_by_any_placement(tmp_path: Path) -> None:
     held = trained()
     collected = Collected(tmp_path)
-    collected.writer.submit(7, {layer: held.snapshot(layer) for layer in (0, 2, 4)})
-    collected.writer.submit(7, {layer: held.snapshot(layer) for layer in (1, 3)})
+    collected.writer.submit(3, 7, {layer: held.snapshot(layer) for layer in (0, 2, 4)})
+    collected.writer.submit(3, 7, {layer: held.snapshot(layer) for layer in (1, 3)})
     assert collected.writer.join(unless=lambda: False)
-    assert collected.reports == [(7, (0, 2, 4), None), (7, (1, 3), None)]
+    assert collected.reports == [(3, 7, (0, 2, 4), None), (3, 7, (1, 3), None)]
     assert collected.begun == [7, 7]
     assert collected.thread != threading.get_ident()
     for layers in (range(3), range(2, 5)):
@@ -306,9 +306,9 @@ def test_a_layer_may_be_written_twice(tmp_path: Path) -> None:
     held = trained()
     collected = Collected(tmp_path)
     for _ in range(2):
-        collected.writer.submit(7, {0: held.snapshot(0)})
+        collected.writer.submit(3, 7, {0: held.snapshot(0)})
     assert collected.writer.join(unless=lambda: False)
-    assert [report[2] for report in collected.reports] == [None, None]
+    assert [report[3] for report in collected.reports] == [None, None]
     assert read_layer(tmp_path, 7, 0).keys() == held.snapshot(0).keys()
 
 
@@ -316,13 +316,13 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_next_one_is_wri
     held = trained()
     collected = Collected(tmp_path)
     layer_directory(tmp_path, 7, 0).parent.write_text("in the way")
-    collected.writer.submit(7, {0: held.snapshot(0)})
-    collected.writer.submit(8, {0: held.snapshot(0)})
+    collected.writer.submit(3, 7, {0: held.snapshot(0)})
+    collected.writer.submit(3, 8, {0: held.snapshot(0)})
     assert collected.writer.join(unless=lambda: False)
-    (step, layers, error), after = collected.reports
+    (_, step, layers, error), after = collected.reports
     assert (step, layers) == (7, (0,))
     assert error is not None
-    assert after == (8, (0,), None)
+    assert after == (3, 8, (0,), None)
 
 
 def test_waiting_for_a_checkpoint_can_be_given_up(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_waiting_for_a_checkpoint_can_be_given_up(tmp_path: Path) -> None:
 
     writer = CheckpointWriter(tmp_path, saved=lambda *saved: None, before_write=before_write)
     assert writer.join(unless=lambda: True)
-    writer.submit(7, {0: trained().snapshot(0)})
+    writer.submit(3, 7, {0: trained().snapshot(0)})
     begun.wait()
     assert writer.is_busy
     assert not writer.join(unless=lambda: True)
@@ -346,21 +346,21 @@ def test_waiting_for_a_checkpoint_can_be_given_up(tmp_path: Path) -> None:
 def test_a_complete_checkpoint_is_not_touched_again(tmp_path: Path) -> None:
     held = trained()
     collected = Collected(tmp_path)
-    collected.writer.submit(7, {layer: held.snapshot(layer) for layer in range(LAYERS)})
+    collected.writer.submit(3, 7, {layer: held.snapshot(layer) for layer in range(LAYERS)})
     assert collected.writer.join(unless=lambda: False)
     mark_complete(tmp_path, 7, model="a model")
     written = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    collected.writer.submit(7, {0: held.snapshot(0)})
+    collected.writer.submit(3, 7, {0: held.snapshot(0)})
     assert collected.writer.join(unless=lambda: False)
     assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == written
-    assert collected.reports[-1] == (7, (0,), None), "it is there, and that is what was asked for"
+    assert collected.reports[-1] == (3, 7, (0,), None), "it is there, and that is what was asked for"
 
 
 @pytest.mark.parametrize("damage", ["missing", "metadata", "data"])
 def test_a_damaged_layer_is_named_and_what_to_do_about_it(tmp_path: Path, damage: str) -> None:
     held = trained()
     collected = Collected(tmp_path)
-    collected.writer.submit(7, {0: held.snapshot(0)})
+    collected.writer.submit(3, 7, {0: held.snapshot(0)})
     assert collected.writer.join(unless=lambda: False)
     directory = layer_directory(tmp_path, 7, 0)
     if damage == "metadata":

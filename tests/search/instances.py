@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.schedule import CostModel
@@ -14,7 +15,12 @@ def instance(
     rng: random.Random, *, workers: int, layers: int, micro_batches: int, kinds: int, memory: bool
 ) -> CostModel:
     """Unequal layers, messages and, for more than one kind, unequal workers; memory that some plans do not fit."""
-    second = rng.choice([lambda: 1.0, lambda: rng.choice([0.5, 1.0, 1.0, 2.0]), lambda: rng.uniform(0.2, 2.0)])
+    choices: list[Callable[[], float]] = [
+        lambda: 1.0,
+        lambda: rng.choice([0.5, 1.0, 1.0, 2.0]),
+        lambda: rng.uniform(0.2, 2.0),
+    ]
+    second = rng.choice(choices)
     costs = tuple(
         LayerCost(
             f"layer {number}",

@@ -14,7 +14,7 @@ from chameleon_ft.profiles import profile_of_run
 
 # What needs numpy is imported where it is used: `--help` must not wait for it.
 
-__all__ = ["absolute_job", "check_address", "check_data_source", "check_inputs", "prepare_data_of"]
+__all__ = ["absolute_job", "absolute_path", "check_address", "check_data_source", "check_inputs", "prepare_data_of"]
 
 
 def absolute_job(reference: str) -> str:
@@ -26,8 +26,16 @@ def absolute_job(reference: str) -> str:
     if not colon:
         location, function = reference, ""
     if location.endswith(".py"):
-        location = str(Path(location).expanduser().absolute())
+        location = str(absolute_path(Path(location)))
     return f"{location}{colon}{function}"
+
+
+def absolute_path(path: Path) -> Path:
+    """Return `path` so that it means the same from any working directory. Raises ConfigError for an unknown ~user."""
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {error}; write the path out") from None
 
 
 def check_address(control: Control) -> None:
@@ -45,6 +53,10 @@ def check_address(control: Control) -> None:
             probe.bind(address)
     except socket.gaierror as error:
         raise ConfigError(f'control.host = "{control.host}": {error.strerror}; give an address of this host') from None
+    except UnicodeError:
+        raise ConfigError(
+            f'control.host = "{control.host}": is no name of a host; give an address of this one'
+        ) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(

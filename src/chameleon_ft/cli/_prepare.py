@@ -14,7 +14,14 @@ from typing import Annotated, Any, ClassVar, Optional, Protocol
 import tyro
 
 from chameleon_ft.cli._flags import Parsed, optional_argument, parse_with_flags
-from chameleon_ft.cli._preflight import absolute_job, check_address, check_data_source, check_inputs, prepare_data_of
+from chameleon_ft.cli._preflight import (
+    absolute_job,
+    absolute_path,
+    check_address,
+    check_data_source,
+    check_inputs,
+    prepare_data_of,
+)
 from chameleon_ft.config import LLAMA_JOB, RunConfig, TrainConfig, config_type, parse_config, parse_fields, read_toml
 from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
@@ -142,7 +149,6 @@ def _resumed_run(first: Parsed[StartArguments], path: Path, arguments: Sequence[
     _refuse_another_model(config, directory)
     _require_steps_left(config, directory)
     check_address(config.control)
-    directory.write_config(config)
     prepare_data_of(config)
     return PreparedRun(config, directory, resume=True)
 
@@ -167,9 +173,9 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     config = config.model_copy(update={"job": absolute_job(config.job)})
     for name in ("profile", "plan"):
         if (file := getattr(config, name)) is not None:
-            config = config.model_copy(update={name: file.expanduser().absolute()})
+            config = config.model_copy(update={name: absolute_path(file)})
     if isinstance(config, TrainConfig) and config.data.path:
-        path = str(Path(config.data.path).expanduser().absolute())
+        path = str(absolute_path(Path(config.data.path)))
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": path})})
     return config
 

@@ -26,9 +26,12 @@ class CheckpointCollector:
         self._model = model
         self._keep = keep
         self._saved: dict[int, set[int]] = {}
+        self._first_generation = 0
 
     def add(self, part: CheckpointSaved) -> bool:
         """Take note of a part that was written; return whether it completes its checkpoint."""
+        if part.generation < self._first_generation:
+            return False
         saved = self._saved.setdefault(part.step, set())
         saved.update(part.layers)
         if len(saved) < self._num_layers:
@@ -41,9 +44,10 @@ class CheckpointCollector:
         """Remove the checkpoints that are not needed any more. That may take long; call it in a thread."""
         prune_checkpoints(self._directory, keep=self._keep)
 
-    def forget(self) -> None:
-        """The state from which incomplete checkpoints were taken is given up: what comes does not belong to them."""
+    def forget(self, generation: int) -> None:
+        """With `generation` all begin from other state: incomplete checkpoints, and parts still under way, are void."""
         self._saved.clear()
+        self._first_generation = generation
 
     def complete(self) -> list[int]:
         """Return the steps that complete checkpoints resume at, ascending."""

@@ -59,6 +59,7 @@ from chameleon_ft.profiles import Profile
 __all__ = ["Coordinator"]
 
 _TICK_S = 0.05
+_REFUSALS_RECORDED = 100  # each; after that at every power of two
 _UNEXPLAINED_RETRIES = 3  # generations that may fail in a row with nobody to blame
 
 
@@ -116,6 +117,7 @@ class Coordinator:
             run.checkpoints, num_layers=job.num_layers, model=job.fingerprint, keep=config.checkpoint.keep
         )
         self._interrupted = False
+        self._refusals = 0
         self._began_at = time.time()
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
 
@@ -181,6 +183,7 @@ class Coordinator:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def message(self, peer: Peer, message: Message) -> None:
+        """Act on what somebody says. Raises ControlError where that one may not say it."""
         if self._phase is _Phase.OVER or self._members.is_fenced(peer):
             return
         match message:
@@ -201,6 +204,7 @@ class Coordinator:
                 self._worker_message(worker, message)
 
     def departed(self, peer: Peer, how: Departure) -> None:
+        """Give up the worker, or the host, at the other end of a connection that has ended."""
         if (host := self._members.remove_supervisor(peer)) is not None and self._phase is not _Phase.OVER:
             self._recorder.event("host_lost", host=host)
             if self._phase is _Phase.GATHERING:
@@ -213,9 +217,13 @@ class Coordinator:
         self._lose(worker, how, cause)
 
     def refused(self, address: str, reason: str) -> None:
-        self._recorder.event("refused", address=address, reason=reason)
+        """Record that somebody was turned away; of very many, as from a scanner, ever fewer are written down."""
+        self._refusals += 1
+        if self._refusals <= _REFUSALS_RECORDED or self._refusals.bit_count() == 1:
+            self._recorder.event("refused", address=address, reason=reason, count=self._refusals)
 
     def broken(self, error: Exception) -> None:
+        """End the run because of a mistake of the coordinator itself, and write it down."""
         log = self._run.logs / "coordinator.log"
         self.end("failed", f"the coordinator failed: {type(error).__name__}: {error}; see {log}")
         # What has failed may well be this disk.
@@ -473,7 +481,7 @@ class Coordinator:
         self._committed = decision.first_step
         self._finished.clear()
         if decision.load != "keep":
-            self._checkpoints.forget()
+            self._checkpoints.forget(self._generation)
         self._phase = _Phase.REGROUPING
         self._watchdog.progress(asyncio.get_running_loop().time())
         for worker, order in told.items():

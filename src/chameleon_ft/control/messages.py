@@ -178,6 +178,8 @@ class CheckpointSaved(_Message):
     """A rank has written `layers` of the checkpoint that resumes at `step`; `error` where it could not."""
 
     type: Literal["checkpoint_saved"] = "checkpoint_saved"
+    generation: int
+    """In which the state was taken; what was taken before everyone went back to a checkpoint is given up."""
     step: int
     layers: tuple[int, ...]
     error: str | None = None

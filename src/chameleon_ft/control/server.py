@@ -7,7 +7,8 @@ import http
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol
 
 from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
 from websockets.exceptions import ConnectionClosed
@@ -59,6 +60,21 @@ class Handler(Protocol):
 
     def broken(self, error: Exception) -> None:
         """The handler itself has raised something that it should not."""
+
+
+class _Connection(ServerConnection):
+    """A connection that reports who does not even ask to join; the library says nothing of it."""
+
+    def __init__(self, handler: Handler, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._handler = handler
+
+    async def handshake(self, *arguments: Any, **named: Any) -> None:
+        address = Peer(self).address  # not known any more once it is gone
+        await super().handshake(*arguments, **named)
+        if self.request is None:
+            why = self.protocol.handshake_exc or "it left without a word"
+            self._handler.refused(address, f"does not speak this protocol: {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +136,7 @@ def control_server(
         close_timeout=heartbeat_s / 4,
         compression=None,
         max_size=None,
+        create_connection=partial(_Connection, handler),
     )
 
 

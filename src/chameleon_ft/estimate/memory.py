@@ -8,7 +8,8 @@ What a worker holds:
 - from I to W: what the layers keep for their weight gradients, the gradient that came in among it; at the first hop of
   a route, whose I computes nothing, the activations and the gradient that has come in;
 - messages: those it has asked for and not yet used; those it has sent, until it may let go of them; gradients handed
-  over between two hops of its own, until the lower has used them and the upper's W is done.
+  over between two hops of its own, until the lower has used them and the upper's W is done; and the gradient that came
+  in for a B, until the next operation has what it waits for.
 
 While an operation runs, it goes through its layers one by one, and each works with `working_bytes` on top:
 
@@ -227,7 +228,7 @@ class _Worker:
         self._layers = layers
         self._buffers = buffers
         self._operations = operations
-        self._activations = self._weight_grads = self._sent = self._handed = 0
+        self._activations = self._weight_grads = self._sent = self._handed = self._used = 0
         # Inputs of hops that are the output of the hop before, on this worker too, and counted there.
         self._shared: dict[_Hop, int] = {}
         # How many operations will yet use the gradient that a hop has handed over.
@@ -242,7 +243,9 @@ class _Worker:
     def worst(self) -> WorkerMemory:
         receives = _Receives(self._operations, self._layers, self._buffers.receives_ahead)
         for operation in self._operations:
-            self._run(operation, receives.outstanding(operation))
+            self._compare(operation, _NOTHING, receives.posted() + self._used)
+            self._used = 0
+            self._run(operation, receives.left(operation))
         return self._worst
 
     def _run(self, operation: Operation, waiting: int) -> None:
@@ -266,7 +269,7 @@ class _Worker:
         hop, output = _hop(operation), self._layers.output(operation.layers.stop - 1)
         if operation.receive_from is None:
             self._shared[hop] = self._layers.output(operation.layers.start - 1)
-        self._compare(operation, OperationKind.FORWARD, waiting)
+        self._compute(operation, OperationKind.FORWARD, waiting)
         self._activations += self._activations_of(operation)
         if operation.send_to is not None:
             self._twice[hop] = output
@@ -275,20 +278,22 @@ class _Worker:
     def _backward(self, operation: Operation, waiting: int) -> None:
         """A B, or the W of a first hop, which is one."""
         self._activations -= self._activations_of(operation)
-        self._compare(operation, OperationKind.BACKWARD, waiting + self._received(operation))
+        incoming = self._received(operation)
+        self._compute(operation, OperationKind.BACKWARD, waiting + incoming)
+        self._used = incoming if operation.receive_from is not None else 0
         self._pass_on(operation, uses=1)
 
     def _input_grad(self, operation: Operation, waiting: int) -> None:
         self._activations -= self._activations_of(operation)
         self._shared.pop(_hop(operation), None)
-        self._compare(operation, OperationKind.INPUT_GRAD, waiting)
+        self._compute(operation, OperationKind.INPUT_GRAD, waiting)
         self._weight_grads += self._layers.weight_grads(operation.layers)
         # What waits for W keeps the input, and with it the input's gradient.
         self._pass_on(operation, uses=2)
 
     def _weight_grad(self, operation: Operation, waiting: int) -> None:
         self._weight_grads -= self._layers.weight_grads(operation.layers)
-        self._compare(operation, OperationKind.WEIGHT_GRAD, waiting)
+        self._compute(operation, OperationKind.WEIGHT_GRAD, waiting)
         self._use(_hop(operation), self._layers.output(operation.layers.start - 1))
 
     def _pass_on(self, operation: Operation, *, uses: int) -> None:
@@ -334,22 +339,28 @@ class _Worker:
             if hop is None or self._twice.pop(hop, None) is None:
                 self._sent -= let_go
 
-    def _compare(self, operation: Operation, kind: OperationKind, messages: int) -> None:
-        """Remember what is held while `operation` runs if it is more than ever before."""
+    def _compute(self, operation: Operation, kind: OperationKind, messages: int) -> None:
         own = self._layers.worst(kind, operation.layers)
-        shared = self._shared.get(_hop(operation), 0)
+        self._compare(operation, own, messages, shared=self._shared.get(_hop(operation), 0))
+
+    def _compare(self, operation: Operation, own: _Moment, messages: int, *, shared: int = 0) -> None:
+        """Remember what is held, and what `operation` itself needs, if it is more than ever before."""
         messages += self._sent + self._handed
-        total = self._activations - shared + self._weight_grads + messages + own.total_bytes
+        activations = self._activations - shared
+        total = activations + self._weight_grads + messages + own.total_bytes
         if total > self._worst_bytes:
             self._worst_bytes = total
             use = dataclasses.replace(
                 self._state,
-                activation_bytes=self._activations - shared + own.activation_bytes,
+                activation_bytes=activations + own.activation_bytes,
                 weight_grad_bytes=self._weight_grads + own.weight_grad_bytes,
                 message_bytes=messages + own.message_bytes,
                 working_bytes=own.working_bytes,
             )
             self._worst = WorkerMemory(use, operation)
+
+
+_NOTHING = _Moment()
 
 
 def _hop(operation: Operation) -> _Hop:
@@ -369,9 +380,17 @@ class _Receives:
         self._ahead = ahead
         self._used = 0
 
-    def outstanding(self, operation: Operation) -> int:
-        """Bytes of those beyond what `operation` itself receives; it is the next one."""
-        posted = min(self._used + self._ahead, len(self._until) - 1)
+    def posted(self) -> int:
+        """Bytes of those that are asked for when an operation begins to wait."""
+        return self._until[self._posted] - self._until[self._used]
+
+    def left(self, operation: Operation) -> int:
+        """Bytes of those that are asked for while `operation` runs, the next one, which has what it waited for."""
+        posted = self._posted
         if operation.receive_from is not None:
             self._used += 1
         return self._until[posted] - self._until[self._used]
+
+    @property
+    def _posted(self) -> int:
+        return min(self._used + self._ahead, len(self._until) - 1)

@@ -35,7 +35,8 @@ class CheckpointWriter:
 
     Args:
         checkpoints: the run's folder of checkpoints.
-        saved: called in that thread with (step, layers, error) when a checkpoint's layers are written or could not be.
+        saved: called in that thread with (generation, step, layers, error) when a checkpoint's layers are written or
+            could not be.
         before_write: called in that thread before a checkpoint is written.
     """
 
@@ -43,18 +44,21 @@ class CheckpointWriter:
         self,
         checkpoints: Path,
         *,
-        saved: Callable[[int, tuple[int, ...], str | None], None],
+        saved: Callable[[int, int, tuple[int, ...], str | None], None],
         before_write: Callable[[int], None],
     ) -> None:
         self._checkpoints = checkpoints
         self._saved = saved
         self._before_write = before_write
-        self._jobs: queue.Queue[tuple[int, Mapping[int, LayerState]]] = queue.Queue()
+        self._jobs: queue.Queue[tuple[int, int, Mapping[int, LayerState]]] = queue.Queue()
         threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
 
-    def submit(self, step: int, layers: Mapping[int, LayerState]) -> None:
-        """Write these layers as part of the checkpoint that resumes at `step`; the state must not be changed after."""
-        self._jobs.put((step, layers))
+    def submit(self, generation: int, step: int, layers: Mapping[int, LayerState]) -> None:
+        """Write these layers, as they are in `generation`, as part of the checkpoint that resumes at `step`.
+
+        They must not be changed after.
+        """
+        self._jobs.put((generation, step, layers))
 
     @property
     def is_busy(self) -> bool:
@@ -71,7 +75,7 @@ class CheckpointWriter:
 
     def _work(self) -> None:
         while True:
-            step, layers = self._jobs.get()
+            generation, step, layers = self._jobs.get()
             error = None
             try:
                 self._before_write(step)
@@ -82,7 +86,7 @@ class CheckpointWriter:
                     _write_layer(layer_directory(self._checkpoints, step, layer), state)
             except (Exception, CheckpointException) as failure:  # noqa: BLE001
                 error = _in_words(failure)  # disk full, folder gone: training goes on, and the user is told
-            self._saved(step, tuple(layers), error)
+            self._saved(generation, step, tuple(layers), error)
             self._jobs.task_done()
 
 

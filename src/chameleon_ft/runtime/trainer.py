@@ -79,7 +79,7 @@ class Trainer:
         self._timelines = TimelineLog(context.run.timeline_file(context.worker))
         self._writer = CheckpointWriter(
             context.run.checkpoints,
-            saved=lambda step, layers, error: client.send(CheckpointSaved(step=step, layers=layers, error=error)),
+            saved=self._saved,
             before_write=lambda step: faults.at("checkpoint", step),
         )
 
@@ -167,7 +167,7 @@ class Trainer:
         if before is not None and before.committed == order.first_step:
             self._committer.last_vote = before.last_vote
         if rolled_forward:
-            self._checkpoint_if_due(self._committer)
+            self._checkpoint_if_due(order.generation, self._committer)
         return self._committer
 
     def _layers(self, order: Run, segments: tuple[Segment, ...]) -> HeldLayers:
@@ -229,7 +229,7 @@ class Trainer:
                 self._timelines.append(self._recorded(step, order, sums, times, start=start, began_at=began_at))
             finish = applied.vote.finish
             if not finish:
-                self._checkpoint_if_due(committer)
+                self._checkpoint_if_due(order.generation, committer)
         return True
 
     def _is_recorded(self, step: int, order: Run) -> bool:
@@ -276,7 +276,7 @@ class Trainer:
             )
         )
 
-    def _checkpoint_if_due(self, committer: Committer) -> None:
+    def _checkpoint_if_due(self, generation: int, committer: Committer) -> None:
         """Begin a checkpoint on the way. The last one is written when training ends."""
         config = self._context.config
         every, step = config.checkpoint.every, committer.committed
@@ -285,11 +285,14 @@ class Trainer:
         if self._writer.is_busy:
             # Copies of the model must not pile up when the disk is slower than training.
             error = "left out, for the one before it is still being written; raise checkpoint.every"
-            self._client.send(CheckpointSaved(step=step, layers=(), error=error))
+            self._saved(generation, step, (), error)
         else:
-            self._submit_checkpoint(committer)
+            self._submit_checkpoint(generation, committer)
 
-    def _submit_checkpoint(self, committer: Committer) -> None:
+    def _saved(self, generation: int, step: int, layers: tuple[int, ...], error: str | None) -> None:
+        self._client.send(CheckpointSaved(generation=generation, step=step, layers=layers, error=error))
+
+    def _submit_checkpoint(self, generation: int, committer: Committer) -> None:
         """Snapshot this worker's share of the layers it holds, and have them written in the background."""
         assert self._held is not None
         with self._activity.waiting("copying layers"):
@@ -299,10 +302,10 @@ class Trainer:
                 for layer in segment.layers
                 if segment.holders[layer % len(segment.holders)] == self._context.worker
             }
-        self._writer.submit(committer.committed, layers)
+        self._writer.submit(generation, committer.committed, layers)
 
     def _finish(self, order: Run, segments: tuple[Segment, ...], committer: Committer) -> None:
-        self._submit_checkpoint(committer)
+        self._submit_checkpoint(order.generation, committer)
         with self._activity.waiting("writing the last checkpoint"):
             if not self._writer.join(unless=lambda: self._client.ended >= order.generation):
                 return

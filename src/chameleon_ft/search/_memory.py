@@ -21,8 +21,8 @@ from typing import Final
 from chameleon_ft.schedule import InFlightLimit
 from chameleon_ft.workload import LayerCost, Workload
 
-# Receives posted beyond the one that the running operation needs.
-_AHEAD: Final = 3
+# Receives that are posted.
+_AHEAD: Final = 4
 
 
 class StageMemory:
@@ -52,16 +52,19 @@ class StageMemory:
             return fixed + (kept - 1) * each + moments.backward + micro_batches * output
         most = min(limit.in_flight, micro_batches)
         if not self._split:
+            # Until the next operation begins, a B's gradient is still there.
+            after = most - 1
+            holding = [(live, (live - 1) * each + moments.backward) for live in (1, min(most, _AHEAD), most)]
+            holding += [(live, live * each + output) for live in (min(after, _AHEAD), after) if live]
             return fixed + max(
-                (live - 1) * each + moments.backward + (micro_batches - live) * both + min(live, _AHEAD + 1) * output
-                for live in {1, min(most, _AHEAD + 1), most}
+                held + (micro_batches - live) * both + min(live, _AHEAD) * output for live, held in holding
             )
         held = self._weight_grads[stop] - self._weight_grads[start]
         worst = kept * held + moments.working + micro_batches * both
-        for live in {1, min(most, _AHEAD + 1), most}:
+        for live in {1, min(most, _AHEAD), most}:
             others = (live - 1) * each + min(micro_batches - live, kept - live) * held + (micro_batches - live) * both
-            in_input_grad = moments.input_grad + min(live - 1, _AHEAD) * output
-            in_others = max(moments.forward, each + moments.working) + min(live, _AHEAD + 1) * output
+            in_input_grad = moments.input_grad + min(live - 1, _AHEAD - 1) * output
+            in_others = max(moments.forward, each + moments.working) + min(live, _AHEAD) * output
             worst = max(worst, others + max(in_input_grad, in_others))
         return fixed + worst
 

@@ -27,6 +27,7 @@ __all__ = ["DEFAULT_EFFORT", "find_plan"]
 DEFAULT_EFFORT: Final = 2_000
 """Operations that a search schedules before it stops looking for something better; some tens of milliseconds."""
 
+_ROUNDING: Final = 1e-9
 # Of every search so many mixes get workers; the best plan and its alternatives are chosen among them.
 _MIXES_KEPT: Final = 2
 
@@ -124,6 +125,8 @@ class _Search:
         if not split.all_shapes:
             self.bound_s = min(cluster_bound_s(self._costs, split_backward=split) for split in (True, False))
             self.family = BoundFamily.PIPELINES_ANY_MEMORY
+        # Bounds are exact but for the rounding of sums.
+        self.bound_s *= 1 - _ROUNDING
         front = _front([self._placed(mix, search) for mix, search in found])
         return [self._built(self._polished(each) if number == 0 else each) for number, each in enumerate(front)]
 

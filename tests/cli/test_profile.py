@@ -1,0 +1,202 @@
+"""`chameleon profile`: derived, measured, between hosts, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from chameleon_ft.config import load_config
+from chameleon_ft.presets import device, model_shape
+from chameleon_ft.profiles import derived_profile, read_profile
+from chameleon_ft.runtime.inspection import inspect_job
+from tests.cli.conftest import CommandLine
+from tests.harness import Command, every_process_ends
+from tests.test_hosts import ADDRESSES, Network
+
+JOB = """
+from functools import partial
+import torch
+from torch import nn
+from chameleon_ft import Job
+
+def job():
+    layers = [partial(nn.Linear, 4, 4)] * 3
+    data = [(torch.zeros(4), torch.zeros(4))] * 8
+    return Job(layers=layers, loss=nn.MSELoss(reduction="sum"), dataset=data, optimizer=torch.optim.SGD)
+"""
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    """A job with a configuration beside it."""
+    path = tmp_path / "mine.py"
+    path.write_text(JOB)
+    path.with_suffix(".toml").write_text(
+        "workers = 2\nthreads = 1\n[parallel]\ndp = 2\npp = 1\n[batch]\nmicro_batches = 2\nmicro_batch_size = 3\n"
+    )
+    return path
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if shutil.which("ip") is None:
+        pytest.skip("there is no `ip` command to make network namespaces with")
+    made = Network(f"profile-{os.getpid()}")
+    try:
+        try:
+            made.build()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        yield made
+    finally:
+        made.remove()
+
+
+def test_a_published_model_on_a_known_device(chameleon: CommandLine) -> None:
+    assert chameleon("profile", "--model", "llama3-8b", "--device", "h100-80g", "--out", "p.json") == 0
+    assert read_profile(Path("p.json")) == derived_profile(
+        model_shape("llama3-8b"), device("h100-80g"), micro_batch_size=1
+    )
+    printed = chameleon.capture.readouterr().out
+    assert "block 1 to block 32" in " ".join(printed.split()).replace("| | ", "") or "block 1 to" in printed
+    assert "written to p.json" in printed
+
+
+def test_a_model_by_its_hugging_face_file_printed_as_json(chameleon: CommandLine) -> None:
+    Path("config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 64,
+                "num_attention_heads": 4,
+                "num_hidden_layers": 3,
+                "intermediate_size": 96,
+                "vocab_size": 100,
+                "max_position_embeddings": 32,
+            }
+        )
+    )
+    assert (
+        chameleon(
+            *("profile", "--model", "config.json", "--device", "a100-80g", "--micro-batch-size", "4"),
+            *("--recompute", "full", "--out", "p.json", "--json"),
+        )
+        == 0
+    )
+    assert chameleon.capture.readouterr().out == Path("p.json").read_text()
+    profile = read_profile(Path("p.json"))
+    assert (len(profile.layers), profile.fingerprint.micro_batch_size) == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "nothing to profile"),
+        (("--model", "llama2-8b", "--device", "h100-80g"), "did you mean 'llama2-7b'"),
+        (("--model", "llama2-7b", "--device", "h100"), "did you mean 'h100-80g'"),
+        (("--model", "llama2-7b"), "needs the --device"),
+        (("--model", "llama2-7b", "--device", "h100-80g", "--state", "int4"), "no state policy 'int4'"),
+        (("--model", "llama2-7b", "--device", "h100-80g", "--peer", "a:1"), "--peer a:1"),
+        (("mine.py", "--model", "llama2-7b", "--device", "h100-80g"), "leave one of them out"),
+        (("mine.py", "--device", "h100-80g"), "--device h100-80g: is for --model"),
+        (("mine.py", "--repeats", "0"), "--repeats 0"),
+        (("mine.py", "--serve", "127.0.0.1:1"), "only answers"),
+        (("missing.toml",), "there is no such file"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    arguments: tuple[str, ...], expected: str, chameleon: CommandLine, own_model: Path
+) -> None:
+    out = () if "--serve" in arguments else ("--out", "p.json")
+    assert expected in chameleon.refused("profile", *arguments, *out)
+    assert not Path("p.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "expected"), [("there.json", "exists already"), ("no/such/p.json", "cannot be written there")]
+)
+def test_a_place_that_cannot_be_written_is_refused_before_measuring(
+    out: str, expected: str, chameleon: CommandLine, own_model: Path
+) -> None:
+    Path("there.json").write_text("precious")
+    # A job that fails as soon as it is loaded: it is not.
+    own_model.write_text("raise RuntimeError")
+    assert expected in chameleon.refused("profile", own_model, "--out", out)
+    assert Path("there.json").read_text() == "precious"
+
+
+def test_a_profile_without_a_place_is_refused(chameleon: CommandLine, own_model: Path) -> None:
+    assert "--out is missing" in chameleon.refused("profile", own_model)
+
+
+def test_a_job_that_cannot_be_trained_says_why(chameleon: CommandLine, own_model: Path) -> None:
+    own_model.write_text(JOB.replace("nn.Linear, 4, 4)] * 3", "nn.Linear, 5, 4)] * 3"))
+    said = chameleon.refused("profile", own_model, "--out", "p.json")
+    assert "layer 0 (Linear) cannot be run on an input of shape (3, 4)" in said
+
+
+def test_layers_that_fail_when_they_are_run_are_the_users_to_mend(chameleon: CommandLine, own_model: Path) -> None:
+    # On the meta device an index is not looked at.
+    text = JOB.replace("partial(nn.Linear, 4, 4)] * 3", "partial(nn.Embedding, 3, 4), partial(nn.Linear, 4, 4)]")
+    own_model.write_text(text.replace("(torch.zeros(4), torch", "(torch.tensor(7), torch"))
+    said = chameleon.refused("profile", own_model, "--out", "p.json")
+    assert f"job {own_model}: IndexError: index out of range" in said
+
+
+@pytest.mark.multiprocess
+def test_a_job_is_measured_and_the_link_to_another_host(own_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    with Command("profile", "--serve", "127.0.0.1:0") as server:
+        address = server.read_until(r"answering on (127\.0\.0\.1:\d+)")[1]
+        with Command("profile", own_model, "--repeats", "3", "--peer", address, "--out", out) as measuring:
+            assert measuring.wait() == 0, measuring.printed
+        server.read_until(r"127\.0\.0\.1 has measured the link to here")
+        with every_process_ends(server.session()):
+            server.signal(signal.SIGINT)
+            assert server.wait() == 130
+    profile = read_profile(out)
+    config = load_config(own_model.with_suffix(".toml")).model_copy(update={"job": str(own_model)})
+    profile.require({"model": inspect_job(config).fingerprint, "micro_batch_size": 3, "dtype": "float32", "threads": 1})
+    assert profile.source == "measured"
+    assert len(profile.layers) == len(profile.times) == 3
+    assert profile.inter_host is not None
+    assert "--peer" in profile.provenance
+    assert [layer.param_bytes for layer in profile.layers] == [80] * 3
+    assert profile.all_reduces
+    assert "linear 0 to linear 2" not in measuring.printed  # the ends keep samples, so they are of another kind
+
+
+@pytest.mark.multiprocess
+def test_the_link_between_two_hosts(own_model: Path, tmp_path: Path, network: Network) -> None:
+    out = tmp_path / "p.json"
+    address = f"{ADDRESSES['second']}:29400"
+    with Command("profile", "--serve", address, prefix=network.on("second")) as server:
+        server.read_until("answering on")
+        arguments = ("profile", own_model, "--repeats", "3", "--peer", address, "--out", out)
+        with Command(*arguments, prefix=network.on("first")) as measuring:
+            assert measuring.wait() == 0, measuring.printed
+        server.read_until(rf"{ADDRESSES['first']} has measured")
+    assert read_profile(out).inter_host is not None
+
+
+@pytest.mark.multiprocess
+def test_an_interrupt_leaves_no_process_and_no_file(own_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    with Command("profile", own_model, "--repeats", "9999", "--out", out) as measuring:
+        while len(processes := measuring.session()) < 5:  # itself, the fork server and its tracker, those that measure
+            assert any(process.pid == measuring.pid for process in processes), "it is through already"
+            time.sleep(0.05)
+        with every_process_ends([psutil.Process(process.pid) for process in processes]):
+            measuring.interrupt_all()
+            assert measuring.wait() == 130
+    assert "Traceback" not in measuring.printed
+    assert not out.exists()

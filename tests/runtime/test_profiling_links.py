@@ -1,0 +1,117 @@
+"""What is measured of links: the fit, and real processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_ft.cluster import Link
+from chameleon_ft.config import Batch, Parallel, RunConfig
+from chameleon_ft.errors import ConfigError, ControlError
+from chameleon_ft.runtime.profiling.exchange import Exchange, fit_link
+from chameleon_ft.runtime.profiling.link_peer import measure_link_to, serve_link
+from chameleon_ft.runtime.profiling.links import local_backend, measure_local_links, message_sizes
+from chameleon_ft.runtime.profiling.members import Member, memberships, rendezvous_store, run_members
+from tests.runtime.ranks import TIMEOUTS
+
+sizes = st.lists(st.integers(1, 1 << 24), min_size=2, max_size=8, unique=True)
+links = st.builds(Link, st.floats(1e-6, 1e-2), st.floats(1e6, 1e11))
+
+
+def deviation(link: Link, times: Sequence[tuple[int, float]]) -> float:
+    return sum(abs(link.message_s(num_bytes) - seconds) / seconds for num_bytes, seconds in times)
+
+
+@given(links, sizes)
+def test_a_link_that_keeps_to_the_model_is_found(link: Link, sizes: list[int]) -> None:
+    times = [(size, link.message_s(size)) for size in sizes]
+    found = fit_link(times)
+    for size, seconds in times:
+        assert found.message_s(size) == pytest.approx(seconds, rel=1e-6)
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 24), st.floats(1e-6, 10.0)), min_size=1, max_size=8), links)
+def test_no_other_link_fits_better(times: list[tuple[int, float]], other: Link) -> None:
+    assert deviation(fit_link(times), times) <= deviation(other, times) * (1 + 1e-9) + 1e-9
+
+
+@given(links, st.integers(1, 5), st.floats(2.0, 1000.0))
+def test_one_measurement_among_others_that_is_far_off_changes_nothing(link: Link, spoiled: int, factor: float) -> None:
+    clean = [(4**power, link.message_s(4**power)) for power in range(6, 13)]
+    times = [(n, s * factor if number == spoiled else s) for number, (n, s) in enumerate(clean)]
+    found = fit_link(times)
+    assert [found.message_s(n) for n, _ in clean] == pytest.approx([s for _, s in clean], rel=1e-6)
+
+
+def test_sizes_of_the_job_itself_are_measured_too() -> None:
+    sizes = message_sizes([131_000, 0, 131_000])
+    assert 131_000 in sizes
+    assert 0 not in sizes
+    assert list(sizes) == sorted(set(sizes))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"message_bytes": ()},
+        {"message_bytes": (0,)},
+        {"message_bytes": (1 << 40,)},
+        {"message_bytes": (1,), "repeats": 0},
+        {"message_bytes": (1,), "reduced_bytes": (-1,)},
+    ],
+)
+def test_an_exchange_that_nobody_can_mean_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        Exchange(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("devices", "backend"), [(1, "gloo"), (2, "nccl")])
+def test_nccl_needs_an_accelerator_for_each_process(
+    devices: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    assert local_backend(RunConfig(backend="nccl", device="cuda")).backend == backend
+
+
+@pytest.mark.multiprocess
+def test_links_between_processes_of_this_host() -> None:
+    config = RunConfig(workers=3, parallel=Parallel(dp=3, pp=1), batch=Batch(micro_batches=3), timeouts=TIMEOUTS)
+    found = measure_local_links(config, message_bytes=(64, 100_000), repeats=3)
+    assert found.link.latency_s >= 0
+    assert math.isfinite(found.link.bytes_per_s)
+    assert {reduce.workers for reduce in found.all_reduces} == {2, 3}
+    assert all(reduce.time.count == 3 and reduce.time.median_s > 0 for reduce in found.all_reduces)
+
+
+@pytest.mark.multiprocess
+def test_what_a_member_cannot_do_is_said_and_the_others_are_not_waited_for() -> None:
+    exchange, config = Exchange(message_bytes=(64,), repeats=1), RunConfig(timeouts=TIMEOUTS)
+    with rendezvous_store("127.0.0.1", timeout_s=30.0) as store:
+        both = [
+            Member(
+                # The second one finds out that it has no such device while the first one waits for it.
+                config=config.model_copy(update={"device": "emulated"}) if membership.worker else config,
+                membership=membership,
+                exchange=exchange,
+                address="127.0.0.1",
+                local_index=0,
+            )
+            for membership in memberships(2, (), store=store)
+        ]
+        with pytest.raises(ControlError, match='device = "emulated"'):
+            run_members(both)
+
+
+def test_a_host_that_does_not_answer_is_named_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"--peer 127\.0\.0\.1:9: nobody answers.*chameleon profile --serve"):
+        measure_link_to("127.0.0.1:9", RunConfig(), message_bytes=(64,), repeats=1)
+
+
+def test_an_address_of_another_host_cannot_be_answered_on() -> None:
+    with pytest.raises(ConfigError, match=r"--serve 192\.0\.2\.1:9999: cannot listen"):
+        serve_link("192.0.2.1:9999", tell=lambda text: None)

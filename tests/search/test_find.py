@@ -1,0 +1,171 @@
+"""The search against trying everything, and what it says about its plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.errors import PlanError
+from chameleon_ft.estimate import estimate_step, state_bytes
+from chameleon_ft.plan import Placement, data_pipeline_plan
+from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.recovery import reroute
+from chameleon_ft.schedule import CostModel, best_program
+from chameleon_ft.search import BoundFamily, InfeasibleError, find_plan
+from chameleon_ft.workload import LayerCost, Workload
+from tests.search.instances import instance
+from tests.search.oracle import Exhaustive
+
+PRESET = derive_workload(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=1, micro_batches=128)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def small(seed: int) -> CostModel:
+    rng = random.Random(seed)
+    kinds = rng.choice([1, 1, 2, 2, 3])
+    return instance(
+        rng,
+        workers=rng.randint(1, 6),
+        layers=rng.randint(1, 4),
+        micro_batches=rng.randint(1, 5),
+        kinds=kinds,
+        memory=rng.random() < 0.6,
+    )
+
+
+def without_gradients(workload: Workload) -> Workload:
+    return dataclasses.replace(
+        workload, layers=tuple(dataclasses.replace(layer, gradient_bytes=0) for layer in workload.layers)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds)
+def test_a_complete_search_equals_trying_everything(seed: int) -> None:
+    costs = small(seed)
+    least_s = Exhaustive(costs).least_s()
+    if least_s == math.inf:
+        with pytest.raises(InfeasibleError):
+            find_plan(costs, effort=None)
+        return
+    found = find_plan(costs, effort=None)
+    assert found.best.step_s == pytest.approx(least_s, rel=1e-9)
+    assert found.complete
+    assert found.family is BoundFamily.PIPELINES
+    assert found.bound_s <= least_s * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds)
+def test_a_plan_found_in_a_hurry_holds_what_is_said_of_it(seed: int) -> None:
+    costs = small(seed)
+    try:
+        found = find_plan(costs)
+    except InfeasibleError:
+        assert Exhaustive(costs).least_s() == math.inf
+        return
+    plan = found.best.plan
+    assert plan.micro_batches == costs.workload.micro_batches
+    assert found.bound_s <= found.best.step_s
+    estimate = estimate_step(plan, best_program(plan, costs, ceiling=found.best.ceiling).program, costs)
+    assert not estimate.over_capacity(costs)
+    assert found.bound_s <= estimate.step_s
+
+
+@pytest.mark.parametrize("lost", [(), (7,), (0, 9, 31)])
+def test_no_plan_for_a_preset_moves_less_and_is_faster(lost: tuple[int, ...]) -> None:
+    cluster = device("h100-80g").cluster(32).without(lost)
+    costs = CostModel(PRESET, cluster)
+    before = data_pipeline_plan(
+        layer_costs=[layer.forward_s + layer.backward_s for layer in PRESET.layers],
+        dp=8,
+        pp=4,
+        micro_batches=128,
+        split_backward=True,
+    )
+    others = {"reroute": reroute(before, lost, costs)} if lost else {"before": before}
+    found = find_plan(costs, current=before.placement, others=others)
+    front = [found.best, *found.alternatives]
+    assert [each.step_s for each in front] == sorted(each.step_s for each in front)
+    moved = [each.least_moved_bytes for each in front]
+    assert moved == sorted(moved, reverse=True)
+    assert len(set(moved)) == len(moved)
+    assert moved[-1] == 0, "what was handed in moves nothing"
+    assert found.bound_s < found.best.step_s
+    assert all(each.peak_bytes <= 80 * 10**9 for each in front)
+
+
+def test_one_pipeline_takes_what_its_plan_takes() -> None:
+    costs = CostModel(dataclasses.replace(PRESET, micro_batches=8), device("h100-80g").cluster(2))
+    found = find_plan(costs)
+    assert len({route.hops for route in found.best.plan.routes}) == 1
+    program = best_program(found.best.plan, costs, ceiling=found.best.ceiling).program
+    assert estimate_step(found.best.plan, program, costs).step_s == pytest.approx(found.best.step_s)
+
+
+def test_a_worker_that_would_slow_the_rest_stays_idle() -> None:
+    link = Link(0.0, math.inf)
+    layer = LayerCost("layer", 1.0, 1.0, 1.0)
+    workers = (Worker(0, "host"), Worker(1, "host"), Worker(2, "host", speed=0.01))
+    costs = CostModel(Workload((layer,) * 2, 4, 1), Cluster(workers, link, link))
+    found = find_plan(costs, effort=None)
+    assert found.best.plan.workers == (0, 1)
+    assert found.best.step_s == pytest.approx(2 * 2 * 3)
+
+
+def test_a_slow_worker_gets_fewer_micro_batches() -> None:
+    link = Link(10.0, math.inf)
+    workers = (Worker(0, "host"), Worker(1, "host", speed=0.5))
+    costs = CostModel(Workload((LayerCost("layer", 1.0, 1.0, 1.0),), 6, 1), Cluster(workers, link, link))
+    found = find_plan(costs, effort=None)
+    assert Counter(route.hops[0].worker for route in found.best.plan.routes) == {0: 4, 1: 2}
+
+
+def test_what_nobody_holds_has_to_move() -> None:
+    workload = without_gradients(PRESET)
+    costs = CostModel(workload, device("h100-80g").cluster(8))
+    found = find_plan(costs)
+    copies = len({route.hops for route in found.best.plan.routes})
+    assert found.best.least_moved_bytes == copies * sum(map(state_bytes, workload.layers))
+    again = find_plan(costs, current=found.best.plan.placement)
+    assert again.best.least_moved_bytes == 0
+
+
+def test_the_bound_of_many_kinds_is_that_of_equal_fast_workers() -> None:
+    link = Link(0.0, math.inf)
+    workers = tuple(Worker(number, "host", speed=1 - number / 100) for number in range(12))
+    costs = CostModel(Workload((LayerCost("layer", 1.0, 1.0, 1.0),) * 12, 24, 1), Cluster(workers, link, link))
+    found = find_plan(costs)
+    assert found.family is BoundFamily.PIPELINES_ANY_MEMORY
+    assert not found.complete
+    assert 0 <= found.gap < 0.5
+
+
+def test_a_plan_handed_in_that_does_not_fit_is_named() -> None:
+    layer = LayerCost("layer", 1.0, 1.0, 1.0, param_bytes=10)
+    link = Link(0.0, math.inf)
+    workers = tuple(Worker(number, "host", memory_bytes=15) for number in range(2))
+    costs = CostModel(Workload((layer,) * 2, 2, 1), Cluster(workers, link, link))
+    whole = data_pipeline_plan(layer_costs=[1.0, 1.0], dp=2, pp=1, micro_batches=2)
+    found = find_plan(costs, others={"whole": whole})
+    assert dict(found.too_large) == {"whole": 5}
+    assert found.best.name == "pipelines"
+
+
+def test_nobody_left_to_plan_for() -> None:
+    link = Link(0.0, math.inf)
+    with pytest.raises(PlanError, match="no worker is left"):
+        find_plan(CostModel(PRESET, Cluster((), link, link)))
+
+
+def test_the_same_question_gets_the_same_answer() -> None:
+    costs = CostModel(PRESET, device("h100-80g").cluster(32).without((3,)))
+    placement = Placement(len(PRESET.layers), {})
+    assert find_plan(costs, current=placement) == find_plan(costs, current=placement)

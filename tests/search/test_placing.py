@@ -1,0 +1,98 @@
+"""Which worker takes which stage, and what gradient sync makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.estimate import estimate_sync
+from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.schedule import CostModel, Operation, Program, replay
+from chameleon_ft.search._arrange import by_pipeline, by_stage
+from chameleon_ft.search._cuts import Cuts
+from chameleon_ft.search._kinds import Crew
+from chameleon_ft.search._sync import PlacedPipeline, synced_s
+from chameleon_ft.search._timed import Timer
+from tests.search.instances import instance
+from tests.search.oracle import cuts
+
+NEAR, FAR = Link(0.0, 1000.0), Link(0.1, 10.0)
+
+
+def hosts(sizes: list[int]) -> Cluster:
+    names = [f"host {number}" for number, size in enumerate(sizes) for _ in range(size)]
+    return Cluster(tuple(Worker(worker, name) for worker, name in enumerate(names)), NEAR, FAR)
+
+
+def crossings(pipelines: list[tuple[int, ...]], cluster: Cluster) -> int:
+    host = {worker.id: worker.host for worker in cluster.workers}
+    return sum(host[a] != host[b] for workers in pipelines for a, b in pairwise(workers))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "depths", "expected"),
+    [([4, 4], [4, 4], 0), ([8, 8], [3, 4, 4, 5], 0), ([3, 4], [4, 3], 0), ([3, 3], [2, 2, 2], 1), ([4, 4], [8], 1)],
+)
+def test_pipelines_stay_inside_hosts_where_they_fit(sizes: list[int], depths: list[int], expected: int) -> None:
+    cluster = hosts(sizes)
+    placed = by_pipeline([(0,) * depth for depth in depths], Crew.of(cluster), cluster)
+    assert list(map(len, placed)) == depths
+    assert len({worker for workers in placed for worker in workers}) == sum(depths)
+    assert crossings(placed, cluster) == expected
+
+
+def test_equal_stages_share_a_host() -> None:
+    cluster = hosts([4, 4])
+    placed = by_stage([(0, 0)] * 4, [(1, 2)] * 4, Crew.of(cluster))
+    assert {cluster.worker(workers[0]).host for workers in placed} == {"host 0"}
+    assert {cluster.worker(workers[1]).host for workers in placed} == {"host 1"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), split=st.booleans())
+def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: bool) -> None:
+    rng = random.Random(seed)
+    layers = rng.randint(1, 5)
+    depths = [rng.randint(1, layers) for _ in range(rng.randint(1, 5))]
+    costs = instance(rng, workers=sum(depths), layers=layers, micro_batches=1, kinds=1, memory=False)
+    workload = dataclasses.replace(
+        costs.workload,
+        layers=tuple(dataclasses.replace(layer, gradient_bytes=rng.randint(1, 90)) for layer in costs.workload.layers),
+    )
+    own = tuple(Worker(worker.id, f"host {worker.id % 3}") for worker in costs.cluster.workers)
+    costs = CostModel(workload, Cluster(own, NEAR, FAR))
+    crew = Crew.of(costs.cluster)
+    timer = Timer(costs, crew, Cuts(costs, crew.kinds, split_backward=split))
+    classes = {depth: (rng.choice(list(cuts(layers, depth))), rng.randint(1, 4)) for depth in set(depths)}
+    placed = [
+        PlacedPipeline(timer.timed(workers, (0,) * depth, *classes[depth], best=True), workers)
+        for depth, workers in zip(
+            depths, by_pipeline([(0,) * depth for depth in depths], crew, costs.cluster), strict=True
+        )
+    ]
+    held: dict[int, tuple[LayerRange, ...]] = {}
+    operations: dict[int, tuple[Operation, ...]] = {}
+    first = 0
+    for pipeline in placed:
+        renamed = dict(zip((hop.worker for hop in pipeline.timed.plan.routes[0].hops), pipeline.workers, strict=True))
+        for hop in pipeline.timed.plan.routes[0].hops:
+            worker = renamed[hop.worker]
+            held[worker] = (hop.layers,)
+            operations[worker] = tuple(
+                dataclasses.replace(
+                    operation,
+                    micro_batch=first + operation.micro_batch,
+                    receive_from=None if operation.receive_from is None else renamed[operation.receive_from],
+                    send_to=None if operation.send_to is None else renamed[operation.send_to],
+                )
+                for operation in pipeline.timed.program.of(hop.worker)
+            )
+        first += pipeline.timed.micro_batches
+    whole = estimate_sync(Placement(layers, held), replay(Program(operations), costs), costs)
+    assert synced_s(placed, costs) == pytest.approx(max(whole.end_s, whole.program_s))
