@@ -179,7 +179,7 @@ class _Storages(TorchDispatchMode):
     """Counts every storage from the operation that makes it until it is gone."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self._alive = 0
         self._known: set[int] = set()
 

@@ -41,7 +41,7 @@ from chameleon_ft.workload import LayerCost, Workload
 __all__ = ["Case", "Outcome", "beyond", "cases", "compared", "optimum_s"]
 
 _LARGEST_GAP: Final = 0.03
-_LEAST_SOLVED: Final = 0.6
+_LEAST_SOLVED: Final = 0.9
 
 _Key = tuple[OperationKind, int, int]  # of an operation: kind, micro-batch, hop
 
@@ -312,9 +312,9 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = report_arguments(__doc__, name="optimum")
-    parser.add_argument("--count", type=int, default=64, help="number of cases")
+    parser.add_argument("--count", type=int, default=80, help="number of cases")
     parser.add_argument("--seed", type=int, default=0, help="from which they are drawn")
-    parser.add_argument("--most-operations", type=int, default=120, help="larger cases are not drawn")
+    parser.add_argument("--most-operations", type=int, default=160, help="larger cases are not drawn")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that CP-SAT may take for a case")
     parser.add_argument("--threads", type=int, default=2, help="threads of CP-SAT")
     return parser.parse_args()

@@ -14,6 +14,8 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 from benchmarks._common import Bar, Report, Spread, add_most_others, new_folder, report_arguments
@@ -67,7 +69,7 @@ def main() -> int:
     compared = [_compare(seed, equal=seed % 3 == 0) for seed in range(given.instances)]
     neighbours = Neighbours(most=given.most_others)
     timed = [
-        neighbours.undisturbed(lambda _, question=question: _time(*question, given.repeats), folder / "times")
+        neighbours.undisturbed(partial(_time, *question, given.repeats), folder / "times")
         for question in _questions(given.largest)
     ]
     gaps = {(model, workers): _gaps(model, workers, given.losses) for model in given.models for workers in given.sizes}
@@ -129,10 +131,11 @@ def _questions(largest: int) -> list[tuple[str, float, CostModel]]:
     return questions
 
 
-def _time(name: str, limit_ms: float, costs: CostModel, repeats: int) -> Timed:
+def _time(name: str, limit_ms: float, costs: CostModel, repeats: int, _: Path) -> Timed:
+    """Ask so many times; nothing is written."""
     progress(f"times: {name}")
     times: list[float] = []
-    for _ in range(repeats):
+    for _repeat in range(repeats):
         start = time.perf_counter()
         result = find_plan(costs)
         times.append((time.perf_counter() - start) * 1000)

@@ -135,7 +135,7 @@ def test_a_slowed_profile_takes_so_much_longer(factor: float) -> None:
     assert after.inter_host is not None
     assert after.intra_host.message_s(100) == pytest.approx(factor * before.intra_host.message_s(100))
     assert after.inter_host.message_s(100) == pytest.approx(factor * (0.5 + 100 / 8))
-    assert after.times == after.all_reduces == (), "what was measured was not measured like this"
+    assert (after.times, after.all_reduces) == ((), ()), "what was measured was not measured like this"
 
 
 def test_latencies_have_a_floor_where_one_is_given() -> None:

@@ -68,7 +68,7 @@ class Ranks:
     def run(self, function: RankFunction, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Run ``function(*arguments[rank])`` in the first ranks and return what they return.
 
-        Raises AssertionError with the traceback of the first one that raised. Where a rank ended instead, its place
+        Raises AssertionError with the tracebacks of those that raised. Where a rank ended instead, its place
         holds a RankLostError.
         """
         self.start(function, arguments)
@@ -80,9 +80,8 @@ class Ranks:
 
     def results(self, count: int) -> list[Any]:
         answers = [self._answer(pipe) for pipe in self._pipes[:count]]
-        for answer in answers:
-            if isinstance(answer, str):
-                raise AssertionError(f"a rank raised:\n{answer}")
+        raised = [f"rank {rank} raised:\n{answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
+        assert not raised, "\n".join(raised)
         return [answer if isinstance(answer, RankLostError) else answer[0] for answer in answers]
 
     def memberships(

@@ -21,7 +21,7 @@ from chameleon_ft.models.llama import Block, Embedding, Head, next_token_loss
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
 from chameleon_ft.runtime.batches import KEPT_MICRO_BATCHES
 from chameleon_ft.runtime.profiling.device import claim_device, device_memory_bytes, device_name
-from chameleon_ft.runtime.profiling.hops import ModelOnDevice, ResidentLayers
+from chameleon_ft.runtime.profiling.hops import Hop, ModelOnDevice, ResidentLayers
 from chameleon_ft.runtime.profiling.layers import LayerBytes, layer_bytes, measure_layers, operation_overhead_s
 from chameleon_ft.runtime.profiling.measure import model_on_device
 from chameleon_ft.runtime.profiling.memory import held_in_phases
@@ -190,8 +190,18 @@ def test_every_layer_is_timed(layers: int) -> None:
         assert (times.input_grad.median_s == 0) == (number == 0), "the first layer owes nobody a gradient"
 
 
-def test_one_layer_has_nothing_to_be_compared_with() -> None:
-    assert operation_overhead_s(on_device(toy_job(1), samples=2), repeats=2) == 0.0
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_model_of_few_layers_has_nothing_to_be_compared_with(layers: int) -> None:
+    assert operation_overhead_s(on_device(toy_job(layers), samples=2), repeats=2) == 0.0
+
+
+def test_what_every_hop_costs_beside_its_layers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fused_s(hop: Hop, model: ModelOnDevice) -> tuple[float, float]:
+        layers = len(hop.layers)
+        return 0.25 + 2.0 * layers, 0.25 + 3.0 * layers
+
+    monkeypatch.setattr("chameleon_ft.runtime.profiling.layers._fused_s", fused_s)
+    assert operation_overhead_s(on_device(toy_job(5), samples=2), repeats=3) == pytest.approx(0.25)
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

@@ -103,9 +103,7 @@ def _check(given: ProfileArguments) -> None:
     if given.config is None and given.model is None:
         raise ConfigError("nothing to profile: give a CONFIG, or a published --model and its --device")
     if given.config is not None and given.device is not None:
-        raise ConfigError(
-            f"--device {given.device}: what is measured is the device at hand, which {given.config} names"
-        )
+        raise ConfigError(f"--device {given.device}: is for --model; what {given.config} names is measured where it is")
     if given.config is None and given.peer is not None:
         raise ConfigError(f"--peer {given.peer}: the links of --device are known; it is for measuring, with a CONFIG")
 

@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import time
 import traceback
-from dataclasses import replace
-from enum import Enum, auto
 from typing import Any
 
 from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.control.checkpoints import CheckpointCollector
-from chameleon_ft.control.decision import Decision, Situation
+from chameleon_ft.control.generations import Generations, Phase
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.members import Members, Worker
 from chameleon_ft.control.messages import (
@@ -34,17 +32,14 @@ from chameleon_ft.control.messages import (
     ProcessState,
     Refused,
     Started,
-    Stop,
-    Vote,
     Welcome,
     WorkerExited,
 )
-from chameleon_ft.control.outage import Loss, Outage, exit_in_words
+from chameleon_ft.control.outage import Loss, exit_in_words
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.server import Departure, Peer
-from chameleon_ft.control.suspicion import Suspicion
 from chameleon_ft.control.watchdog import Watchdog
-from chameleon_ft.errors import ControlError, NoHolderError
+from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import (
     FaultLog,
     NoticedBy,
@@ -60,15 +55,6 @@ __all__ = ["Coordinator"]
 
 _TICK_S = 0.05
 _REFUSALS_RECORDED = 100  # each; after that at every power of two
-_UNEXPLAINED_RETRIES = 3  # generations that may fail in a row with nobody to blame
-
-
-class _Phase(Enum):
-    GATHERING = auto()  # workers are joining
-    STOPPING = auto()  # a generation is over, and not all survivors have parked
-    REGROUPING = auto()  # a new generation has its orders, and has not run an operation
-    TRAINING = auto()
-    OVER = auto()
 
 
 class Coordinator:
@@ -94,27 +80,26 @@ class Coordinator:
         self._run = run
         self._recorder = recorder
         self._job = job
-        self._store_port = store_port
         self._resume = resume
         self._members = Members(config.workers)
         self._faults = FaultLog(run.faults_file)
         self._watchdog = Watchdog(config.timeouts)
         self._planner = Planner(config, job, profile=profile, plan=plan)
-        self._phase = _Phase.GATHERING
-        # A run that goes on continues the numbers, for its records are kept by generation.
-        self._generation = run.last_generation()
-        self._plan: Plan | None = None
-        self._decision: Decision | None = None
-        self._committed = 0
-        self._last_vote: Vote | None = None
-        self._parked: dict[int, Parked] = {}
-        self._park_by = 0.0  # by the event loop's clock
-        self._suspicion = Suspicion()
-        self._outage = Outage()
         self._crashes: dict[int, str] = {}  # step -> the error that ended a worker in it
-        self._finished: set[int] = set()
         self._checkpoints = CheckpointCollector(
             run.checkpoints, num_layers=job.num_layers, model=job.fingerprint, keep=config.checkpoint.keep
+        )
+        self._generations = Generations(
+            owner=self,
+            members=self._members,
+            planner=self._planner,
+            recorder=recorder,
+            watchdog=self._watchdog,
+            checkpoints=self._checkpoints,
+            timeouts=config.timeouts,
+            store_port=store_port,
+            # A run that goes on continues the numbers, for its records are kept by generation.
+            last=run.last_generation(),
         )
         self._interrupted = False
         self._refusals = 0
@@ -131,9 +116,7 @@ class Coordinator:
             status, reason = await asyncio.shield(self._end)
         finally:
             watching.cancel()
-        self._phase = _Phase.OVER
-        if self._outage.losses:  # of workers that had done their part, or of a run that ended before it could go on
-            self._record_outage(None if status == "failed" else self._decision, stop=reason)
+        self._generations.close(status, reason)
         self._members.tell(Exit(reason=reason))
         for supervisor in self._members.supervisors:
             supervisor.send(Exit(reason=reason))
@@ -142,7 +125,7 @@ class Coordinator:
 
     def interrupt(self) -> None:
         """End the run after the current step with a checkpoint; called again, or before training, at once."""
-        if self._phase is _Phase.GATHERING or self._interrupted:
+        if self._generations.phase is Phase.GATHERING or self._interrupted:
             self.end("interrupted", "interrupted by the user")
             return
         self._interrupted = True
@@ -166,25 +149,20 @@ class Coordinator:
             now = loop.time()
             self._watchdog.forgive(max(0.0, now - last - 2 * _TICK_S))
             last = now
-            if self._phase not in (_Phase.TRAINING, _Phase.REGROUPING, _Phase.STOPPING):
+            if self._generations.phase not in (Phase.TRAINING, Phase.REGROUPING, Phase.STOPPING):
                 continue
-            if self._phase is _Phase.STOPPING and now > self._park_by:
-                self._lose_the_unparked()
+            for worker in self._generations.overdue(now):
+                self.lose(worker, "watchdog", "hung: it does not leave its operation")
             if (probe := self._watchdog.ask(now)) is not None:
                 self._members.tell(Probe(probe=probe))
                 for supervisor in self._members.supervisors:
                     supervisor.send(Probe(probe=probe))
 
-    def _lose_the_unparked(self) -> None:
-        for worker in self._members.live():
-            if worker not in self._parked:
-                self._lose(self._members[worker], "watchdog", "hung: it does not leave its operation")
-
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def message(self, peer: Peer, message: Message) -> None:
         """Act on what somebody says. Raises ControlError where that one may not say it."""
-        if self._phase is _Phase.OVER or self._members.is_fenced(peer):
+        if self._generations.phase is Phase.OVER or self._members.is_fenced(peer):
             return
         match message:
             case Hello():
@@ -205,16 +183,17 @@ class Coordinator:
 
     def departed(self, peer: Peer, how: Departure) -> None:
         """Give up the worker, or the host, at the other end of a connection that has ended."""
-        if (host := self._members.remove_supervisor(peer)) is not None and self._phase is not _Phase.OVER:
+        host = self._members.remove_supervisor(peer)
+        if host is not None and self._generations.phase is not Phase.OVER:
             self._recorder.event("host_lost", host=host)
-            if self._phase is _Phase.GATHERING:
+            if self._generations.phase is Phase.GATHERING:
                 self.end("failed", f"host {host} was lost before the run began; see {self._run.logs}")
         worker = self._members.worker_of(peer)
         if worker is None:
             return
         worker.peer = None
         cause = "control connection closed" if how == "connection" else "no heartbeat"
-        self._lose(worker, how, cause)
+        self.lose(worker.id, how, cause)
 
     def refused(self, address: str, reason: str) -> None:
         """Record that somebody was turned away; of very many, as from a scanner, ever fewer are written down."""
@@ -231,21 +210,21 @@ class Coordinator:
             traceback.print_exception(error, file=file)
 
     def _worker_message(self, worker: Worker, message: Message) -> None:
+        generations = self._generations
         match message:
             case Committed():
                 self._on_committed(worker, message)
             case Position():
                 self._judge(worker, message)
-            case Parked(generation=generation) if generation == self._generation:
-                self._parked[worker.id] = message
-                self._proceed()
-            case Started(generation=generation) if generation == self._generation:
-                self._on_started()
-            case PeerFailed(generation=generation) if generation == self._reported_generation:
-                self._on_peer_failed(worker, message)
-            case Finished(generation=generation) if generation == self._generation:
-                self._finished.add(worker.id)
-                self._end_if_finished()
+            case Parked(generation=generation) if generation == generations.number:
+                generations.parked(worker.id, message)
+            case Started(generation=generation) if generation == generations.number:
+                generations.started()
+            case PeerFailed(generation=generation) if generation == generations.reported:
+                generations.peer_failed(worker.id, message)
+            case Finished(generation=generation) if generation == generations.number:
+                if generations.finished(worker.id):
+                    self._end_of_training()
             case Crashed(error=error):
                 worker.crash = error
                 self._on_crash(worker, error)
@@ -256,15 +235,10 @@ class Coordinator:
             case _:
                 raise ControlError(f"a rank does not say {message.type!r}")
 
-    def _send(self, worker: int, message: Message) -> None:
-        peer = self._members[worker].peer
-        if peer is not None:
-            peer.send(message)
-
     # --- joining -----------------------------------------------------------------------------------------------------
 
     def _join(self, peer: Peer, hello: Hello) -> None:
-        if self._phase is not _Phase.GATHERING:
+        if self._generations.phase is not Phase.GATHERING:
             raise ControlError(f"worker {hello.worker} comes too late: the run has begun")
         self._members.join(peer, hello)
         peer.send(
@@ -276,38 +250,27 @@ class Coordinator:
     def _begin(self) -> None:
         checkpoints = self._checkpoints.complete() if self._resume else []
         decision = self._planner.start(self._members.live(), checkpoint=checkpoints[-1] if checkpoints else None)
-        self._generation += 1
-        self._launch(decision)
+        self._generations.begin(decision)
         self._recorder.started(
             self._planner.describe(
-                decision.plan, run=str(self._run.path), first_step=decision.first_step, generation=self._generation
+                decision.plan,
+                run=str(self._run.path),
+                first_step=decision.first_step,
+                generation=self._generations.number,
             )
         )
 
     # --- progress ----------------------------------------------------------------------------------------------------
 
-    def _on_started(self) -> None:
-        self._watchdog.progress(asyncio.get_running_loop().time())
-        if self._phase is not _Phase.REGROUPING:
-            return
-        self._phase = _Phase.TRAINING
-        if self._outage.losses:
-            self._record_outage(self._decision)
-        self._outage = Outage()
-
     def _on_committed(self, worker: Worker, message: Committed) -> None:
-        decision = self._decision
-        if decision is None:
+        plan = self._generations.plan
+        if plan is None:
             return
         self._watchdog.operation(message.times.longest_s)
-        if message.generation == self._generation:
-            self._planner.measure(worker.id, decision.plan, message.times)
-        if message.step != self._committed:
+        if message.generation == self._generations.number:
+            self._planner.measure(worker.id, plan, message.times)
+        if not self._generations.step_committed(message):
             return  # another worker was first
-        self._committed = message.step + 1
-        self._last_vote = message.vote
-        self._suspicion.settle()
-        self._watchdog.committed(asyncio.get_running_loop().time(), step_s=message.step_s)
         vote = message.vote
         self._recorder.step(
             StepRecord(
@@ -318,7 +281,7 @@ class Coordinator:
                 samples=vote.samples,
                 tokens=vote.terms,
                 step_s=message.step_s,
-                workers=len(decision.plan.workers),
+                workers=len(plan.workers),
                 generation=message.generation,
             )
         )
@@ -331,11 +294,8 @@ class Coordinator:
             self._recorder.event("checkpoint", step=message.step)
             asyncio.get_running_loop().run_in_executor(None, self._checkpoints.prune)
 
-    def _end_if_finished(self) -> None:
-        plan = self._plan
-        if plan is None or not self._finished.issuperset(plan.workers):
-            return
-        if self._committed < self._config.steps:
+    def _end_of_training(self) -> None:
+        if self._generations.committed < self._config.steps:
             self.end("interrupted", "interrupted by the user, with a checkpoint")
         else:
             self.end("finished", "all steps are trained")
@@ -345,168 +305,52 @@ class Coordinator:
     def _judge(self, worker: Worker, answer: Position | ProcessState) -> None:
         verdict = self._watchdog.judge(worker.id, answer)
         if verdict is not None:
-            self._lose(worker, "watchdog", verdict.reason)
+            self.lose(worker.id, "watchdog", verdict.reason)
 
     def _exited(self, worker: Worker, exit_code: int) -> None:
         worker.exit_code = exit_code
-        self._lose(worker, "child", exit_in_words(exit_code))
+        self.lose(worker.id, "child", exit_in_words(exit_code))
 
     def _on_crash(self, worker: Worker, error: str) -> None:
         """A rank's own code failed: its loss, unless every other one would fail of the same."""
-        if self._phase is _Phase.GATHERING or self._crashes.get(self._committed) == error or self._committed == 0:
+        step = self._generations.committed
+        if self._generations.phase is Phase.GATHERING or self._crashes.get(step) == error or step == 0:
             log = self._run.logs / f"worker-{worker.id}.log"
-            self.end("failed", f"worker {worker.id} failed in step {self._committed}: {error}; see {log}")
+            self.end("failed", f"worker {worker.id} failed in step {step}: {error}; see {log}")
             return
-        self._crashes[self._committed] = error
-        self._lose(worker, "self", error)
+        self._crashes[step] = error
+        self.lose(worker.id, "self", error)
 
-    @property
-    def _reported_generation(self) -> int:
-        """The generation whose failed messages matter: while it is being stopped, the one before this."""
-        return self._generation - 1 if self._phase is _Phase.STOPPING else self._generation
-
-    def _on_peer_failed(self, worker: Worker, message: PeerFailed) -> None:
-        known = self._plan is not None and message.peer in self._plan.workers
-        self._suspicion.report(worker.id, message.peer if known else None, message.error)
-        if self._phase in (_Phase.TRAINING, _Phase.REGROUPING):
-            self._stop()
-
-    def _lose(self, worker: Worker, noticed_by: NoticedBy, cause: str) -> None:
-        if worker.lost or self._phase is _Phase.OVER:
+    def lose(self, worker: int, noticed_by: NoticedBy, cause: str) -> None:
+        """Give up a worker: fence it, and go on without it."""
+        lost = self._members[worker]
+        if lost.lost or self._generations.phase is Phase.OVER:
             return
-        self._members.fence(worker)
-        if self._phase is _Phase.GATHERING:
-            self.end("failed", f"worker {worker.id} ended before the run began: {cause}; see {self._run.logs}")
+        self._members.fence(lost)
+        if self._generations.phase is Phase.GATHERING:
+            self.end("failed", f"worker {worker} ended before the run began: {cause}; see {self._run.logs}")
             return
-        fault = self._fault(worker)
-        self._outage.losses.append(
+        fault = self._fault(lost)
+        self._generations.lost(
             Loss(
-                worker=worker.id,
-                step=self._committed,
+                worker=worker,
+                step=self._generations.committed,
                 noticed_by=noticed_by,
                 cause=cause,
                 noticed_at=time.time(),
                 failed_at=None if fault is None else fault["time"],
             )
         )
-        if self._phase is _Phase.STOPPING:
-            self._parked.pop(worker.id, None)
-            self._proceed()
-        elif self._plan is not None and worker.id in self._plan.workers:
-            if worker.id not in self._finished:
-                self._stop()
-        elif self._phase is _Phase.TRAINING:
-            assert self._decision is not None
-            spared = replace(
-                self._decision,
-                first_step=self._committed,
-                policy="none",
-                action="it was a spare: nothing changes",
-                lost_layers=(),
-            )
-            self._record_outage(spared)
 
-    def _stop(self) -> None:
-        """End the generation: everyone leaves what it is doing and says what it holds."""
-        self._generation += 1
-        self._phase = _Phase.STOPPING
-        self._parked.clear()
-        self._finished.clear()
-        self._members.tell(Stop(generation=self._generation))
-        self._park_by = asyncio.get_running_loop().time() + self._config.timeouts.collective_s
-        self._watchdog.progress(asyncio.get_running_loop().time())
-        self._proceed()
-
-    def _proceed(self) -> None:
-        """Once all survivors have parked, decide and tell everyone how to go on."""
-        if self._phase is not _Phase.STOPPING or not self._parked.keys() >= set(self._members.live()):
-            return
-        assert self._plan is not None
-        if set(self._members.live()).issuperset(self._plan.workers) and self._blame():
-            return
-        self._suspicion.dismiss()
-        self._outage.stopped_at = time.time()
-        situation = Situation(
-            plan=self._plan,
-            live=self._members.live(),
-            parked=self._parked,
-            committed=self._committed,
-            last_vote=self._last_vote,
-            checkpoints=self._checkpoints.complete(),
-        )
-        try:
-            if not situation.live:
-                raise ControlError("no worker is left")
-            decision = self._planner.go_on(situation, self._members.hosts())
-        except (NoHolderError, ControlError) as error:
-            self._give_up(error)
-            return
-        self._launch(decision)
-        self._outage.decided_at = time.time()
-
-    def _blame(self) -> bool:
-        """Messages failed, and yet everyone is there: give up who is in most of them, or try again if nobody is named.
-
-        Returns whether that changed who is live or ended the run, and so has taken care of going on.
-        """
-        suspicion = self._suspicion
-        self._recorder.event("messages_failed", generation=self._generation - 1, reports=suspicion.reports)
-        if (suspect := suspicion.suspect()) is not None:
-            self._lose(self._members[suspect], "peer", f"messages with it failed: {suspicion.last_error}")
-            return True
-        if suspicion.unexplained > _UNEXPLAINED_RETRIES:
-            self.end(
-                "failed",
-                f"messages failed {suspicion.unexplained} times in a row though no worker is lost, at last because "
-                f"{suspicion.last_error}; check that the workers reach each other at the addresses of --host",
-            )
-            return True
-        return False
-
-    def _give_up(self, error: NoHolderError | ControlError) -> None:
-        reason = str(error)
-        if isinstance(error, NoHolderError):
-            reason += "; there is no complete checkpoint in this run: set checkpoint.every to have some"
-        self._record_outage(None, stop=reason)
-        self.end("failed", reason)
-
-    def _launch(self, decision: Decision) -> None:
-        """Give every member of the plan its orders for the current generation."""
-        plan = decision.plan
-        planned, told = self._planner.orders(
-            decision, self._members.hosts(), generation=self._generation, store_port=self._store_port
-        )
-        self._plan = plan
-        self._decision = decision
-        self._committed = decision.first_step
-        self._finished.clear()
-        if decision.load != "keep":
-            self._checkpoints.forget(self._generation)
-        self._phase = _Phase.REGROUPING
-        self._watchdog.progress(asyncio.get_running_loop().time())
-        for worker, order in told.items():
-            self._send(worker, order)
-        self._recorder.plan(planned, policy=decision.policy)
-
-    def _record_outage(self, decision: Decision | None, *, stop: str = "") -> None:
-        now = time.time()
-        outage, self._outage = self._outage, Outage()
-        outage = replace(
-            outage, stopped_at=outage.stopped_at or now, decided_at=outage.decided_at or outage.stopped_at or now
-        )
-        for record in outage.records(
-            decision, generation=self._generation, resumed_at=now, cause_of=self._cause, stop=stop
-        ):
-            self._recorder.failure(record)
+    def cause(self, loss: Loss) -> str:
+        """Say what is known by now of why a worker was lost."""
+        worker = self._members[loss.worker]
+        return loss.cause_in_words(crash=worker.crash, exit_code=worker.exit_code, fault=self._fault(worker))
 
     def _fault(self, worker: Worker) -> dict[str, Any] | None:
         """Return the failure that was injected into a worker in this life of the run."""
         fault = self._faults.last(worker.id)
         return fault if fault is not None and fault["time"] >= self._began_at else None
-
-    def _cause(self, loss: Loss) -> str:
-        worker = self._members[loss.worker]
-        return loss.cause_in_words(crash=worker.crash, exit_code=worker.exit_code, fault=self._fault(worker))
 
     def _inject(self, message: Inject) -> Message:
         if message.worker not in self._members.live():
@@ -516,5 +360,5 @@ class Coordinator:
             self._faults.append(worker=worker.id, kind="kill", phase=None, step=None)
             worker.supervisor.send(Kill(worker=worker.id))
         else:
-            self._send(worker.id, message)
+            self._members.send(worker.id, message)
         return message

@@ -109,6 +109,11 @@ class Members:
             if worker.peer is not None and not worker.lost:
                 worker.peer.send(message)
 
+    def send(self, worker: int, message: Message) -> None:
+        """Send to one worker, if its connection is there."""
+        if (peer := self._workers[worker].peer) is not None:
+            peer.send(message)
+
     def fence(self, worker: Worker) -> None:
         """See to it that a lost worker takes no further part: its process is ended and its connection dropped."""
         worker.lost = True

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
 from websockets.exceptions import ConnectionClosed
@@ -136,7 +136,7 @@ def control_server(
         close_timeout=heartbeat_s / 4,
         compression=None,
         max_size=None,
-        create_connection=partial(_Connection, handler),
+        create_connection=cast("type[ServerConnection]", partial(_Connection, handler)),
     )
 
 

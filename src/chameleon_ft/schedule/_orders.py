@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from chameleon_ft.plan.plan import Plan
@@ -10,12 +11,16 @@ from chameleon_ft.schedule._network import Network
 from chameleon_ft.schedule.program import Operation, OperationKind, Program
 
 
-def schedule(network: Network, rules: Rules) -> Schedule:
+def schedule(network: Network, rules: Rules, ways: Sequence[range] | None = None) -> Schedule:
     """The engine's schedule under `rules`; at a dead end, under smaller limits; in the end, one that cannot get stuck.
 
     Dead ends are rare, and only met when a worker comes more than once in the order of the layers: several ranges.
+    `ways` are the slots of each route, the one that goes first first; `ways_by_place` unless given.
     """
-    rank = _ranks(network)
+    rank = [0] * len(network.slots.worker)
+    for place, way in enumerate(ways_by_place(network) if ways is None else ways):
+        for slot in way:
+            rank[slot] = place
     while True:
         found = _faster_of_both_ways(network, rules, rank)
         if found is not None:
@@ -52,25 +57,25 @@ def build_program(plan: Plan, orders: list[list[int]]) -> Program:
     return Program(operations)
 
 
-def _ranks(network: Network) -> list[int]:
-    """For each slot the place of its micro-batch in its own pipeline; of equal places the lower micro-batch first."""
+def ways_by_place(network: Network) -> list[range]:
+    """The slots of each route, by the place of its micro-batch in its own pipeline; of equals the lower one first."""
     slots = network.slots
     load = [0] * len(network.workers)
     place: list[int] = []
     for worker in slots.worker:
         place.append(load[worker])
         load[worker] += 1
-    count = len(place)
-    ranks: list[int] = []
+    ways: list[tuple[int, range]] = []
     first = 0
-    for slot in range(count):
-        if slots.last[slot]:
+    for slot, last in enumerate(slots.last):
+        if last:
+            way = range(first, slot + 1)
             # A worker that helps out has more to do than those that do not, so the shortest list on a route is that of
             # its own pipeline, and the place in it is the micro-batch's place in the pipeline.
-            home = min(range(first, slot + 1), key=lambda s: load[slots.worker[s]])
-            ranks += [place[home] * count + first] * (slot + 1 - first)
+            home = min(way, key=lambda s: load[slots.worker[s]])
+            ways.append((place[home], way))
             first = slot + 1
-    return ranks
+    return [way for _, way in sorted(ways, key=lambda ranked: ranked[0])]
 
 
 def _one_by_one(network: Network) -> Schedule:

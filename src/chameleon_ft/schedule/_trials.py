@@ -10,6 +10,7 @@ from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._local_search import shortened
 from chameleon_ft.schedule._network import Network, NetworkBuilder
 from chameleon_ft.schedule._orders import schedule
+from chameleon_ft.schedule._rank_search import reranked
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit, limits_of_routes
 
@@ -39,13 +40,18 @@ class Trials:
         return schedule(self.network(routes), rules)
 
     def best(self, routes: Sequence[tuple[Hop, ...]]) -> tuple[Rules, Schedule]:
-        """The first of the ranked schedules, made shorter where possible; then under the largest limits there are."""
+        """The first of the ranked schedules, made shorter where a search finds how.
+
+        Micro-batches are ranked anew under its rules, then operations change places under the largest limits there are.
+        """
         network = self.network(routes)
+        enough_s = network.lower_bound_s() * (1 + ROUNDING)
         rules, found = self.ranked(routes)[0]
         if found.beyond_limits:
             return rules, found
+        found = reranked(network, found, rules, enough_s=enough_s)
         largest = self._rules(routes, extra=max(map(len, routes)), forward_first=rules.forward_first)
-        shorter = shortened(network, found, largest, enough_s=network.lower_bound_s() * (1 + ROUNDING))
+        shorter = shortened(network, found, largest, enough_s=enough_s)
         return (largest, shorter) if shorter.step_s < found.step_s * (1 - ROUNDING) else (rules, found)
 
     def ranked(self, routes: Sequence[tuple[Hop, ...]]) -> list[tuple[Rules, Schedule]]:

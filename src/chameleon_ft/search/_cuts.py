@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
 from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.search._conditions import SyncCost, conditions
 from chameleon_ft.search._kinds import Kind, Shape
 from chameleon_ft.search._memory import StageMemory, base_limit
-from chameleon_ft.workload import LayerCost
 
 Stops = tuple[int, ...]
 
@@ -29,29 +29,6 @@ _PRECISION: Final = 1e-9
 _MANY: Final = 1e12
 # By how much the bound of a cut may be above the least one, where memory rules that one out.
 _SLACKS: Final = (1e-8, 0.01, 0.03, 0.1, 0.3, 1.0, math.inf)
-
-
-@dataclass(frozen=True, slots=True)
-class SyncCost:
-    """Seconds of gradient sync that follow the last operation of any stage: fixed, and for each byte of gradients."""
-
-    fixed_s: float = 0.0
-    per_byte_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Condition:
-    """One line of the bound: head(start) + boundaries + m * (overhead + work of the stage) <= time.
-
-    `first_work` is the work where the stage is the first of its pipeline. Prefix sums over layers, at speed 1.
-    """
-
-    head: list[float]
-    boundary_s: float
-    overhead_s: float
-    first_work: list[float]
-    work: list[float]
-    ends_stage: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +72,12 @@ class Cuts:
         self._memory = StageMemory(costs.workload, split_backward=split_backward)
         self._sync = sync or SyncCost()
         self._gradients = list(accumulate((layer.gradient_bytes for layer in costs.workload.layers), initial=0))
-        self._conditions = _conditions(costs, split_backward=split_backward)
+        self._conditions = conditions(costs, split_backward=split_backward)
         self._least_working = min(layer.working_bytes for layer in costs.workload.layers)
         self._needed: dict[tuple[int, int, bool, int], list[float]] = {}
         self._held: dict[int, list[int]] = {}
         self._heads: dict[tuple[int, float], list[float]] = {}
-        self._compiled: dict[tuple[Shape, int], list[_Stage]] = {}
+        self._stages: dict[tuple[Shape, int], list[_Stage]] = {}
         self._resolved: dict[tuple[Shape, int], tuple[float, float]] = {}
         self._last_most: dict[Shape, int] = {}
 
@@ -109,8 +86,12 @@ class Cuts:
         limit_s = time_s * (1 + _ROUNDING)
         start = 0
         stops: list[int] = []
-        for stage in self._stages(shape, micro_batches):
-            stop = stage.reach(start, limit_s)
+        # Most cuts that are ruled out are so at once: stages are worked out when they are come to.
+        stages = self._stages.setdefault((shape, micro_batches), [])
+        for position in range(len(shape)):
+            if position == len(stages):
+                stages.append(self._stage(shape, position, micro_batches))
+            stop = stages[position].reach(start, limit_s)
             if stop <= start:
                 return None
             stops.append(stop)
@@ -272,17 +253,9 @@ class Cuts:
         possible = self.bound_s(shape, found, micro_batches) <= time_s * (1 + _ROUNDING)
         return found if possible and self.fits(shape, found, micro_batches) else None
 
-    def _stages(self, shape: Shape, micro_batches: int) -> list[_Stage]:
-        key = shape, micro_batches
-        found = self._compiled.get(key)
-        if found is None:
-            fastest = max(self._kinds[kind].speed for kind in set(shape))
-            heads = [self._head_s(number, fastest) for number in range(len(self._conditions))]
-            found = [self._stage(shape, position, micro_batches, heads) for position in range(len(shape))]
-            self._compiled[key] = found
-        return found
-
-    def _stage(self, shape: Shape, position: int, micro_batches: int, heads: list[list[float]]) -> _Stage:
+    def _stage(self, shape: Shape, position: int, micro_batches: int) -> _Stage:
+        fastest = max(self._kinds[kind].speed for kind in set(shape))
+        heads = [self._head_s(number, fastest) for number in range(len(self._conditions))]
         kind = shape[position]
         lines = []
         for number, condition in enumerate(self._conditions):
@@ -311,7 +284,10 @@ class Cuts:
         return self._held_bytes(live), messages + self._least_working
 
     def _reach(self, shape: Shape, position: int, start: int, micro_batches: int, time_s: float) -> int:
-        return self._stages(shape, micro_batches)[position].reach(start, time_s * (1 + _ROUNDING))
+        stages = self._stages.setdefault((shape, micro_batches), [])
+        while len(stages) <= position:
+            stages.append(self._stage(shape, len(stages), micro_batches))
+        return stages[position].reach(start, time_s * (1 + _ROUNDING))
 
     def _head_s(self, number: int, speed: float) -> list[float]:
         found = self._heads.get((number, speed))
@@ -387,46 +363,3 @@ class Cuts:
             return True
         base = base_limit(position, len(shape))
         return self._memory.stage_bytes(start, stop, base, micro_batches) <= capacity
-
-
-def _conditions(costs: CostModel, *, split_backward: bool) -> list[_Condition]:
-    workload = costs.workload
-    overhead_s = workload.operation_overhead_s
-    least_bytes = min((layer.output_bytes for layer in workload.layers[:-1]), default=0)
-    message_s = min(link.message_s(least_bytes) for link in (costs.cluster.intra_host, costs.cluster.inter_host))
-
-    def summed(seconds: Callable[[LayerCost], float]) -> list[float]:
-        return list(accumulate(map(seconds, workload.layers), initial=0.0))
-
-    if not split_backward:
-        work = summed(lambda layer: layer.forward_s + layer.backward_s)
-        return [
-            _Condition(
-                head=work,
-                boundary_s=2 * (message_s + overhead_s),
-                overhead_s=2 * overhead_s,
-                first_work=work,
-                work=work,
-                ends_stage=True,
-            )
-        ]
-    # Of a first stage, only the F of each micro-batch is sure to come before its last I, which costs nothing.
-    forward = summed(lambda layer: layer.forward_s)
-    return [
-        _Condition(
-            head=forward,
-            boundary_s=message_s + overhead_s,
-            overhead_s=3 * overhead_s,
-            first_work=summed(lambda layer: layer.forward_s + layer.backward_s),
-            work=summed(lambda layer: layer.forward_s + layer.halves_s),
-            ends_stage=True,
-        ),
-        _Condition(
-            head=summed(lambda layer: layer.forward_s + min(layer.input_grad_s, layer.backward_s)),
-            boundary_s=2 * (message_s + overhead_s),
-            overhead_s=2 * overhead_s,
-            first_work=forward,
-            work=summed(lambda layer: layer.forward_s + layer.input_grad_s),
-            ends_stage=False,
-        ),
-    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from chameleon_ft.cluster import Cluster
@@ -21,18 +21,22 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """The live workers by kind, the fastest kind first; of each kind host by host, in the order of the cluster."""
+    """The live workers by kind, the fastest kind first; of each kind host by host.
+
+    Hosts with the fewest live workers come first, so that the loss of one worker leads to equal plans whichever it is.
+    """
 
     kinds: tuple[Kind, ...]
     members: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, cluster: Cluster) -> Crew:
-        by_host: dict[str, int] = {}
+        sizes = Counter(worker.host for worker in cluster.workers)
+        by_size = sorted(sizes, key=sizes.__getitem__)
+        places = {host: place for place, host in enumerate(by_size)}
         found: dict[Kind, list[tuple[int, int]]] = defaultdict(list)
         for worker in cluster.workers:
-            host = by_host.setdefault(worker.host, len(by_host))
-            found[Kind(worker.speed, worker.memory_bytes)].append((host, worker.id))
+            found[Kind(worker.speed, worker.memory_bytes)].append((places[worker.host], worker.id))
         # An unknown memory is not checked: as good as any.
         kinds = sorted(found, key=lambda kind: (-kind.speed, kind.memory_bytes is not None, -(kind.memory_bytes or 0)))
         return cls(tuple(kinds), tuple(tuple(worker for _, worker in sorted(found[kind])) for kind in kinds))

@@ -19,13 +19,13 @@ Mix = dict[Size, int]
 # Up to so many table entries times items the table is made at once; it is exact and needs no argument.
 _SMALL: Final = 4_000
 # The most entries of a table for workers of several kinds; the rest of them are dealt out beforehand.
-_STATES: Final = 3_000
+_STATES: Final = 500
 
 
 def best_mix(values: Mapping[Size, int], counts: Sequence[int]) -> tuple[int, Mix]:
     """The most that items can be worth together, with items that are; exact for workers of one kind.
 
-    For several kinds it is exact up to some thousands of ways to take workers out of `counts`. Beyond that most workers
+    For several kinds it is exact up to some hundreds of ways to take workers out of `counts`. Beyond that most workers
     of each kind are dealt out to the items of their own kind that are worth most for each worker.
     """
     useful = {size: value for size, value in values.items() if value > 0}

@@ -16,7 +16,8 @@ from itertools import permutations
 from typing import Final
 
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search._cuts import Cuts, SyncCost
+from chameleon_ft.search._conditions import SyncCost
+from chameleon_ft.search._cuts import Cuts
 from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._mix import Size, best_mix
 from chameleon_ft.search._timed import TimedPipeline, Timer
@@ -34,7 +35,7 @@ _NOT_MUCH_LONGER: Final = 1.15
 # Up to so many orders of kinds in a pipeline, all are looked at.
 _ALL_SHAPES: Final = 3_000
 # Beyond that, only pipelines of one kind, and of two kinds one after the other up to this depth.
-_MIXED_DEPTH: Final = 10
+_MIXED_DEPTH: Final = 6
 
 
 @dataclass(frozen=True, slots=True)

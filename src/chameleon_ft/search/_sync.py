@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search._cuts import SyncCost
+from chameleon_ft.search._conditions import SyncCost
 from chameleon_ft.search._timed import TimedPipeline, hops_of
 from chameleon_ft.sync import Segment, gradient_rounds
 
@@ -27,12 +27,11 @@ def largest_host(cluster: Cluster) -> int:
     return max(Counter(worker.host for worker in cluster.workers).values())
 
 
-def assumed_sync(costs: CostModel, pipelines: int) -> SyncCost:
-    """What `pipelines` replicas of a layer make of it: on one host if one has as many workers, a stage in one go."""
+def assumed_sync(costs: CostModel, pipelines: int, *, across_hosts: bool) -> SyncCost:
+    """What `pipelines` replicas of every layer make of it, if every stage is reduced in one go."""
     if pipelines < 2 or not any(layer.gradient_bytes for layer in costs.workload.layers):
         return SyncCost()
-    cluster = costs.cluster
-    link = cluster.intra_host if pipelines <= largest_host(cluster) else cluster.inter_host
+    link = costs.cluster.inter_host if across_hosts else costs.cluster.intra_host
     return _ring(link.latency_s, link.bytes_per_s, pipelines)
 
 

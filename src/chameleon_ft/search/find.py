@@ -14,7 +14,7 @@ from chameleon_ft.plan import LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, default_limits
 from chameleon_ft.search._arrange import by_pipeline, by_stage
-from chameleon_ft.search._cuts import SyncCost
+from chameleon_ft.search._conditions import SyncCost
 from chameleon_ft.search._kinds import Crew
 from chameleon_ft.search._mixes import MixSearch, TimedMix
 from chameleon_ft.search._sync import PlacedPipeline, assumed_sync, largest_host, least_sync, synced_s
@@ -127,8 +127,24 @@ class _Search:
             self.family = BoundFamily.PIPELINES_ANY_MEMORY
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - _ROUNDING
-        front = _front([self._placed(mix, search) for mix, search in found])
+        front = _front([self._placed(mix, search) for mix, search in self._worth_placing(found)])
         return [self._built(self._polished(each) if number == 0 else each) for number, each in enumerate(front)]
+
+    def _worth_placing(self, found: list[tuple[TimedMix, MixSearch]]) -> list[tuple[TimedMix, MixSearch]]:
+        """All mixes; without gradient sync, when times hardly depend on the places, only those on the front."""
+        if self._with_sync:
+            return found
+        worth: list[tuple[TimedMix, MixSearch]] = []
+        least = math.inf
+        for mix, search in sorted(found, key=lambda each: each[0].time_s):
+            moved = self._least_moved_bytes(sum(count for _, count in mix.pipelines))
+            if moved < least:
+                worth.append((mix, search))
+                least = moved
+        return worth
+
+    def _least_moved_bytes(self, pipelines: int) -> int:
+        return _least_moved_bytes([pipelines] * len(self._costs.workload.layers), self._costs, self._current)
 
     def _mix_search(self, split_backward: bool, sync: SyncCost, *, least_depth: int = 1) -> MixSearch:
         return MixSearch(
@@ -157,13 +173,14 @@ class _Search:
             return
         pipelines = sum(share.count for share in bounding.bound_mix())
         split = bounding.cuts.split_backward
-        for sync in (SyncCost(), assumed_sync(self._costs, pipelines)):
-            yield self._mix_search(split, sync)
+        cluster = self._costs.cluster
+        room = largest_host(cluster)
+        yield self._mix_search(split, SyncCost())
+        yield self._mix_search(split, assumed_sync(self._costs, pipelines, across_hosts=room < len(cluster.workers)))
         # So few pipelines that the holders of a layer fit on one host.
-        room = largest_host(self._costs.cluster)
-        depth = math.ceil(len(self._costs.cluster.workers) / room)
-        if pipelines > room and depth <= len(self._costs.workload.layers):
-            yield self._mix_search(split, assumed_sync(self._costs, room), least_depth=depth)
+        depth = math.ceil(len(cluster.workers) / room)
+        if 1 < depth <= len(self._costs.workload.layers):
+            yield self._mix_search(split, assumed_sync(self._costs, room, across_hosts=False), least_depth=depth)
 
     def _placed(self, mix: TimedMix, search: MixSearch) -> _Placed:
         timed = [each for each, count in mix.pipelines for _ in range(count)]
@@ -179,12 +196,11 @@ class _Search:
             PlacedPipeline(search.timer.timed(own, each.shape, each.stops, each.micro_batches, best=best), own)
             for each, own in zip(timed, workers, strict=True)
         )
-        holders = [len(pipelines)] * len(self._costs.workload.layers)
         return _Placed(
             pipelines,
             search,
             step_s=synced_s(pipelines, self._costs),
-            least_moved_bytes=_least_moved_bytes(holders, self._costs, self._current),
+            least_moved_bytes=self._least_moved_bytes(len(pipelines)),
         )
 
     def _polished(self, placed: _Placed) -> _Placed:

@@ -93,8 +93,8 @@ def run_exchange(exchange: Exchange, communicators: Communicators, *, worker: in
 def fit_link(times: Sequence[tuple[int, float]]) -> Link:
     """The link whose predictions for messages of (bytes, seconds) are off by the least sum of relative errors.
 
-    Single measurements that are far off have no more weight than others. The best line passes through two of the
-    points, or through one with no latency at all, so that trying these is enough.
+    Single measurements that are far off have no more weight than others. The best of the lines that rise passes through
+    two of the points, or through one with no latency at all, so that trying these is enough.
     """
     candidates = [(0.0, seconds / num_bytes) for num_bytes, seconds in times]
     for (few, short_s), (many, long_s) in combinations(sorted(times), 2):

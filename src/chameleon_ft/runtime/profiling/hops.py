@@ -106,10 +106,12 @@ class ResidentLayers:
         state: what that takes.
     """
 
+    held: HeldLayers
+
     def __init__(self, model: ModelOnDevice, layers: LayerRange) -> None:
         self.model = model
         self.layers = layers
-        held = held_in_phases(
+        taken_in = held_in_phases(
             {
                 "layers": self._build,
                 "gradients": self._add_gradients,
@@ -118,33 +120,29 @@ class ResidentLayers:
             },
             model.device,
         )
-        taken = {name: during.after - during.before for name, during in held.items()}
-        commit = held["commit"].peak - held["commit"].before
+        taken = {name: during.after - during.before for name, during in taken_in.items()}
+        commit = taken_in["commit"].peak - taken_in["commit"].before
         self.state = StateBytes(taken["layers"], taken["gradients"], taken["optimizer"], commit)
 
-    @property
-    def held(self) -> HeldLayers:
-        return self._held
-
     def _build(self) -> None:
-        self._held = HeldLayers(self.model.job, self.layers, seed=self.model.seed, device=self.model.device)
+        self.held = HeldLayers(self.model.job, self.layers, seed=self.model.seed, device=self.model.device)
 
     def _add_gradients(self) -> None:
-        self._buffers = GradientBuffers(self._held, (Segment(self.layers, (0,)),))
+        self._buffers = GradientBuffers(self.held, (Segment(self.layers, (0,)),))
 
     def _commit(self) -> None:
         self._buffers.zero()
         self._buffers.square_sum(0)
-        self._held.update(0)
+        self.held.update(0)
 
 
 class Hop:
-    """Runs a range of resident layers on one micro-batch: `enter`, `forward`, then `backward`, or the halves of it."""
+    """Runs `layers`, which are resident, on one micro-batch: `enter`, `forward`, then `backward` or its halves."""
 
     def __init__(self, resident: ResidentLayers, layers: LayerRange) -> None:
         self._resident = resident
         self._model = resident.model
-        self._layers = layers
+        self.layers = layers
         self._boundary: Tensor | None = None
         self._output: Tensor | None = None
         self._incoming: Tensor | None = None
@@ -154,15 +152,15 @@ class Hop:
 
     @property
     def is_first(self) -> bool:
-        return self._layers.start == 0
+        return self.layers.start == 0
 
     @property
     def is_last(self) -> bool:
-        return self._layers.stop == self._model.num_layers
+        return self.layers.stop == self._model.num_layers
 
     def enter(self) -> None:
         """Receive what comes in for the forward."""
-        boundary = self._model.boundary_before(self._layers.start)
+        boundary = self._model.boundary_before(self.layers.start)
         self._boundary = boundary if self.is_first else boundary.requires_grad_(_is_differentiable(boundary))
 
     def forward(self) -> None:
@@ -170,7 +168,7 @@ class Hop:
         assert self._boundary is not None
         if self.is_first:
             self._model.load()
-        output = self._resident.held.forward(self._layers, self._boundary, step=0, micro_batch=0)
+        output = self._resident.held.forward(self.layers, self._boundary, step=0, micro_batch=0)
         if self.is_last:
             if not self.is_first:
                 self._model.load()
@@ -179,7 +177,7 @@ class Hop:
 
     def receive_gradient(self) -> None:
         """Receive what comes in for the backward."""
-        self._incoming = self._model.gradient_after(self._layers.stop - 1)
+        self._incoming = self._model.gradient_after(self.layers.stop - 1)
 
     def backward(self) -> None:
         """All of the backward in one go."""
@@ -191,7 +189,7 @@ class Hop:
     def input_grad(self) -> None:
         """The half that makes the gradient of the input."""
         boundary, output = self._taken()
-        parameters = self._resident.held.parameters(self._layers)
+        parameters = self._resident.held.parameters(self.layers)
         self._outgoing, self._pending = input_gradient(output, self._incoming, boundary, parameters)
         self._incoming = None
 

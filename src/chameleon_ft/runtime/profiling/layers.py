@@ -67,8 +67,8 @@ def operation_overhead_s(model: ModelOnDevice, *, repeats: int) -> float:
     """Seconds that a hop of several layers saves over the same layers one by one, for each operation saved.
 
     The median over the ranges of a few neighbouring layers, over F and B, and over the rounds in which all of them are
-    run one after the other, so that a machine that becomes slower on the way does so for both. Zero where there is
-    only one layer, or one by one takes no longer.
+    run one after the other, so that a machine that becomes slower on the way does so for both. Zero where one by one
+    takes no longer, and where there are fewer than three layers: a hop through a whole model loads its samples once.
     """
     together = min(_MOST_LAYERS_TOGETHER, model.num_layers)
     start = (model.num_layers - together) // 2
@@ -79,6 +79,7 @@ def operation_overhead_s(model: ModelOnDevice, *, repeats: int) -> float:
         (first, Hop(resident, LayerRange(start + first, start + stop)), stop - first)
         for first in range(together)
         for stop in range(first + 2, together + 1)
+        if stop - first < model.num_layers
     ]
     saved: list[float] = []
     for number in range(_WARM_UP + repeats if longer else 0):

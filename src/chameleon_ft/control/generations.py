@@ -1,0 +1,274 @@
+"""The generations of a run: one is stopped, everyone says what it holds, a decision is made, the next one starts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Protocol
+
+from chameleon_ft.config import Timeouts
+from chameleon_ft.control.checkpoints import CheckpointCollector
+from chameleon_ft.control.decision import Decision, Situation
+from chameleon_ft.control.members import Members
+from chameleon_ft.control.messages import Committed, Parked, PeerFailed, Stop, Vote
+from chameleon_ft.control.outage import Loss, Outage
+from chameleon_ft.control.planner import Planner
+from chameleon_ft.control.suspicion import Suspicion
+from chameleon_ft.control.watchdog import Watchdog
+from chameleon_ft.errors import ControlError, NoHolderError
+from chameleon_ft.observe import NoticedBy, Recorder, RunStatus
+from chameleon_ft.plan import Plan
+
+__all__ = ["Generations", "Owner", "Phase"]
+
+_UNEXPLAINED_RETRIES = 3  # generations that may fail in a row with nobody to blame
+
+
+class Phase(Enum):
+    """Where a run is."""
+
+    GATHERING = auto()
+    """Workers are joining."""
+    STOPPING = auto()
+    """A generation is over, and not all survivors have parked."""
+    REGROUPING = auto()
+    """A new generation has its orders, and has not run an operation."""
+    TRAINING = auto()
+    OVER = auto()
+
+
+class Owner(Protocol):
+    """Who the generations turn to for what is not theirs to do."""
+
+    def end(self, status: RunStatus, reason: str) -> None:
+        """End the run."""
+
+    def lose(self, worker: int, noticed_by: NoticedBy, cause: str) -> None:
+        """Give up a worker."""
+
+    def cause(self, loss: Loss) -> str:
+        """Say what is known by now of why a worker was lost."""
+
+
+class Generations:
+    """Takes a run from one membership to the next.
+
+    Attributes:
+        phase: where the run is.
+        number: of the generation in force; while one is being stopped, that of the next.
+        committed: steps known to be applied by some worker, alive or not.
+    """
+
+    def __init__(
+        self,
+        *,
+        owner: Owner,
+        members: Members,
+        planner: Planner,
+        recorder: Recorder,
+        watchdog: Watchdog,
+        checkpoints: CheckpointCollector,
+        timeouts: Timeouts,
+        store_port: int,
+        last: int,
+    ) -> None:
+        self._owner = owner
+        self._members = members
+        self._planner = planner
+        self._recorder = recorder
+        self._watchdog = watchdog
+        self._checkpoints = checkpoints
+        self._timeouts = timeouts
+        self._store_port = store_port
+        self.phase = Phase.GATHERING
+        self.number = last
+        self.committed = 0
+        self._decision: Decision | None = None
+        self._last_vote: Vote | None = None
+        self._parked: dict[int, Parked] = {}
+        self._park_by = 0.0  # by the event loop's clock
+        self._finished: set[int] = set()
+        self._suspicion = Suspicion()
+        self._outage = Outage()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, or that was until this generation is stopped; None before the first."""
+        return None if self._decision is None else self._decision.plan
+
+    @property
+    def reported(self) -> int:
+        """The generation whose failed messages matter: while it is being stopped, the one before this."""
+        return self.number - 1 if self.phase is Phase.STOPPING else self.number
+
+    def begin(self, decision: Decision) -> None:
+        """Start the first generation of this life of the run."""
+        self.number += 1
+        self._launch(decision)
+
+    def close(self, status: RunStatus, reason: str) -> None:
+        """The run is over: record the losses of workers that had done their part, or before it could go on."""
+        self.phase = Phase.OVER
+        if self._outage.losses:
+            self._record_outage(None if status == "failed" else self._decision, stop=reason)
+
+    # --- what workers say --------------------------------------------------------------------------------------------
+
+    def started(self) -> None:
+        """A worker of this generation is about to run its first operation."""
+        self._watchdog.progress(asyncio.get_running_loop().time())
+        if self.phase is not Phase.REGROUPING:
+            return
+        self.phase = Phase.TRAINING
+        if self._outage.losses:
+            self._record_outage(self._decision)
+        self._outage = Outage()
+
+    def step_committed(self, message: Committed) -> bool:
+        """A worker has applied a step; return whether it is the first to say so."""
+        if self._decision is None or message.step != self.committed:
+            return False
+        self.committed = message.step + 1
+        self._last_vote = message.vote
+        self._suspicion.settle()
+        self._watchdog.committed(asyncio.get_running_loop().time(), step_s=message.step_s)
+        return True
+
+    def parked(self, worker: int, message: Parked) -> None:
+        """A worker has left its operations and says what it holds."""
+        self._parked[worker] = message
+        self._proceed()
+
+    def peer_failed(self, worker: int, message: PeerFailed) -> None:
+        """A message of a worker has failed."""
+        known = self.plan is not None and message.peer in self.plan.workers
+        self._suspicion.report(worker, message.peer if known else None, message.error)
+        if self.phase in (Phase.TRAINING, Phase.REGROUPING):
+            self._stop()
+
+    def finished(self, worker: int) -> bool:
+        """A worker has come to the end of its training; return whether all of them have."""
+        self._finished.add(worker)
+        return self.plan is not None and self._finished.issuperset(self.plan.workers)
+
+    # --- losses ------------------------------------------------------------------------------------------------------
+
+    def lost(self, loss: Loss) -> None:
+        """Go on without a worker, which is fenced already."""
+        self._outage.losses.append(loss)
+        if self.phase is Phase.STOPPING:
+            self._parked.pop(loss.worker, None)
+            self._proceed()
+        elif self.plan is not None and loss.worker in self.plan.workers:
+            if loss.worker not in self._finished:
+                self._stop()
+        elif self.phase is Phase.TRAINING:
+            assert self._decision is not None
+            spared = replace(
+                self._decision,
+                first_step=self.committed,
+                policy="none",
+                action="it was a spare: nothing changes",
+                lost_layers=(),
+            )
+            self._record_outage(spared)
+
+    def overdue(self, now: float) -> Sequence[int]:
+        """The workers that should have parked by `now`, by the event loop's clock."""
+        if self.phase is not Phase.STOPPING or now <= self._park_by:
+            return ()
+        return [worker for worker in self._members.live() if worker not in self._parked]
+
+    def _stop(self) -> None:
+        """End the generation: everyone leaves what it is doing and says what it holds."""
+        self.number += 1
+        self.phase = Phase.STOPPING
+        self._parked.clear()
+        self._finished.clear()
+        self._members.tell(Stop(generation=self.number))
+        self._park_by = asyncio.get_running_loop().time() + self._timeouts.collective_s
+        self._watchdog.progress(asyncio.get_running_loop().time())
+        self._proceed()
+
+    def _proceed(self) -> None:
+        """Once all survivors have parked, decide and tell everyone how to go on."""
+        if self.phase is not Phase.STOPPING or not self._parked.keys() >= set(self._members.live()):
+            return
+        assert self.plan is not None
+        if set(self._members.live()).issuperset(self.plan.workers) and self._blame():
+            return
+        self._suspicion.dismiss()
+        self._outage.stopped_at = time.time()
+        situation = Situation(
+            plan=self.plan,
+            live=self._members.live(),
+            parked=self._parked,
+            committed=self.committed,
+            last_vote=self._last_vote,
+            checkpoints=self._checkpoints.complete(),
+        )
+        try:
+            if not situation.live:
+                raise ControlError("no worker is left")
+            decision = self._planner.go_on(situation, self._members.hosts())
+        except (NoHolderError, ControlError) as error:
+            self._give_up(error)
+            return
+        self._launch(decision)
+        self._outage.decided_at = time.time()
+
+    def _blame(self) -> bool:
+        """Messages failed, and yet everyone is there: give up who is in most of them, or try again if nobody is named.
+
+        Returns whether that changed who is live or ended the run, and so has taken care of going on.
+        """
+        suspicion = self._suspicion
+        self._recorder.event("messages_failed", generation=self.number - 1, reports=suspicion.reports)
+        if (suspect := suspicion.suspect()) is not None:
+            self._owner.lose(suspect, "peer", f"messages with it failed: {suspicion.last_error}")
+            return True
+        if suspicion.unexplained > _UNEXPLAINED_RETRIES:
+            self._owner.end(
+                "failed",
+                f"messages failed {suspicion.unexplained} times in a row though no worker is lost, at last because "
+                f"{suspicion.last_error}; check that the workers reach each other at the addresses of --host",
+            )
+            return True
+        return False
+
+    def _give_up(self, error: NoHolderError | ControlError) -> None:
+        reason = str(error)
+        if isinstance(error, NoHolderError):
+            reason += "; there is no complete checkpoint in this run: set checkpoint.every to have some"
+        self._record_outage(None, stop=reason)
+        self._owner.end("failed", reason)
+
+    def _launch(self, decision: Decision) -> None:
+        """Give every member of the plan its orders for the current generation."""
+        planned, told = self._planner.orders(
+            decision, self._members.hosts(), generation=self.number, store_port=self._store_port
+        )
+        self._decision = decision
+        self.committed = decision.first_step
+        self._finished.clear()
+        if decision.load != "keep":
+            self._checkpoints.forget(self.number)
+        self.phase = Phase.REGROUPING
+        self._watchdog.progress(asyncio.get_running_loop().time())
+        for worker, order in told.items():
+            self._members.send(worker, order)
+        self._recorder.plan(planned, policy=decision.policy)
+
+    def _record_outage(self, decision: Decision | None, *, stop: str = "") -> None:
+        now = time.time()
+        outage, self._outage = self._outage, Outage()
+        outage = replace(
+            outage, stopped_at=outage.stopped_at or now, decided_at=outage.decided_at or outage.stopped_at or now
+        )
+        for record in outage.records(
+            decision, generation=self.number, resumed_at=now, cause_of=self._owner.cause, stop=stop
+        ):
+            self._recorder.failure(record)

@@ -1,0 +1,102 @@
+"""What is found beyond the list schedules: never longer, never beyond the limits, and able to run."""
+
+from __future__ import annotations
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from chameleon_ft.recovery import reroute
+from chameleon_ft.schedule import (
+    InFlightLimit,
+    OperationKind,
+    Preference,
+    Program,
+    best_program,
+    check_program,
+    default_limits,
+    list_schedule,
+    replay,
+)
+from chameleon_ft.schedule._local_search import shortened
+from chameleon_ft.schedule._network import NetworkBuilder
+from chameleon_ft.schedule._orders import build_program
+from chameleon_ft.schedule._rank_search import reranked
+from chameleon_ft.schedule._trials import Trials
+from tests.strategies import Planned, losses, pipelined, planned, survivable
+
+
+def keeps_within(program: Program, worker: int, limit: InFlightLimit) -> bool:
+    in_flight = kept = 0
+    for operation in program.of(worker):
+        in_flight += operation.kind is OperationKind.FORWARD
+        kept += operation.kind is OperationKind.FORWARD
+        if in_flight > limit.in_flight or kept > limit.kept:
+            return False
+        in_flight -= operation.kind in (OperationKind.BACKWARD, OperationKind.INPUT_GRAD)
+        kept -= operation.kind in (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD)
+    return True
+
+
+@st.composite
+def rerouted(draw: st.DrawFn) -> Planned:
+    case = draw(pipelined())
+    lost = draw(losses(case.plan, most=2))
+    assume(survivable(case.plan, lost))
+    return Planned(reroute(case.plan, lost, case.costs), case.costs)
+
+
+@settings(max_examples=40)
+@given(rerouted(), st.integers(1, 5), st.integers(0, 3))
+def test_a_ceiling_holds_and_the_result_is_no_longer_than_a_list_schedule(
+    case: Planned, in_flight: int, more: int
+) -> None:
+    plan, costs = case.plan, case.costs
+    ceiling = dict.fromkeys(plan.workers, InFlightLimit(in_flight, in_flight + more))
+
+    best = best_program(plan, costs, ceiling=ceiling)
+
+    check_program(best.program, plan)
+    for worker in plan.workers:
+        assert keeps_within(best.program, worker, best.limits[worker])
+        assert best.limits[worker].in_flight <= in_flight
+        assert best.limits[worker].kept <= in_flight + more
+    for prefer in Preference:
+        listed = list_schedule(plan, costs, _lower(default_limits(plan), ceiling), prefer=prefer)
+        assert best.step_s <= replay(listed, costs).step_s * (1 + 1e-9)
+    assert best_program(plan, costs, ceiling=ceiling) == best
+
+
+def _lower(limits: dict[int, InFlightLimit], ceiling: dict[int, InFlightLimit]) -> dict[int, InFlightLimit]:
+    lower: dict[int, InFlightLimit] = {}
+    for worker, limit in limits.items():
+        kept = min(limit.kept, ceiling[worker].kept)
+        lower[worker] = InFlightLimit(min(limit.in_flight, ceiling[worker].in_flight, kept), kept)
+    return lower
+
+
+@given(st.one_of(planned(), rerouted()))
+def test_each_search_says_what_its_orders_take(case: Planned) -> None:
+    routes = [route.hops for route in case.plan.routes]
+    network = NetworkBuilder(case.plan, case.costs).network(routes)
+    rules, found = Trials(case.plan, case.costs, None).ranked(routes)[0]
+    assume(not found.beyond_limits)
+
+    for better in (
+        reranked(network, found, rules, enough_s=0.0),
+        shortened(network, found, rules, enough_s=0.0),
+    ):
+        program = build_program(case.plan, better.orders)
+        check_program(program, case.plan)
+        assert better.step_s <= found.step_s
+        assert better.step_s == replay(program, case.costs).step_s
+
+
+@settings(max_examples=40)
+@given(rerouted())
+def test_what_is_enough_is_left_as_it_is(case: Planned) -> None:
+    routes = [route.hops for route in case.plan.routes]
+    network = NetworkBuilder(case.plan, case.costs).network(routes)
+    rules, found = Trials(case.plan, case.costs, None).ranked(routes)[0]
+
+    assert reranked(network, found, rules, enough_s=found.step_s) == found
+    assert shortened(network, found, rules, enough_s=found.step_s) == found
