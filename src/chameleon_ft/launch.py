@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -239,12 +240,15 @@ def _require_same_model(run: RunDirectory, job: JobInfo) -> None:
 
 
 def _profile(config: RunConfig, job: JobInfo) -> Profile | None:
-    """Return the profile of the run, if it has one. Raises ProfileError where it is of another model."""
+    """Return the profile of the run, if it has one. Raises ProfileError where it is not of this job on this device."""
     if config.profile is None:
         return None
     profile = profile_of_run(config)
     if config.device != "emulated":
-        profile.require({"model": job.fingerprint})
+        wanted = asdict(job.profiled_as(config))
+        if not job.device:
+            del wanted["device"]  # the workers are on other hosts
+        profile.require(wanted)
     return profile
 
 

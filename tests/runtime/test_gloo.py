@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -210,8 +211,9 @@ def closed_in_any_state(memberships: list[Membership]) -> None:
     GlooCommunicators(timeouts=TIMEOUTS, address="127.0.0.1").close()
     with opened(memberships[0]) as communicators:
         communicators.all_reduce(torch.ones(1), memberships[0].members).wait()
-        communicators.receive(torch.empty(4), peer=1 - memberships[0].worker, tag=0)
-        communicators.all_reduce(torch.ones(4), memberships[0].members)
+        with suppress(CommunicationError):  # the other rank may have closed already
+            communicators.receive(torch.empty(4), peer=1 - memberships[0].worker, tag=0)
+            communicators.all_reduce(torch.ones(4), memberships[0].members)
         communicators.close()
     with opened(memberships[1]) as communicators:
         communicators.all_reduce(torch.ones(1), memberships[1].members).wait()

@@ -20,7 +20,7 @@ from chameleon_ft.job import Job
 from chameleon_ft.models.llama import Block, Embedding, Head, next_token_loss
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
 from chameleon_ft.runtime.batches import KEPT_MICRO_BATCHES
-from chameleon_ft.runtime.profiling.device import claim_device, device_memory_bytes, device_name
+from chameleon_ft.runtime.device import claim_device, device_memory_bytes, device_name
 from chameleon_ft.runtime.profiling.hops import Hop, ModelOnDevice, ResidentLayers
 from chameleon_ft.runtime.profiling.layers import LayerBytes, layer_bytes, measure_layers, operation_overhead_s
 from chameleon_ft.runtime.profiling.measure import model_on_device

@@ -100,7 +100,7 @@ def test_what_a_member_cannot_do_is_said_and_the_others_are_not_waited_for() -> 
         both = [
             Member(
                 # The second one finds out that it has no such device while the first one waits for it.
-                config=config.model_copy(update={"device": "emulated"}) if membership.worker else config,
+                config=config.model_copy(update={"device": "cuda"}) if membership.worker else config,
                 membership=membership,
                 exchange=exchange,
                 address="127.0.0.1",
@@ -108,7 +108,7 @@ def test_what_a_member_cannot_do_is_said_and_the_others_are_not_waited_for() -> 
             )
             for membership in memberships(2, (), store=store)
         ]
-        with pytest.raises(ControlError, match='device = "emulated"'):
+        with pytest.raises(ControlError, match='device = "cuda"'):
             run_members(both)
 
 

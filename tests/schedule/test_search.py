@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -66,7 +68,7 @@ def test_a_ceiling_holds_and_the_result_is_no_longer_than_a_list_schedule(
     assert best_program(plan, costs, ceiling=ceiling) == best
 
 
-def _lower(limits: dict[int, InFlightLimit], ceiling: dict[int, InFlightLimit]) -> dict[int, InFlightLimit]:
+def _lower(limits: Mapping[int, InFlightLimit], ceiling: dict[int, InFlightLimit]) -> dict[int, InFlightLimit]:
     lower: dict[int, InFlightLimit] = {}
     for worker, limit in limits.items():
         kept = min(limit.kept, ceiling[worker].kept)

@@ -62,6 +62,19 @@ def test_a_complete_search_equals_trying_everything(seed: int) -> None:
     assert found.bound_s <= least_s * (1 + 1e-9)
 
 
+def test_more_micro_batches_are_not_hoped_for_where_fewer_took_too_long() -> None:
+    rng = random.Random(1144)
+    costs = instance(
+        rng,
+        workers=rng.randint(1, 12),
+        layers=rng.randint(1, 4),
+        micro_batches=rng.randint(1, 5),
+        kinds=rng.randint(2, 3),
+        memory=rng.random() < 0.6,
+    )
+    assert find_plan(costs, effort=None).best.step_s == pytest.approx(Exhaustive(costs).least_s(), rel=1e-9)
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=seeds)
 def test_a_plan_found_in_a_hurry_holds_what_is_said_of_it(seed: int) -> None:
@@ -146,6 +159,8 @@ def test_the_bound_of_many_kinds_is_that_of_equal_fast_workers() -> None:
     assert found.family is BoundFamily.PIPELINES_ANY_MEMORY
     assert not found.complete
     assert 0 <= found.gap < 0.5
+    program = best_program(found.best.plan, costs, ceiling=found.best.ceiling).program
+    assert found.bound_s <= estimate_step(found.best.plan, program, costs).step_s
 
 
 def test_a_plan_handed_in_that_does_not_fit_is_named() -> None:
@@ -157,6 +172,15 @@ def test_a_plan_handed_in_that_does_not_fit_is_named() -> None:
     found = find_plan(costs, others={"whole": whole})
     assert dict(found.too_large) == {"whole": 5}
     assert found.best.name == "pipelines"
+
+
+def test_nothing_is_complete_where_links_differ() -> None:
+    layer = LayerCost("layer", 1.0, 1.0, 1.0)
+    workload = Workload((layer,) * 2, 2, 1)
+    near, far = Link(0.0, math.inf), Link(0.1, math.inf)
+    workers = tuple(Worker(number, f"host {number // 2}") for number in range(4))
+    assert find_plan(CostModel(workload, Cluster(workers, near, near)), effort=None).complete
+    assert not find_plan(CostModel(workload, Cluster(workers, near, far)), effort=None).complete
 
 
 def test_nobody_left_to_plan_for() -> None:

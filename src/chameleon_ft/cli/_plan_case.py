@@ -165,7 +165,9 @@ def _profile_for(config: RunConfig, path: Path, *, device_name: str | None) -> P
         # Loads torch, and is the only way to know what the job is made of.
         from chameleon_ft.runtime.inspection import inspect_job
 
-        profile.require({"model": inspect_job(config).fingerprint})
+        # The device and the versions are those of where it will run, which need not be here.
+        made_for = inspect_job(config).profiled_as(config)
+        profile.require({"model": made_for.model, "dtype": made_for.dtype, "threads": made_for.threads})
     return profile
 
 

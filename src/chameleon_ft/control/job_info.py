@@ -11,6 +11,8 @@ from hashlib import blake2b
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.messages import BoundaryMessage
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.profiles import Fingerprint
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, Workload
 
@@ -43,6 +45,8 @@ class JobInfo:
         boundaries: what leaves each layer for one micro-batch.
         boundary_bytes: its size.
         param_bytes: bytes of each layer's parameters.
+        device: what computes, as it calls itself; empty where this host has no such device.
+        versions: package -> version, of what has an influence on how long operations take.
     """
 
     model: str
@@ -51,6 +55,8 @@ class JobInfo:
     boundaries: tuple[BoundaryMessage, ...]
     boundary_bytes: tuple[int, ...]
     param_bytes: tuple[int, ...]
+    device: str = ""
+    versions: Mapping[str, str] = FrozenMap({})
 
     @property
     def num_layers(self) -> int:
@@ -61,6 +67,17 @@ class JobInfo:
         """Equal for jobs whose layers have parameters and boundaries of the same sizes; kept with checkpoints."""
         sizes = json.dumps([self.param_bytes, [[b.shape, b.dtype] for b in self.boundaries]])
         return blake2b(sizes.encode(), digest_size=16).hexdigest()
+
+    def profiled_as(self, config: RunConfig) -> Fingerprint:
+        """The fingerprint of a profile that is made of this job, with `config`, on this host."""
+        return Fingerprint(
+            model=self.fingerprint,
+            micro_batch_size=config.batch.micro_batch_size,
+            dtype=self.boundaries[0].dtype,
+            device=self.device,
+            threads=config.threads if config.device == "cpu" else 0,
+            versions=dict(self.versions),
+        )
 
     def share(self, layers: Iterable[int]) -> float:
         """Return which part of the whole model's cost these layers are."""

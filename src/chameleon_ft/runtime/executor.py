@@ -192,7 +192,7 @@ class _StepExecution:
         job = self._executor._job
         _, targets = self._executor._batches.micro_batch(self._step, micro_batch)
         loss = job.loss(output, targets)
-        self._losses.append(loss.detach())
+        self._losses.append(loss.detach().clone())  # some losses are a view of all their terms
         self._sums.terms += int(job.loss_terms(targets))
         self._sums.samples += len(targets)
         return loss

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 from multiprocessing.connection import Connection
+
+import torch
 
 from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.control.job_info import JobInfo
@@ -11,6 +14,8 @@ from chameleon_ft.control.messages import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import boundary_specs, param_bytes
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.runtime.device import device_name
 from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
 
 __all__ = ["inspect_job", "inspection_main"]
@@ -52,7 +57,19 @@ def inspect_job(config: RunConfig) -> JobInfo:
         ),
         boundary_bytes=tuple(spec.num_bytes for spec in boundaries),
         param_bytes=sizes,
+        device=_device_name(config),
+        versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),
     )
+
+
+def _device_name(config: RunConfig) -> str:
+    """What the workers would compute on if they were on this host; the coordinator's need not have a device."""
+    if config.device == "emulated":
+        return ""
+    if config.device == "cpu":
+        return device_name(torch.device("cpu"))
+    accelerator = torch.accelerator.current_accelerator()
+    return "" if accelerator is None or accelerator.type != config.device else device_name(accelerator)
 
 
 def _model_in_words(config: RunConfig, job: Job, num_bytes: int) -> str:

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import torch
 
-from chameleon_ft.config import RunConfig, config_type, parse_config
+from chameleon_ft.config import config_type, parse_config
 from chameleon_ft.control.address import split_address
 from chameleon_ft.control.messages import Crashed, Refused, Welcome
-from chameleon_ft.errors import ChameleonError, ControlError
+from chameleon_ft.errors import ChameleonError
 from chameleon_ft.job import BoundarySpec, load_job
 from chameleon_ft.observe import FaultLog, RunDirectory
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import communicators_for
 from chameleon_ft.runtime.control_client import ControlClient
+from chameleon_ft.runtime.device import claim_device
 from chameleon_ft.runtime.emulation import EmulatedDevice
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
@@ -101,7 +102,7 @@ def _serve(
     config = parse_config(config_type(data), data, source="the coordinator's configuration")
     config = run.own(config)
     _redirect_output(run.logs / f"worker-{worker}.log")
-    device = _device(config, local_index)
+    device = claim_device(config, local_index)
     faults = FaultInjector(worker, config.failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
     client.arm(faults)
     emulated = EmulatedDevice(config, worker) if config.device == "emulated" else None
@@ -118,18 +119,6 @@ def _serve(
         pace=None if emulated is None else emulated.pace,
     )
     return Trainer(context, client=client, activity=activity, faults=faults).serve()
-
-
-def _device(config: RunConfig, local_index: int) -> torch.device:
-    torch.set_num_threads(config.threads)
-    if config.device in ("cpu", "emulated"):
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != config.device:
-        raise ControlError(f'device = "{config.device}", but this host has none that torch can use; take "cpu"')
-    device = torch.device(config.device, local_index % torch.accelerator.device_count())
-    torch.accelerator.set_device_index(device.index)
-    return device
 
 
 def _redirect_output(path: Path) -> None:

@@ -222,6 +222,7 @@ class Trainer:
             committer.buffers.zero()
             sums = executor.run(step, operations)
             applied = committer.commit(sums, communicators, order.members, finish=self._client.finishing)
+            sums.under_way.clear()  # the vote is complete, and so is every message
             self._report(order, committer, applied, sums, time.perf_counter() - start)
             if self._is_recorded(step, order):
                 times = committer.times

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from chameleon_ft.cluster import Cluster
 
+# So many kinds are told apart however many workers there are, and more where there are few ways to choose from them.
+_KINDS: Final = 3
+_FEW_WAYS: Final = 300
 # The kinds of a pipeline's workers, first stage to last, as indices into `Crew.kinds`.
 Shape = tuple[int, ...]
 
@@ -59,3 +64,32 @@ class Crew:
             workers.append(self.members[kind][taken[kind]])
             taken[kind] += 1
         return tuple(workers)
+
+
+def grouped(cluster: Cluster) -> Cluster:
+    """The cluster with its many kinds of workers made few: each worker as slow and as small as the least of its group.
+
+    Kinds whose speeds differ least are put together first. What holds for a plan on these workers holds for the real
+    ones, which may be faster.
+    """
+    crew = Crew.of(cluster)
+    groups = [[kind] for kind in range(len(crew.kinds))]
+    if math.prod(count + 1 for count in crew.counts) <= _FEW_WAYS:
+        return cluster
+    while len(groups) > _KINDS:
+        ratios = [
+            crew.kinds[groups[place][0]].speed / crew.kinds[groups[place + 1][-1]].speed
+            for place in range(len(groups) - 1)
+        ]
+        nearest = min(range(len(ratios)), key=ratios.__getitem__)
+        groups[nearest : nearest + 2] = [groups[nearest] + groups[nearest + 1]]
+    least: dict[int, Kind] = {}
+    for group in groups:
+        known = [memory for kind in group if (memory := crew.kinds[kind].memory_bytes) is not None]
+        kind = Kind(min(crew.kinds[kind].speed for kind in group), min(known, default=None))
+        least.update((worker, kind) for member in group for worker in crew.members[member])
+    workers = tuple(
+        replace(worker, speed=least[worker.id].speed, memory_bytes=least[worker.id].memory_bytes)
+        for worker in cluster.workers
+    )
+    return Cluster(workers, cluster.intra_host, cluster.inter_host)

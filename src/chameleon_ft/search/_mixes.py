@@ -101,8 +101,8 @@ class MixSearch:
         self._active = self.shapes
         self._sizes = {shape: _size(shape, len(self._counts)) for shape in self.shapes}
         self._known: dict[tuple[Shape, int], tuple[float, TimedPipeline | None]] = {}
-        # The fewest micro-batches with which a shape has turned out not to fit.
-        self._never: dict[Shape, int] = {}
+        # Seconds of a shape by micro-batches; infinite where it has turned out not to fit.
+        self._replayed: dict[Shape, dict[int, float]] = {}
         self._bound: tuple[float, list[Share]] | None = None
         work_s = sum(layer.forward_s + layer.least_backward_s for layer in costs.workload.layers)
         overhead_s = 2 * costs.workload.operation_overhead_s
@@ -220,10 +220,10 @@ class MixSearch:
         return total, [Share(best[size][1], best[size][0], number) for size, number in mix.items()]
 
     def _most(self, shape: Shape, time_s: float) -> int:
-        count = self.cuts.most(shape, time_s, self._never.get(shape, self._micro_batches + 1) - 1)
-        while count and (known := self._known.get((shape, count))) is not None and known[0] > time_s:
-            count -= 1
-        return count
+        """The most micro-batches that a pipeline may finish: not as many as one that was replayed and took longer."""
+        replayed = self._replayed.get(shape, {})
+        limit = min((count for count, own_s in replayed.items() if own_s > time_s), default=self._micro_batches + 1)
+        return self.cuts.most(shape, time_s, limit - 1)
 
     def _trimmed(self, mix: list[Share]) -> list[Share]:
         """The mix without the micro-batches that are too many; the pipelines that would end last give them up."""
@@ -254,9 +254,9 @@ class MixSearch:
             if key not in self._known:
                 fresh = True
                 self._known[key] = self._best_cut(*key)
+                self._replayed.setdefault(share.shape, {})[share.micro_batches] = self._known[key][0]
             own_s, pipeline = self._known[key]
             if pipeline is None:
-                self._never[share.shape] = min(share.micro_batches, self._never.get(share.shape, share.micro_batches))
                 return None
             time_s = max(time_s, own_s)
             pipelines.append((pipeline, share.count))

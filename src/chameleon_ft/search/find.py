@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final, Protocol, TypeVar
 
+from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import cluster_bound_s, estimate_step, program_memory, state_bytes
 from chameleon_ft.plan import LayerRange, Placement, Plan, Route
@@ -15,7 +16,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, default_limits
 from chameleon_ft.search._arrange import by_pipeline, by_stage
 from chameleon_ft.search._conditions import SyncCost
-from chameleon_ft.search._kinds import Crew
+from chameleon_ft.search._kinds import Crew, grouped
 from chameleon_ft.search._mixes import MixSearch, TimedMix
 from chameleon_ft.search._sync import PlacedPipeline, assumed_sync, largest_host, least_sync, synced_s
 from chameleon_ft.search._timed import TimedPipeline, hops_of
@@ -62,7 +63,7 @@ def find_plan(
     search = _Search(costs, current, effort)
     found = sorted([*search.plans(), *handed_in], key=lambda each: (each.step_s, each.least_moved_bytes))
     if not found:
-        raise why_infeasible(costs)
+        raise why_infeasible(CostModel(costs.workload, grouped(costs.cluster)))
     return SearchResult(
         best=found[0],
         bound_s=search.bound_s,
@@ -88,8 +89,11 @@ class _Search:
     """Pipelines with split and with fused backward, the more promising first."""
 
     def __init__(self, costs: CostModel, current: Placement | None, effort: int | None) -> None:
-        self._costs = costs
-        self._crew = Crew.of(costs.cluster)
+        self._real_costs = costs
+        cluster = grouped(costs.cluster)
+        self._all_kinds = cluster == costs.cluster
+        self._costs = CostModel(costs.workload, cluster)
+        self._crew = Crew.of(cluster)
         self._current = current
         self._effort = effort
         self._least = least_sync(costs)
@@ -102,11 +106,25 @@ class _Search:
     def plans(self) -> list[FoundPlan]:
         """The fastest plans that were found, on the front of step time and bytes to move."""
         split, fused = (self._mix_search(split, self._least) for split in (True, False))
+        self._bound(split, fused)
+        front = _front([self._placed(mix, search) for mix, search in self._worth_placing(self._mixes(split, fused))])
+        if not (self._all_kinds and split.all_shapes):
+            self.complete = False
+            self.bound_s = min(cluster_bound_s(self._real_costs, split_backward=split) for split in (True, False))
+            self.family = BoundFamily.PIPELINES_ANY_MEMORY
+        # Bounds are exact but for the rounding of sums.
+        self.bound_s *= 1 - _ROUNDING
+        return [self._built(self._polished(each) if number == 0 else each) for number, each in enumerate(front)]
+
+    def _bound(self, split: MixSearch, fused: MixSearch) -> None:
         self.bound_s = self._least_s(split)
         if fused.reaches(self.bound_s) or self._least_alone_s(fused, self.bound_s) < self.bound_s:
             self.bound_s = min(self.bound_s, self._least_s(fused))
+
+    def _mixes(self, split: MixSearch, fused: MixSearch) -> list[tuple[TimedMix, MixSearch]]:
+        """The fastest mixes of every search, split backward first: it is hardly ever slower."""
         best_s = math.inf
-        complete = True
+        self.complete = not self._with_sync and _links_are_equal(self._costs.cluster)
         found: list[tuple[TimedMix, MixSearch]] = []
         for bounding in (split, fused):
             if not bounding.reaches(best_s):
@@ -116,19 +134,11 @@ class _Search:
                 if from_s == math.inf:
                     continue
                 searched = search.run(from_s, best_s)
-                complete = complete and searched.complete
-                fastest = sorted(searched.mixes, key=lambda mix: mix.time_s)[:_MIXES_KEPT]
-                found += [(mix, search) for mix in fastest]
+                self.complete = self.complete and searched.complete
                 self.mixes += len(searched.mixes)
+                found += [(mix, search) for mix in sorted(searched.mixes, key=lambda mix: mix.time_s)[:_MIXES_KEPT]]
             best_s = min([best_s, *(mix.time_s for mix, _ in found)])
-        self.complete = complete and not self._with_sync and split.all_shapes
-        if not split.all_shapes:
-            self.bound_s = min(cluster_bound_s(self._costs, split_backward=split) for split in (True, False))
-            self.family = BoundFamily.PIPELINES_ANY_MEMORY
-        # Bounds are exact but for the rounding of sums.
-        self.bound_s *= 1 - _ROUNDING
-        front = _front([self._placed(mix, search) for mix, search in self._worth_placing(found)])
-        return [self._built(self._polished(each) if number == 0 else each) for number, each in enumerate(front)]
+        return found
 
     def _worth_placing(self, found: list[tuple[TimedMix, MixSearch]]) -> list[tuple[TimedMix, MixSearch]]:
         """All mixes; without gradient sync, when times hardly depend on the places, only those on the front."""
@@ -289,6 +299,11 @@ def _least_moved_bytes(holders: Sequence[int], costs: CostModel, current: Placem
         have = 0 if current is None else len(live.intersection(current.holders(index)))
         total += max(0, wanted - have) * state_bytes(layer)
     return total
+
+
+def _links_are_equal(cluster: Cluster) -> bool:
+    hosts = len({worker.host for worker in cluster.workers})
+    return cluster.intra_host == cluster.inter_host or hosts in (1, len(cluster.workers))
 
 
 class _Weighable(Protocol):

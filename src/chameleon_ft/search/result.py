@@ -55,10 +55,10 @@ class SearchResult:
 
     Attributes:
         best: the plan of least step time.
-        bound_s: seconds below which no plan of `family` can be.
+        bound_s: seconds below which no plan of `family` can be; infinite where none fits.
         family: which plans that is true of.
-        complete: whether the search has looked at everything: `best` is the fastest of all pipelines side by side with
-            programs by `best_program`, where links are equal and there is no gradient sync.
+        complete: whether the search has looked at everything, so that no pipelines side by side are faster than `best`
+            with programs by `best_program` for each; never where links differ or there is gradient sync.
         mixes: how many different ways to make pipelines have been replayed.
         alternatives: the other plans on the front of step time and bytes to move, by step time.
         too_large: bytes that are missing on some worker, for plans handed in that do not fit, by name.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,9 +12,9 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import boundary_specs
-from chameleon_ft.profiles import Fingerprint, Profile
+from chameleon_ft.profiles import Profile
+from chameleon_ft.runtime.device import claim_device, device_memory_bytes
 from chameleon_ft.runtime.inspection import inspect_job
-from chameleon_ft.runtime.profiling.device import claim_device, device_memory_bytes, device_name
 from chameleon_ft.runtime.profiling.hops import ModelOnDevice
 from chameleon_ft.runtime.profiling.layers import MeasuredLayers, measure_layers
 from chameleon_ft.runtime.profiling.link_peer import measure_link_to
@@ -48,6 +47,8 @@ def measure_profile(config: RunConfig, how: Measuring) -> Profile:
         ConfigError: the job cannot be trained with `config`, there is no such device, or nobody answers on `how.peer`.
         ControlError: the processes that measure links cannot reach each other.
     """
+    if config.device == "emulated":
+        raise ConfigError('device = "emulated": there is nothing to be measured of it; name the real device')
     device = claim_device(config)
     info = inspect_job(config)
     model = model_on_device(config, load_job(config.job, config), device)
@@ -61,14 +62,7 @@ def measure_profile(config: RunConfig, how: Measuring) -> Profile:
         inter_host = measure_link_to(how.peer, config, message_bytes=sizes, repeats=how.repeats)
     return Profile(
         name=info.model,
-        fingerprint=Fingerprint(
-            model=info.fingerprint,
-            micro_batch_size=config.batch.micro_batch_size,
-            dtype=str(model.boundaries[0].dtype).removeprefix("torch."),
-            device=device_name(device),
-            threads=config.threads if device.type == "cpu" else 0,
-            versions={"python": platform.python_version(), "torch": str(torch.__version__)},
-        ),
+        fingerprint=info.profiled_as(config),
         source="measured",
         provenance=_provenance(config, how),
         layers=layers.costs,

@@ -21,8 +21,8 @@ from chameleon_ft.control.address import join_address
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.runtime.communicators import Channel, Membership, communicators_for
 from chameleon_ft.runtime.communicators.c10d import host_store
+from chameleon_ft.runtime.device import claim_device
 from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
-from chameleon_ft.runtime.profiling.device import claim_device
 from chameleon_ft.runtime.profiling.exchange import Exchange, Exchanged, run_exchange
 
 __all__ = ["Member", "memberships", "rendezvous_store", "run_members"]

@@ -15,15 +15,13 @@ __all__ = ["claim_device", "device_memory_bytes", "device_name"]
 
 
 def claim_device(config: RunConfig, local_index: int = 0) -> torch.device:
-    """Have this process compute as worker number `local_index` of its host does.
+    """Have this process compute as worker number `local_index` of its host does; for an emulated device, on the CPU.
 
     Raises:
-        ConfigError: the configuration names a device that this host does not have, or one that is only emulated.
+        ConfigError: the configuration names a device that this host does not have.
     """
-    if config.device == "emulated":
-        raise ConfigError('device = "emulated": there is nothing to be measured of it; name the real device')
     torch.set_num_threads(config.threads)
-    if config.device == "cpu":
+    if config.device in ("cpu", "emulated"):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != config.device:
