@@ -8,16 +8,22 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
+from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, RunConfig, config_to_toml
 from chameleon_ft.control.address import bearer, websocket_url
 from chameleon_ft.control.messages import Exit, Hello, HostHello, Message, Refused, decode, encode
+from chameleon_ft.errors import ProfileError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from chameleon_ft.profiles import Profile, write_profile
+from chameleon_ft.runtime.inspection import inspect_job
+from chameleon_ft.workload import LayerCost
 from tests.harness import (
     Command,
     Ended,
@@ -236,6 +242,41 @@ def test_a_job_that_cannot_be_loaded_starts_no_worker(tmp_path: Path) -> None:
     config = RunConfig(job=str(job), workers=2, parallel=Parallel(dp=1, pp=2), batch=Batch(micro_batches=2))
     with pytest.raises(Exception, match="no_such_module"):
         train_here(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("made_for", "message"),
+    [
+        ({}, None),
+        ({"model": "0123"}, "is of another model: it was made for '0123'"),
+        ({"dtype": "bfloat16"}, "is of another dtype: it was made for 'bfloat16', and is to be used for 'float32'"),
+        ({"device": "NVIDIA H100"}, "is of another device: it was made for 'NVIDIA H100'"),
+        ({"threads": 2}, "is of another threads: it was made for 2, and is to be used for 1"),
+        ({"versions": {"torch": "1.0"}}, "is of another version of"),
+    ],
+)
+def test_a_profile_of_something_else_starts_no_worker(
+    made_for: dict[str, object], message: str | None, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path, steps=2)
+    job = inspect_job(config)
+    layers = tuple(LayerCost(f"layer {index}", 1e-3, 1e-3, 1e-3) for index in range(job.num_layers))
+    profile = Profile(
+        name="the one of the test",
+        fingerprint=replace(job.profiled_as(config), **made_for),  # type: ignore[arg-type]
+        source="measured",
+        provenance="by hand",
+        layers=layers,
+        intra_host=Link(1e-4, 1e9),
+    )
+    write_profile(profile, tmp_path / "profile.json")
+    config = config.model_copy(update={"profile": tmp_path / "profile.json"})
+    if message is None:
+        assert_trained_as_if_nothing_failed(train_here(config, tmp_path / "run"))
+        return
+    with pytest.raises(ProfileError, match=message):
+        train_here(config, tmp_path / "run")
+    assert not list((tmp_path / "run" / "logs").iterdir())
 
 
 def test_runs_follow_each_other_in_one_process(tmp_path: Path) -> None:

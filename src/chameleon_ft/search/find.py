@@ -31,6 +31,8 @@ DEFAULT_EFFORT: Final = 2_000
 _ROUNDING: Final = 1e-9
 # Of every search so many mixes get workers; the best plan and its alternatives are chosen among them.
 _MIXES_KEPT: Final = 2
+# Of all mixes so many get the best programs, which may change their order.
+_POLISHED: Final = 2
 
 
 def find_plan(
@@ -107,14 +109,16 @@ class _Search:
         """The fastest plans that were found, on the front of step time and bytes to move."""
         split, fused = (self._mix_search(split, self._least) for split in (True, False))
         self._bound(split, fused)
-        front = _front([self._placed(mix, search) for mix, search in self._worth_placing(self._mixes(split, fused))])
+        placed = [self._placed(mix, search) for mix, search in self._mixes(split, fused)]
+        placed.sort(key=lambda each: each.step_s)
+        front = _front([*map(self._polished, placed[:_POLISHED]), *placed[_POLISHED:]])
         if not (self._all_kinds and split.all_shapes):
             self.complete = False
             self.bound_s = min(cluster_bound_s(self._real_costs, split_backward=split) for split in (True, False))
             self.family = BoundFamily.PIPELINES_ANY_MEMORY
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - _ROUNDING
-        return [self._built(self._polished(each) if number == 0 else each) for number, each in enumerate(front)]
+        return list(map(self._built, front))
 
     def _bound(self, split: MixSearch, fused: MixSearch) -> None:
         self.bound_s = self._least_s(split)
@@ -139,19 +143,6 @@ class _Search:
                 found += [(mix, search) for mix in sorted(searched.mixes, key=lambda mix: mix.time_s)[:_MIXES_KEPT]]
             best_s = min([best_s, *(mix.time_s for mix, _ in found)])
         return found
-
-    def _worth_placing(self, found: list[tuple[TimedMix, MixSearch]]) -> list[tuple[TimedMix, MixSearch]]:
-        """All mixes; without gradient sync, when times hardly depend on the places, only those on the front."""
-        if self._with_sync:
-            return found
-        worth: list[tuple[TimedMix, MixSearch]] = []
-        least = math.inf
-        for mix, search in sorted(found, key=lambda each: each[0].time_s):
-            moved = self._least_moved_bytes(sum(count for _, count in mix.pipelines))
-            if moved < least:
-                worth.append((mix, search))
-                least = moved
-        return worth
 
     def _least_moved_bytes(self, pipelines: int) -> int:
         return _least_moved_bytes([pipelines] * len(self._costs.workload.layers), self._costs, self._current)
