@@ -1,36 +1,31 @@
-"""From the arguments of `chameleon plan` to a plan and the costs by which it is judged."""
+"""From the arguments of `chameleon plan` to the workers, the work, and what both cost."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chameleon_ft.config import RunConfig, TrainConfig, config_type, parse_config, read_toml
+from chameleon_ft.cli._presets import preset_profile
+from chameleon_ft.config import Parallel, RunConfig, TrainConfig, config_type, parse_config, read_toml
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.presets import (
-    Execution,
-    ModelShape,
-    Recompute,
-    device,
-    from_hugging_face,
-    model_shape,
-    state_policy,
-)
-from chameleon_ft.profiles import Profile, costs_of_run, derived_profile, profile_of_run
+from chameleon_ft.presets import ModelShape, device, state_policy
+from chameleon_ft.profiles import Profile, derived_profile, profile_of_run
 from chameleon_ft.recovery import in_flight_ceiling
 from chameleon_ft.schedule import CostModel, InFlightLimit
 
 __all__ = ["Layout", "PlanCase", "case_of_config", "case_of_preset"]
 
+_SHARE = 16  # micro-batches of a pipeline where a preset is not given any
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Pipelines, stages, and what passes through them; None leaves what a configuration says."""
+    """Workers, pipelines, stages, and what passes through them; None leaves what a configuration says."""
 
+    workers: int | None = None
     dp: int | None = None
     pp: int | None = None
     micro_batches: int | None = None
@@ -38,7 +33,7 @@ class Layout:
     split_backward: bool | None = None
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """The fields that are given, as in a configuration."""
+        """The fields of sections that are given, as in a configuration."""
         fields = {
             "parallel": {"dp": self.dp, "pp": self.pp, "split_backward": self.split_backward},
             "batch": {"micro_batches": self.micro_batches, "micro_batch_size": self.micro_batch_size},
@@ -51,48 +46,58 @@ class PlanCase:
     """What is to be predicted.
 
     Attributes:
-        config: layout and batch.
         profile: what layers and links cost.
-        workers_per_host: for the hosts of workers.
+        hosts: the host of every worker.
+        speeds: of the workers that are not of speed 1.
+        micro_batches: of a step.
+        parallel: the layout of equal pipelines; None where one is to be searched for.
     """
 
-    config: RunConfig
     profile: Profile
-    workers_per_host: int
+    hosts: Mapping[int, str]
+    speeds: Mapping[int, float]
+    micro_batches: int
+    parallel: Parallel | None
 
     @property
     def costs(self) -> CostModel:
         """The cost model of a step on all workers. Raises ProfileError where links of several hosts are unknown."""
-        hosts = {worker: f"host{worker // self.workers_per_host}" for worker in range(self.config.workers)}
-        return costs_of_run(self.config, self.profile, hosts)
+        cluster = self.profile.cluster(self.hosts, speeds=self.speeds)
+        return CostModel(self.profile.workload(self.micro_batches), cluster)
 
-    @property
-    def ceiling(self) -> Mapping[int, InFlightLimit]:
-        """What each worker may keep, as in a run."""
-        return in_flight_ceiling(range(self.config.workers), self.config.parallel.pp)
+    def ceiling(self, parallel: Parallel) -> Mapping[int, InFlightLimit]:
+        """What each worker may keep, as in a run of this layout."""
+        return in_flight_ceiling(self.hosts, parallel.pp)
 
-    def layout(self) -> Plan:
-        """The plan before anything fails."""
-        parallel = self.config.parallel
+    def layout(self, parallel: Parallel) -> Plan:
+        """The plan of a layout before anything fails."""
         return data_pipeline_plan(
             layer_costs=self.profile.relative_costs,
             dp=parallel.dp,
             pp=parallel.pp,
-            micro_batches=self.config.batch.micro_batches,
+            micro_batches=self.micro_batches,
             split_backward=parallel.split_backward,
         )
 
-    def with_depth(self, pp: int) -> PlanCase | None:
-        """The same workers in pipelines of `pp` stages; None where that does not divide."""
-        workers, micro_batches = self.config.workers, self.config.batch.micro_batches
-        if pp > len(self.profile.layers) or workers % pp or micro_batches % (workers // pp):
-            return None
-        parallel = self.config.parallel.model_copy(update={"dp": workers // pp, "pp": pp})
-        return replace(self, config=self.config.model_copy(update={"parallel": parallel}))
+    def depths(self) -> tuple[Parallel, ...]:
+        """All layouts of equal pipelines that these workers can have, the shallowest first."""
+        split = self.parallel is not None and self.parallel.split_backward
+        workers = len(self.hosts)
+        return tuple(
+            Parallel(dp=workers // pp, pp=pp, split_backward=split)
+            for pp in range(1, min(workers, len(self.profile.layers)) + 1)
+            if workers % pp == 0 and self.micro_batches % (workers // pp) == 0
+        )
 
 
 def case_of_config(
-    path: Path, layout: Layout, *, profile: Path | None, device_name: str | None, workers_per_host: int
+    path: Path,
+    layout: Layout,
+    *,
+    profile: Path | None,
+    device_name: str | None,
+    workers_per_host: int,
+    speeds: Mapping[int, float],
 ) -> PlanCase:
     """The case of a configuration, with its own profile, the given one, or one derived for a known device.
 
@@ -109,38 +114,61 @@ def case_of_config(
     if profile is not None:
         values["profile"] = str(profile)
     config = parse_config(config_type(values), values, source=str(path))
+    searched = layout.workers is not None
+    per_host = config.emulation.workers_per_host if config.device == "emulated" else workers_per_host
     return PlanCase(
-        config=config,
         profile=_profile_for(config, path, device_name=device_name),
-        workers_per_host=workers_per_host,
+        hosts=_hosts(layout.workers or config.workers, per_host),
+        speeds=speeds,
+        micro_batches=config.batch.micro_batches,
+        parallel=None if searched else config.parallel,
     )
 
 
 def case_of_preset(
-    model: str, layout: Layout, *, device_name: str | None, state: str, recompute: str, workers_per_host: int
+    model: str,
+    layout: Layout,
+    *,
+    device_name: str | None,
+    state: str,
+    recompute: str,
+    workers_per_host: int,
+    speeds: Mapping[int, float],
 ) -> PlanCase:
     """The case of a published model, or of a Hugging Face config.json, on a known device.
 
     Raises ConfigError with what to change.
     """
-    if device_name is None:
-        raise ConfigError(f"--model {model}: needs the --device that it runs on, such as h100-80g")
-    if layout.dp is None or layout.pp is None:
-        raise ConfigError(f"--model {model}: needs --dp and --pp, the pipelines and the stages of each")
-    given = layout.sections()
-    batch = {"micro_batches": 16 * layout.dp, "micro_batch_size": 1, **given["batch"]}
-    values = {"workers": layout.dp * layout.pp, "parallel": given["parallel"], "batch": batch}
-    config = parse_config(RunConfig, values, source="the arguments")
-    profile = derived_profile(
-        _shape(model),
-        device(device_name),
-        micro_batch_size=config.batch.micro_batch_size,
-        execution=Execution(recompute=_recompute(recompute)),
-        state=state_policy(state),
+    profile = preset_profile(
+        model, device_name, micro_batch_size=layout.micro_batch_size or 1, state=state, recompute=recompute
     )
-    if layout.pp > len(profile.layers):
-        raise ConfigError(f"--pp {layout.pp}: {model} has {len(profile.layers)} layers; take as many stages at most")
-    return PlanCase(config=config, profile=profile, workers_per_host=workers_per_host)
+    if layout.workers is not None:
+        if layout.micro_batches is None:
+            raise ConfigError(f"--workers {layout.workers}: needs --micro-batches, how many a step has")
+        parallel, workers, micro_batches = None, layout.workers, layout.micro_batches
+    else:
+        if layout.dp is None or layout.pp is None:
+            raise ConfigError(f"--model {model}: needs --dp and --pp, or --workers to have the layout searched for")
+        given = layout.sections()
+        batch = {"micro_batches": _SHARE * layout.dp, **given["batch"]}
+        values = {"workers": layout.dp * layout.pp, "parallel": given["parallel"], "batch": batch}
+        config = parse_config(RunConfig, values, source="the arguments")
+        parallel, workers, micro_batches = config.parallel, config.workers, config.batch.micro_batches
+        if parallel.pp > len(profile.layers):
+            raise ConfigError(
+                f"--pp {layout.pp}: {model} has {len(profile.layers)} layers; take as many stages at most"
+            )
+    return PlanCase(
+        profile=profile,
+        hosts=_hosts(workers, workers_per_host),
+        speeds=speeds,
+        micro_batches=micro_batches,
+        parallel=parallel,
+    )
+
+
+def _hosts(workers: int, per_host: int) -> dict[int, str]:
+    return {worker: f"host{worker // per_host}" for worker in range(workers)}
 
 
 def _profile_for(config: RunConfig, path: Path, *, device_name: str | None) -> Profile:
@@ -185,24 +213,3 @@ def _shape_of(config: TrainConfig) -> ModelShape:
         seq_len=model.seq_len,
         dropout=model.dropout > 0,
     )
-
-
-def _shape(model: str) -> ModelShape:
-    if not model.endswith(".json"):
-        return model_shape(model)
-    try:
-        data = json.loads(Path(model).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--model {model}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"--model {model}: is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"--model {model}: should hold a JSON object, as the config.json of a model does")
-    return from_hugging_face(data)
-
-
-def _recompute(name: str) -> Recompute:
-    try:
-        return Recompute(name)
-    except ValueError:
-        raise ConfigError(f"--recompute {name}: should be one of {', '.join(Recompute)}") from None

@@ -48,17 +48,15 @@ def find_misfit(estimate: StepEstimate, case: PlanCase, costs: CostModel) -> Mis
     capacity = case.profile.memory_bytes
     if not missing or capacity is None:
         return None
-    layouts = sorted(_other_layouts(case), key=lambda fit: fit.peak_bytes)
+    layouts = sorted(_other_layouts(case, costs), key=lambda fit: fit.peak_bytes)
     return Misfit(missing_bytes=missing, capacity_bytes=capacity, layouts=tuple(layouts))
 
 
-def _other_layouts(case: PlanCase) -> Iterator[Fit]:
-    for pp in range(1, case.config.workers + 1):
-        other = case.with_depth(pp)
-        if other is None or pp == case.config.parallel.pp:
+def _other_layouts(case: PlanCase, costs: CostModel) -> Iterator[Fit]:
+    for parallel in case.depths():
+        if parallel == case.parallel:
             continue
-        plan, costs = other.layout(), other.costs
-        program = best_program(plan, costs, ceiling=other.ceiling).program
+        plan = case.layout(parallel)
+        program = best_program(plan, costs, ceiling=case.ceiling(parallel)).program
         memory = program_memory(program, plan.placement, costs.workload)
-        parallel = other.config.parallel
         yield Fit(dp=parallel.dp, pp=parallel.pp, peak_bytes=max(use.peak_bytes for use in memory.values()))

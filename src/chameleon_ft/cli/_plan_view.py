@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from chameleon_ft.cli._plan_fit import Misfit
-
-if TYPE_CHECKING:
-    from chameleon_ft.cli.plan import Prediction
+from chameleon_ft.cli._prediction import Prediction, Searched
 
 __all__ = ["gibibytes", "seconds", "show"]
 
 _PLAIN_WIDTH = 120
 
 
-def show(prediction: Prediction, *, title: str) -> None:
+def show(prediction: Prediction) -> None:
     """Print it."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
-    console.print(title, style="bold", soft_wrap=True)
+    shape = box.ROUNDED if console.is_terminal else box.ASCII
+    console.print(prediction.title, style="bold", soft_wrap=True)
     console.print(_facts(prediction))
-    console.print(_workers(prediction, plain=not console.is_terminal))
+    console.print(_workers(prediction, shape))
+    if prediction.searched is not None:
+        console.print(_found(prediction.searched, shape))
     if prediction.misfit is not None:
         console.print(_misfit_in_words(prediction.misfit), style="red", soft_wrap=True)
 
@@ -55,8 +56,9 @@ def _facts(prediction: Prediction) -> Table:
     facts.add_row(
         "", f"= {seconds(estimate.program_s)} of operations + {seconds(estimate.sync.exposed_s)} of gradient sync"
     )
-    if prediction.dead:
-        before_s, live = prediction.before_step_s, len(prediction.plan.workers)
+    if prediction.dead and prediction.before is not None and prediction.before_step_s is not None:
+        before_s = prediction.before_step_s
+        live = len(prediction.before.workers) - len(prediction.dead)
         facts.add_row(
             "",
             f"{before_s / estimate.step_s:.1%} of the throughput before the loss ({seconds(before_s)}), "
@@ -71,8 +73,28 @@ def _facts(prediction: Prediction) -> Table:
     return facts
 
 
-def _workers(prediction: Prediction, *, plain: bool) -> Table:
-    table = Table(box=box.ASCII if plain else box.ROUNDED)
+def _found(searched: Searched, shape: box.Box) -> Table:
+    """What the search has found, the best first; its step times have the sync overlapped with the backward's tail."""
+    result = searched.result
+    proof = "and nothing is better" if result.complete else f"{result.gap:.1%} above the bound of all {result.family}"
+    table = Table(box=shape, title=f"searched for {seconds(searched.search_s)}: {proof}", title_justify="left")
+    table.add_column("found")
+    for column in ("step", "pipelines", "bytes to move", "peak memory"):
+        table.add_column(column, justify="right")
+    for found in (result.best, *result.alternatives):
+        depths = Counter(len(hops) for hops in {route.hops for route in found.plan.routes})
+        table.add_row(
+            found.name,
+            seconds(found.step_s),
+            ", ".join(f"{count} of {depth}" for depth, count in sorted(depths.items())),
+            gibibytes(found.least_moved_bytes),
+            gibibytes(found.peak_bytes),
+        )
+    return table
+
+
+def _workers(prediction: Prediction, shape: box.Box) -> Table:
+    table = Table(box=shape)
     for column in ("workers", "layers", "operations"):
         table.add_column(column)
     for column in ("busy", "peak memory", "capacity"):

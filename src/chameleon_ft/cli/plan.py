@@ -6,21 +6,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Literal, Optional
 
 import tyro
 
 from chameleon_ft.cli._flags import optional_argument, parse_arguments
 from chameleon_ft.cli._plan_case import Layout, PlanCase, case_of_config, case_of_preset
-from chameleon_ft.cli._plan_fit import Misfit, find_misfit
-from chameleon_ft.errors import ConfigError, NoHolderError
-from chameleon_ft.estimate import StepEstimate, SyncTiming, cluster_bound_s, estimate_step
+from chameleon_ft.cli._prediction import predict_layout, predict_searched
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.lanes import Lane
-from chameleon_ft.plan import Plan
-from chameleon_ft.recovery import reroute
-from chameleon_ft.schedule import CostModel, best_program
 
-__all__ = ["Prediction", "main"]
+__all__ = ["main"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +66,21 @@ class PlanArguments:
         tyro.conf.arg(help="Run the halves of the backward apart, whatever CONFIG says."),
     ] = False
     workers_per_host: Annotated[int, tyro.conf.arg(help="Workers of a host; between hosts links are slower.")] = 8
+    workers: Annotated[
+        Optional[int],  # noqa: UP045
+        optional_argument("INT", "Workers to search the best plan of, whatever its pipelines; not with --dp and --pp."),
+    ] = None
+    planner: Annotated[
+        Optional[Literal["layout", "chameleon"]],  # noqa: UP045
+        optional_argument(
+            "{layout,chameleon}",
+            "layout: equal pipelines, detours round dead workers, as a run has them; chameleon: the best plan that a "
+            "search finds, detours included. By default the layout where there is one.",
+        ),
+    ] = None
+    slow: Annotated[
+        str, optional_argument("WORKER=SPEED[,...]", "Speed of workers that are slower or faster than 1.")
+    ] = ""
     dead: Annotated[
         str, optional_argument("WORKER[,WORKER ...]", "Plan for the loss of these workers: their peers do their share.")
     ] = ""
@@ -84,160 +95,117 @@ class PlanArguments:
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print the prediction as JSON.")] = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """Everything that is said of a plan.
-
-    Attributes:
-        before: the plan before anything failed, and its estimate; the same as `plan` where nothing did.
-        cluster_bound_s: seconds below which no plan of pipelines over these workers gets, whatever their depths.
-    """
-
-    case: PlanCase
-    costs: CostModel
-    dead: tuple[int, ...]
-    before: Plan
-    before_step_s: float
-    plan: Plan
-    estimate: StepEstimate
-    cluster_bound_s: float
-    misfit: Misfit | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        estimate = self.estimate
-        return {
-            "model": self.case.profile.name,
-            "device": self.case.profile.fingerprint.device,
-            "profile": self.case.profile.source,
-            "plan": json.loads(self.plan.to_json()),
-            "dead": list(self.dead),
-            "step_s": estimate.step_s,
-            "program_s": estimate.program_s,
-            "sync_s": estimate.sync.exposed_s,
-            "bound_s": estimate.bound_s,
-            "gap": estimate.gap,
-            "cluster_bound_s": self.cluster_bound_s,
-            "bubble": estimate.bubble,
-            "failure_free_step_s": self.before_step_s,
-            "samples_per_s": self.costs.workload.samples / estimate.step_s,
-            "peak_memory_bytes": {str(worker): memory.peak_bytes for worker, memory in estimate.memory.items()},
-            "capacity_bytes": {
-                str(worker): self.costs.cluster.worker(worker).memory_bytes for worker in self.plan.workers
-            },
-            "fits": self.misfit is None,
-        }
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(PlanArguments, arguments, command="plan")
-    prediction = _predict(_case(given), given.dead)
-    pipelines = [tuple(hop.worker for hop in route.hops) for route in dict.fromkeys(prediction.before.routes)]
-    pipelines = list(dict.fromkeys(pipelines))
+    case = _case(given)
+    dead = _dead_workers(given.dead, case)
+    searched = _searched(given, case)
+    prediction = predict_searched(case, dead) if searched else predict_layout(case, dead)
     lanes = [Lane.predicted(prediction.estimate)]
     if given.picture is not None:
         from chameleon_ft.observe.picture import draw_schedule
 
-        draw_schedule(given.picture, title=_title(prediction), plan=prediction.plan, pipelines=pipelines, lanes=lanes)
+        draw_schedule(
+            given.picture,
+            title=prediction.title,
+            plan=prediction.plan,
+            pipelines=prediction.pipelines,
+            lanes=lanes,
+        )
     if given.trace is not None:
         from chameleon_ft.observe.trace import write_trace
 
-        write_trace(given.trace, plan=prediction.plan, pipelines=pipelines, lanes=lanes)
+        write_trace(given.trace, plan=prediction.plan, pipelines=prediction.pipelines, lanes=lanes)
     if given.json:
         print(json.dumps(prediction.to_json()))
     else:
         from chameleon_ft.cli._plan_view import show
 
-        show(prediction, title=_title(prediction))
+        show(prediction)
     return 0 if prediction.misfit is None else 1
 
 
 def _case(given: PlanArguments) -> PlanCase:
     if given.workers_per_host < 1:
         raise ConfigError(f"--workers-per-host {given.workers_per_host}: should be 1 or more")
-    layout = Layout(
+    layout = _layout(given)
+    speeds = _speeds(given.slow)
+    if given.config is not None:
+        if given.model is not None:
+            raise ConfigError(f"--model {given.model}: {given.config} says what is trained; leave one of them out")
+        case = case_of_config(
+            given.config,
+            layout,
+            profile=given.profile,
+            device_name=given.device,
+            workers_per_host=given.workers_per_host,
+            speeds=speeds,
+        )
+    elif given.model is None:
+        raise ConfigError("nothing to plan for: give a CONFIG, or a published --model and its --device")
+    elif given.profile is not None:
+        raise ConfigError(f"--profile {given.profile}: is for a CONFIG; costs of --model are derived from --device")
+    else:
+        case = case_of_preset(
+            given.model,
+            layout,
+            device_name=given.device,
+            state=given.state,
+            recompute=given.recompute,
+            workers_per_host=given.workers_per_host,
+            speeds=speeds,
+        )
+    for worker in speeds:
+        _require_worker(worker, case, f"--slow {given.slow}")
+    return case
+
+
+def _layout(given: PlanArguments) -> Layout:
+    if given.workers is not None:
+        if given.workers < 1:
+            raise ConfigError(f"--workers {given.workers}: should be 1 or more")
+        if given.dp is not None or given.pp is not None:
+            raise ConfigError(f"--workers {given.workers}: searches for a layout, and --dp and --pp give one; choose")
+    return Layout(
+        workers=given.workers,
         dp=given.dp,
         pp=given.pp,
         micro_batches=given.micro_batches,
         micro_batch_size=given.micro_batch_size,
         split_backward=given.split_backward or None,
     )
-    if given.config is not None:
-        if given.model is not None:
-            raise ConfigError(f"--model {given.model}: {given.config} says what is trained; leave one of them out")
-        return case_of_config(
-            given.config,
-            layout,
-            profile=given.profile,
-            device_name=given.device,
-            workers_per_host=given.workers_per_host,
-        )
-    if given.model is None:
-        raise ConfigError("nothing to plan for: give a CONFIG, or a published --model and its --device")
-    if given.profile is not None:
-        raise ConfigError(f"--profile {given.profile}: is for a CONFIG; costs of --model are derived from --device")
-    return case_of_preset(
-        given.model,
-        layout,
-        device_name=given.device,
-        state=given.state,
-        recompute=given.recompute,
-        workers_per_host=given.workers_per_host,
-    )
 
 
-def _predict(case: PlanCase, dead_text: str) -> Prediction:
-    costs, before = case.costs, case.layout()
-    dead = _dead_workers(dead_text, before)
-    if len(dead) == len(before.workers):
-        raise ConfigError(f"--dead {dead_text}: leaves no worker")
-    plan = before
-    if dead:
-        try:
-            plan = reroute(before, dead, costs, ceiling=case.ceiling)
-        except NoHolderError as error:
-            raise ConfigError(
-                f"--dead {dead_text}: {error}; a run goes back to its newest checkpoint then, in the largest layout "
-                "that is left: plan that one by --dp and --pp"
-            ) from None
-    estimate = _estimate(plan, case, costs)
-    live = CostModel(costs.workload, costs.cluster.without(dead))
-    return Prediction(
-        case=case,
-        costs=costs,
-        dead=dead,
-        before=before,
-        before_step_s=_estimate(before, case, costs).step_s if dead else estimate.step_s,
-        plan=plan,
-        estimate=estimate,
-        cluster_bound_s=cluster_bound_s(live, split_backward=plan.split_backward),
-        misfit=find_misfit(estimate, case, costs),
-    )
+def _searched(given: PlanArguments, case: PlanCase) -> bool:
+    if given.planner == "layout" and case.parallel is None:
+        raise ConfigError(f"--planner layout: --workers {given.workers} leaves the layout open; give --dp and --pp")
+    return given.planner == "chameleon" or case.parallel is None
 
 
-def _estimate(plan: Plan, case: PlanCase, costs: CostModel) -> StepEstimate:
-    program = best_program(plan, costs, ceiling=case.ceiling).program
-    return estimate_step(plan, program, costs, timing=SyncTiming.AFTER_PROGRAM)
-
-
-def _dead_workers(text: str, plan: Plan) -> tuple[int, ...]:
-    dead = []
+def _dead_workers(text: str, case: PlanCase) -> tuple[int, ...]:
+    dead = set()
     for part in filter(None, text.split(",")):
         if not part.strip().isdecimal():
             raise ConfigError(f"--dead {text}: should be numbers of workers with commas between them, such as 5,9")
-        worker = int(part)
-        if worker not in plan.workers:
-            raise ConfigError(f"--dead {text}: there is no worker {worker}; they are numbered 0 to {max(plan.workers)}")
-        dead.append(worker)
-    return tuple(sorted(set(dead)))
+        _require_worker(int(part), case, f"--dead {text}")
+        dead.add(int(part))
+    if len(dead) == len(case.hosts):
+        raise ConfigError(f"--dead {text}: leaves no worker")
+    return tuple(sorted(dead))
 
 
-def _title(prediction: Prediction) -> str:
-    parallel, batch = prediction.case.config.parallel, prediction.case.config.batch
-    profile = prediction.case.profile
-    lost = f", without worker{'s' if len(prediction.dead) > 1 else ''} {', '.join(map(str, prediction.dead))}"
-    return (
-        f"{profile.name} on {profile.fingerprint.device} ({profile.source}), {parallel.dp} x {parallel.pp} workers, "
-        f"{batch.micro_batches} micro-batches of {batch.micro_batch_size}{lost if prediction.dead else ''}"
-    )
+def _speeds(text: str) -> dict[int, float]:
+    speeds: dict[int, float] = {}
+    for part in filter(None, text.split(",")):
+        worker, _, speed = part.partition("=")
+        try:
+            speeds[int(worker)] = float(speed)
+        except ValueError:
+            raise ConfigError(f"--slow {text}: should be WORKER=SPEED, such as 7=0.6, with commas between") from None
+    return speeds
+
+
+def _require_worker(worker: int, case: PlanCase, where: str) -> None:
+    if worker not in case.hosts:
+        raise ConfigError(f"{where}: there is no worker {worker}; they are numbered 0 to {len(case.hosts) - 1}")

@@ -15,6 +15,7 @@ import tyro
 
 from chameleon_ft.cli._flags import optional_argument, parse_arguments
 from chameleon_ft.cli._preflight import absolute_job, prepare_data_of
+from chameleon_ft.cli._presets import preset_profile
 from chameleon_ft.config import RunConfig, config_type, parse_config, read_toml
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.profiles import Profile, write_profile
@@ -120,18 +121,14 @@ def _free(out: Path | None) -> Path:
 
 
 def _derived(given: ProfileArguments) -> Profile:
-    from chameleon_ft.cli._plan_case import Layout, case_of_preset
-
     assert given.model is not None
-    case = case_of_preset(
+    return preset_profile(
         given.model,
-        Layout(dp=1, pp=1, micro_batch_size=given.micro_batch_size),
-        device_name=given.device,
+        given.device,
+        micro_batch_size=given.micro_batch_size,
         state=given.state,
         recompute=given.recompute,
-        workers_per_host=1,
     )
-    return case.profile
 
 
 def _measured(given: ProfileArguments, file: Path, arguments: Sequence[str]) -> Profile:

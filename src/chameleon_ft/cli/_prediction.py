@@ -1,0 +1,201 @@
+"""What `chameleon plan` says of a plan, and how it comes by it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chameleon_ft.cli._plan_case import PlanCase
+from chameleon_ft.cli._plan_fit import Misfit, find_misfit
+from chameleon_ft.errors import ConfigError, NoHolderError
+from chameleon_ft.estimate import StepEstimate, SyncTiming, cluster_bound_s, estimate_step
+from chameleon_ft.plan import Plan
+from chameleon_ft.recovery import reroute
+from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
+from chameleon_ft.search import SearchResult, find_plan
+
+__all__ = ["Prediction", "Searched", "predict_layout", "predict_searched"]
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """How a plan was found."""
+
+    result: SearchResult
+    search_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        result = self.result
+        return {
+            "planner": "chameleon",
+            "found": result.best.name,
+            "search_s": self.search_s,
+            "search_bound_s": result.bound_s,
+            "search_gap": result.gap,
+            "family": result.family.value,
+            "complete": result.complete,
+            "bytes_to_move": result.best.least_moved_bytes,
+            "alternatives": [
+                {
+                    "name": other.name,
+                    "step_s": other.step_s,
+                    "bytes_to_move": other.least_moved_bytes,
+                    "plan": json.loads(other.plan.to_json()),
+                }
+                for other in result.alternatives
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Everything that is said of a plan.
+
+    Attributes:
+        before: the plan before anything failed, and its step; None where there was none.
+        cluster_bound_s: seconds below which no plan of pipelines over these workers gets, whatever their depths.
+        searched: how the plan was found; None for a layout that was asked for.
+    """
+
+    case: PlanCase
+    costs: CostModel
+    dead: tuple[int, ...]
+    before: Plan | None
+    before_step_s: float | None
+    plan: Plan
+    estimate: StepEstimate
+    cluster_bound_s: float
+    misfit: Misfit | None
+    searched: Searched | None
+
+    @property
+    def title(self) -> str:
+        """What it is of, in a line."""
+        profile, parallel = self.case.profile, self.case.parallel
+        workers = f"{len(self.case.hosts)}" if parallel is None else f"{parallel.dp} x {parallel.pp}"
+        lost = f", without worker{'s' if len(self.dead) > 1 else ''} {', '.join(map(str, self.dead))}"
+        return (
+            f"{profile.name} on {profile.fingerprint.device} ({profile.source}), {workers} workers, "
+            f"{self.case.micro_batches} micro-batches of {profile.fingerprint.micro_batch_size}"
+            f"{lost if self.dead else ''}"
+        )
+
+    @property
+    def pipelines(self) -> list[tuple[int, ...]]:
+        """The workers of each pipeline before anything failed, by stage."""
+        routes = (self.plan if self.before is None or self.searched is not None else self.before).routes
+        return list(dict.fromkeys(tuple(hop.worker for hop in route.hops) for route in routes))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        estimate = self.estimate
+        return {
+            "model": self.case.profile.name,
+            "device": self.case.profile.fingerprint.device,
+            "profile": self.case.profile.source,
+            "planner": "layout",
+            "plan": json.loads(self.plan.to_json()),
+            "dead": list(self.dead),
+            "step_s": estimate.step_s,
+            "program_s": estimate.program_s,
+            "sync_s": estimate.sync.exposed_s,
+            "bound_s": estimate.bound_s,
+            "gap": estimate.gap,
+            "cluster_bound_s": self.cluster_bound_s,
+            "bubble": estimate.bubble,
+            "failure_free_step_s": self.before_step_s,
+            "samples_per_s": self.costs.workload.samples / estimate.step_s,
+            "peak_memory_bytes": {str(worker): memory.peak_bytes for worker, memory in estimate.memory.items()},
+            "capacity_bytes": {
+                str(worker): self.costs.cluster.worker(worker).memory_bytes for worker in self.plan.workers
+            },
+            "fits": self.misfit is None,
+            **({} if self.searched is None else self.searched.to_json()),
+        }
+
+
+def predict_layout(case: PlanCase, dead: tuple[int, ...]) -> Prediction:
+    """Predict the layout of equal pipelines of `case`, with the work of dead workers done by their peers.
+
+    Raises ConfigError where nobody is left to do it.
+    """
+    assert case.parallel is not None
+    costs, ceiling, before = case.costs, case.ceiling(case.parallel), case.layout(case.parallel)
+    plan = before
+    if dead:
+        try:
+            plan = reroute(before, dead, costs, ceiling=ceiling)
+        except NoHolderError as error:
+            raise ConfigError(
+                f"--dead {','.join(map(str, dead))}: {error}; a run goes back to its newest checkpoint then, in the "
+                "largest layout that is left; --planner chameleon says what the rest could do best"
+            ) from None
+    return _prediction(case, costs, dead, before, ceiling, plan, ceiling, searched=None)
+
+
+def predict_searched(case: PlanCase, dead: tuple[int, ...]) -> Prediction:
+    """Search for the best plan of the workers that are not dead; where `case` has a layout, from that one on.
+
+    Raises PlanError where no plan fits into their memory.
+    """
+    costs = case.costs
+    live = CostModel(costs.workload, costs.cluster.without(dead))
+    before = None if case.parallel is None else case.layout(case.parallel)
+    before_ceiling = {} if case.parallel is None else case.ceiling(case.parallel)
+    started = time.perf_counter()
+    result = find_plan(
+        live,
+        current=None if before is None else before.placement.without(dead),
+        others={} if before is None else _detours(before, dead, costs, before_ceiling),
+    )
+    searched = Searched(result, time.perf_counter() - started)
+    best = result.best
+    return _prediction(case, costs, dead, before, before_ceiling, best.plan, best.ceiling or None, searched=searched)
+
+
+def _detours(
+    before: Plan, dead: Collection[int], costs: CostModel, ceiling: Mapping[int, InFlightLimit]
+) -> dict[str, Plan]:
+    try:
+        return {"reroute": reroute(before, dead, costs, ceiling=ceiling)}
+    except NoHolderError:
+        return {}
+
+
+def _prediction(
+    case: PlanCase,
+    costs: CostModel,
+    dead: tuple[int, ...],
+    before: Plan | None,
+    before_ceiling: Mapping[int, InFlightLimit],
+    plan: Plan,
+    ceiling: Mapping[int, InFlightLimit] | None,
+    *,
+    searched: Searched | None,
+) -> Prediction:
+    estimate = _estimate(plan, costs, ceiling)
+    before_step_s = None
+    if before is not None:
+        before_step_s = estimate.step_s if plan == before else _estimate(before, costs, before_ceiling).step_s
+    live = CostModel(costs.workload, costs.cluster.without(dead))
+    return Prediction(
+        case=case,
+        costs=costs,
+        dead=dead,
+        before=before,
+        before_step_s=before_step_s,
+        plan=plan,
+        estimate=estimate,
+        cluster_bound_s=cluster_bound_s(live, split_backward=plan.split_backward),
+        misfit=find_misfit(estimate, case, costs),
+        searched=searched,
+    )
+
+
+def _estimate(plan: Plan, costs: CostModel, ceiling: Mapping[int, InFlightLimit] | None) -> StepEstimate:
+    program = best_program(plan, costs, ceiling=ceiling).program
+    return estimate_step(plan, program, costs, timing=SyncTiming.AFTER_PROGRAM)
