@@ -190,3 +190,60 @@ def test_a_profile_of_another_model_is_refused(capsys: pytest.CaptureFixture[str
     write_profile(derived_profile(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=2), profile)
     error = plan(capsys, ROOT / "examples" / "quickstart.toml", "--profile", profile, code=2)
     assert "the profile of llama2-7b is of another model" in error
+
+
+def test_the_best_plan_is_searched_for_and_beats_the_detours(capsys: pytest.CaptureFixture[str]) -> None:
+    rerouted = predicted(capsys, *PRESET, "--dead", "5")
+    found = predicted(capsys, *PRESET, "--dead", "5", "--planner", "chameleon")
+    assert (rerouted["planner"], found["planner"]) == ("layout", "chameleon")
+    assert found["step_s"] < rerouted["step_s"]
+    assert found["search_bound_s"] <= found["program_s"]
+    assert "5" not in found["peak_memory_bytes"]
+    assert all(found["peak_memory_bytes"][w] <= found["capacity_bytes"][w] for w in found["peak_memory_bytes"])
+    assert found["bytes_to_move"] > 0
+    moved = [found["bytes_to_move"], *(other["bytes_to_move"] for other in found["alternatives"])]
+    assert moved == sorted(moved, reverse=True), "what is slower has to move less"
+    for other in found["alternatives"]:
+        Plan.from_json(json.dumps(other["plan"]))
+
+
+def test_any_number_of_workers_can_be_planned_for_some_of_them_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    case = ("--model", "llama2-7b", "--device", "h100-80g", "--workers", "7", "--micro-batches", "28")
+    even = predicted(capsys, *case)
+    slow = predicted(capsys, *case, "--slow", "3=0.5,4=0.5")
+    printed = plan(capsys, *case, "--slow", "3=0.5,4=0.5")
+    assert len(even["plan"]["routes"]) == 28
+    assert (even["failure_free_step_s"], even["dead"]) == (None, [])
+    assert even["step_s"] < slow["step_s"]
+    assert re.search(r"searched for .*\n", printed)
+    assert "| pipelines |" in printed
+
+
+def test_a_plan_that_was_found_can_be_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan(capsys, *PRESET, "--dead", "1", "--planner", "chameleon", "--picture", tmp_path / "a.svg")
+    assert "worker 7" in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--workers", "0", "--micro-batches", "8"), "--workers 0: should be 1 or more"),
+        (("--workers", "8"), "needs --micro-batches, how many a step has"),
+        (("--workers", "8", "--dp", "2"), "searches for a layout, and --dp and --pp give one; choose"),
+        (("--workers", "8", "--micro-batches", "8", "--planner", "layout"), "leaves the layout open; give --dp"),
+        (("--workers", "8", "--micro-batches", "8", "--dead", "8"), "there is no worker 8"),
+        (("--workers", "8", "--micro-batches", "8", "--slow", "9=0.5"), "there is no worker 9"),
+        (("--workers", "8", "--micro-batches", "8", "--slow", "1:0.5"), "should be WORKER=SPEED, such as 7=0.6"),
+        (("--workers", "8", "--micro-batches", "8", "--slow", "1=0"), "speed of worker 1 must be positive"),
+        (("--workers", "1", "--micro-batches", "8"), "does not fit the memory of 1 worker: .* workers .* would do"),
+    ],
+)
+def test_what_cannot_be_searched_for_is_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["plan", "--model", "llama2-7b", "--device", "h100-80g", *arguments])
+    error = capsys.readouterr().err
+    assert code in (1, 2)
+    assert error.startswith("chameleon plan: ")
+    assert re.search(message, error), error
