@@ -163,7 +163,17 @@ SURFACE = {
         "read_toml",
     ],
     "data": ["DataSummary", "SampleOrder", "SkippedFile", "check_data", "load_tokens", "prepare_data"],
-    "search": ["DEFAULT_EFFORT", "BoundFamily", "FoundPlan", "InfeasibleError", "SearchResult", "find_plan"],
+    "search": [
+        "DEFAULT_EFFORT",
+        "BaselinePlan",
+        "BoundFamily",
+        "FoundPlan",
+        "InfeasibleError",
+        "SearchResult",
+        "find_plan",
+        "oobleck_plan",
+        "paper_plan",
+    ],
     "profiles": [
         "AllReduceTime",
         "Fingerprint",

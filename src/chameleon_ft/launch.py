@@ -90,6 +90,9 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
         if resume:
             _require_same_model(run, job)
             run.write_config(config)
+            config = run.own(config)
+        if supervised_here:
+            _require_device(config, job)
         profile = _profile(config, job)
         plan = _plan(config, job)
         with Recorder(run, TerminalView()) as recorder:
@@ -237,6 +240,12 @@ def _require_same_model(run: RunDirectory, job: JobInfo) -> None:
                 f"--resume {run.path}: its checkpoint of step {step} is of a model with other layers than the job has "
                 "now; undo the change to the model, or begin a new run"
             )
+
+
+def _require_device(config: RunConfig, job: JobInfo) -> None:
+    """Raise ConfigError where the workers, which are on this host, would not find their device."""
+    if config.device != "emulated" and not job.device:
+        raise ConfigError(f'device = "{config.device}": this host has none that torch can use; take "cpu"')
 
 
 def _profile(config: RunConfig, job: JobInfo) -> Profile | None:

@@ -68,7 +68,7 @@ def test_lost_workers_are_planned_for(capsys: pytest.CaptureFixture[str]) -> Non
 def test_the_table_names_every_worker_and_what_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     printed = plan(capsys, *PRESET, "--dead", "5")
     assert "llama2-7b on h100-80g (derived), 2 x 4 workers, 32 micro-batches of 1, without worker 5" in printed
-    assert re.search(r"of the throughput before the loss \(.* s\), with 87\.5% of the workers", printed)
+    assert re.search(r"of the throughput before the loss \(.* s, fused backward\), with 87\.5% of the workers", printed)
     rows = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")][1:]
     named = {int(worker) for row in rows for part in row.split(", ") for worker in _range(part)}
     assert named == set(range(8))

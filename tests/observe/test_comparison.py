@@ -164,3 +164,29 @@ def test_records_that_fit_no_plan_are_refused() -> None:
     short = [dataclasses.replace(step, operations=step.operations[1:]) for step in recorded(plan, 3)]
     with pytest.raises(ConfigError, match=r"worker 0 recorded 5 operations in step 3, .* has 6"):
         measured_steps({1: plan}, short)
+
+
+def test_operations_that_take_no_time_have_no_error() -> None:
+    plan = planned(split=True)
+    (found,) = compare_generations({1: plan}, [step for number in (3, 4) for step in recorded(plan, number)])
+    assert all(kind.mean_error == pytest.approx(0, abs=1e-9) for kind in found.kinds)
+    still = [
+        dataclasses.replace(step, operations=((0.0, 0.0),) * len(step.operations))
+        for number in (3, 4)
+        for step in recorded(plan, number)
+    ]
+    (nothing,) = compare_generations({1: plan}, still)
+    assert {kind.mean_error for kind in nothing.kinds} == {0.0}
+
+
+def test_an_unfinished_record_is_cut_off_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    first, second = (recorded(planned(), number)[0] for number in (3, 4))
+    path = tmp_path / "timelines" / "worker-0.jsonl"
+    TimelineLog(path).append(first)
+    with path.open("a") as file:
+        file.write('{"generation": 1, "st')
+    TimelineLog(path).append(second)
+    assert read_recorded_steps(path.parent) == [first, second]
+    path.write_text(path.read_text().replace('"vote_s"', '"vote"', 1))
+    with pytest.raises(ConfigError, match=r"worker-0\.jsonl, record 1: vote_s: Field required; the file is damaged"):
+        read_recorded_steps(path.parent)

@@ -81,3 +81,25 @@ def test_a_damaged_line_in_the_middle_is_named(run: RunDirectory) -> None:
     run.events_file.write_text('{"event": "one"}\n{"event": "tw\n{"event": "three"}\n')
     with pytest.raises(ConfigError, match="line 2"):
         run.events()
+
+
+def test_generations_are_counted_by_their_plans(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", RunConfig())
+    assert run.last_generation() == 0
+    run.plans.mkdir()
+    for name in ("generation-00002.json", "generation-00011.json", "generation-00012-copy.json", "notes.txt"):
+        (run.plans / name).touch()
+    assert run.last_generation() == 11
+
+
+def test_the_files_that_a_configuration_names_are_copied_and_replaced(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    first.write_text("1")
+    second.write_text("2")
+    run = RunDirectory.create(tmp_path / "run", RunConfig(profile=first))
+    assert run.config().profile == run.profile_file
+    assert run.profile_file.read_text() == "1"
+    run.write_config(RunConfig(profile=second))
+    assert run.profile_file.read_text() == "2"
+    run.write_config(run.config())
+    assert run.profile_file.read_text() == "2"

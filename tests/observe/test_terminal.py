@@ -44,7 +44,7 @@ def test_it_tells_the_run_from_beginning_to_end() -> None:
         "its supervisor saw the process end",
         "reroute: micro-batches 2, 3 of worker 3 go to worker 1",
         "0.133 s = detect 0.010 + stop 0.020 + decide 0.003 + regroup 0.100",
-        "finished: all is done",
+        "all is done",
         "16 seen, 0 lost, 0 repeated",
     ):
         assert words in text

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.plan.detours import detoured_hops
+from chameleon_ft.plan.detours import detoured_hops, disjoint_pipelines
 from chameleon_ft.recovery import reroute
 from tests.strategies import Shape, equal_costs, losses, pipelines, survivable
 
@@ -85,3 +85,12 @@ def test_workers_that_are_in_no_pipeline_make_no_detours() -> None:
 def test_a_worker_of_two_pipelines_is_refused() -> None:
     with pytest.raises(PlanError, match="worker 1 is in pipelines 0 and 2"):
         detoured_hops(plan_of([[0, 1]]), [[0, 1], [2, 3], [1, 4]])
+
+
+def test_pipelines_are_told_from_detours() -> None:
+    before = pipelines(Shape(dp=3, pp=2, share=4))
+    assert disjoint_pipelines(before) == [(0, 1), (2, 3), (4, 5)]
+    rerouted = reroute(before, [3], equal_costs(layers=before.placement.num_layers, micro_batches=12, workers=6))
+    found = disjoint_pipelines(rerouted)
+    assert {(0, 1), (4, 5)} <= set(found) or len(found) == 2
+    assert len({worker for pipeline in found for worker in pipeline}) == sum(map(len, found))

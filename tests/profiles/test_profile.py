@@ -157,6 +157,7 @@ def test_a_derived_profile_is_the_derived_workload() -> None:
     ("changes", "message"),
     [
         ({"layers": ()}, "at least one layer"),
+        ({"layers": (LayerCost("one", 0.0, 0.0, 0.0),), "times": ()}, "needs layers that take time"),
         ({"layers": (LayerCost("one", 1.0, 1.0, 1.0),)}, "times of 2 layers and costs of 1"),
     ],
 )

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_args, get_origin
 
 import tyro
 from pydantic import BaseModel
@@ -97,11 +97,16 @@ def _flag(name: str, info: FieldInfo, defaults: Mapping[str, Any]) -> tuple[str,
         form = tyro.conf.arg(metavar="FAILURE[,FAILURE ...]", help=text)
     elif default is None:
         form = optional_argument("PATH", info.description or "")
-    elif kind == Path | None:
+    elif isinstance(default, str) and Path in _members_of(kind):
         default, form = Path(default), optional_argument("PATH", info.description or "")
     else:
         form = tyro.conf.arg(help=info.description)
     return name, Annotated[kind, form], dataclasses.field(default=default)
+
+
+def _members_of(kind: Any) -> set[Any]:
+    """The types of a union, without what annotates them."""
+    return {get_args(part)[0] if get_origin(part) is Annotated else part for part in get_args(kind)}
 
 
 def _failure_text(failure: Mapping[str, Any]) -> str:

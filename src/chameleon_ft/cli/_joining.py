@@ -29,8 +29,8 @@ Token = Annotated[
     Optional[str],  # noqa: UP045
     optional_argument(
         "TOKEN",
-        f"Join token that the coordinator printed; better in the environment, as {_TOKEN_VARIABLE}, where other users "
-        "of the machine do not see it.",
+        "Join token, which the coordinator prints on a terminal and keeps in the run's control.json; better in the "
+        f"environment, as {_TOKEN_VARIABLE}, where other users of the machine do not see it.",
     ),
 ]
 
@@ -69,5 +69,7 @@ def way_to_coordinator(given: JoinArguments) -> Way:
     split_address(given.coordinator)  # says what is wrong with it
     token = given.token or os.environ.get(_TOKEN_VARIABLE)
     if not token:
-        raise ConfigError(f"a join token is needed: set {_TOKEN_VARIABLE} or give --token; the coordinator printed it")
+        raise ConfigError(
+            f"a join token is needed: set {_TOKEN_VARIABLE} or give --token; it is in the run's control.json"
+        )
     return Way(address=given.coordinator, token=token)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from chameleon_ft.cli._plan_case import PlanCase
 from chameleon_ft.estimate import StepEstimate, program_memory
-from chameleon_ft.schedule import CostModel, best_program
+from chameleon_ft.schedule import CostModel, list_schedule
 
 __all__ = ["Fit", "Misfit", "find_misfit"]
 
@@ -28,7 +28,7 @@ class Misfit:
     Attributes:
         missing_bytes: by worker, how much more than its capacity it needs.
         capacity_bytes: of a worker.
-        layouts: the other depths of pipeline that these workers can have, the least memory first.
+        layouts: the depths of pipeline that these workers can have, the least memory first.
     """
 
     missing_bytes: dict[int, int]
@@ -48,15 +48,12 @@ def find_misfit(estimate: StepEstimate, case: PlanCase, costs: CostModel) -> Mis
     capacity = case.profile.memory_bytes
     if not missing or capacity is None:
         return None
-    layouts = sorted(_other_layouts(case, costs), key=lambda fit: fit.peak_bytes)
+    layouts = sorted(_layouts(case, costs), key=lambda fit: fit.peak_bytes)
     return Misfit(missing_bytes=missing, capacity_bytes=capacity, layouts=tuple(layouts))
 
 
-def _other_layouts(case: PlanCase, costs: CostModel) -> Iterator[Fit]:
+def _layouts(case: PlanCase, costs: CostModel) -> Iterator[Fit]:
     for parallel in case.depths():
-        if parallel == case.parallel:
-            continue
         plan = case.layout(parallel)
-        program = best_program(plan, costs, ceiling=case.ceiling(parallel)).program
-        memory = program_memory(program, plan.placement, costs.workload)
+        memory = program_memory(list_schedule(plan, costs), plan.placement, costs.workload)
         yield Fit(dp=parallel.dp, pp=parallel.pp, peak_bytes=max(use.peak_bytes for use in memory.values()))

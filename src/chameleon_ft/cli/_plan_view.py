@@ -61,34 +61,38 @@ def _facts(prediction: Prediction) -> Table:
         live = len(prediction.before.workers) - len(prediction.dead)
         facts.add_row(
             "",
-            f"{before_s / estimate.step_s:.1%} of the throughput before the loss ({seconds(before_s)}), "
+            f"{before_s / estimate.step_s:.1%} of the throughput before the loss ({seconds(before_s)}, "
+            f"{'split' if prediction.before.split_backward else 'fused'} backward), "
             f"with {live / len(prediction.before.workers):.1%} of the workers",
         )
-    facts.add_row(
-        "bound",
-        f"{seconds(estimate.bound_s)} for the operations of this plan in any order: {estimate.gap:.1%} above it",
-    )
-    facts.add_row("", f"{seconds(prediction.cluster_bound_s)} for those of any pipelines of these workers")
+    above = f"{max(0.0, estimate.gap):.1%} above it"
+    facts.add_row("bound", f"{seconds(estimate.bound_s)} for the operations of this plan in any order: {above}")
+    backward = "split" if prediction.plan.split_backward else "fused"
+    facts.add_row("", f"{seconds(prediction.cluster_bound_s)} for those of any pipelines with {backward} backward")
     facts.add_row("bubble", f"{estimate.bubble:.1%} of the workers' time is idle")
     return facts
 
 
 def _found(searched: Searched, shape: box.Box) -> Table:
-    """What the search has found, the best first; its step times have the sync overlapped with the backward's tail."""
+    """What the search has found, the best first."""
     result = searched.result
-    proof = "and nothing is better" if result.complete else f"{result.gap:.1%} above the bound of all {result.family}"
-    table = Table(box=shape, title=f"searched for {seconds(searched.search_s)}: {proof}", title_justify="left")
+    proof = f"{max(0.0, searched.gap):.1%} above {seconds(result.bound_s)}, which no plan of the family "
+    title = f"searched for {seconds(searched.search_s)}: {proof}{result.family} can beat"
+    table = Table(box=shape, title=title, title_justify="left")
     table.add_column("found")
+    table.add_column("backward")
     for column in ("step", "pipelines", "bytes to move", "peak memory"):
         table.add_column(column, justify="right")
-    for found in (result.best, *result.alternatives):
+    for candidate in searched.candidates:
+        found = candidate.found
         depths = Counter(len(hops) for hops in {route.hops for route in found.plan.routes})
         table.add_row(
             found.name,
-            seconds(found.step_s),
+            "split" if found.plan.split_backward else "fused",
+            seconds(candidate.estimate.step_s),
             ", ".join(f"{count} of {depth}" for depth, count in sorted(depths.items())),
             gibibytes(found.least_moved_bytes),
-            gibibytes(found.peak_bytes),
+            gibibytes(candidate.peak_bytes),
         )
     return table
 
@@ -156,7 +160,7 @@ def _misfit_in_words(misfit: Misfit) -> str:
         least = misfit.layouts[0]
         lines.append(
             f"no layout of these workers fits; the nearest is --dp {least.dp} --pp {least.pp}, which lacks "
-            f"{gibibytes(least.peak_bytes - misfit.capacity_bytes)}; take more workers, or save memory by "
-            "--recompute full or a smaller --micro-batch-size"
+            f"{gibibytes(least.peak_bytes - misfit.capacity_bytes)}; take more workers (--workers N says whether N "
+            "would do), or save memory by --recompute full or a smaller --micro-batch-size"
         )
     return "\n".join(lines)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,41 +14,67 @@ from chameleon_ft.cli._plan_fit import Misfit, find_misfit
 from chameleon_ft.errors import ConfigError, NoHolderError
 from chameleon_ft.estimate import StepEstimate, SyncTiming, cluster_bound_s, estimate_step
 from chameleon_ft.plan import Plan
+from chameleon_ft.plan.detours import disjoint_pipelines
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search import SearchResult, find_plan
+from chameleon_ft.search import FoundPlan, SearchResult, find_plan
 
-__all__ = ["Prediction", "Searched", "predict_layout", "predict_searched"]
+__all__ = ["Candidate", "Prediction", "Searched", "predict_layout", "predict_searched"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that was found, predicted as a run would run it: one program for all, gradients reduced after it."""
+
+    found: FoundPlan
+    estimate: StepEstimate
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the worker that needs most holds at its worst moment."""
+        return max(memory.peak_bytes for memory in self.estimate.memory.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "name": self.found.name,
+            "step_s": self.estimate.step_s,
+            "bytes_to_move": self.found.least_moved_bytes,
+            "plan": json.loads(self.found.plan.to_json()),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """How a plan was found."""
+    """How a plan was found: what the search says, and its candidates, the fastest first."""
 
     result: SearchResult
+    candidates: tuple[Candidate, ...]
     search_s: float
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether the best candidate is more than detours."""
+        return self.candidates[0].found.least_moved_bytes > 0
+
+    @property
+    def gap(self) -> float:
+        """By which share of the bound the best candidate is slower than it."""
+        bound_s = self.result.bound_s
+        return self.candidates[0].estimate.step_s / bound_s - 1 if bound_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        result = self.result
+        best, *others = self.candidates
         return {
             "planner": "chameleon",
-            "found": result.best.name,
+            "found": best.found.name,
             "search_s": self.search_s,
-            "search_bound_s": result.bound_s,
-            "search_gap": result.gap,
-            "family": result.family.value,
-            "complete": result.complete,
-            "bytes_to_move": result.best.least_moved_bytes,
-            "alternatives": [
-                {
-                    "name": other.name,
-                    "step_s": other.step_s,
-                    "bytes_to_move": other.least_moved_bytes,
-                    "plan": json.loads(other.plan.to_json()),
-                }
-                for other in result.alternatives
-            ],
+            "search_bound_s": self.result.bound_s,
+            "search_gap": self.gap,
+            "family": self.result.family.value,
+            "bytes_to_move": best.found.least_moved_bytes,
+            "alternatives": [other.to_json() for other in others],
         }
 
 
@@ -81,14 +108,16 @@ class Prediction:
         return (
             f"{profile.name} on {profile.fingerprint.device} ({profile.source}), {workers} workers, "
             f"{self.case.micro_batches} micro-batches of {profile.fingerprint.micro_batch_size}"
+            f"{', split backward' if self.plan.split_backward else ''}"
             f"{lost if self.dead else ''}"
         )
 
     @property
     def pipelines(self) -> list[tuple[int, ...]]:
         """The workers of each pipeline before anything failed, by stage."""
-        routes = (self.plan if self.before is None or self.searched is not None else self.before).routes
-        return list(dict.fromkeys(tuple(hop.worker for hop in route.hops) for route in routes))
+        if self.before is None or (self.searched is not None and self.searched.moves_weights):
+            return disjoint_pipelines(self.plan)
+        return disjoint_pipelines(self.before)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -152,9 +181,24 @@ def predict_searched(case: PlanCase, dead: tuple[int, ...]) -> Prediction:
         current=None if before is None else before.placement.without(dead),
         others={} if before is None else _detours(before, dead, costs, before_ceiling),
     )
-    searched = Searched(result, time.perf_counter() - started)
-    best = result.best
+    search_s = time.perf_counter() - started
+    candidates = [
+        Candidate(found, _estimate(found.plan, costs, found.ceiling or None))
+        for found in (result.best, *result.alternatives)
+    ]
+    candidates.sort(key=lambda candidate: candidate.estimate.step_s)
+    searched = Searched(result, tuple(_front(candidates)), search_s)
+    best = searched.candidates[0].found
     return _prediction(case, costs, dead, before, before_ceiling, best.plan, best.ceiling or None, searched=searched)
+
+
+def _front(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Those, the fastest first, that move fewer bytes than any faster one."""
+    least = math.inf
+    for candidate in candidates:
+        if candidate.found.least_moved_bytes < least:
+            least = candidate.found.least_moved_bytes
+            yield candidate
 
 
 def _detours(

@@ -10,7 +10,7 @@ from typing import TypeGuard
 from chameleon_ft.config import Control, RunConfig, TrainConfig
 from chameleon_ft.control.start_plan import read_start_plan
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.profiles import profile_of_run
+from chameleon_ft.profiles import costs_of_run, profile_of_run
 
 # What needs numpy is imported where it is used: `--help` must not wait for it.
 
@@ -70,7 +70,9 @@ def check_address(control: Control) -> None:
 def check_inputs(config: RunConfig) -> None:
     """Raise ConfigError where the profile or the plan that `config` names cannot be used with it."""
     if config.profile is not None:
-        profile_of_run(config)
+        profile = profile_of_run(config)
+        if config.device == "emulated":
+            costs_of_run(config, profile, dict.fromkeys(range(config.workers), ""))
     read_start_plan(config)
 
 

@@ -15,6 +15,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import GenerationComparison, MeasuredStep, compare_generations
 from chameleon_ft.observe.lanes import Lane
+from chameleon_ft.plan.detours import disjoint_pipelines
 
 __all__ = ["main"]
 
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     comparison, step = _chosen(comparisons, given.step)
     lanes = [Lane.predicted(comparison.predicted), step.lane]
-    pipelines = _pipelines(comparisons)
+    # What came later is drawn as what became of the pipelines of the first generation.
+    pipelines = disjoint_pipelines(comparisons[0].plan.plan)
     title = f"{run.path.name}, step {step.step}, generation {step.generation}"
     if given.picture is not None:
         from chameleon_ft.observe.picture import draw_schedule
@@ -84,9 +86,3 @@ def _chosen(
             return comparison, step
     known = ", ".join(str(step.step) for _, step in steps)
     raise ConfigError(f"--step {number}: was not recorded; those that were: {known}")
-
-
-def _pipelines(comparisons: Sequence[GenerationComparison]) -> list[tuple[int, ...]]:
-    """The pipelines of the first generation: what came later is drawn as what became of them."""
-    routes = comparisons[0].plan.plan.routes
-    return list(dict.fromkeys(tuple(hop.worker for hop in route.hops) for route in routes))

@@ -39,7 +39,7 @@ from chameleon_ft.control.outage import Loss, exit_in_words
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.server import Departure, Peer
 from chameleon_ft.control.watchdog import Watchdog
-from chameleon_ft.errors import ControlError
+from chameleon_ft.errors import ControlError, ProfileError
 from chameleon_ft.observe import (
     FaultLog,
     NoticedBy,
@@ -250,7 +250,11 @@ class Coordinator:
     def _begin(self) -> None:
         checkpoints = self._checkpoints.complete() if self._resume else []
         decision = self._planner.start(self._members.live(), checkpoint=checkpoints[-1] if checkpoints else None)
-        self._generations.begin(decision)
+        try:
+            self._generations.begin(decision)
+        except ProfileError as error:  # of the links between hosts that have turned out to be several
+            self.end("failed", str(error))
+            return
         self._recorder.started(
             self._planner.describe(
                 decision.plan,
@@ -355,6 +359,9 @@ class Coordinator:
     def _inject(self, message: Inject) -> Message:
         if message.worker not in self._members.live():
             return Refused(reason=f"worker {message.worker} is not live; live are {self._members.live()}")
+        committed = self._generations.committed
+        if message.step is not None and message.step < committed:
+            return Refused(reason=f"step {message.step} is over; the run is in step {committed}")
         worker = self._members[message.worker]
         if message.kind == "kill" and message.phase is None and worker.supervisor is not None:
             self._faults.append(worker=worker.id, kind="kill", phase=None, step=None)

@@ -18,7 +18,7 @@ from chameleon_ft.control.outage import Loss, Outage
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.suspicion import Suspicion
 from chameleon_ft.control.watchdog import Watchdog
-from chameleon_ft.errors import ControlError, NoHolderError
+from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
 from chameleon_ft.observe import NoticedBy, Recorder, RunStatus
 from chameleon_ft.plan import Plan
 
@@ -214,7 +214,7 @@ class Generations:
             if not situation.live:
                 raise ControlError("no worker is left")
             decision = self._planner.go_on(situation, self._members.hosts())
-        except (NoHolderError, ControlError) as error:
+        except (NoHolderError, ControlError, ProfileError) as error:
             self._give_up(error)
             return
         self._launch(decision)
@@ -239,7 +239,7 @@ class Generations:
             return True
         return False
 
-    def _give_up(self, error: NoHolderError | ControlError) -> None:
+    def _give_up(self, error: NoHolderError | ControlError | ProfileError) -> None:
         reason = str(error)
         if isinstance(error, NoHolderError):
             reason += "; there is no complete checkpoint in this run: set checkpoint.every to have some"
@@ -258,9 +258,10 @@ class Generations:
             self._checkpoints.forget(self.number)
         self.phase = Phase.REGROUPING
         self._watchdog.progress(asyncio.get_running_loop().time())
+        # Before anybody acts on it: what is recorded of a generation means nothing without its plan.
+        self._recorder.plan(planned, policy=decision.policy)
         for worker, order in told.items():
             self._members.send(worker, order)
-        self._recorder.plan(planned, policy=decision.policy)
 
     def _record_outage(self, decision: Decision | None, *, stop: str = "") -> None:
         now = time.time()

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["stand_in", "stand_in_scale"]
 
+# The most that a stand-in has of each.
 _BOUNDARY_BYTES: Final = 4096
+_GRADIENT_BYTES: Final = 65536
 _ELEMENT_BYTES: Final = 4
 _SAMPLES: Final = 1 << 16
 _LEARNING_RATE: Final = 1e-3
@@ -55,7 +57,11 @@ def stand_in(config: RunConfig) -> Job:
 
 def stand_in_scale(profile: Profile) -> int:
     """How many bytes one byte stands for, in every tensor that crosses to another worker or is reduced."""
-    return max(1, *(math.ceil(layer.output_bytes / _BOUNDARY_BYTES) for layer in profile.layers))
+    return max(
+        1,
+        *(math.ceil(layer.output_bytes / _BOUNDARY_BYTES) for layer in profile.layers),
+        *(math.ceil(layer.gradient_bytes / _GRADIENT_BYTES) for layer in profile.layers),
+    )
 
 
 class _Layer(nn.Module):

@@ -44,7 +44,7 @@ class KindComparison:
     predicted_s: float
     measured_s: float
     mean_error: float
-    """Mean of |predicted - measured| / measured over the operations."""
+    """Mean of |predicted - measured| / measured, over the operations that take any time; 0 where none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +174,12 @@ def _kinds(predicted: Timeline, steps: Sequence[MeasuredStep]) -> Iterable[KindC
                 count=len(found),
                 predicted_s=statistics.fmean(predicted_s for predicted_s, _ in found),
                 measured_s=statistics.fmean(measured_s for _, measured_s in found),
-                mean_error=statistics.fmean(abs(p - m) / m for p, m in found if m > 0),
+                mean_error=_mean([abs(p - m) / m for p, m in found if p > 0 and m > 0]),
             )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
 
 
 def _medians(steps: Sequence[MeasuredStep]) -> dict[tuple[int, OperationKind, LayerRange], float]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from chameleon_ft.config import RunConfig, config_to_toml, load_config
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.records import FailureRecord, StepRecord, Summary
 
-__all__ = ["ControlAddress", "RunDirectory"]
+__all__ = ["ControlAddress", "RunDirectory", "open_for_appending", "read_lines", "replace_file"]
+
+_GENERATION = re.compile(r"generation-(\d+)\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +52,8 @@ class RunDirectory:
             run.path.mkdir(parents=True)
             run.checkpoints.mkdir()
             run.logs.mkdir()
+            run._copy_files_of(config)
             run.config_file.write_text(config_to_toml(config), encoding="utf-8")
-            for file, copy in ((config.profile, run.profile_file), (config.plan, run.start_plan_file)):
-                if file is not None:
-                    shutil.copyfile(file, copy)
         except OSError as error:
             raise ConfigError(f"--out {path}: cannot be made: {error.strerror}; take another directory") from None
         return run
@@ -139,7 +140,8 @@ class RunDirectory:
 
     def last_generation(self) -> int:
         """The highest number of a generation that was planned; 0 where there is none."""
-        return max((int(path.stem.rpartition("-")[2]) for path in self.plans.glob("generation-*.json")), default=0)
+        numbers = (_GENERATION.fullmatch(path.name) for path in self.plans.glob("generation-*.json"))
+        return max((int(match[1]) for match in numbers if match is not None), default=0)
 
     @property
     def timelines(self) -> Path:
@@ -164,8 +166,14 @@ class RunDirectory:
         return config.model_copy(update=update)
 
     def write_config(self, config: RunConfig) -> None:
-        """Replace the resolved configuration, when a run goes on with another one."""
-        _replace(self.config_file, config_to_toml(config), mode=0o644)
+        """Replace the resolved configuration, and the files that it names, when a run goes on with another one."""
+        self._copy_files_of(config)
+        replace_file(self.config_file, config_to_toml(config), mode=0o644)
+
+    def _copy_files_of(self, config: RunConfig) -> None:
+        for file, copy in ((config.profile, self.profile_file), (config.plan, self.start_plan_file)):
+            if file is not None and not (copy.exists() and file.samefile(copy)):
+                shutil.copyfile(file, copy)
 
     def steps(self) -> list[StepRecord]:
         """Read the committed steps in the order they were written."""
@@ -181,11 +189,11 @@ class RunDirectory:
 
     def write_summary(self, summary: Summary) -> None:
         """Write the summary, whole or not at all."""
-        _replace(self.summary_file, json.dumps(summary.to_json(), indent=2) + "\n", mode=0o644)
+        replace_file(self.summary_file, json.dumps(summary.to_json(), indent=2) + "\n", mode=0o644)
 
     def write_control(self, control: ControlAddress) -> None:
         """Tell the other commands how to reach the live run; only the owner can read it."""
-        _replace(self.control_file, json.dumps(asdict(control)) + "\n", mode=0o600)
+        replace_file(self.control_file, json.dumps(asdict(control)) + "\n", mode=0o600)
 
     def read_control(self) -> ControlAddress:
         """Return how to reach the live run. Raises ConfigError where the run is not live."""
@@ -220,10 +228,19 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 raise ConfigError(f"{path}, line {number}: is not JSON; the file is damaged") from None
 
 
-def _replace(path: Path, text: str, *, mode: int) -> None:
+def replace_file(path: Path, text: str, *, mode: int) -> None:
     """Write a file so that a reader, or a crash, sees the old content or the new one and nothing between."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         file.write(text)
     draft.replace(path)
+
+
+def open_for_appending(path: Path) -> TextIO:
+    """Open a file of lines, taking away an unfinished last line that a crash has left."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")

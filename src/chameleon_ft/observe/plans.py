@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ChameleonError, ConfigError
+from chameleon_ft.observe.files import replace_file
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
 from chameleon_ft.workload import Workload
@@ -49,7 +50,7 @@ class GenerationPlan:
             inter_host=cluster.inter_host,
             costs_from=self.costs_from,
         )
-        path.write_text(file.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        replace_file(path, file.model_dump_json(indent=1) + "\n", mode=0o644)
 
     @classmethod
     def read(cls, path: Path) -> GenerationPlan:

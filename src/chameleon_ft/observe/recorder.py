@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from chameleon_ft.observe.files import RunDirectory
+from chameleon_ft.observe.files import RunDirectory, open_for_appending
 from chameleon_ft.observe.plans import GenerationPlan
 from chameleon_ft.observe.records import FailureRecord, RunStatus, StepRecord, Summary, summarize
 from chameleon_ft.observe.view import RunInfo, View
@@ -28,8 +27,8 @@ class Recorder:
         self.run = run
         self._view = view
         self._clock = clock
-        self._metrics = _open_for_appending(run.metrics_file)
-        self._events = _open_for_appending(run.events_file)
+        self._metrics = open_for_appending(run.metrics_file)
+        self._events = open_for_appending(run.events_file)
 
     def started(self, info: RunInfo) -> None:
         """Record that the workers are together and training begins, or goes on, with `info`."""
@@ -40,7 +39,12 @@ class Recorder:
         """Record what the workers were told to run, and which policy proposed it."""
         self.run.plans.mkdir(exist_ok=True)
         plan.write(self.run.plan_file(plan.generation))
-        self.event("plan", generation=plan.generation, policy=policy, file=str(self.run.plan_file(plan.generation)))
+        self.event(
+            "plan",
+            generation=plan.generation,
+            policy=policy,
+            file=str(self.run.plan_file(plan.generation).relative_to(self.run.path)),
+        )
 
     def step(self, record: StepRecord) -> None:
         """Record a committed step."""
@@ -86,15 +90,6 @@ class Recorder:
 
     def _write_event(self, name: str, fields: Mapping[str, Any]) -> None:
         _append(self._events, {"time": self._clock(), "event": name, **fields})
-
-
-def _open_for_appending(path: Path) -> TextIO:
-    """Open a file of lines, taking away an unfinished last line that a crash has left."""
-    with path.open("ab+") as file:
-        file.seek(0)
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
 
 
 def _append(file: TextIO, data: Mapping[str, Any]) -> None:

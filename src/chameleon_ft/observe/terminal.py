@@ -85,6 +85,7 @@ class TerminalView:
     def finished(self, summary: Summary) -> None:
         """Print the closing tables."""
         facts = _facts()
+        facts.add_row("because", summary.reason)
         facts.add_row("steps", f"{summary.steps} of {self._steps}" if self._steps else str(summary.steps))
         if summary.final_loss is not None:
             facts.add_row("final loss", f"{summary.final_loss:.4f}")
@@ -95,7 +96,7 @@ class TerminalView:
         if summary.median_step_s_before is not None:
             facts.add_row("step time", _step_times(summary))
         parts = [facts] if not summary.failures else [facts, Text(), self._failures(summary)]
-        title = Text(f"{summary.status}: {summary.reason}", style="bold")
+        title = Text(summary.status, style="bold")
         self._print(Panel(Group(*parts), title=title, title_align="left", box=self._box, expand=False))
 
     def _print_column_heads(self) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chameleon_ft.observe.files import read_lines
+from pydantic import BaseModel, ValidationError
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe.files import open_for_appending, read_lines
 
 __all__ = ["RecordedReduction", "RecordedStep", "TimelineLog", "read_recorded_steps"]
 
@@ -49,7 +53,7 @@ class RecordedStep:
         return rounded
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> RecordedStep:
+    def from_json(cls, data: Mapping[str, Any]) -> RecordedStep:
         """Read what `to_json` gave."""
         return cls(
             generation=data["generation"],
@@ -68,15 +72,44 @@ class TimelineLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._has_written = False
 
     def append(self, step: RecordedStep) -> None:
         """Write one step; on its way to the file system when this returns."""
         self._path.parent.mkdir(exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
+        # The first time a line may be cut off that a crash has left unfinished.
+        with self._path.open("a", encoding="utf-8") if self._has_written else open_for_appending(self._path) as file:
             file.write(json.dumps(step.to_json()) + "\n")
+        self._has_written = True
 
 
 def read_recorded_steps(folder: Path) -> list[RecordedStep]:
-    """Read what all workers of a run recorded, by step, generation and worker."""
-    steps = [RecordedStep.from_json(line) for path in folder.glob("worker-*.jsonl") for line in read_lines(path)]
+    """Read what all workers of a run recorded, by step, generation and worker.
+
+    Raises ConfigError with the place of what is no such record.
+    """
+    steps = [step for path in folder.glob("worker-*.jsonl") for step in _steps_of(path)]
     return sorted(steps, key=lambda step: (step.step, step.generation, step.worker))
+
+
+def _steps_of(path: Path) -> Iterator[RecordedStep]:
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            yield RecordedStep.from_json(_Record.model_validate(line).model_dump())
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{path}, record {number}: {where}: {first['msg']}; the file is damaged") from None
+
+
+class _Record(BaseModel):
+    """The form of a line, by which a damaged one is told."""
+
+    generation: int
+    step: int
+    worker: int
+    time: float
+    operations: list[tuple[float, float]]
+    reductions: list[RecordedReduction]
+    vote_s: tuple[float, float]
+    end_s: float

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.plan import Hop, Plan
 
-__all__ = ["detoured_hops"]
+__all__ = ["detoured_hops", "disjoint_pipelines"]
 
 
 def detoured_hops(plan: Plan, pipelines: Sequence[Sequence[int]]) -> frozenset[tuple[int, int]]:
@@ -51,3 +51,19 @@ def _detours(hops: Sequence[Hop], pipeline_of: Mapping[int, int], broken: frozen
     # A Counter keeps the order in which the route comes to its pipelines, and max takes the first of equals.
     home = max(lies_on, key=lambda pipeline: (lies_on[pipeline], pipeline in broken))
     return [index for index, hop in enumerate(hops) if pipeline_of.get(hop.worker, home) != home]
+
+
+def disjoint_pipelines(plan: Plan) -> list[tuple[int, ...]]:
+    """The pipelines of a plan by the workers of their stages, when nothing else is known of how it came about.
+
+    Each is what the most micro-batches pass through of those that share no worker with an earlier one, so that detours
+    are not taken for pipelines of their own.
+    """
+    chains = Counter(tuple(hop.worker for hop in route.hops) for route in plan.routes)
+    pipelines: list[tuple[int, ...]] = []
+    taken: set[int] = set()
+    for chain, _ in chains.most_common():
+        if taken.isdisjoint(chain) and len(set(chain)) == len(chain):
+            pipelines.append(chain)
+            taken.update(chain)
+    return sorted(pipelines)

@@ -94,7 +94,7 @@ class Profile:
         memory_bytes: capacity of a worker; None where it is not to be checked.
 
     Raises:
-        ProfileError: no layers, or times of another number of layers.
+        ProfileError: no layers, none that takes any time, or times of another number of layers.
     """
 
     name: str
@@ -112,6 +112,8 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ProfileError("a profile needs the cost of at least one layer; it has none")
+        if not any(layer.forward_s + layer.least_backward_s for layer in self.layers):
+            raise ProfileError("a profile needs layers that take time; the forward and backward of all of them are 0 s")
         if self.times and len(self.times) != len(self.layers):
             raise ProfileError(f"a profile has times of {len(self.times)} layers and costs of {len(self.layers)}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -227,7 +228,7 @@ class Trainer:
             if self._is_recorded(step, order):
                 times = committer.times
                 assert times is not None
-                self._timelines.append(self._recorded(step, order, sums, times, start=start, began_at=began_at))
+                self._record(self._recorded(step, order, sums, times, start=start, began_at=began_at))
             finish = applied.vote.finish
             if not finish:
                 self._checkpoint_if_due(order.generation, committer)
@@ -236,6 +237,13 @@ class Trainer:
     def _is_recorded(self, step: int, order: Run) -> bool:
         every = self._context.config.timelines.every
         return every > 0 and (step % every == 0 or step < order.first_step + _RECORDED_AFTER_A_CHANGE)
+
+    def _record(self, step: RecordedStep) -> None:
+        """Write down a step. Training does not depend on it."""
+        try:
+            self._timelines.append(step)
+        except OSError as error:
+            print(f"the operations of step {step.step} cannot be written down: {error}", file=sys.stderr, flush=True)
 
     def _recorded(
         self, step: int, order: Run, sums: StepSums, times: CommitTimes, *, start: float, began_at: float

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from chameleon_ft.search.baseline import BaselinePlan
 from chameleon_ft.search.find import DEFAULT_EFFORT, find_plan
 from chameleon_ft.search.infeasible import InfeasibleError
+from chameleon_ft.search.oobleck import oobleck_plan
+from chameleon_ft.search.paper import paper_plan
 from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult
 
-__all__ = ["DEFAULT_EFFORT", "BoundFamily", "FoundPlan", "InfeasibleError", "SearchResult", "find_plan"]
+__all__ = [
+    "DEFAULT_EFFORT",
+    "BaselinePlan",
+    "BoundFamily",
+    "FoundPlan",
+    "InfeasibleError",
+    "SearchResult",
+    "find_plan",
+    "oobleck_plan",
+    "paper_plan",
+]

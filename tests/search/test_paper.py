@@ -1,0 +1,241 @@
+"""The paper's search against a plain enumeration of all that it is to look at, and its plans against ours."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.errors import PlanError
+from chameleon_ft.estimate import estimate_step
+from chameleon_ft.estimate.paper import pipeline_step_s, stage_bytes
+from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
+from chameleon_ft.search import InfeasibleError, find_plan
+from chameleon_ft.search._memory import StageMemory
+from chameleon_ft.search.baseline import BaselinePlan
+from chameleon_ft.search.paper import paper_plan
+from chameleon_ft.workload import LayerCost, Workload
+from tests.search.instances import instance
+from tests.search.oracle import Exhaustive
+
+FREE = Link(0.0, math.inf)
+# Two that take long, and three that do not.
+LAYERS = tuple(enumerate([1.0, 1.0, 0.1, 0.1, 0.1]))
+seeds = st.integers(0, 2**32 - 1)
+
+
+def small(seed: int, *, workers: int, layers: int, micro_batches: int, kinds: int = 1) -> CostModel:
+    rng = random.Random(seed)
+    return instance(
+        rng,
+        workers=rng.randint(1, workers),
+        layers=rng.randint(1, layers),
+        micro_batches=rng.randint(1, micro_batches),
+        kinds=kinds,
+        memory=rng.random() < 0.6,
+    )
+
+
+def partitions(number: int, most: int) -> Iterator[list[int]]:
+    """The ways to write `number` as a sum of falling numbers up to `most`."""
+    if not number:
+        yield []
+    for first in range(min(number, most), 0, -1):
+        for rest in partitions(number - first, first):
+            yield [first, *rest]
+
+
+def placements(remainder: int, places: int) -> Iterator[list[int]]:
+    """The ways to put so many equal things into so many places."""
+    if places == 1:
+        yield [remainder]
+        return
+    for here in range(remainder + 1):
+        for rest in placements(remainder - here, places - 1):
+            yield [here, *rest]
+
+
+def shares(workers: int, layers: int, micro_batches: int) -> Iterator[list[tuple[int, int]]]:
+    """All pipelines that the paper looks at, by depth and micro-batches."""
+    for depths in partitions(workers, min(workers, layers)):
+        floors = [micro_batches * depth // workers for depth in depths]
+        for extra in placements(micro_batches - sum(floors), len(depths)):
+            mix = [(depth, floor + more) for depth, floor, more in zip(depths, floors, extra, strict=True)]
+            if all(share for _, share in mix):
+                yield mix
+
+
+def pipeline_least_s(costs: CostModel, depth: int, share: int) -> float:
+    """By the paper's estimate, over all placements of the layers that do not go into equal stages."""
+    each, remainder = divmod(len(costs.workload.layers), depth)
+    times = [math.inf]
+    for extra in placements(remainder, depth):
+        stops = [sum(extra[: stage + 1]) + each * (stage + 1) for stage in range(depth)]
+        stages = list(pairwise([0, *stops]))
+        if all(fits(costs, index, *stage, depth, share) for index, stage in enumerate(stages)):
+            layers = [costs.workload.layers[start:stop] for start, stop in stages]
+            overhead_s = costs.workload.operation_overhead_s
+            times.append(
+                pipeline_step_s(
+                    forward_s=[overhead_s + sum(layer.forward_s for layer in own) for own in layers],
+                    backward_s=[overhead_s + sum(layer.backward_s for layer in own) for own in layers],
+                    micro_batches=share,
+                )
+            )
+    return min(times)
+
+
+def fits(costs: CostModel, stage: int, start: int, stop: int, depth: int, share: int) -> bool:
+    capacity = costs.cluster.workers[0].memory_bytes
+    if capacity is None:
+        return True
+    layers = costs.workload.layers[start:stop]
+    reported = sum(
+        stage_bytes(
+            stage=stage,
+            stages=depth,
+            layers=1,
+            state_bytes=layer.param_bytes + layer.gradient_bytes + layer.optimizer_bytes,
+            activation_bytes=layer.activation_bytes,
+        )
+        for layer in layers
+    )
+    limit = InFlightLimit(depth - stage, depth - stage)
+    counted = StageMemory(costs.workload, split_backward=False).stage_bytes(start, stop, limit, share)
+    return reported <= capacity and counted <= capacity
+
+
+def pipelines_of(result: BaselinePlan) -> dict[tuple[int, ...], int]:
+    """Micro-batches by the workers that they pass."""
+    return Counter(tuple(hop.worker for hop in route.hops) for route in result.found.plan.routes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds)
+def test_it_chooses_what_trying_everything_would(seed: int) -> None:
+    costs = small(seed, workers=7, layers=6, micro_batches=9)
+    known: dict[tuple[int, int], float] = {}
+
+    def time_s(depth: int, share: int) -> float:
+        if (depth, share) not in known:
+            known[depth, share] = pipeline_least_s(costs, depth, share)
+        return known[depth, share]
+
+    workload = costs.workload
+    mixes = shares(len(costs.cluster.workers), len(workload.layers), workload.micro_batches)
+    least_s = min((max(time_s(*each) for each in mix) for mix in mixes), default=math.inf)
+    chosen = paper_plan(costs)
+    if least_s == math.inf:
+        assert chosen is None
+        return
+    assert chosen is not None
+    assert chosen.estimate_s == pytest.approx(least_s, rel=1e-9)
+    mix = [(len(workers), share) for workers, share in pipelines_of(chosen).items()]
+    assert max(time_s(*each) for each in mix) == pytest.approx(least_s, rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, split=st.booleans())
+def test_its_plan_is_whole_and_fits(seed: int, split: bool) -> None:
+    costs = small(seed, workers=9, layers=6, micro_batches=20)
+    chosen = paper_plan(costs, split_backward=split)
+    if chosen is None:
+        return
+    plan, workload = chosen.found.plan, costs.workload
+    workers = len(costs.cluster.workers)
+    assert plan.split_backward is split
+    assert plan.workers == tuple(worker.id for worker in costs.cluster.workers)
+    assert plan.micro_batches == workload.micro_batches
+    for own, share in pipelines_of(chosen).items():
+        assert share >= workload.micro_batches * len(own) // workers
+        sizes = [len(each) for worker in own for each in plan.placement.ranges_of(worker)]
+        assert min(sizes) >= len(workload.layers) // len(own)
+    estimate = estimate_step(plan, best_program(plan, costs, ceiling=chosen.found.ceiling).program, costs)
+    assert not estimate.over_capacity(costs)
+    capacities = [worker.memory_bytes for worker in costs.cluster.workers]
+    assert all(capacity is None or chosen.found.peak_bytes <= capacity for capacity in capacities)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, split=st.booleans(), kinds=st.integers(1, 2))
+def test_it_is_never_faster_than_the_fastest_pipelines(seed: int, split: bool, kinds: int) -> None:
+    costs = small(seed, workers=5, layers=4, micro_batches=5, kinds=kinds)
+    chosen = paper_plan(costs, split_backward=split)
+    if chosen is not None:
+        assert chosen.found.step_s >= Exhaustive(costs).least_of_kind_s(split) * (1 - 1e-9)
+
+
+def test_find_plan_is_never_slower() -> None:
+    compared = 0
+    for seed in range(40):
+        costs = small(seed, workers=8, layers=5, micro_batches=12)
+        chosen = [paper_plan(costs, split_backward=split) for split in (False, True)]
+        try:
+            found = find_plan(costs, effort=None)
+        except InfeasibleError:
+            assert chosen == [None, None]
+            continue
+        assert found.complete
+        for each in chosen:
+            if each is not None:
+                compared += 1
+                assert found.best.step_s <= each.found.step_s * (1 + 1e-9)
+    assert compared > 30
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, kinds=st.integers(2, 3))
+def test_unsmall_are_replayed_as_they_are(seed: int, kinds: int) -> None:
+    rng = random.Random(seed)
+    costs = instance(rng, workers=rng.randint(2, 6), layers=4, micro_batches=6, kinds=kinds, memory=False)
+    chosen = paper_plan(costs)
+    assert chosen is not None
+    plan = chosen.found.plan
+    bound_s = estimate_step(plan, best_program(plan, costs).program, costs).bound_s
+    assert chosen.found.step_s >= bound_s * (1 - 1e-9)
+
+
+def test_a_remainder_may_go_to_one_stage() -> None:
+    layers = tuple(LayerCost(f"layer {number}", seconds, seconds, 0.0, param_bytes=4) for number, seconds in LAYERS)
+    workers = tuple(Worker(number, "host", memory_bytes=12) for number in range(3))
+    chosen = paper_plan(CostModel(Workload(layers, 9, 1), Cluster(workers, FREE, FREE)))
+    assert chosen is not None
+    assert [hop.layers.stop for hop in chosen.found.plan.routes[0].hops] == [1, 2, 5]
+
+
+@pytest.mark.parametrize(("capacity", "found"), [(24, False), (25, True)])
+def test_the_reported_memory_decides_too(capacity: int, found: bool) -> None:
+    # It counts two micro-batches in flight at the first of two stages, even if there is only one to do.
+    layer = LayerCost("layer", 1.0, 1.0, 1.0, activation_bytes=10, gradient_bytes=5)
+    workers = tuple(Worker(number, "host", memory_bytes=capacity) for number in range(2))
+    chosen = paper_plan(CostModel(Workload((layer, layer), 1, 1), Cluster(workers, FREE, FREE)))
+    assert (chosen is not None) is found
+
+
+def test_a_preset_keeps_its_estimate_where_nothing_else_costs_time() -> None:
+    rates = device("h100-80g")
+    workload = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=64)
+    costs = CostModel(workload, Cluster(rates.cluster(16).workers, FREE, FREE))
+    chosen = paper_plan(costs)
+    assert chosen is not None
+    assert chosen.found.name == "paper"
+    assert len(chosen.found.plan.workers) == 16
+    assert chosen.found.step_s <= chosen.estimate_s * (1 + 1e-9)
+    assert chosen.found.least_moved_bytes > 0
+    again = paper_plan(costs, current=chosen.found.plan.placement)
+    assert again is not None
+    assert again.found.least_moved_bytes == 0
+
+
+def test_nobody_left_to_plan_for() -> None:
+    workload = derive_workload(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=1, micro_batches=4)
+    with pytest.raises(PlanError, match="no worker is left"):
+        paper_plan(CostModel(workload, Cluster((), FREE, FREE)))
