@@ -215,8 +215,17 @@ def test_any_number_of_workers_can_be_planned_for_some_of_them_slow(capsys: pyte
     assert len(even["plan"]["routes"]) == 28
     assert (even["failure_free_step_s"], even["dead"]) == (None, [])
     assert even["step_s"] < slow["step_s"]
-    assert re.search(r"searched for .*\n", printed)
+    assert re.search(r"chameleon, in .* can beat|chameleon, in .*\n", printed)
     assert "| pipelines |" in printed
+
+
+@pytest.mark.parametrize("planner", ["paper", "oobleck"])
+def test_published_planners_are_there_to_compare_with(planner: str, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = predicted(capsys, *PRESET, "--dead", "5", "--planner", planner)
+    ours = predicted(capsys, *PRESET, "--dead", "5", "--planner", "chameleon")
+    assert (theirs["planner"], theirs["found"], theirs["alternatives"]) == (planner, planner, [])
+    assert theirs["search_bound_s"] == ours["search_bound_s"] <= ours["step_s"] <= theirs["step_s"]
+    assert "5" not in theirs["peak_memory_bytes"]
 
 
 def test_a_plan_that_was_found_can_be_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

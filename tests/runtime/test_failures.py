@@ -397,6 +397,7 @@ def test_a_run_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
     again = resume_here(resumed, steps=12, workers=8, parallel=Parallel(dp=2, pp=4))
     assert_trained_as_if_nothing_failed(again)
     assert [record.workers for record in again.run.steps()] == [6] * 4 + [2] * 4 + [8] * 4
+    assert [record.generation for record in again.run.steps()] == [1] * 4 + [2] * 4 + [3] * 4
 
 
 def interrupt() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._orders import build_program
 from chameleon_ft.schedule._rank_search import reranked
 from chameleon_ft.schedule._trials import Trials
-from tests.strategies import Planned, losses, pipelined, planned, survivable
+from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable
 
 
 def keeps_within(program: Program, worker: int, limit: InFlightLimit) -> bool:
@@ -102,3 +103,22 @@ def test_what_is_enough_is_left_as_it_is(case: Planned) -> None:
 
     assert reranked(network, found, rules, enough_s=found.step_s) == found
     assert shortened(network, found, rules, enough_s=found.step_s) == found
+
+
+@pytest.mark.parametrize(
+    ("pp", "lost", "split_backward", "listed_s", "searched_s"),
+    [(3, 0, False, 26.0, 25.0), (4, 1, False, 28.0, 27.0), (4, 0, True, 25.0, 24.0)],
+)
+def test_another_order_of_micro_batches_is_found_where_it_is_shorter(
+    pp: int, lost: int, split_backward: bool, listed_s: float, searched_s: float
+) -> None:
+    before = pipelines(Shape(dp=2, pp=pp, share=4), split_backward=split_backward)
+    costs = equal_costs(layers=before.placement.num_layers, micro_batches=8, workers=2 * pp)
+    plan = reroute(before, [lost], costs)
+    routes = [route.hops for route in plan.routes]
+    network = NetworkBuilder(plan, costs).network(routes)
+    rules, found = Trials(plan, costs, None).ranked(routes)[0]
+
+    better = reranked(network, found, rules, enough_s=0.0)
+
+    assert (found.step_s, better.step_s) == (listed_s, searched_s)

@@ -77,7 +77,7 @@ def _found(searched: Searched, shape: box.Box) -> Table:
     """What the search has found, the best first."""
     result = searched.result
     proof = f"{max(0.0, searched.gap):.1%} above {seconds(result.bound_s)}, which no plan of the family "
-    title = f"searched for {seconds(searched.search_s)}: {proof}{result.family} can beat"
+    title = f"{searched.planner}, in {seconds(searched.search_s)}: {proof}{result.family} can beat"
     table = Table(box=shape, title=title, title_justify="left")
     table.add_column("found")
     table.add_column("backward")

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from chameleon_ft.cli._plan_case import PlanCase
 from chameleon_ft.cli._plan_fit import Misfit, find_misfit
@@ -17,9 +17,12 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search import FoundPlan, SearchResult, find_plan
+from chameleon_ft.search import FoundPlan, SearchResult, find_plan, oobleck_plan, paper_plan
 
-__all__ = ["Candidate", "Prediction", "Searched", "predict_layout", "predict_searched"]
+__all__ = ["BASELINES", "Candidate", "Prediction", "Searched", "predict_layout", "predict_searched"]
+
+BASELINES: Final = {"paper": paper_plan, "oobleck": oobleck_plan}
+"""Published planners to compare with, by name; their backward is fused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """How a plan was found: what the search says, and its candidates, the fastest first."""
+    """How a plan was found: by which planner, what the search proves, and the candidates, the fastest first."""
 
+    planner: str
     result: SearchResult
     candidates: tuple[Candidate, ...]
     search_s: float
@@ -67,7 +71,7 @@ class Searched:
         """Return it as JSON values."""
         best, *others = self.candidates
         return {
-            "planner": "chameleon",
+            "planner": self.planner,
             "found": best.found.name,
             "search_s": self.search_s,
             "search_bound_s": self.result.bound_s,
@@ -166,28 +170,34 @@ def predict_layout(case: PlanCase, dead: tuple[int, ...]) -> Prediction:
     return _prediction(case, costs, dead, before, ceiling, plan, ceiling, searched=None)
 
 
-def predict_searched(case: PlanCase, dead: tuple[int, ...]) -> Prediction:
-    """Search for the best plan of the workers that are not dead; where `case` has a layout, from that one on.
+def predict_searched(case: PlanCase, dead: tuple[int, ...], *, planner: str) -> Prediction:
+    """Have a planner find the plan of the workers that are not dead; where `case` has a layout, from that one on.
 
-    Raises PlanError where no plan fits into their memory.
+    The bound is always that of the search. Raises PlanError where no plan fits into their memory, ConfigError where
+    the planner finds none.
     """
     costs = case.costs
     live = CostModel(costs.workload, costs.cluster.without(dead))
     before = None if case.parallel is None else case.layout(case.parallel)
     before_ceiling = {} if case.parallel is None else case.ceiling(case.parallel)
+    current = None if before is None else before.placement.without(dead)
     started = time.perf_counter()
     result = find_plan(
-        live,
-        current=None if before is None else before.placement.without(dead),
-        others={} if before is None else _detours(before, dead, costs, before_ceiling),
+        live, current=current, others={} if before is None else _detours(before, dead, costs, before_ceiling)
     )
+    all_found: tuple[FoundPlan, ...] = (result.best, *result.alternatives)
+    if planner in BASELINES:
+        started = time.perf_counter()
+        chosen = BASELINES[planner](live, current=current)
+        if chosen is None:
+            raise ConfigError(
+                f"--planner {planner}: finds no plan of these workers that fits; --planner chameleon does"
+            )
+        all_found = (chosen.found,)
     search_s = time.perf_counter() - started
-    candidates = [
-        Candidate(found, _estimate(found.plan, costs, found.ceiling or None))
-        for found in (result.best, *result.alternatives)
-    ]
+    candidates = [Candidate(found, _estimate(found.plan, costs, found.ceiling or None)) for found in all_found]
     candidates.sort(key=lambda candidate: candidate.estimate.step_s)
-    searched = Searched(result, tuple(_front(candidates)), search_s)
+    searched = Searched(planner, result, tuple(_front(candidates)), search_s)
     best = searched.candidates[0].found
     return _prediction(case, costs, dead, before, before_ceiling, best.plan, best.ceiling or None, searched=searched)
 

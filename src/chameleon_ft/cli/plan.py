@@ -71,11 +71,12 @@ class PlanArguments:
         optional_argument("INT", "Workers to search the best plan of, whatever its pipelines; not with --dp and --pp."),
     ] = None
     planner: Annotated[
-        Optional[Literal["layout", "chameleon"]],  # noqa: UP045
+        Optional[Literal["layout", "chameleon", "paper", "oobleck"]],  # noqa: UP045
         optional_argument(
-            "{layout,chameleon}",
+            "{layout,chameleon,paper,oobleck}",
             "layout: equal pipelines, detours round dead workers, as a run has them; chameleon: the best plan that a "
-            "search finds, detours included. By default the layout where there is one.",
+            "search finds, detours included; paper, oobleck: what the published planners choose, to compare with. By "
+            "default the layout where there is one.",
         ),
     ] = None
     slow: Annotated[
@@ -100,8 +101,8 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(PlanArguments, arguments, command="plan")
     case = _case(given)
     dead = _dead_workers(given.dead, case)
-    searched = _searched(given, case)
-    prediction = predict_searched(case, dead) if searched else predict_layout(case, dead)
+    planner = _planner(given, case)
+    prediction = predict_layout(case, dead) if planner == "layout" else predict_searched(case, dead, planner=planner)
     lanes = [Lane.predicted(prediction.estimate)]
     if given.picture is not None:
         from chameleon_ft.observe.picture import draw_schedule
@@ -177,10 +178,10 @@ def _layout(given: PlanArguments) -> Layout:
     )
 
 
-def _searched(given: PlanArguments, case: PlanCase) -> bool:
+def _planner(given: PlanArguments, case: PlanCase) -> str:
     if given.planner == "layout" and case.parallel is None:
         raise ConfigError(f"--planner layout: --workers {given.workers} leaves the layout open; give --dp and --pp")
-    return given.planner == "chameleon" or case.parallel is None
+    return given.planner or ("chameleon" if case.parallel is None else "layout")
 
 
 def _dead_workers(text: str, case: PlanCase) -> tuple[int, ...]:
