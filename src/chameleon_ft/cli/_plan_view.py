@@ -7,23 +7,18 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from chameleon_ft.cli._console import output
 from chameleon_ft.cli._plan_fit import Misfit
 from chameleon_ft.cli._prediction import Prediction, Searched
 
 __all__ = ["gibibytes", "seconds", "show"]
 
-_PLAIN_WIDTH = 120
-
 
 def show(prediction: Prediction) -> None:
     """Print it."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
-    shape = box.ROUNDED if console.is_terminal else box.ASCII
+    console, shape = output()
     console.print(prediction.title, style="bold", soft_wrap=True)
     console.print(_facts(prediction))
     console.print(_workers(prediction, shape))

@@ -167,7 +167,7 @@ def predict_layout(case: PlanCase, dead: tuple[int, ...]) -> Prediction:
                 f"--dead {','.join(map(str, dead))}: {error}; a run goes back to its newest checkpoint then, in the "
                 "largest layout that is left; --planner chameleon says what the rest could do best"
             ) from None
-    return _prediction(case, costs, dead, before, ceiling, plan, ceiling, searched=None)
+    return _prediction(case, costs, dead, before, ceiling, plan, _estimate(plan, costs, ceiling), searched=None)
 
 
 def predict_searched(case: PlanCase, dead: tuple[int, ...], *, planner: str) -> Prediction:
@@ -198,8 +198,8 @@ def predict_searched(case: PlanCase, dead: tuple[int, ...], *, planner: str) -> 
     candidates = [Candidate(found, _estimate(found.plan, costs, found.ceiling or None)) for found in all_found]
     candidates.sort(key=lambda candidate: candidate.estimate.step_s)
     searched = Searched(planner, result, tuple(_front(candidates)), search_s)
-    best = searched.candidates[0].found
-    return _prediction(case, costs, dead, before, before_ceiling, best.plan, best.ceiling or None, searched=searched)
+    best = searched.candidates[0]
+    return _prediction(case, costs, dead, before, before_ceiling, best.found.plan, best.estimate, searched=searched)
 
 
 def _front(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
@@ -227,11 +227,10 @@ def _prediction(
     before: Plan | None,
     before_ceiling: Mapping[int, InFlightLimit],
     plan: Plan,
-    ceiling: Mapping[int, InFlightLimit] | None,
+    estimate: StepEstimate,
     *,
     searched: Searched | None,
 ) -> Prediction:
-    estimate = _estimate(plan, costs, ceiling)
     before_step_s = None
     if before is not None:
         before_step_s = estimate.step_s if plan == before else _estimate(before, costs, before_ceiling).step_s

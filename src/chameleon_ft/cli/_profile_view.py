@@ -7,9 +7,9 @@ from itertools import groupby
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from chameleon_ft.cli._console import output
 from chameleon_ft.cli._plan_view import gibibytes, seconds
 from chameleon_ft.cluster import Link
 from chameleon_ft.profiles import Profile
@@ -17,14 +17,10 @@ from chameleon_ft.workload import LayerCost
 
 __all__ = ["show"]
 
-_PLAIN_WIDTH = 120
-
 
 def show(profile: Profile, out: Path) -> None:
     """Print it."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
+    console, shape = output()
     fingerprint = profile.fingerprint
     console.print(
         f"{profile.name} on {fingerprint.device}, micro-batches of {fingerprint.micro_batch_size}, {fingerprint.dtype}",
@@ -32,13 +28,13 @@ def show(profile: Profile, out: Path) -> None:
         soft_wrap=True,
     )
     console.print(profile.provenance, soft_wrap=True)
-    console.print(_layers(profile, plain=not console.is_terminal))
+    console.print(_layers(profile, shape))
     console.print(_facts(profile))
     console.print(f"written to {out}", soft_wrap=True)
 
 
-def _layers(profile: Profile, *, plain: bool) -> Table:
-    table = Table(box=box.ASCII if plain else box.ROUNDED)
+def _layers(profile: Profile, shape: box.Box) -> Table:
+    table = Table(box=shape)
     table.add_column("layers")
     for column in ("F", "B", "I", "W", "parameters", "kept F to B", "kept I to W", "output", "works with"):
         table.add_column(column, justify="right")

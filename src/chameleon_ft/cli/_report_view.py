@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from chameleon_ft.cli._console import output
 from chameleon_ft.cli._plan_view import seconds
 from chameleon_ft.observe.comparison import GenerationComparison
 
 __all__ = ["show"]
 
-_PLAIN_WIDTH = 120
 _WORDS = {"profile": "its profile", "measured": "medians of its own operations", "assumed": "assumed costs"}
 
 
 def show(comparisons: Sequence[GenerationComparison], *, title: str) -> None:
     """Print it."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _PLAIN_WIDTH
-    shape = box.ROUNDED if console.is_terminal else box.ASCII
+    console, shape = output()
     console.print(title, style="bold", soft_wrap=True)
     for comparison in comparisons:
         live = len(comparison.plan.plan.workers)
