@@ -136,9 +136,12 @@ def _model(name: str, config: RunConfig) -> Model:
 
 
 def _plans(model: Model) -> Iterator[tuple[str, Plan]]:
-    for split in (False, True):
-        for name, plan in _fused_plans(model):
-            yield f"{name}, {'split' if split else 'fused'}", Plan(plan.placement, plan.routes, split)
+    for recompute in (False, True):
+        for split in (False, True):
+            for name, plan in _fused_plans(model):
+                how = f"{'split' if split else 'fused'}{', recomputed' if recompute else ''}"
+                workers = frozenset(plan.workers if recompute else ())
+                yield f"{name}, {how}", Plan(plan.placement, plan.routes, split, workers)
 
 
 def _fused_plans(model: Model) -> Iterator[tuple[str, Plan]]:

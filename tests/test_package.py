@@ -16,7 +16,19 @@ import chameleon_ft
 
 SOURCE = Path(chameleon_ft.__file__).parent
 
-PURE = {"errors", "workload", "cluster", "plan", "schedule", "sync", "recovery", "presets", "estimate", "search"}
+PURE = {
+    "errors",
+    "workload",
+    "cluster",
+    "plan",
+    "schedule",
+    "sync",
+    "recovery",
+    "presets",
+    "estimate",
+    "transfer",
+    "search",
+}
 JOBS = {"keys", "config", "job", "data", "models", "optim"}
 
 # An impure part and the others that it may import when it runs.

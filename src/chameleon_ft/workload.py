@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["LayerCost", "Workload"]
+__all__ = ["LayerCost", "Workload", "is_recomputed"]
 
 _BYTES: Final = (
     "param_bytes",
@@ -85,6 +86,22 @@ class LayerCost:
         """Seconds of the backward, in one go or in halves, whichever takes less; bounds are made of it."""
         return min(self.backward_s, self.halves_s)
 
+    def recomputed(self, input_bytes: int) -> LayerCost:
+        """The cost of the layer on a worker that keeps only the layer's input, and runs its forward again for B or I.
+
+        `input_bytes` are those of the input. The second forward takes as long as the first; what it makes, the rest of
+        the activations and once more the output, is needed only while the layer runs. On top of a forward that is an
+        upper bound, as it is on top of an I that leaves the activations for W.
+        """
+        again_s, fused_s = self.forward_s, self.fused_backward_s
+        return dataclasses.replace(
+            self,
+            input_grad_s=self.input_grad_s + again_s,
+            fused_backward_s=None if fused_s is None else fused_s + again_s,
+            activation_bytes=input_bytes,
+            working_bytes=self.working_bytes + max(0, self.activation_bytes - input_bytes) + self.output_bytes,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -117,6 +134,23 @@ class Workload:
     def samples(self) -> int:
         """Samples in the global batch."""
         return self.micro_batches * self.micro_batch_size
+
+    def recomputed(self) -> Workload:
+        """The same step if every worker recomputes; see `is_recomputed` for the layers that this is true of."""
+        layers = [
+            layer.recomputed(self.layers[number - 1].output_bytes) if is_recomputed(number, len(self.layers)) else layer
+            for number, layer in enumerate(self.layers)
+        ]
+        return dataclasses.replace(self, layers=tuple(layers))
+
+
+def is_recomputed(layer: int, num_layers: int) -> bool:
+    """Whether a worker that recomputes runs the forward of `layer` twice: not that of the first and of the last layer.
+
+    There is nothing to be gained. The first one looks samples up, which are kept anyway; the last one's backward comes
+    right after its forward, so that what it keeps is there at the worst moment in any case, and it is dear.
+    """
+    return 0 < layer < num_layers - 1
 
 
 def _check_amount(value: float, what: str, unit: str) -> None:

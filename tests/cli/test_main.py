@@ -23,7 +23,7 @@ def test_help_is_printed_without_loading_what_it_does_not_need(command: str) -> 
         "    ended = main(sys.argv[1:])\n"
         "except SystemExit as ending:\n"
         "    ended = ending.code\n"
-        "heavy = {'torch', 'numpy', 'rich', 'websockets', 'transformers'} & set(sys.modules)\n"
+        "heavy = {'torch', 'scipy', 'rich', 'websockets', 'transformers'} & set(sys.modules)\n"
         "print(ended or 0, sorted(heavy), file=sys.stderr)\n"
     )
     arguments = [command, "--help"] if command else ["--help"]

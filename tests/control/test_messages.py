@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import typing
 from typing import Any
@@ -59,9 +60,10 @@ def test_every_message_comes_back_as_it_was_sent(data: st.DataObject) -> None:
     assert decode(text.encode()) == message
 
 
-@given(planned())
-def test_a_program_comes_back_as_it_was_sent(planned: Planned) -> None:
-    program = list_schedule(planned.plan, planned.costs)
+@given(planned(), st.booleans())
+def test_a_program_comes_back_as_it_was_sent(planned: Planned, recompute: bool) -> None:
+    plan = dataclasses.replace(planned.plan, recompute=frozenset(planned.plan.workers if recompute else ()))
+    program = list_schedule(plan, planned.costs)
     segments = gradient_segments(planned.plan.placement)
     for worker in program.workers:
         order = Run(

@@ -25,8 +25,9 @@ buffers = st.builds(
 
 @st.composite
 def sized(draw: st.DrawFn) -> Planned:
-    """Any plans, with layers that have bytes of every kind, their input among their activations."""
+    """Any plans, some of whose workers recompute; layers have bytes of every kind, and activations with their input."""
     case = draw(planned())
+    plan = dataclasses.replace(case.plan, recompute=frozenset(draw(st.sets(st.sampled_from(case.plan.workers)))))
     layers: list[LayerCost] = []
     for layer in case.costs.workload.layers:
         layers.append(
@@ -43,7 +44,7 @@ def sized(draw: st.DrawFn) -> Planned:
             )
         )
     workload = dataclasses.replace(case.costs.workload, layers=tuple(layers))
-    return Planned(case.plan, CostModel(workload, case.costs.cluster))
+    return Planned(plan, CostModel(workload, case.costs.cluster))
 
 
 Name = tuple[object, ...]
@@ -52,8 +53,10 @@ Name = tuple[object, ...]
 class Tensors:
     """Every tensor of a worker by name, each counted once however many refer to it."""
 
-    def __init__(self, layers: tuple[LayerCost, ...]) -> None:
+    def __init__(self, layers: tuple[LayerCost, ...], *, recompute: bool) -> None:
         self.layers = layers
+        self.again = set(range(1, len(layers) - 1)) if recompute else set()
+        """The layers whose forward is run again."""
         self.saved: dict[Name, set[Name]] = {}
         """By hop: what its backward needs."""
         self.pending: dict[Name, set[Name]] = {}
@@ -69,14 +72,16 @@ class Tensors:
         before = self.size(("between", 0, layer - 1))
         return {
             "rest": cost.activation_bytes - before,
-            "activations": cost.activation_bytes,
+            "kept": before if layer in self.again else cost.activation_bytes,
+            "output again": cost.output_bytes,
             "left": cost.weight_grad_bytes,
             "work": cost.working_bytes,
         }[str(kind)]
 
     def of_layer(self, m: int, layer: int) -> set[Name]:
-        """A layer's activations: its input, and the rest."""
-        return {("between", m, layer - 1), ("rest", m, layer)}
+        """What is kept of a layer: its input, and the rest of its activations unless they are made again."""
+        rest: set[Name] = set() if layer in self.again else {("rest", m, layer)}
+        return {("between", m, layer - 1), *rest}
 
     def while_running(self, o: Operation) -> list[set[Name]]:
         """What an operation needs while each of its layers runs, in turn."""
@@ -89,7 +94,8 @@ class Tensors:
             now: set[Name] = {("work", m, layer)}
             match kind:
                 case OperationKind.FORWARD:
-                    now |= {("between", m, layer)}.union(*(self.of_layer(m, i) for i in below))
+                    now |= {("between", m, layer), ("rest", m, layer)}
+                    now |= set().union(*(self.of_layer(m, i) for i in below))
                 case OperationKind.BACKWARD:
                     now |= {
                         ("between", m, top),
@@ -98,10 +104,17 @@ class Tensors:
                         ("gradient", m, layer - 1),
                     }
                     now |= set().union(*(self.of_layer(m, i) for i in below))
+                    now |= {("rest", m, layer), ("output again", m, layer)} if layer in self.again else set()
                 case OperationKind.INPUT_GRAD:
-                    left = {i for i in above if self.layers[i].weight_grad_bytes >= self.layers[i].activation_bytes}
+                    left = {i for i in above if self.layers[i].weight_grad_bytes >= self.size(("kept", m, i))}
                     now |= {("between", m, top), ("gradient", m, layer - 1)}
-                    now |= {("left", m, i) for i in above} | {("activations", m, i) for i in layers if i not in left}
+                    now |= {("left", m, i) for i in above} | {("kept", m, i) for i in layers if i not in left}
+                    now |= {("output again", m, layer)} if layer in self.again else set()
+                    if (
+                        layer in self.again
+                        and self.layers[layer].weight_grad_bytes < self.layers[layer].activation_bytes
+                    ):
+                        now.add(("rest", m, layer))
                 case OperationKind.WEIGHT_GRAD:
                     now |= {("left", m, i) for i in layers}
             moments.append(now)
@@ -137,9 +150,11 @@ class Tensors:
         return gradient
 
 
-def peak_by_tensor(operations: tuple[Operation, ...], layers: tuple[LayerCost, ...], buffers: MessageBuffers) -> int:
+def peak_by_tensor(
+    operations: tuple[Operation, ...], layers: tuple[LayerCost, ...], buffers: MessageBuffers, *, recompute: bool
+) -> int:
     """The most bytes of tensors alive at once."""
-    tensors = Tensors(layers)
+    tensors = Tensors(layers, recompute=recompute)
     sends: deque[Name] = deque()
     to_post = [o for o in operations if o.receive_from is not None]
     posted: deque[Name] = deque()
@@ -193,7 +208,31 @@ def test_the_peak_is_that_of_the_tensors_that_are_alive(case: Planned, buffers: 
             + memory.peak.optimizer_bytes
             + memory.peak.sample_bytes
         )
-        assert memory.peak_bytes - state == peak_by_tensor(program.of(worker), layers, buffers)
+        assert memory.peak_bytes - state == peak_by_tensor(
+            program.of(worker), layers, buffers, recompute=worker in case.plan.recompute
+        )
+
+
+@given(sized())
+def test_costs_that_have_recomputation_in_them_are_an_upper_bound(case: Planned) -> None:
+    plan = dataclasses.replace(case.plan, recompute=frozenset(case.plan.workers))
+    workload = case.costs.workload
+    program = list_schedule(plan, case.costs)
+
+    of_plan = program_memory(program, plan.placement, workload)
+    of_costs = program_memory(without_recomputation(program), plan.placement, workload.recomputed())
+
+    for worker in plan.workers:
+        assert of_plan[worker].peak_bytes <= of_costs[worker].peak_bytes
+
+
+def without_recomputation(program: Program) -> Program:
+    return Program(
+        {
+            worker: tuple(dataclasses.replace(operation, recompute=False) for operation in program.of(worker))
+            for worker in program.workers
+        }
+    )
 
 
 def activations_only(plan: Plan) -> tuple[Program, Workload]:

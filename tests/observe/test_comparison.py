@@ -34,9 +34,15 @@ def costs(workers: int = 4) -> CostModel:
 
 
 def planned(
-    generation: int = 1, *, lost: tuple[int, ...] = (), costs_from: CostsFrom = "profile", split: bool = False
+    generation: int = 1,
+    *,
+    lost: tuple[int, ...] = (),
+    costs_from: CostsFrom = "profile",
+    split: bool = False,
+    recompute: frozenset[int] = frozenset(),
 ) -> GenerationPlan:
     plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=2, pp=2, micro_batches=6, split_backward=split)
+    plan = dataclasses.replace(plan, recompute=recompute)
     plan = reroute(plan, lost, costs()) if lost else plan
     return GenerationPlan(
         generation=generation,
@@ -73,7 +79,10 @@ def recorded(plan: GenerationPlan, step: int, *, factor: float = 1.0, overhead_s
     return found
 
 
-@pytest.mark.parametrize("plan", [planned(), planned(2, lost=(1,)), planned(split=True, costs_from="assumed")])
+@pytest.mark.parametrize(
+    "plan",
+    [planned(), planned(2, lost=(1,)), planned(split=True, costs_from="assumed"), planned(recompute=frozenset({1, 2}))],
+)
 def test_a_plan_is_read_as_it_was_written(plan: GenerationPlan, tmp_path: Path) -> None:
     plan.write(tmp_path / "generation-00001.json")
     assert GenerationPlan.read(tmp_path / "generation-00001.json") == plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from contextlib import suppress
@@ -60,8 +61,22 @@ def test_a_plan_may_leave_pipelines_and_workers() -> None:
     assert plan.workers == (0, 1, 2)
 
 
-@given(plans())
-def test_json_gives_back_the_plan(plan: Plan) -> None:
+def test_only_workers_that_hold_layers_can_recompute() -> None:
+    with pytest.raises(PlanError, match=r"worker 7 is to recompute, but it holds no layers; .* are 0, 1, 2"):
+        Plan(PLACEMENT, (route(0, (0, 0, 2), (1, 2, 3)),), recompute=frozenset({1, 7}))
+
+
+def test_a_file_says_who_recomputes_only_if_somebody_does() -> None:
+    plan = pipelines(Shape(dp=1, pp=3, share=1))
+    some = dataclasses.replace(plan, recompute=frozenset({2, 0}))
+
+    assert "recompute" not in json.loads(plan.to_json())
+    assert json.loads(some.to_json()) == json.loads(plan.to_json()) | {"recompute": [0, 2]}
+
+
+@given(plans(), st.sets(st.integers(0, 3)))
+def test_json_gives_back_the_plan(plan: Plan, recompute: set[int]) -> None:
+    plan = dataclasses.replace(plan, recompute=frozenset(recompute.intersection(plan.workers)))
     text = plan.to_json()
 
     assert "\n" not in text
@@ -90,6 +105,9 @@ def changed(**fields: Any) -> str:
         (changed(placement=[]), "the placement of a plan must be a JSON object"),
         (changed(placement={"a": []}), "got the worker 'a'"),
         (changed(placement={"9" * 5000: []}), "got the worker '999"),
+        (changed(recompute=1), "recompute of a plan must be a list"),
+        (changed(recompute=[True]), "a worker in recompute of a plan must be an integer; got True"),
+        (changed(recompute=[5]), "worker 5 is to recompute, but it holds no layers"),
         (changed(num_layers=10**9), "num_layers of a plan must be at most 1000000"),
         (changed(placement={"0": 1}), "the ranges of worker 0 must be a list"),
         (changed(placement={"0": [[0]]}), "lists of 2 integers"),
@@ -113,7 +131,7 @@ json_values = st.recursive(
 
 @given(plans(), st.data())
 def test_nothing_but_a_plan_error_comes_of_broken_json(plan: Plan, data: st.DataObject) -> None:
-    document = json.loads(plan.to_json())
+    document = {"recompute": [], **json.loads(plan.to_json())}
     field = data.draw(st.sampled_from(sorted(document)))
     document[field] = data.draw(json_values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -187,6 +188,16 @@ def test_an_operation_takes_the_time_of_its_layers(clock: Clock) -> None:
         assert clock.now == pytest.approx(since + seconds)
 
 
+def test_a_forward_that_is_run_again_takes_its_time(clock: Clock) -> None:
+    layers = (LayerCost("a", 1.0, 2.0, 3.0), LayerCost("b", 4.0, 5.0, 6.0), LayerCost("c", 1.0, 1.0, 1.0))
+    route = data_pipeline_plan(layer_costs=[1, 1, 1], dp=1, pp=3, micro_batches=1).routes[0]
+    emulated = EmulatedPace(CostModel(Workload(layers, 1, 1), cluster()), 1)
+    for recompute, seconds in (((), 11.0), ({1}, 15.0), ((), 11.0)):
+        since = clock.now
+        emulated.fill(Operation.of(OperationKind.BACKWARD, route, 1, recompute), since=since)
+        assert clock.now == pytest.approx(since + seconds)
+
+
 def test_an_operation_that_is_late_already_is_not_held_up(clock: Clock) -> None:
     costs = CostModel(Workload((LayerCost("a", 1.0, 1.0, 1.0),), 1, 1), cluster())
     operation = Operation(OperationKind.FORWARD, 0, 0, LayerRange(0, 1), None, None, True, True)
@@ -285,6 +296,7 @@ def test_an_emulated_run_through_a_kill_is_a_real_one_and_takes_the_time_of_its_
 @pytest.mark.multiprocess
 def test_a_run_starts_with_the_plan_that_it_is_given(tmp_path: Path) -> None:
     plan = data_pipeline_plan(layer_costs=[1, 1, 1, 9, 1], dp=2, pp=2, micro_batches=8, split_backward=True)
+    plan = dataclasses.replace(plan, recompute=frozenset({1, 2}))
     file = tmp_path / "plan.json"
     file.write_text(plan.to_json())
     config = emulated_config(tmp_path, plan=file, steps=3)

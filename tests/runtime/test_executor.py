@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -110,9 +111,10 @@ def _trained(held: HeldLayers, layers: list[int]) -> dict[tuple[int, str], tuple
     return found
 
 
-def assert_same_as_plain(
+def trained(
     ranks: Ranks, plan: Plan, *, clip_norm: float | None = None, constant_at: int | None = None
-) -> None:
+) -> list[list[PlainStep]]:
+    """The steps of every worker of a plan whose workers are 0, 1, 2, ..."""
     layers = plan.placement.num_layers
     batch = Batch(micro_batches=plan.micro_batches, micro_batch_size=2)
     program = best_program(
@@ -127,8 +129,17 @@ def assert_same_as_plain(
         for membership in memberships
     ]
     assert plan.workers == tuple(range(len(tasks))), "rank i plays worker i"
-    expected = train_plainly(toy_job(layers, clip_norm=clip_norm, constant_at=constant_at), batch, STEPS)
-    for steps in ranks.run(take_part, tasks):
+    found: list[list[PlainStep]] = ranks.run(take_part, tasks)
+    return found
+
+
+def assert_same_as_plain(
+    ranks: Ranks, plan: Plan, *, clip_norm: float | None = None, constant_at: int | None = None
+) -> None:
+    job = toy_job(plan.placement.num_layers, clip_norm=clip_norm, constant_at=constant_at)
+    batch = Batch(micro_batches=plan.micro_batches, micro_batch_size=2)
+    expected = train_plainly(job, batch, STEPS)
+    for steps in trained(ranks, plan, clip_norm=clip_norm, constant_at=constant_at):
         for found, plain in zip(steps, expected, strict=True):
             assert found.loss == pytest.approx(plain.loss, rel=1e-5)
             assert found.terms == plain.terms
@@ -161,13 +172,15 @@ def renumbered(plan: Plan) -> Plan:
             for route in plan.routes
         ),
         plan.split_backward,
+        frozenset(number[worker] for worker in plan.recompute),
     )
 
 
 @settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(plan=plans(max_micro_batches=8), clip=st.booleans())
-def test_any_plan(ranks: Ranks, plan: Plan, clip: bool) -> None:
+@given(plan=plans(max_micro_batches=8), clip=st.booleans(), recompute=st.sets(st.integers(0, MOST_RANKS - 1)))
+def test_any_plan(ranks: Ranks, plan: Plan, clip: bool, recompute: set[int]) -> None:
     assume(len(plan.workers) <= MOST_RANKS)
+    plan = dataclasses.replace(plan, recompute=frozenset(recompute.intersection(plan.workers)))
     assert_same_as_plain(ranks, renumbered(plan), clip_norm=0.05 if clip else None)
 
 
@@ -218,6 +231,19 @@ def test_a_layer_that_does_not_depend_on_its_input(ranks: Ranks, split: bool) ->
     # What comes before it gets a gradient all the same: zero.
     plan = data_pipeline_plan(layer_costs=[1.0] * 5, dp=1, pp=5, micro_batches=3, split_backward=split)
     assert_same_as_plain(ranks, plan, constant_at=2)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_recomputing_changes_no_bit(ranks: Ranks, split: bool) -> None:
+    plan = data_pipeline_plan(layer_costs=[1.0] * 7, dp=2, pp=3, micro_batches=8, split_backward=split)
+    kept = trained(ranks, plan, clip_norm=0.1)
+    again = trained(ranks, dataclasses.replace(plan, recompute=frozenset({0, 1, 4, 5})), clip_norm=0.1)
+    for expected, found in zip(kept, again, strict=True):
+        for before, after in zip(expected, found, strict=True):
+            assert (before.loss, before.grad_norm) == (after.loss, after.grad_norm)
+            for key, weight in before.weights.items():
+                assert torch.equal(weight, after.weights[key])
+                assert torch.equal(before.gradients[key], after.gradients[key])
 
 
 def test_more_micro_batches_than_a_rank_keeps_in_memory(ranks: Ranks) -> None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import networkx as nx  # type: ignore[import-untyped]
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, split_layers
 from chameleon_ft.schedule import (
     InFlightLimit,
     OperationKind,
-    Preference,
     best_program,
     check_program,
     default_limits,
     list_schedule,
     replay,
 )
-from tests.strategies import Planned, Shape, equal_costs, pipelined, pipelines, planned, shapes
+from chameleon_ft.schedule._engine import Engine
+from chameleon_ft.schedule.best import DEFAULT_EFFORT, QUICK_EFFORT, best_step_s, listed_step_s
+from tests.strategies import Planned, Shape, cost_models, equal_costs, pipelined, pipelines, planned, shapes
 
 
 @given(planned())
@@ -36,7 +44,6 @@ def test_with_free_messages_and_equal_stages_the_defaults_are_best(shape: Shape,
 
     assert best.program == list_schedule(plan, costs)
     assert best.limits == default_limits(plan)
-    assert best.prefer is Preference.FORWARD
 
 
 @given(pipelined(), st.integers(1, 3), st.integers(0, 2))
@@ -54,6 +61,84 @@ def test_the_ceiling_bounds_every_worker(case: Planned, in_flight: int, more: in
             kept -= operation.kind in (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD)
             most = max(most, kept)
         assert most <= in_flight + more
+
+
+@st.composite
+def side_by_side(draw: st.DrawFn) -> Planned:
+    """Pipelines of different depths and shares, some of them alike, on workers with ids and hosts in any order."""
+    layers = draw(st.integers(2, 4))
+    held: dict[int, tuple[LayerRange, ...]] = {}
+    ways: list[tuple[Hop, ...]] = []
+    ids = iter(draw(st.permutations(range(20))))
+    for _ in range(draw(st.integers(1, 5))):
+        depth = draw(st.integers(1, layers))
+        hops = tuple(Hop(next(ids), stage) for stage in split_layers([1.0] * layers, depth))
+        held.update((hop.worker, (hop.layers,)) for hop in hops)
+        ways += [hops] * draw(st.integers(1, 4))
+    routes = tuple(map(Route, range(len(ways)), draw(st.permutations(ways))))
+    plan = Plan(Placement(layers, held), routes, draw(st.booleans()))
+    alike = equal_costs(layers=layers, micro_batches=len(ways), workers=20, latency_s=draw(st.sampled_from([0, 0.5])))
+    return Planned(plan, draw(st.one_of(st.just(alike), cost_models(plan))))
+
+
+def apart(plan: Plan) -> Iterator[Plan]:
+    """Each set of workers that routes join, as a plan of its own; found by networkx."""
+    graph = nx.Graph()
+    for route in plan.routes:
+        nx.add_path(graph, [hop.worker for hop in route.hops])
+        graph.add_node(route.hops[0].worker)
+    for workers in nx.connected_components(graph):
+        ways = [route.hops for route in plan.routes if route.hops[0].worker in workers]
+        gone = set(plan.workers) - workers
+        yield Plan(plan.placement.without(gone), tuple(map(Route, range(len(ways)), ways)), plan.split_backward)
+
+
+@settings(max_examples=60)
+@given(st.one_of(side_by_side(), planned(), pipelined()), st.sampled_from([0, 500, DEFAULT_EFFORT]), st.data())
+def test_a_plan_takes_as_long_as_the_slowest_of_its_parts_alone(
+    case: Planned, effort: int, data: st.DataObject
+) -> None:
+    limits = st.builds(
+        lambda in_flight, more: InFlightLimit(in_flight, in_flight + more), st.just(2), st.integers(0, 2)
+    )
+    ceiling = data.draw(st.dictionaries(st.sampled_from(case.plan.workers), limits))
+
+    best = best_program(case.plan, case.costs, ceiling=ceiling, effort=effort)
+
+    check_program(best.program, case.plan)
+    assert replay(best.program, case.costs).step_s == best.step_s
+    alone = [best_program(part, case.costs, ceiling=ceiling, effort=effort).step_s for part in apart(case.plan)]
+    assert best.step_s == max(alone)
+    assert best_step_s(case.plan, case.costs, ceiling=ceiling, effort=effort) == best.step_s
+
+
+@settings(max_examples=40)
+@given(st.one_of(planned(), pipelined()))
+def test_effort_is_never_in_vain(case: Planned) -> None:
+    first, quick, default = (
+        best_program(case.plan, case.costs, effort=effort).step_s for effort in (0, QUICK_EFFORT, DEFAULT_EFFORT)
+    )
+
+    assert max(quick, default) <= first
+    listed = [listed_step_s(case.plan, case.costs, effort=effort) for effort in (DEFAULT_EFFORT, QUICK_EFFORT, 0)]
+    assert listed == sorted(listed)
+    assert listed[-1] == first
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_pipelines_that_are_alike_are_scheduled_once(split_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = pipelines(Shape(dp=50, pp=4, share=3), split_backward=split_backward)
+    costs = equal_costs(layers=4, micro_batches=150, workers=200, latency_s=0.5)
+    slow = tuple(replace(worker, speed=0.5) if worker.id == 77 else worker for worker in costs.cluster.workers)
+    runs = Counter[int]()
+    run = Engine.run
+    monkeypatch.setattr(Engine, "run", lambda engine: (runs.update([len(engine._slots.worker)]), run(engine))[1])
+
+    best_program(plan, costs, effort=0)
+    best_program(plan, replace(costs, cluster=replace(costs.cluster, workers=slow)), effort=0)
+
+    # One for all, then two: pipeline 19 has the slow worker.
+    assert runs == {12: 3}
 
 
 def test_more_in_flight_hides_latency() -> None:

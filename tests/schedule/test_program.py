@@ -51,6 +51,12 @@ def test_a_program_is_a_value() -> None:
     assert pickle.loads(pickle.dumps(program)) == program
 
 
+def test_an_operation_knows_whether_its_worker_recomputes() -> None:
+    found = [Operation.of(OperationKind.FORWARD, ROUTE, hop, frozenset({7})).recompute for hop in range(3)]
+
+    assert found == [False, False, True]
+
+
 def test_an_empty_timeline_takes_no_time() -> None:
     assert Timeline(()).step_s == 0
 
@@ -86,3 +92,38 @@ def test_layers_and_workers_must_exist() -> None:
         costs().compute_s(0, OperationKind.FORWARD, LayerRange(2, 4))
     with pytest.raises(ConfigError, match="worker 9 is not in the cluster; its workers are: 0, 1, 2"):
         costs().compute_s(9, OperationKind.FORWARD, LayerRange(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "first_s", "second_s"),
+    [
+        # Forwards of layers 0 to 3 take 1, 2, 3 and 4 s; those of layers 1 and 2 are run again.
+        (OperationKind.FORWARD, 0.0, 0.0),
+        (OperationKind.BACKWARD, 2.0, 3.0),
+        (OperationKind.INPUT_GRAD, 0.0, 3.0),  # the I of a first hop does nothing
+        (OperationKind.WEIGHT_GRAD, 2.0, 0.0),
+    ],
+)
+def test_a_backward_begins_with_the_forwards_that_are_run_again(
+    kind: OperationKind, first_s: float, second_s: float
+) -> None:
+    layers = tuple(LayerCost(f"layer {i}", 1.0 + i, 2.0, 0.5, fused_backward_s=2.25) for i in range(4))
+    cluster = Cluster((Worker(0, "a", speed=0.5),), Link(0.0, math.inf), Link(0.0, math.inf))
+    costs = CostModel(Workload(layers, 1, 1, 0.25), cluster)
+
+    for part, again_s in ((LayerRange(0, 2), first_s), (LayerRange(2, 4), second_s)):
+        kept_s, found_s = (costs.compute_s(0, kind, part, recompute=recompute) for recompute in (False, True))
+        assert found_s == kept_s + again_s / 0.5
+        route = Route(0, (Hop(0, LayerRange(0, 2)), Hop(0, LayerRange(2, 4))))
+        assert costs.operation_s(0, Operation.of(kind, route, part.start // 2, {0})) == found_s
+
+
+def test_a_layer_that_is_recomputed_keeps_its_input_and_works_with_the_rest() -> None:
+    sizes = {"activation_bytes": 50, "working_bytes": 3, "weight_grad_bytes": 20}
+    layers = tuple(LayerCost(f"layer {i}", 1.0, 2.0, 0.5, output_bytes=5 + i, **sizes) for i in range(3))
+
+    first, inner, last = Workload(layers, 1, 1).recomputed().layers
+
+    assert (first, last) == (layers[0], layers[2])
+    assert (inner.activation_bytes, inner.working_bytes, inner.weight_grad_bytes) == (5, 3 + 45 + 6, 20)
+    assert (inner.forward_s, inner.input_grad_s, inner.weight_grad_s, inner.backward_s) == (1.0, 3.0, 0.5, 3.5)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from chameleon_ft.plan import Hop
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import (
     InFlightLimit,
@@ -20,12 +21,24 @@ from chameleon_ft.schedule import (
     list_schedule,
     replay,
 )
+from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._local_search import shortened
 from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._orders import build_program
+from chameleon_ft.schedule._part import Part
 from chameleon_ft.schedule._rank_search import reranked
 from chameleon_ft.schedule._trials import Trials
 from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable
+
+# Enough for every search to begin.
+EFFORT = 15_000
+
+
+def ruled(case: Planned, routes: Sequence[tuple[Hop, ...]]) -> tuple[Rules, Schedule]:
+    """The best list schedule, before any search."""
+    part = Part(Trials(case.plan, case.costs, None), routes)
+    part.try_rules()
+    return part.best
 
 
 def keeps_within(program: Program, worker: int, limit: InFlightLimit) -> bool:
@@ -77,16 +90,17 @@ def _lower(limits: Mapping[int, InFlightLimit], ceiling: dict[int, InFlightLimit
     return lower
 
 
+@settings(max_examples=50)
 @given(st.one_of(planned(), rerouted()))
 def test_each_search_says_what_its_orders_take(case: Planned) -> None:
     routes = [route.hops for route in case.plan.routes]
     network = NetworkBuilder(case.plan, case.costs).network(routes)
-    rules, found = Trials(case.plan, case.costs, None).ranked(routes)[0]
+    rules, found = ruled(case, routes)
     assume(not found.beyond_limits)
 
     for better in (
-        reranked(network, found, rules, enough_s=0.0),
-        shortened(network, found, rules, enough_s=0.0),
+        reranked(network, found, rules, enough_s=0.0, effort=EFFORT),
+        shortened(network, found, rules, enough_s=0.0, effort=EFFORT),
     ):
         program = build_program(case.plan, better.orders)
         check_program(program, case.plan)
@@ -99,10 +113,10 @@ def test_each_search_says_what_its_orders_take(case: Planned) -> None:
 def test_what_is_enough_is_left_as_it_is(case: Planned) -> None:
     routes = [route.hops for route in case.plan.routes]
     network = NetworkBuilder(case.plan, case.costs).network(routes)
-    rules, found = Trials(case.plan, case.costs, None).ranked(routes)[0]
+    rules, found = ruled(case, routes)
 
-    assert reranked(network, found, rules, enough_s=found.step_s) == found
-    assert shortened(network, found, rules, enough_s=found.step_s) == found
+    assert reranked(network, found, rules, enough_s=found.step_s, effort=EFFORT) == found
+    assert shortened(network, found, rules, enough_s=found.step_s, effort=EFFORT) == found
 
 
 @pytest.mark.parametrize(
@@ -116,9 +130,11 @@ def test_another_order_of_micro_batches_is_found_where_it_is_shorter(
     costs = equal_costs(layers=before.placement.num_layers, micro_batches=8, workers=2 * pp)
     plan = reroute(before, [lost], costs)
     routes = [route.hops for route in plan.routes]
-    network = NetworkBuilder(plan, costs).network(routes)
-    rules, found = Trials(plan, costs, None).ranked(routes)[0]
+    trials = Trials(plan, costs, None)
+    network = trials.network(routes)
+    rules = trials.rules(routes, extra=pp, forward_first=True)
+    found = trials.run(network, rules)
 
-    better = reranked(network, found, rules, enough_s=0.0)
+    better = reranked(network, found, rules, enough_s=0.0, effort=EFFORT)
 
     assert (found.step_s, better.step_s) == (listed_s, searched_s)

@@ -26,7 +26,7 @@ def needed(operation: Operation) -> Tensor | None:
 
 
 def earliest_starts(program: Program, costs: CostModel) -> dict[tuple[int, int], float]:
-    """Longest way to each (worker, index of operation), by networkx: shortest ways of negative length."""
+    """Longest way to each (worker, index of operation), in the order of networkx."""
     graph = nx.DiGraph()
     makers = {
         (operation.kind is not OperationKind.FORWARD, operation.micro_batch, operation.hop): (worker, index)
@@ -41,9 +41,9 @@ def earliest_starts(program: Program, costs: CostModel) -> dict[tuple[int, int],
 
     for worker in program.workers:
         own = [(worker, index) for index in range(len(program.of(worker)))]
-        graph.add_weighted_edges_from(("start", node, 0.0) for node in own)
+        graph.add_nodes_from(own)
         for node, after in pairwise(own):
-            graph.add_edge(node, after, weight=-take(node))
+            graph.add_edge(node, after, weight=take(node))
         for node, operation in zip(own, program.of(worker), strict=True):
             tensor = needed(operation)
             if tensor is None:
@@ -52,9 +52,13 @@ def earliest_starts(program: Program, costs: CostModel) -> dict[tuple[int, int],
             boundary = operation.layers.start if operation.kind is OperationKind.FORWARD else operation.layers.stop
             message_s = costs.message_s(maker[0], worker, costs.message_bytes(boundary - 1))
             # Where the maker also comes right before on the worker, the message takes no time: one edge says both.
-            graph.add_edge(maker, node, weight=-take(maker) - message_s)
-    found = nx.single_source_bellman_ford_path_length(graph, "start")
-    return {node: -length for node, length in found.items() if isinstance(node, tuple)}
+            graph.add_edge(maker, node, weight=take(maker) + message_s)
+    # Not by its Bellman-Ford with negative weights, which skips some ways.
+    found: dict[tuple[int, int], float] = {}
+    for node in nx.topological_sort(graph):
+        ways = graph.in_edges(node, data="weight")
+        found[node] = max((found[before] + weight for before, _, weight in ways), default=0.0)
+    return found
 
 
 @given(st.one_of(planned(), pipelined()), st.sampled_from(list(Preference)))

@@ -1,7 +1,9 @@
 """The least step time over all pipelines side by side, by trying everything: every order of kinds of workers in a
-pipeline, every cut, every share, fused and split backward, every way to use up the workers.
+pipeline, every cut, every share, with and without recomputation, fused and split backward, every way to use up the
+workers.
 
-Shares with the search only what times a given pipeline (`best_program`) and, for split backward, what a stage holds.
+Shares with the search only what times a given pipeline (`best_program`) and, for split backward and recomputation, what
+a stage holds.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class Exhaustive:
             size = tuple(sum(worker in by_kind[kind] for worker in workers) for kind in kinds)
             for stops in cuts(len(workload.layers), len(workers)):
                 for share in range(1, workload.micro_batches + 1):
-                    time_s = self.pipeline_s(workers, stops, share, split)
+                    time_s = min(
+                        self.pipeline_s(workers, stops, share, split, recompute) for recompute in self._recompute()
+                    )
                     times[size, share] = min(time_s, times.get((size, share), math.inf))
         sizes = sorted({size for size, _ in times})
 
@@ -91,12 +95,19 @@ class Exhaustive:
 
         return least(counts, workload.micro_batches)
 
-    def pipeline_s(self, workers: Sequence[int], stops: tuple[int, ...], share: int, split: bool) -> float:
+    def _recompute(self) -> tuple[bool, ...]:
+        """Whether it may be worth it."""
+        limited = any(worker.memory_bytes is not None for worker in self.costs.cluster.workers)
+        return (False, True) if limited else (False,)
+
+    def pipeline_s(
+        self, workers: Sequence[int], stops: tuple[int, ...], share: int, split: bool, recompute: bool = False
+    ) -> float:
         """Seconds of one pipeline; infinite if a stage cannot keep what 1F1B has in flight there."""
         hops = tuple(Hop(w, LayerRange(*cut)) for w, cut in zip(workers, pairwise((0, *stops)), strict=True))
         ceiling: dict[int, InFlightLimit] = {}
         for position, hop in enumerate(hops):
-            limit = self._limit(hops, position, share, split)
+            limit = self._limit(hops, position, share, split, recompute)
             if limit is None:
                 return math.inf
             ceiling[hop.worker] = limit
@@ -104,10 +115,13 @@ class Exhaustive:
             Placement(stops[-1], {hop.worker: (hop.layers,) for hop in hops}),
             tuple(Route(number, hops) for number in range(share)),
             split,
+            frozenset(workers) if recompute else frozenset(),
         )
         return best_program(plan, self.costs, ceiling=ceiling).step_s
 
-    def _limit(self, hops: tuple[Hop, ...], position: int, share: int, split: bool) -> InFlightLimit | None:
+    def _limit(
+        self, hops: tuple[Hop, ...], position: int, share: int, split: bool, recompute: bool
+    ) -> InFlightLimit | None:
         """The most that the memory of a stage allows, up to a pipeline's depth more than 1F1B needs."""
         depth = len(hops)
         own = depth - position
@@ -116,14 +130,17 @@ class Exhaustive:
             wishes += [InFlightLimit(own, kept) for kept in range(depth - 1, own - 1, -1)]
         capacity = self.costs.cluster.worker(hops[position].worker).memory_bytes
         for wish in wishes:
-            if capacity is None or self._held_bytes(hops, position, wish, share, split) <= capacity:
+            if capacity is None or self._held_bytes(hops, position, wish, share, split, recompute) <= capacity:
                 return wish
         return None
 
-    def _held_bytes(self, hops: tuple[Hop, ...], position: int, limit: InFlightLimit, share: int, split: bool) -> int:
+    def _held_bytes(
+        self, hops: tuple[Hop, ...], position: int, limit: InFlightLimit, share: int, split: bool, recompute: bool
+    ) -> int:
         hop = hops[position]
-        if split:
-            memory = StageMemory(self.costs.workload, split_backward=True)
+        if split or recompute:
+            workload = self.costs.workload.recomputed() if recompute else self.costs.workload
+            memory = StageMemory(workload, split_backward=split)
             return memory.stage_bytes(hop.layers.start, hop.layers.stop, limit, share)
         order = one_f_one_b(Route(0, hops), position, limit.in_flight, share)
         placement = Placement(len(self.costs.workload.layers), {each.worker: (each.layers,) for each in hops})

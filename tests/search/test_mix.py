@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.search._mix import Size, _by_remainder, _filled, _mostly_of_one_kind, best_mix
+from chameleon_ft.search._mix import Size, _by_remainder, _filled, _mostly_of_one_kind, best_mix, mix_of_number
 
 
 def brute_force(values: dict[Size, int], counts: tuple[int, ...]) -> int:
@@ -36,9 +37,34 @@ sizes = st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(any)
 
 @given(values=st.dictionaries(sizes, st.integers(0, 9), max_size=6), counts=st.tuples(*[st.integers(0, 7)] * 2))
 def test_two_kinds(values: dict[Size, int], counts: tuple[int, int]) -> None:
-    total, mix = best_mix(values, counts)
-    assert total == brute_force(values, counts) == worth(mix, values)
-    assert all(map(int.__le__, used(mix, 2), counts))
+    found = best_mix(values, counts)
+    assert found.bound == brute_force(values, counts) == worth(found.mix, values)
+    assert all(map(int.__le__, used(found.mix, 2), counts))
+
+
+@given(
+    values=st.dictionaries(st.tuples(st.integers(1, 9)), st.integers(0, 30), max_size=6),
+    count=st.integers(1, 40),
+    fewest=st.integers(1, 8),
+    more=st.integers(0, 4),
+)
+def test_a_given_number_of_items(values: dict[Size, int], count: int, fewest: int, more: int) -> None:
+    @cache
+    def most(left: int, items: int) -> float:
+        if not items:
+            return 0
+        rest = (value + most(left - size, items - 1) for (size,), value in values.items() if value and size <= left)
+        return max(rest, default=-math.inf)
+
+    found = mix_of_number(values, count, fewest, fewest + more)
+    best = max(0, *(most(count, items) for items in range(fewest, fewest + more + 1)))
+    assert worth(found.mix, values) <= best <= found.bound
+    if found.mix:
+        assert fewest <= sum(found.mix.values()) <= fewest + more
+        assert used(found.mix, 1) <= (count,)
+        sizes = [size for (size,) in found.made_of]
+        if max(sizes) - min(sizes) <= 1:
+            assert worth(found.mix, values) == found.bound
 
 
 @given(values=st.dictionaries(st.integers(1, 9), st.integers(1, 30), min_size=1, max_size=6), count=st.integers(0, 300))

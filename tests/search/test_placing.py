@@ -15,10 +15,9 @@ from chameleon_ft.estimate import estimate_sync
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import CostModel, Operation, Program, replay
 from chameleon_ft.search._arrange import by_pipeline, by_stage
-from chameleon_ft.search._cuts import Cuts
 from chameleon_ft.search._kinds import Crew
-from chameleon_ft.search._sync import PlacedPipeline, synced_s
-from chameleon_ft.search._timed import Timer
+from chameleon_ft.search._placed import PlacedPipeline, synced_s
+from chameleon_ft.search._timed import LOOK, Timer
 from tests.search.instances import instance
 from tests.search.oracle import cuts
 
@@ -68,10 +67,10 @@ def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: b
     own = tuple(Worker(worker.id, f"host {worker.id % 3}") for worker in costs.cluster.workers)
     costs = CostModel(workload, Cluster(own, NEAR, FAR))
     crew = Crew.of(costs.cluster)
-    timer = Timer(costs, crew, Cuts(costs, crew.kinds, split_backward=split))
+    timer = Timer(costs, crew, split_backward=split)
     classes = {depth: (rng.choice(list(cuts(layers, depth))), rng.randint(1, 4)) for depth in set(depths)}
     placed = [
-        PlacedPipeline(timer.timed(workers, (0,) * depth, *classes[depth], best=True), workers)
+        PlacedPipeline(timer.timed(workers, (0,) * depth, *classes[depth], effort=LOOK), workers)
         for depth, workers in zip(
             depths, by_pipeline([(0,) * depth for depth in depths], crew, costs.cluster), strict=True
         )

@@ -235,7 +235,7 @@ class Run(_Message):
     store_port: int
     """Port of the rendezvous store, on the coordinator's host."""
     first_step: int
-    operations: tuple[tuple[str, int, int, int, int, int | None, int | None, bool, bool], ...]
+    operations: tuple[tuple[str, int, int, int, int, int | None, int | None, bool, bool, bool], ...]
     """This worker's program; see `pack_operations`."""
     segments: tuple[tuple[int, int, tuple[int, ...]], ...]
     """(first layer, layer after the last, holders) of every gradient segment, in the order all workers issue them;
@@ -248,7 +248,7 @@ class Run(_Message):
     @staticmethod
     def pack_operations(
         operations: tuple[Operation, ...],
-    ) -> tuple[tuple[str, int, int, int, int, int | None, int | None, bool, bool], ...]:
+    ) -> tuple[tuple[str, int, int, int, int, int | None, int | None, bool, bool, bool], ...]:
         """Write operations as plain tuples; `unpack_operations` reads them back."""
         return tuple(
             (
@@ -261,6 +261,7 @@ class Run(_Message):
                 o.send_to,
                 o.first,
                 o.last,
+                o.recompute,
             )
             for o in operations
         )
@@ -268,10 +269,8 @@ class Run(_Message):
     def unpack_operations(self) -> tuple[Operation, ...]:
         """Return this worker's program."""
         return tuple(
-            Operation(
-                OperationKind(kind), micro_batch, hop, LayerRange(start, stop), receive_from, send_to, first, last
-            )
-            for kind, micro_batch, hop, start, stop, receive_from, send_to, first, last in self.operations
+            Operation(OperationKind(kind), micro_batch, hop, LayerRange(start, stop), receive_from, send_to, *flags)
+            for kind, micro_batch, hop, start, stop, receive_from, send_to, *flags in self.operations
         )
 
     def unpack_segments(self) -> tuple[Segment, ...]:

@@ -18,15 +18,7 @@ from chameleon_ft.estimate.gradient_sync import SyncEstimate, SyncTiming, TimedR
 from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory
 from chameleon_ft.estimate.stages import PipelineTimes, pipeline_times
 from chameleon_ft.estimate.step import StepEstimate, estimate_step
-from chameleon_ft.estimate.transition import (
-    StallModel,
-    Transfer,
-    TransitionEstimate,
-    estimate_transition,
-    fewest_round_bytes,
-    missing_layers,
-    state_bytes,
-)
+from chameleon_ft.estimate.transition import StallModel, TransitionEstimate, state_bytes
 
 __all__ = [
     "MemoryUse",
@@ -37,15 +29,11 @@ __all__ = [
     "SyncEstimate",
     "SyncTiming",
     "TimedReduction",
-    "Transfer",
     "TransitionEstimate",
     "WorkerMemory",
     "cluster_bound_s",
     "estimate_step",
     "estimate_sync",
-    "estimate_transition",
-    "fewest_round_bytes",
-    "missing_layers",
     "one_f_one_b_bound_s",
     "one_f_one_b_period_s",
     "pipeline_bound_s",

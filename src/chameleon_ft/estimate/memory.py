@@ -21,6 +21,9 @@ While an operation runs, it goes through its layers one by one, and each works w
   less, both are counted, although they may share tensors: an upper bound;
 - W: what the layers have kept.
 
+A worker that recomputes keeps of the activations of a layer only its input. The rest is there while the layer's own F
+runs, and with the output again while its B or I does; an I that leaves the activations for W makes them there.
+
 Vote and update come when there are no activations any more, and are not looked at. The logits are activations and
 working bytes of the last layer. With tensor parallelism all bytes are those of one rank.
 """
@@ -29,14 +32,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 from chameleon_ft.errors import ConfigError, PlanError
+from chameleon_ft.estimate._receives import Receives
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import Operation, OperationKind, Program
-from chameleon_ft.workload import LayerCost, Workload
+from chameleon_ft.workload import Workload, is_recomputed
 
 __all__ = ["MemoryUse", "MessageBuffers", "WorkerMemory", "program_memory"]
 
@@ -122,11 +126,16 @@ def program_memory(
             f"{placement.num_layers} layers are placed, but the workload has {len(workload.layers)}; "
             "use the workload of the model that is planned"
         )
-    layers = _Layers(workload)
-    return {
-        worker: _Worker(layers.state_of(placement, worker), layers, buffers, program.of(worker)).worst()
-        for worker in placement.workers
-    }
+    layers_if: dict[bool, _Layers] = {}
+    memory: dict[int, WorkerMemory] = {}
+    for worker in placement.workers:
+        operations = program.of(worker)
+        recompute = any(operation.recompute for operation in operations)
+        if recompute not in layers_if:
+            layers_if[recompute] = _Layers(workload, recompute=recompute)
+        layers = layers_if[recompute]
+        memory[worker] = _Worker(layers.state_of(placement, worker), layers, buffers, operations).worst()
+    return memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,23 +152,27 @@ class _Moment:
         return self.activation_bytes + self.weight_grad_bytes + self.message_bytes + self.working_bytes
 
 
-def _leaves_activations(layer: LayerCost) -> bool:
-    """Whether what I leaves for W has the layer's activations in it."""
-    return layer.weight_grad_bytes >= layer.activation_bytes
-
-
 class _Layers:
-    """What ranges of layers need."""
+    """What ranges of layers need, on a worker that recomputes or one that does not."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, *, recompute: bool) -> None:
         self._costs = workload.layers
+        # Of each layer, the activations that are kept, and those that are there while it runs.
+        self._kept = [layer.activation_bytes for layer in (workload.recomputed() if recompute else workload).layers]
+        self._rest = [
+            max(0, layer.activation_bytes - kept) for layer, kept in zip(self._costs, self._kept, strict=True)
+        ]
+        self._runs_again = [recompute and is_recomputed(layer, len(self._costs)) for layer in range(len(self._costs))]
         self._moments: dict[tuple[OperationKind, LayerRange], _Moment] = {}
-        self.activations = self._summed(lambda layer: layer.activation_bytes)
-        self.weight_grads = self._summed(lambda layer: layer.weight_grad_bytes)
-        self._left = self._summed(lambda layer: layer.activation_bytes if _leaves_activations(layer) else 0)
-        self._params = self._summed(lambda layer: layer.param_bytes)
-        self._gradients = self._summed(lambda layer: layer.gradient_bytes)
-        self._optimizer = self._summed(lambda layer: layer.optimizer_bytes)
+        self.activations = _summed(self._kept)
+        self.weight_grads = _summed(layer.weight_grad_bytes for layer in self._costs)
+        # Of the activations, what is still there in what I leaves for W.
+        self._left = _summed(
+            kept if layer.weight_grad_bytes >= kept else 0 for layer, kept in zip(self._costs, self._kept, strict=True)
+        )
+        self._params = _summed(layer.param_bytes for layer in self._costs)
+        self._gradients = _summed(layer.gradient_bytes for layer in self._costs)
+        self._optimizer = _summed(layer.optimizer_bytes for layer in self._costs)
 
     def output(self, layer: int) -> int:
         """Bytes of a layer's output and of its gradient; none before the first, and the last one's is a loss."""
@@ -188,31 +201,35 @@ class _Layers:
         below, through = LayerRange(layers.start, running + 1), LayerRange(running, layers.stop)
         made = self.output(running - 1)  # the gradient of its input
         outgoing = made if running == layers.start else 0
+        again = cost.output_bytes if self._runs_again[running] else 0
         match kind:
             case OperationKind.FORWARD:
                 activations = self.activations(below) + self.output(running)
-                return _Moment(activation_bytes=activations, working_bytes=cost.working_bytes)
+                return _Moment(activation_bytes=activations, working_bytes=cost.working_bytes + self._rest[running])
             case OperationKind.BACKWARD:
                 from_above = 0 if running + 1 == layers.stop else self.output(running)
                 return _Moment(
                     activation_bytes=self.activations(below) + self.output(layers.stop - 1),
                     message_bytes=outgoing,
-                    working_bytes=cost.working_bytes + from_above + made - outgoing,
+                    working_bytes=cost.working_bytes + again + self._rest[running] + from_above + made - outgoing,
                 )
             case OperationKind.INPUT_GRAD:
                 apart = self.activations(layers) - self._left(through)
+                rest = 0 if cost.weight_grad_bytes >= cost.activation_bytes else self._rest[running]
                 return _Moment(
                     activation_bytes=apart + self.output(layers.stop - 1),
                     weight_grad_bytes=self.weight_grads(through),
                     message_bytes=outgoing,
-                    working_bytes=cost.working_bytes + made - outgoing,
+                    working_bytes=cost.working_bytes + again + rest + made - outgoing,
                 )
             case OperationKind.WEIGHT_GRAD:
                 return _Moment(weight_grad_bytes=self.weight_grads(layers), working_bytes=cost.working_bytes)
 
-    def _summed(self, amount: Callable[[LayerCost], int]) -> Callable[[LayerRange], int]:
-        until = list(accumulate(map(amount, self._costs), initial=0))
-        return lambda layers: until[layers.stop] - until[layers.start]
+
+def _summed(amounts: Iterable[int]) -> Callable[[LayerRange], int]:
+    """Sums over ranges of layers, of the amounts of each."""
+    until = list(accumulate(amounts, initial=0))
+    return lambda layers: until[layers.stop] - until[layers.start]
 
 
 _Hop = tuple[int, int]  # (micro-batch, hop)
@@ -241,7 +258,7 @@ class _Worker:
         self._worst_bytes = -1
 
     def worst(self) -> WorkerMemory:
-        receives = _Receives(self._operations, self._layers, self._buffers.receives_ahead)
+        receives = Receives(self._operations, self._layers.output, self._buffers.receives_ahead)
         for operation in self._operations:
             self._compare(operation, _NOTHING, receives.posted() + self._used)
             self._used = 0
@@ -365,32 +382,3 @@ _NOTHING = _Moment()
 
 def _hop(operation: Operation) -> _Hop:
     return operation.micro_batch, operation.hop
-
-
-class _Receives:
-    """The messages that a worker has asked for and not yet used."""
-
-    def __init__(self, operations: tuple[Operation, ...], layers: _Layers, ahead: int) -> None:
-        sizes = [
-            layers.output((o.layers.start if o.kind is OperationKind.FORWARD else o.layers.stop) - 1)
-            for o in operations
-            if o.receive_from is not None
-        ]
-        self._until = list(accumulate(sizes, initial=0))
-        self._ahead = ahead
-        self._used = 0
-
-    def posted(self) -> int:
-        """Bytes of those that are asked for when an operation begins to wait."""
-        return self._until[self._posted] - self._until[self._used]
-
-    def left(self, operation: Operation) -> int:
-        """Bytes of those that are asked for while `operation` runs, the next one, which has what it waited for."""
-        posted = self._posted
-        if operation.receive_from is not None:
-            self._used += 1
-        return self._until[posted] - self._until[self._used]
-
-    @property
-    def _posted(self) -> int:
-        return min(self._used + self._ahead, len(self._until) - 1)

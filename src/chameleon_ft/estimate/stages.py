@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -50,16 +50,18 @@ class PipelineTimes:
         return len(self.forward_s)
 
 
-def pipeline_times(hops: Sequence[Hop], costs: CostModel, *, split_backward: bool = False) -> PipelineTimes:
+def pipeline_times(
+    hops: Sequence[Hop], costs: CostModel, *, split_backward: bool = False, recompute: Container[int] = ()
+) -> PipelineTimes:
     """The times of a route's hops, each on its worker. Raises PlanError if there are none or layers are unknown."""
-    backward = OperationKind.INPUT_GRAD if split_backward else OperationKind.BACKWARD
+
+    def times_s(kind: OperationKind) -> tuple[float, ...]:
+        return tuple(costs.compute_s(hop.worker, kind, hop.layers, recompute=hop.worker in recompute) for hop in hops)
+
     return PipelineTimes(
-        forward_s=tuple(costs.compute_s(hop.worker, OperationKind.FORWARD, hop.layers) for hop in hops),
-        backward_s=tuple(costs.compute_s(hop.worker, backward, hop.layers) for hop in hops),
-        weight_grad_s=tuple(
-            costs.compute_s(hop.worker, OperationKind.WEIGHT_GRAD, hop.layers) if split_backward else 0.0
-            for hop in hops
-        ),
+        forward_s=times_s(OperationKind.FORWARD),
+        backward_s=times_s(OperationKind.INPUT_GRAD if split_backward else OperationKind.BACKWARD),
+        weight_grad_s=times_s(OperationKind.WEIGHT_GRAD) if split_backward else (0.0,) * len(hops),
         message_s=tuple(
             costs.message_s(hop.worker, after.worker, costs.message_bytes(hop.layers.stop - 1))
             for hop, after in pairwise(hops)

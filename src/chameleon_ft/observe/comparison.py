@@ -139,10 +139,10 @@ class _ObservedCosts(CostModel):
         super().__init__(base.workload, base.cluster)
         object.__setattr__(self, "observed", observed)
 
-    def compute_s(self, worker: int, kind: OperationKind, layers: LayerRange) -> float:
+    def compute_s(self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: bool = False) -> float:
         observed: Mapping[tuple[int, OperationKind, LayerRange], float] = self.observed  # type: ignore[attr-defined]
         found = observed.get((worker, kind, layers))
-        return CostModel.compute_s(self, worker, kind, layers) if found is None else found
+        return CostModel.compute_s(self, worker, kind, layers, recompute=recompute) if found is None else found
 
 
 def _compare(plan: GenerationPlan, steps: Sequence[MeasuredStep]) -> GenerationComparison:

@@ -100,4 +100,4 @@ def _operations(text: str, plan: Plan) -> Iterable[Operation]:
         if match is None:
             raise ConfigError(f"{word!r} is no operation")
         kind, micro_batch, hop = match.groups()
-        yield Operation.of(OperationKind(kind), plan.routes[int(micro_batch)], int(hop))
+        yield Operation.of(OperationKind(kind), plan.routes[int(micro_batch)], int(hop), plan.recompute)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from chameleon_ft.errors import PlanError
@@ -17,25 +17,29 @@ _MOST_LAYERS: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
-    """The numbers of a plan: ranges are (start, stop), hops are (worker, start, stop), routes in micro-batch order."""
+    """The numbers of a plan: ranges are (start, stop), hops are (worker, start, stop), routes in micro-batch order.
+
+    `recompute` is left out of a file where nobody does, as it is in files from before there was such a field.
+    """
 
     num_layers: int
     ranges: dict[int, list[tuple[int, int]]]
     routes: list[list[tuple[int, int, int]]]
     split_backward: bool
+    recompute: list[int] = field(default_factory=list)
 
 
 def dump(record: PlanRecord) -> str:
-    return json.dumps(
-        {
-            "format": FORMAT,
-            "num_layers": record.num_layers,
-            "placement": {str(worker): ranges for worker, ranges in record.ranges.items()},
-            "routes": record.routes,
-            "split_backward": record.split_backward,
-        },
-        separators=(",", ":"),
-    )
+    fields = {
+        "format": FORMAT,
+        "num_layers": record.num_layers,
+        "placement": {str(worker): ranges for worker, ranges in record.ranges.items()},
+        "routes": record.routes,
+        "split_backward": record.split_backward,
+    }
+    if record.recompute:
+        fields["recompute"] = record.recompute
+    return json.dumps(fields, separators=(",", ":"))
 
 
 def load(text: str) -> PlanRecord:
@@ -48,7 +52,7 @@ def load(text: str) -> PlanRecord:
     if (found := fields.get("format")) != FORMAT:
         raise PlanError(f'a plan must have "format" {FORMAT!r}; got {found!r}')
     expected = {"format", "num_layers", "placement", "routes", "split_backward"}
-    if fields.keys() != expected:
+    if fields.keys() - {"recompute"} != expected:
         raise PlanError(f"a plan must have the fields {sorted(expected)}; got {sorted(fields)}")
     split_backward = fields["split_backward"]
     if not isinstance(split_backward, bool):
@@ -65,6 +69,10 @@ def load(text: str) -> PlanRecord:
         where = f"the route of micro-batch {index}"
         hops = [_integers(hop, 3, where) for hop in _list(value, where)]
         routes.append([(worker, start, stop) for worker, start, stop in hops])
+    recompute = [
+        _integer(worker, "a worker in recompute of a plan")
+        for worker in _list(fields.get("recompute", []), "recompute of a plan")
+    ]
     num_layers = _integer(fields["num_layers"], "num_layers of a plan")
     if num_layers > _MOST_LAYERS:
         raise PlanError(f"num_layers of a plan must be at most {_MOST_LAYERS}")
@@ -73,6 +81,7 @@ def load(text: str) -> PlanRecord:
         ranges=ranges,
         routes=routes,
         split_backward=split_backward,
+        recompute=recompute,
     )
 
 

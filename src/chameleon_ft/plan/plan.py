@@ -50,17 +50,25 @@ class Plan:
         placement: which layers each worker holds.
         routes: the route of micro-batch m at index m.
         split_backward: whether workers run the two halves of a backward as operations of their own.
+        recompute: the workers that save memory by time: of every layer but the model's first and last they keep only
+            the input, and run its forward again just before its backward. What is computed stays the same.
 
     Raises:
         PlanError: no routes; micro-batches not numbered 0, 1, ... in order; a route that ends before the last layer, or
-            with a hop whose worker does not hold its layers.
+            with a hop whose worker does not hold its layers; or a worker that is to recompute and holds nothing.
     """
 
     placement: Placement
     routes: tuple[Route, ...]
     split_backward: bool = False
+    recompute: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        if unknown := sorted(self.recompute.difference(self.workers)):
+            raise PlanError(
+                f"worker {unknown[0]} is to recompute, but it holds no layers; "
+                f"the workers of the placement are {', '.join(map(str, self.workers))}"
+            )
         if not self.routes:
             raise PlanError("a plan needs a route for every micro-batch; got no routes")
         held: set[Hop] = set()
@@ -102,6 +110,7 @@ class Plan:
                 ranges={w: [(r.start, r.stop) for r in ranges] for w, ranges in self.placement.ranges.items()},
                 routes=[[(hop.worker, hop.layers.start, hop.layers.stop) for hop in r.hops] for r in self.routes],
                 split_backward=self.split_backward,
+                recompute=sorted(self.recompute),
             )
         )
 
@@ -116,4 +125,4 @@ class Plan:
             Route(index, tuple(Hop(worker, LayerRange(start, stop)) for worker, start, stop in hops))
             for index, hops in enumerate(record.routes)
         )
-        return cls(placement, routes, record.split_backward)
+        return cls(placement, routes, record.split_backward, frozenset(record.recompute))

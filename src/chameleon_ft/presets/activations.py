@@ -38,11 +38,18 @@ _MASK_BYTES: Final = 1
 
 
 def block_activation_bytes(shape: ModelShape, execution: Execution, element_bytes: int) -> int:
-    """Bytes for one token that a block keeps on a rank from its forward until its backward."""
-    if execution.recompute is Recompute.FULL:
-        # Megatron keeps the input whole on every rank unless the sequence is shared.
-        return _divided(shape.hidden * element_bytes, execution.shared)
-    return _everything(shape, execution, element_bytes)
+    """Bytes for one token that a block keeps on a rank from its forward until its backward, if it keeps all it needs.
+
+    Of a block that is computed again, only the input is kept: what crosses to it.
+    """
+    masks = 2 * shape.hidden * _MASK_BYTES if shape.dropout else 0
+    # Inputs of both norms, of query, key and value, and of the feed-forward.
+    whole = 4 * shape.hidden * element_bytes + masks
+    # Query and key, value, and the input of the output projection.
+    attention = (2 * shape.query_dim + 2 * shape.kv_dim) * element_bytes
+    feed_forward = (shape.ffn + _inner_width(shape) + _gate_width(shape)) * element_bytes
+    split = attention + feed_forward + _core(shape, execution, element_bytes)
+    return _divided(whole, execution.shared) + _divided(split, execution.tp)
 
 
 def block_weight_grad_bytes(shape: ModelShape, execution: Execution, element_bytes: int) -> int:
@@ -56,15 +63,12 @@ def block_weight_grad_bytes(shape: ModelShape, execution: Execution, element_byt
 def block_working_bytes(shape: ModelShape, execution: Execution, *, tokens: int, element_bytes: int) -> int:
     """Bytes that a block needs only while its backward runs on a rank, at the most.
 
-    Gradients inside the feed-forward (of its output and twice its inner width), the gradient of the largest matrix
-    before it is added up, and with full recomputation all that the block would have kept.
+    Gradients inside the feed-forward (of its output and twice its inner width), and the gradient of the largest matrix
+    before it is added up.
     """
     gradients = _divided((shape.hidden + 2 * shape.ffn) * element_bytes, execution.tp) * tokens
     matrix = _divided(max(shape.block_matrices) * element_bytes, execution.tp)
-    again = 0
-    if execution.recompute is Recompute.FULL:
-        again = _everything(shape, execution, element_bytes) * tokens
-    return gradients + matrix + again
+    return gradients + matrix
 
 
 def head_activation_bytes(shape: ModelShape, execution: Execution, element_bytes: int) -> int:
@@ -92,18 +96,6 @@ def head_working_bytes(shape: ModelShape, execution: Execution, *, tokens: int, 
     copies = _FLOAT32_BYTES + (element_bytes if element_bytes < _FLOAT32_BYTES else 0)
     logits = _divided(shape.vocab * copies, execution.tp) * tokens
     return logits + _divided(shape.vocab * shape.hidden * element_bytes, execution.tp)
-
-
-def _everything(shape: ModelShape, execution: Execution, element_bytes: int) -> int:
-    """Bytes for one token that a block keeps without full recomputation."""
-    masks = 2 * shape.hidden * _MASK_BYTES if shape.dropout else 0
-    # Inputs of both norms, of query, key and value, and of the feed-forward.
-    whole = 4 * shape.hidden * element_bytes + masks
-    # Query and key, value, and the input of the output projection.
-    attention = (2 * shape.query_dim + 2 * shape.kv_dim) * element_bytes
-    feed_forward = (shape.ffn + _inner_width(shape) + _gate_width(shape)) * element_bytes
-    split = attention + feed_forward + _core(shape, execution, element_bytes)
-    return _divided(whole, execution.shared) + _divided(split, execution.tp)
 
 
 def _core(shape: ModelShape, execution: Execution, element_bytes: int) -> int:

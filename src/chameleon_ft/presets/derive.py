@@ -15,7 +15,7 @@ from chameleon_ft.presets.activations import (
 )
 from chameleon_ft.presets.devices import Device
 from chameleon_ft.presets.dtypes import STATE_POLICIES, StatePolicy
-from chameleon_ft.presets.execution import Execution
+from chameleon_ft.presets.execution import Execution, Recompute
 from chameleon_ft.presets.flops import TokenWork, layer_work
 from chameleon_ft.presets.shape import ModelShape
 from chameleon_ft.workload import LayerCost, Workload
@@ -40,7 +40,8 @@ def derive_workload(
 
     Seconds: matrix products at the device's achievable rate, element-wise operations at its achievable bandwidth, and
     with tensor parallelism two all-reduces of the block's output inside the host, in the forward and again in I.
-    Nothing overlaps. Bytes are those of one rank; see `chameleon_ft.presets.activations` for their sources.
+    Nothing overlaps. Bytes are those of one rank; see `chameleon_ft.presets.activations` for their sources. Full
+    recomputation is that of a plan whose workers all recompute, of the same workload without it.
 
     Raises:
         ConfigError: the device has no rate for the type of the parameters, `tp` does not divide the model, or a count
@@ -50,7 +51,8 @@ def derive_workload(
         raise ConfigError(f"micro_batch_size must be at least 1; got {micro_batch_size}")
     execution.check(shape)
     deriving = _Deriving(shape, device, execution, state, tokens=micro_batch_size * shape.seq_len)
-    return Workload(deriving.layers(), micro_batches, micro_batch_size)
+    workload = Workload(deriving.layers(), micro_batches, micro_batch_size)
+    return workload.recomputed() if execution.recompute is Recompute.FULL else workload
 
 
 class _Deriving:

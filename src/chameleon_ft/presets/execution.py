@@ -26,7 +26,7 @@ class Recompute(StrEnum):
     """What is dropped after the forward and computed again in the backward (Korthikanti et al. 2022).
 
     Nothing; the core of attention (scores, softmax, dropout), which flash attention never keeps; or whole blocks, of
-    which only the input is kept.
+    which only the input is kept. The last is what a plan can also ask of some of its workers: do not do both.
     """
 
     NONE = "none"

@@ -42,7 +42,8 @@ def layer_work(shape: ModelShape, execution: Execution, element_bytes: int) -> t
 
     The embedding multiplies nothing. Norms, rotary positions, activation function and residual sums read their inputs
     and write their outputs once, and move twice the bytes backward. The loss reads logits and makes a copy of them and
-    their log-softmax in float32.
+    their log-softmax in float32. With selective recomputation the scores are in I a second time; whole blocks that are
+    computed again are not, see `derive_workload`.
     """
     embedding = TokenWork(
         forward_traffic=2.0 * shape.hidden * element_bytes, weight_grad_traffic=3.0 * shape.hidden * element_bytes
@@ -79,17 +80,14 @@ def _block(shape: ModelShape, execution: Execution, element_bytes: int) -> Token
     else:
         scores_backward = 2.0 * scores
     traffic = _elementwise(shape) * element_bytes
-    again_flops = again_traffic = 0.0
-    if execution.recompute is Recompute.FULL:
-        again_flops, again_traffic = matrices + scores, traffic
-    elif execution.recompute is Recompute.SELECTIVE and execution.attention is Attention.EAGER:
-        again_flops = scores
+    selective = execution.recompute is Recompute.SELECTIVE and execution.attention is Attention.EAGER
+    again_flops = scores if selective else 0.0
     return TokenWork(
         forward_flops=matrices + scores,
         input_grad_flops=matrices + scores_backward + again_flops,
         weight_grad_flops=matrices,
         forward_traffic=traffic,
-        input_grad_traffic=2 * traffic + again_traffic,
+        input_grad_traffic=2 * traffic,
     )
 
 

@@ -17,8 +17,8 @@ from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
 from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
 from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.kept_hops import KeptHop, WeightHalf, run_forward
 from chameleon_ft.runtime.layers import HeldLayers
-from chameleon_ft.runtime.split_backward import PendingWeightGradient, WholeBackward, input_gradient
 from chameleon_ft.schedule import Operation, OperationKind
 
 __all__ = ["Executor", "Pace", "StepSums", "channels_of"]
@@ -101,8 +101,8 @@ class _StepExecution:
         self._operations = operations
         self._sums = StepSums()
         self._losses: list[Tensor] = []
-        self._saved: dict[_Hop, tuple[Tensor, Tensor]] = {}  # boundary in, boundary out (or loss)
-        self._pending: dict[_Hop, PendingWeightGradient | WholeBackward] = {}
+        self._saved: dict[_Hop, KeptHop] = {}
+        self._pending: dict[_Hop, WeightHalf] = {}
         self._handed: dict[tuple[bool, int, int], Tensor] = {}  # what this worker hands to its own next hop
         self._receives: dict[int, tuple[InFlight, Tensor]] = {}  # by index of the operation
         self._to_post = deque(i for i, operation in enumerate(operations) if operation.receive_from is not None)
@@ -182,11 +182,13 @@ class _StepExecution:
         else:
             assert message is not None
             boundary = message.detach().requires_grad_(message.is_floating_point() or message.is_complex())
-        output = self._executor._held.forward(operation.layers, boundary, step=self._step, micro_batch=micro_batch)
+        held, num_layers = self._executor._held, len(self._executor._boundaries)
+        output, kept = run_forward(held, operation, boundary, step=self._step, num_layers=num_layers)
+        self._saved[micro_batch, operation.hop] = kept
         if operation.last:
-            output = self._loss(micro_batch, output)
-        self._saved[micro_batch, operation.hop] = (boundary, output)
-        return None if operation.last else output.detach()
+            kept.end_in(self._loss(micro_batch, output))
+            return None
+        return output.detach()
 
     def _loss(self, micro_batch: int, output: Tensor) -> Tensor:
         job = self._executor._job
@@ -198,24 +200,22 @@ class _StepExecution:
         return loss
 
     def _backward(self, operation: Operation, gradient: Tensor | None) -> Tensor | None:
-        boundary, output = self._saved.pop((operation.micro_batch, operation.hop))
-        if output.requires_grad:
-            torch.autograd.backward(output, gradient)
-        return _owed(operation, boundary, boundary.grad)
+        hop = self._saved.pop((operation.micro_batch, operation.hop))
+        return self._owed(operation, hop.backward(gradient))
 
     def _input_gradient(self, operation: Operation, gradient: Tensor | None) -> Tensor | None:
         hop = (operation.micro_batch, operation.hop)
-        boundary, output = self._saved.pop(hop)
-        parameters = self._executor._held.parameters(operation.layers)
-        input_grad, self._pending[hop] = input_gradient(output, gradient, boundary, parameters)
-        return _owed(operation, boundary, input_grad)
+        input_grad, self._pending[hop] = self._saved.pop(hop).input_gradient(gradient)
+        return self._owed(operation, input_grad)
 
-
-def _owed(operation: Operation, boundary: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """What the hop before gets for its backward. A layer that does not depend on its input still owes it a gradient."""
-    if operation.first:
-        return None
-    return torch.zeros_like(boundary) if gradient is None else gradient
+    def _owed(self, operation: Operation, gradient: Tensor | None) -> Tensor | None:
+        """What the hop before gets for its backward, also from layers that do not depend on their input."""
+        if operation.first:
+            return None
+        if gradient is not None:
+            return gradient
+        spec = self._executor._boundaries[operation.layers.start - 1]
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._executor._device)
 
 
 def channels_of(worker: int, operations: Sequence[Operation]) -> tuple[Channel, ...]:

@@ -50,14 +50,17 @@ class Schedule:
     Attributes:
         orders: codes of operations by worker index, in order.
         step_s: end of the last operation in a replay, where nobody is held back.
-        strained: whether some worker was denied an operation, or went beyond a limit because nobody could go on.
+        strained: whether some worker was denied an operation, or went beyond a limit because nobody could go on, though
+            not only gradients might be run ahead.
         beyond_limits: whether the latter happened.
+        dead_end: whether other rules had come to a dead end before.
     """
 
     orders: list[list[int]]
     step_s: float
     strained: bool = False
     beyond_limits: bool = False
+    dead_end: bool = False
 
 
 class Engine:
@@ -139,13 +142,14 @@ class Engine:
 
         When nobody can go on because of limits, the worker with the first ready forward goes beyond its own.
         """
-        events, free = self._events, self._free
+        events, free, sending, queues = self._events, self._free, self._sending, self._queues
         remaining = len(self._slots.worker) * (3 if self._split else 2)
         now = 0.0
         while remaining:
             if events:
                 now, worker = heappop(events)
-                if free[worker] > now or self._held_back(worker):
+                # The last message of a worker may wait for the one before it to be received.
+                if free[worker] > now or ((channel := sending[worker]) >= 0 and len(queues[channel]) > 1):
                     continue
             else:
                 worker = self._relax()
@@ -159,7 +163,7 @@ class Engine:
         return Schedule(
             orders=self._orders,
             step_s=self._network.step_s(self._orders),
-            strained=self._strained or self._beyond_limits,
+            strained=(self._strained or self._beyond_limits) and not self._gradients_only,
             beyond_limits=self._beyond_limits,
         )
 
@@ -188,24 +192,28 @@ class Engine:
 
     def _ready_forward(self, worker: int, horizon: float) -> int:
         """The first forward by rank whose activation is there and whose result may be sent, or -1."""
-        rank, at, down = self._rank, self._forward_at, self._slots.down
+        rank, at, down, queues = self._rank, self._forward_at, self._slots.down, self._queues
         best = -1
         for queue in self._forward_in[worker]:
             if queue:
                 slot = queue[0]
-                if at[slot] <= horizon and (best < 0 or rank[slot] < rank[best]) and self._may_send(worker, down[slot]):
-                    best = slot
+                if at[slot] <= horizon and (best < 0 or rank[slot] < rank[best]):
+                    channel = down[slot]
+                    if not queues[channel] or self._may_send(worker, channel):
+                        best = slot
         return best
 
     def _ready_backward(self, worker: int, horizon: float) -> int:
         """The first backward by rank whose gradient is there and whose result may be sent, or -1."""
-        rank, at, up = self._rank, self._backward_at, self._slots.up
+        rank, at, up, queues = self._rank, self._backward_at, self._slots.up, self._queues
         best = -1
         for queue in self._backward_in[worker]:
             if queue:
                 slot = queue[0]
-                if at[slot] <= horizon and (best < 0 or rank[slot] < rank[best]) and self._may_send(worker, up[slot]):
-                    best = slot
+                if at[slot] <= horizon and (best < 0 or rank[slot] < rank[best]):
+                    channel = up[slot]
+                    if not queues[channel] or self._may_send(worker, channel):
+                        best = slot
         return best
 
     def _better_soon(self, worker: int, horizon: float) -> bool:

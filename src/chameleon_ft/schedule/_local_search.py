@@ -17,25 +17,24 @@ from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._longest_path import longest_path
 from chameleon_ft.schedule._network import Network
 
-# Operations that a search may replay: 10 to 20 milliseconds. In plans so large that it would hardly begin, there is
-# none; there the list schedule alone is close to the bound.
-_EFFORT: Final = 60_000
+# In plans so large that a search would hardly begin, there is none; there a list schedule alone is close to the bound.
 _LEAST_REPLAYS: Final = 100
 
 _Orders = tuple[tuple[int, ...], ...]
 
 
-def shortened(network: Network, found: Schedule, rules: Rules, *, enough_s: float) -> Schedule:
+def shortened(network: Network, found: Schedule, rules: Rules, *, enough_s: float, effort: int) -> Schedule:
     """A schedule that takes no longer than `found` and keeps within the limits of `rules`, as `found` must.
 
-    The search ends at `enough_s`, when there is nothing left to try, or when its effort is spent.
+    The search ends at `enough_s`, when there is nothing left to try, or when `effort` operations have been
+    replayed.
     """
     search = _Search(network, rules)
-    if search.num_codes * _LEAST_REPLAYS > _EFFORT:
+    if search.num_codes * _LEAST_REPLAYS > effort:
         return found
     present = best = search.timed(tuple(map(tuple, found.orders)))
     seen = {present.orders}
-    while best.step_s > enough_s and search.replayed < _EFFORT:
+    while best.step_s > enough_s and search.replayed < effort:
         neighbours = sorted(search.neighbours(present, seen), key=lambda neighbour: (neighbour.step_s, neighbour.sum_s))
         following = next((neighbour for neighbour in neighbours if search.can_run(neighbour.orders)), None)
         if following is None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.plan import Hop, Plan
+from chameleon_ft.schedule._components import different_ways
 from chameleon_ft.schedule._longest_path import Dependencies, longest_path
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.program import OperationKind
@@ -53,6 +55,17 @@ class Slots:
     up_s: list[float]
     down: list[int]
     up: list[int]
+
+    def key(self) -> tuple[tuple[float, ...], ...]:
+        """Equal for slots that are equal."""
+        return (
+            tuple(self.worker),
+            tuple(self.forward_s),
+            tuple(self.backward_s),
+            tuple(self.weight_s),
+            tuple(self.down_s),
+            tuple(self.up_s),
+        )
 
     def extend(self, other: Slots) -> None:
         self.worker += other.worker
@@ -122,58 +135,97 @@ class NetworkBuilder:
                 f"the plan places {plan.placement.num_layers} layers, but the workload has "
                 f"{len(costs.workload.layers)}; use the workload of the model that is planned"
             )
-        self._costs = costs
+        self._times = _Times(costs, plan.recompute)
         self._split = plan.split_backward
-        self._workers = plan.workers
-        self._index = {worker: index for index, worker in enumerate(plan.workers)}
+        self._start(plan.workers)
+
+    def part(self, workers: tuple[int, ...]) -> NetworkBuilder:
+        """A builder for routes between some of the workers, which are numbered in the order in which they are given."""
+        part = copy(self)
+        part._start(workers)
+        return part
+
+    def _start(self, workers: tuple[int, ...]) -> None:
+        self.workers = workers
+        self._index = {worker: index for index, worker in enumerate(workers)}
         self._channels: dict[Channel, int] = {}
-        self._routes: dict[tuple[Hop, ...], Slots] = {}
+        self._known: dict[tuple[Hop, ...], Slots] = {}
 
     def network(self, routes: Iterable[tuple[Hop, ...]]) -> Network:
         """The network of these routes, each given by its hops."""
         slots = Slots(worker=[], last=[], forward_s=[], backward_s=[], weight_s=[], down_s=[], up_s=[], down=[], up=[])
-        for hops in routes:
-            of_route = self._routes.get(hops)
-            if of_route is None:
-                of_route = self._routes[hops] = self._slots(hops)
-            slots.extend(of_route)
+        ways, taken = different_ways(routes)
+        of_ways = [self.slots(hops) for hops in ways]
+        for way in taken:
+            slots.extend(of_ways[way])
         return Network(
-            workers=self._workers,
+            workers=self.workers,
             channels=tuple(self._channels),
             split_backward=self._split,
             slots=slots,
             dependencies=_dependencies(slots, split_backward=self._split),
         )
 
+    def slots(self, hops: tuple[Hop, ...]) -> Slots:
+        """Those of one route."""
+        found = self._known.get(hops)
+        if found is None:
+            found = self._known[hops] = self._slots(hops)
+        return found
+
     def _slots(self, hops: tuple[Hop, ...]) -> Slots:
         workers = [self._index[hop.worker] for hop in hops]
-        message_s = [self._message_s(hop, after.worker) for hop, after in pairwise(hops)]
+        message_s = [self._times.message_s(hop, after.worker) for hop, after in pairwise(hops)]
         downs = [self._channel(*pair, gradient=False) for pair in pairwise(workers)]
         ups = [self._channel(after, before, gradient=True) for before, after in pairwise(workers)]
         return Slots(
             worker=workers,
             last=[False] * (len(hops) - 1) + [True],
-            forward_s=[self._compute_s(hop, OperationKind.FORWARD) for hop in hops],
+            forward_s=[self._times.compute_s(hop, OperationKind.FORWARD) for hop in hops],
             backward_s=[
-                self._compute_s(hop, OperationKind.INPUT_GRAD if self._split else OperationKind.BACKWARD)
+                self._times.compute_s(hop, OperationKind.INPUT_GRAD if self._split else OperationKind.BACKWARD)
                 for hop in hops
             ],
-            weight_s=[self._compute_s(hop, OperationKind.WEIGHT_GRAD) if self._split else 0.0 for hop in hops],
+            weight_s=[self._times.compute_s(hop, OperationKind.WEIGHT_GRAD) if self._split else 0.0 for hop in hops],
             down_s=[*message_s, 0.0],
             up_s=[0.0, *message_s],
             down=[*downs, self._channel(workers[-1], workers[-1], gradient=True)],
             up=[-1, *ups],
         )
 
-    def _compute_s(self, hop: Hop, kind: OperationKind) -> float:
-        return self._costs.compute_s(hop.worker, kind, hop.layers)
-
-    def _message_s(self, hop: Hop, after: int) -> float:
-        """The activation after `hop`, and its gradient back: links are the same both ways."""
-        return self._costs.message_s(hop.worker, after, self._costs.message_bytes(hop.layers.stop - 1))
-
     def _channel(self, sender: int, receiver: int, *, gradient: bool) -> int:
         return self._channels.setdefault(Channel(sender, receiver, gradient), len(self._channels))
+
+
+class _Times:
+    """Remembers the few different times that operations and messages have."""
+
+    def __init__(self, costs: CostModel, recompute: frozenset[int]) -> None:
+        self._costs = costs
+        self._recompute = recompute
+        self._worker = costs.cluster.worker
+        self._operation_s: dict[tuple[float, bool, OperationKind, int, int], float] = {}
+        self._between_s: dict[tuple[bool, int], float] = {}
+
+    def compute_s(self, hop: Hop, kind: OperationKind) -> float:
+        recompute = hop.worker in self._recompute
+        key = self._worker(hop.worker).speed, recompute, kind, hop.layers.start, hop.layers.stop
+        found = self._operation_s.get(key)
+        if found is None:
+            found = self._costs.compute_s(hop.worker, kind, hop.layers, recompute=recompute)
+            self._operation_s[key] = found
+        return found
+
+    def message_s(self, hop: Hop, after: int) -> float:
+        """The activation after `hop`, and its gradient back: links are the same both ways."""
+        if hop.worker == after:
+            return 0.0
+        key = self._worker(hop.worker).host == self._worker(after).host, hop.layers.stop
+        found = self._between_s.get(key)
+        if found is None:
+            num_bytes = self._costs.message_bytes(hop.layers.stop - 1)
+            found = self._between_s[key] = self._costs.message_s(hop.worker, after, num_bytes)
+        return found
 
 
 def _dependencies(slots: Slots, *, split_backward: bool) -> Dependencies:

@@ -14,9 +14,7 @@ from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._network import Network
 from chameleon_ft.schedule._orders import schedule, ways_by_place
 
-# Operations that may be scheduled in one search: 20 to 30 milliseconds. There is none in plans so large that it would
-# hardly begin.
-_EFFORT: Final = 15_000
+# There is no search in plans so large that it would hardly begin.
 _LEAST_TRIALS: Final = 50
 
 # By how many places a micro-batch goes forward or back; besides, it goes first of all and last of all.
@@ -25,12 +23,13 @@ _STEPS: Final = (2, 4)
 _Ways = tuple[range, ...]
 
 
-def reranked(network: Network, found: Schedule, rules: Rules, *, enough_s: float) -> Schedule:
+def reranked(network: Network, found: Schedule, rules: Rules, *, enough_s: float, effort: int) -> Schedule:
     """A schedule under `rules` that takes no longer than `found`, which was made under them by the usual ranks.
 
-    First improvements are taken until there is none, or the time is `enough_s`, or the effort is spent.
+    First improvements are taken until there is none, or the time is `enough_s`, or `effort` operations have been
+    scheduled.
     """
-    trials = _EFFORT // len(network.dependencies.needs)
+    trials = effort // len(network.dependencies.needs)
     if trials < _LEAST_TRIALS:
         return found
     best, ways = found, tuple(ways_by_place(network))

@@ -1,93 +1,86 @@
-"""Many schedules of the same workers: other routes, other limits, other preferences."""
+"""Schedules of the same workers: of other routes, under other limits and preferences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Final
 
 from chameleon_ft.plan.plan import Hop, Plan
+from chameleon_ft.schedule._components import different_ways
 from chameleon_ft.schedule._engine import Rules, Schedule
-from chameleon_ft.schedule._local_search import shortened
 from chameleon_ft.schedule._network import Network, NetworkBuilder
 from chameleon_ft.schedule._orders import schedule
-from chameleon_ft.schedule._rank_search import reranked
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit, limits_of_routes
 
 # Times that differ by less than this share differ by rounding only.
 ROUNDING: Final = 1e-9
 
+# Whether forwards go first, and how much more than by default is kept; None is a whole pipeline depth.
+_PLAIN: Final = ((True, 0), (True, 1), (True, 2), (True, None), (False, 0), (False, 1), (False, 2), (False, None))
+# Where routes share stages: what is most often best first.
+_SPLIT: Final = ((False, 2), (False, 3), (False, 1), (False, None), (True, 2), (True, None), (True, 0), (False, 0))
+_FUSED: Final = ((True, None), (True, 3), (True, 2), (False, 2), (True, 1), (False, None), (True, 0), (False, 0))
+
 
 class Trials:
     """Schedules routes between the workers of `plan`, each worker keeping no more than `ceiling` says.
 
-    `count` is how many schedules have been made.
+    `operations` is the effort so far: how many have been scheduled.
     """
 
     def __init__(self, plan: Plan, costs: CostModel, ceiling: Mapping[int, InFlightLimit] | None) -> None:
-        self.count = 0
-        self._workers = plan.workers
-        self._ceiling = ceiling
+        self.operations = 0
+        self._ceiling = {} if ceiling is None else ceiling
         self._builder = NetworkBuilder(plan, costs)
+        self._split = plan.split_backward
+
+    def part(self, workers: tuple[int, ...]) -> Trials:
+        """Trials of some of the workers."""
+        part = copy(self)
+        part.operations = 0
+        part._builder = self._builder.part(workers)
+        return part
 
     def network(self, routes: Sequence[tuple[Hop, ...]]) -> Network:
         """These routes, given by their hops, as the scheduler sees them."""
         return self._builder.network(routes)
 
-    def run(self, routes: Sequence[tuple[Hop, ...]], rules: Rules) -> Schedule:
-        """The schedule of these routes under `rules`."""
-        self.count += 1
-        return schedule(self.network(routes), rules)
+    def key(self, ways: Sequence[tuple[Hop, ...]]) -> tuple[object, ...]:
+        """Equal where the same routes over these ways would be scheduled alike."""
+        return (
+            tuple(self._builder.slots(hops).key() for hops in ways),
+            tuple(self._ceiling.get(worker) for worker in self._builder.workers),
+        )
 
-    def best(self, routes: Sequence[tuple[Hop, ...]]) -> tuple[Rules, Schedule]:
-        """The first of the ranked schedules, made shorter where a search finds how.
-
-        Micro-batches are ranked anew under its rules, then operations change places under the largest limits there are.
-        """
-        network = self.network(routes)
-        enough_s = network.lower_bound_s() * (1 + ROUNDING)
-        rules, found = self.ranked(routes)[0]
-        if found.beyond_limits:
-            return rules, found
-        found = reranked(network, found, rules, enough_s=enough_s)
-        largest = self._rules(routes, extra=max(map(len, routes)), forward_first=rules.forward_first)
-        shorter = shortened(network, found, largest, enough_s=enough_s)
-        return (largest, shorter) if shorter.step_s < found.step_s * (1 - ROUNDING) else (rules, found)
-
-    def ranked(self, routes: Sequence[tuple[Hop, ...]]) -> list[tuple[Rules, Schedule]]:
-        """The schedules that `rules_to_try` gives, best first; the first that meets the lower bound ends the search.
-
-        Schedules within the limits go before those that exceed one, then the shorter, then the one tried earlier.
-        """
-        network = self.network(routes)
-        bound_s = network.lower_bound_s() * (1 + ROUNDING)
-        found: list[tuple[Rules, Schedule]] = []
-        for rules in self.rules_to_try(routes):
-            self.count += 1
-            trial = schedule(network, rules)
-            found.append((rules, trial))
-            if trial.step_s <= bound_s and not trial.beyond_limits:
-                break
-        return sorted(found, key=lambda trial: (trial[1].beyond_limits, trial[1].step_s))
+    def run(self, network: Network, rules: Rules) -> Schedule:
+        """The schedule of this network under `rules`."""
+        found = schedule(network, rules)
+        # A dead end is mostly met late, and then all begins again.
+        self.operations += len(network.dependencies.needs) * (2 if found.dead_end else 1)
+        return found
 
     def rules_to_try(self, routes: Sequence[tuple[Hop, ...]]) -> Iterator[Rules]:
         """The default limits and some larger ones, up to a whole pipeline depth more, with either preference.
 
         More in flight than 1F1B keeps hides latency, and keeps busy the pipeline whose stage is shared with others.
+        Where routes share stages, what has most often been best comes first; elsewhere, what keeps least.
         """
-        depth = max(map(len, routes))
+        ways, _ = different_ways(routes)
+        depth = max(map(len, ways))
+        shared = _SPLIT if self._split else _FUSED
         tried: set[Rules] = set()
-        for forward_first in (True, False):
-            for extra in (0, 1, 2, depth):
-                rules = self._rules(routes, extra=extra, forward_first=forward_first)
-                if rules not in tried:
-                    tried.add(rules)
-                    yield rules
+        for forward_first, extra in shared if len(ways) > 1 else _PLAIN:
+            rules = self.rules(ways, extra=depth if extra is None else min(extra, depth), forward_first=forward_first)
+            if rules not in tried:
+                tried.add(rules)
+                yield rules
 
-    def _rules(self, routes: Sequence[tuple[Hop, ...]], *, extra: int, forward_first: bool) -> Rules:
-        """The default limits and `extra` more, as far as the ceiling allows."""
-        limits = limits_of_routes(self._workers, routes)
-        raised = [self._raised(worker, limits[worker], extra) for worker in self._workers]
+    def rules(self, ways: Sequence[tuple[Hop, ...]], *, extra: int, forward_first: bool) -> Rules:
+        """The default limits of routes over these ways and `extra` more, as far as the ceiling allows."""
+        limits = limits_of_routes(self._builder.workers, ways)
+        raised = [self._raised(worker, limits[worker], extra) for worker in self._builder.workers]
         return Rules(
             in_flight=tuple(limit.in_flight for limit in raised),
             kept=tuple(limit.kept for limit in raised),
@@ -96,7 +89,7 @@ class Trials:
 
     def _raised(self, worker: int, limit: InFlightLimit, extra: int) -> InFlightLimit:
         in_flight, kept = limit.in_flight + extra, limit.kept + extra
-        ceiling = None if self._ceiling is None else self._ceiling.get(worker)
+        ceiling = self._ceiling.get(worker)
         if ceiling is not None:
             kept = min(kept, ceiling.kept)
             in_flight = min(in_flight, ceiling.in_flight, kept)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.plan import Plan
-from chameleon_ft.schedule._orders import build_program
+from chameleon_ft.schedule._components import Component, components
+from chameleon_ft.schedule._orders import operations_of
+from chameleon_ft.schedule._part import Part
 from chameleon_ft.schedule._trials import Trials
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit
-from chameleon_ft.schedule.list_scheduler import Preference
-from chameleon_ft.schedule.program import Program
-from chameleon_ft.schedule.timeline import replay
+from chameleon_ft.schedule.program import Operation, Program
 
-__all__ = ["ScheduledProgram", "best_program"]
+__all__ = ["DEFAULT_EFFORT", "QUICK_EFFORT", "ScheduledProgram", "best_program", "best_step_s", "listed_step_s"]
+
+# Some tens of milliseconds.
+DEFAULT_EFFORT: Final = 30_000
+# One or two list schedules of a pipeline.
+QUICK_EFFORT: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,39 +32,104 @@ class ScheduledProgram:
         program: what each worker runs.
         step_s: seconds of its replay.
         limits: what each worker was allowed to keep.
-        prefer: what went first when a forward and a backward were both ready, in the list schedule it is made from.
     """
 
     program: Program
     step_s: float
     limits: Mapping[int, InFlightLimit]
-    prefer: Preference
 
 
 def best_program(
-    plan: Plan, costs: CostModel, *, ceiling: Mapping[int, InFlightLimit] | None = None
+    plan: Plan,
+    costs: CostModel,
+    *,
+    ceiling: Mapping[int, InFlightLimit] | None = None,
+    effort: float = DEFAULT_EFFORT,
 ) -> ScheduledProgram:
-    """The fastest of a handful of list schedules: both preferences, the default limits and 1, 2 and a depth more. In
-    plans of up to a few hundred operations it is what a search makes of that in some tens of milliseconds.
+    """The fastest of a handful of list schedules: both preferences, the default limits and some larger ones. In
+    plans of up to a few hundred operations it is what a search makes of that.
+
+    Workers that no route joins are scheduled apart, those that are joined alike only once, and effort goes where the
+    step is longest: so the plan takes as long as the slowest of its parts would alone, and the others no longer.
 
     On a plain pipeline with free messages that is 1F1B at once: what meets the lower bound is left as it is. Where
     stages are shared or messages take time, larger limits are usually faster: they cost memory, at most one pipeline
     depth of micro-batches more on a worker than `default_limits(plan)`. `ceiling` bounds that; workers it leaves out
     are not bounded. As in `list_schedule`, a limit is exceeded only where otherwise no worker could go on.
 
+    Args:
+        plan: what to run.
+        costs: how long operations and messages take.
+        ceiling: what each worker can keep at most.
+        effort: operations that may be scheduled for each part that is looked at; a replayed one counts a seventh. Not
+            time, so that the answer does not depend on the machine. The first list schedule is always made.
+
     Raises:
         PlanError: the workload has another number of layers than the plan.
         ConfigError: the plan has a worker that the cluster does not.
     """
-    rules, found = Trials(plan, costs, ceiling).best([route.hops for route in plan.routes])
-    program = build_program(plan, found.orders)
-    limits = {
-        worker: InFlightLimit(in_flight, kept)
-        for worker, in_flight, kept in zip(plan.workers, rules.in_flight, rules.kept, strict=True)
-    }
-    return ScheduledProgram(
-        program=program,
-        step_s=replay(program, costs).step_s,
-        limits=FrozenMap(limits),
-        prefer=Preference.FORWARD if rules.forward_first else Preference.BACKWARD,
-    )
+    operations: dict[int, tuple[Operation, ...]] = dict.fromkeys(plan.workers, ())
+    limits = dict.fromkeys(plan.workers, InFlightLimit(1, 1))
+    step_s = 0.0
+    for component, part in _parts(plan, costs, ceiling, lambda part: part.finish(effort)):
+        rules, found = part.best
+        own = operations_of(
+            component.routes, found.orders, split_backward=plan.split_backward, recompute=plan.recompute
+        )
+        operations.update(zip(component.workers, own, strict=True))
+        limits.update(zip(component.workers, map(InFlightLimit, rules.in_flight, rules.kept), strict=True))
+        step_s = max(step_s, found.step_s)
+    return ScheduledProgram(program=Program(operations), step_s=step_s, limits=FrozenMap(limits))
+
+
+def best_step_s(
+    plan: Plan, costs: CostModel, *, ceiling: Mapping[int, InFlightLimit] | None = None, effort: float = DEFAULT_EFFORT
+) -> float:
+    """`step_s` of `best_program`, without the program."""
+    return _step_s(_parts(plan, costs, ceiling, lambda part: part.finish(effort)))
+
+
+def listed_step_s(
+    plan: Plan,
+    costs: CostModel,
+    *,
+    ceiling: Mapping[int, InFlightLimit] | None = None,
+    effort: float = DEFAULT_EFFORT,
+    enough_s: float = 0.0,
+) -> float:
+    """Seconds of the best list schedules that the effort allows, without a search and without a program.
+
+    No further ones are tried when that is `enough_s` or less.
+    """
+    return _step_s(_parts(plan, costs, ceiling, lambda part: part.try_rules(effort, enough_s=enough_s)))
+
+
+def _step_s(parts: Iterable[tuple[Component, Part]]) -> float:
+    return max(part.best[1].step_s for _, part in parts)
+
+
+def _parts(
+    plan: Plan,
+    costs: CostModel,
+    ceiling: Mapping[int, InFlightLimit] | None,
+    finish: Callable[[Part], None],
+) -> list[tuple[Component, Part]]:
+    """The components of a plan, each with its schedules; those that are alike share them."""
+    trials = Trials(plan, costs, ceiling)
+    known: dict[tuple[object, ...], Part] = {}
+    found: list[tuple[Component, Part]] = []
+    for component in components(plan.routes):
+        own = trials.part(component.workers)
+        key = component.taken, own.key(component.ways)
+        if key not in known:
+            known[key] = Part(own, [route.hops for route in component.routes])
+        found.append((component, known[key]))
+    while not (slowest := max(known.values(), key=_urgency)).finished:
+        finish(slowest)
+    return found
+
+
+def _urgency(part: Part) -> tuple[bool, float, bool]:
+    """Whoever exceeds a limit comes first, then who takes longest; of equals, one with which nothing more is to do."""
+    found = part.best[1]
+    return found.beyond_limits and not part.finished, found.step_s, part.finished

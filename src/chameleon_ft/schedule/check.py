@@ -55,7 +55,7 @@ def _check_operations(program: Program, plan: Plan) -> None:
     )
     # A dict for its order, so that the first operation missing is the first of the plan.
     missing = {
-        (Operation.of(kind, route, index), hop.worker): None
+        (Operation.of(kind, route, index, plan.recompute), hop.worker): None
         for route in plan.routes
         for index, hop in enumerate(route.hops)
         for kind in (OperationKind.FORWARD, *backward)

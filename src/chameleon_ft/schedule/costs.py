@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.placement import LayerRange
 from chameleon_ft.schedule.program import Operation, OperationKind
-from chameleon_ft.workload import LayerCost, Workload
+from chameleon_ft.workload import LayerCost, Workload, is_recomputed
 
 __all__ = ["CostModel"]
 
@@ -24,29 +24,31 @@ class CostModel:
 
     def operation_s(self, worker: int, operation: Operation) -> float:
         """Seconds that `operation` takes on `worker`: the fixed overhead, and its layers' times over its speed."""
-        return self.compute_s(worker, operation.kind, operation.layers)
+        return self.compute_s(worker, operation.kind, operation.layers, recompute=operation.recompute)
 
-    def compute_s(self, worker: int, kind: OperationKind, layers: LayerRange) -> float:
-        """Seconds that an operation of this kind on these layers takes on `worker`.
+    def compute_s(self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: bool = False) -> float:
+        """Seconds that an operation of this kind on these layers takes on `worker`, which may be one to recompute.
 
         The first hop of a route has no input gradient to make, and nobody waits for one: with split backward its I does
-        nothing, and its W is the backward in one go.
+        nothing, and its W is the backward in one go. A worker that recomputes runs forwards again in the operation that
+        begins the backward: B, I, or the W of a first hop.
 
         Raises PlanError when the workload has fewer layers than that, ConfigError when the cluster lacks the worker.
         """
         if layers.stop > len(self.workload.layers):
             raise PlanError(f"layers {layers} go past the {len(self.workload.layers)} layers of the workload")
         costs = self.workload.layers[layers.start : layers.stop]
+        again = _again(costs, layers, len(self.workload.layers)) if recompute else ()
         # fsum rounds once, so that stages of equal layers cost exactly the same wherever they lie.
         match kind:
             case OperationKind.FORWARD:
                 work_s = math.fsum(cost.forward_s for cost in costs)
             case OperationKind.BACKWARD:
-                work_s = _backward_s(costs)
+                work_s = _backward_s(costs, again)
             case OperationKind.INPUT_GRAD:
-                work_s = math.fsum(cost.input_grad_s for cost in costs) if layers.start else 0.0
+                work_s = math.fsum((*(cost.input_grad_s for cost in costs), *again)) if layers.start else 0.0
             case OperationKind.WEIGHT_GRAD:
-                work_s = math.fsum(cost.weight_grad_s for cost in costs) if layers.start else _backward_s(costs)
+                work_s = math.fsum(cost.weight_grad_s for cost in costs) if layers.start else _backward_s(costs, again)
         return self.workload.operation_overhead_s + work_s / self.cluster.worker(worker).speed
 
     def message_s(self, src: int, dst: int, num_bytes: float) -> float:
@@ -58,12 +60,18 @@ class CostModel:
         return self.workload.layers[layer].output_bytes
 
 
-def _backward_s(costs: Iterable[LayerCost]) -> float:
+def _again(costs: Sequence[LayerCost], layers: LayerRange, num_layers: int) -> tuple[float, ...]:
+    """Seconds of the forwards that are run again."""
+    return tuple(cost.forward_s for layer, cost in zip(layers, costs, strict=True) if is_recomputed(layer, num_layers))
+
+
+def _backward_s(costs: Iterable[LayerCost], again: tuple[float, ...]) -> float:
     """Of the halves where there is no other figure, each rounded with the rest only once."""
-    return math.fsum(
+    halves = (
         part
         for cost in costs
         for part in (
             (cost.input_grad_s, cost.weight_grad_s) if cost.fused_backward_s is None else (cost.fused_backward_s,)
         )
     )
+    return math.fsum((*halves, *again))

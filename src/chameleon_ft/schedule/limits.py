@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.plan import Hop, Plan
+from chameleon_ft.schedule._components import different_ways
 
 __all__ = ["InFlightLimit", "default_limits"]
 
@@ -45,7 +46,7 @@ def limits_of_routes(workers: Iterable[int], routes: Iterable[tuple[Hop, ...]]) 
     """`default_limits` of these workers and routes, the latter given by their hops."""
     in_flight = dict.fromkeys(workers, 1)
     kept = dict(in_flight)
-    for hops in set(routes):
+    for hops in different_ways(routes)[0]:
         depth = len(hops)
         for position, hop in enumerate(hops):
             in_flight[hop.worker] = max(in_flight[hop.worker], depth - position)

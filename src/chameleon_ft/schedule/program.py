@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -42,6 +42,7 @@ class Operation:
         send_to: worker that the result goes to, or None likewise.
         first: whether the hop is the first of its route (F takes its input from the dataset).
         last: whether the hop is the last of its route (F ends in the loss; B and I start from it).
+        recompute: whether the worker keeps only the layers' inputs from F on, and runs their forwards again.
     """
 
     kind: OperationKind
@@ -52,13 +53,14 @@ class Operation:
     send_to: int | None
     first: bool
     last: bool
+    recompute: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}.{self.hop}"
 
     @classmethod
-    def of(cls, kind: OperationKind, route: Route, hop: int) -> Operation:
-        """The operation of this kind at the hop with index `hop` of `route`."""
+    def of(cls, kind: OperationKind, route: Route, hop: int, recompute: Container[int] = ()) -> Operation:
+        """The operation of this kind at the hop with index `hop` of `route`; the workers in `recompute` do so."""
         hops = route.hops
         worker = hops[hop].worker
         before = hops[hop - 1].worker if hop else worker
@@ -78,6 +80,7 @@ class Operation:
             None if send_to == worker else send_to,
             hop == 0,
             hop + 1 == len(hops),
+            worker in recompute,
         )
 
 

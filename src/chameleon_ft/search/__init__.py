@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from chameleon_ft.search.baseline import BaselinePlan
+from chameleon_ft.search.detours import reroute
 from chameleon_ft.search.find import DEFAULT_EFFORT, find_plan
 from chameleon_ft.search.infeasible import InfeasibleError
 from chameleon_ft.search.oobleck import oobleck_plan
@@ -19,4 +20,5 @@ __all__ = [
     "find_plan",
     "oobleck_plan",
     "paper_plan",
+    "reroute",
 ]

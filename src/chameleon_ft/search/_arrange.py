@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.search._cuts import Stops
+from chameleon_ft.search._bounds import Stops
 from chameleon_ft.search._kinds import Crew, Shape
 
 

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from chameleon_ft.cluster import Cluster, Worker
-from chameleon_ft.estimate import program_memory, state_bytes
-from chameleon_ft.plan import LayerRange, Placement, Plan, Route
-from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.search._arrange import by_pipeline, by_stage
-from chameleon_ft.search._cuts import Cuts, Stops
+from chameleon_ft.plan import Placement
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.schedule.best import DEFAULT_EFFORT
+from chameleon_ft.search._bounds import Stops
 from chameleon_ft.search._kinds import Crew
 from chameleon_ft.search._memory import StageMemory, base_limit
-from chameleon_ft.search._sync import PlacedPipeline, synced_s
-from chameleon_ft.search._timed import Timer, hops_of
+from chameleon_ft.search._placed import PlacedPipeline, found_plan, synced_s, ways_to_place
+from chameleon_ft.search._timed import LOOK, Timer
 from chameleon_ft.search.result import FoundPlan
 
 # Of mixes that an estimate finds equal, the fewest pipelines have least to reduce, and the most the fewest messages.
@@ -54,78 +52,32 @@ def fastest_of(
 
     Of many choices the first and the last are replayed.
     """
-    replays = _Replays(costs, split_backward=split_backward)
-    few = choices if len(choices) <= 2 * _FROM_EACH_END else [*choices[:_FROM_EACH_END], *choices[-_FROM_EACH_END:]]
-    ways = [replays.placed(pipelines, workers, best=False) for pipelines in few for workers in replays.ways(pipelines)]
-    placed = min(ways, key=lambda placed: synced_s(placed, costs))
-    chosen = [(each.timed.stops, each.timed.micro_batches) for each in placed]
-    best = replays.placed(chosen, [each.workers for each in placed], best=True)
-    fastest = min((best, placed), key=lambda placed: synced_s(placed, costs))
-    return replays.built(name, fastest, current)
-
-
-class _Replays:
-    """Pipelines of given cuts and shares on real workers."""
-
-    def __init__(self, costs: CostModel, *, split_backward: bool) -> None:
-        self._costs = costs
-        crew = Crew.of(costs.cluster)
-        self._kind = {worker: kind for kind, members in enumerate(crew.members) for worker in members}
-        self._equals = Crew.of(_of_equals(costs.cluster))
-        self._cuts = Cuts(costs, crew.kinds, split_backward=split_backward)
-        self._timer = Timer(costs, crew, self._cuts)
-
-    def ways(self, pipelines: Sequence[tuple[Stops, int]]) -> list[list[tuple[int, ...]]]:
-        """Workers for each, with neighbours in a pipeline on one host, and with holders of the same layers on one."""
-        shapes = [(0,) * len(stops) for stops, _ in pipelines]
-        return [
-            by_pipeline(shapes, self._equals, self._costs.cluster),
-            by_stage(shapes, [stops for stops, _ in pipelines], self._equals),
-        ]
+    crew = Crew.of(costs.cluster)
+    kind_of = {worker: kind for kind, members in enumerate(crew.members) for worker in members}
+    equals = Crew.of(_of_equals(costs.cluster))
+    timer = Timer(costs, crew, split_backward=split_backward)
 
     def placed(
-        self, pipelines: Sequence[tuple[Stops, int]], workers: Sequence[tuple[int, ...]], *, best: bool
+        pipelines: Sequence[tuple[Stops, int]], workers: Sequence[tuple[int, ...]], *, effort: int
     ) -> list[PlacedPipeline]:
-        placed: list[PlacedPipeline] = []
+        found: list[PlacedPipeline] = []
         for (stops, micro_batches), own in zip(pipelines, workers, strict=True):
-            shape = tuple(self._kind[worker] for worker in own)
-            placed.append(PlacedPipeline(self._timer.timed(own, shape, stops, micro_batches, best=best), own))
-        return placed
+            shape = tuple(kind_of[worker] for worker in own)
+            found.append(PlacedPipeline(timer.timed(own, shape, stops, micro_batches, effort=effort), own))
+        return found
 
-    def built(self, name: str, placed: Sequence[PlacedPipeline], current: Placement | None) -> FoundPlan:
-        held: dict[int, tuple[LayerRange, ...]] = {}
-        routes: list[Route] = []
-        ceiling: dict[int, InFlightLimit] = {}
-        for each in placed:
-            timed = each.timed
-            hops = hops_of(each.workers, timed.stops)
-            held.update((hop.worker, (hop.layers,)) for hop in hops)
-            limits = self._cuts.limits(timed.shape, timed.stops, timed.micro_batches)
-            ceiling.update(zip(each.workers, limits, strict=True))
-            routes += [Route(number, hops) for number in range(len(routes), len(routes) + timed.micro_batches)]
-        workload = self._costs.workload
-        programs = {id(each.timed): each.timed for each in placed}.values()
-        return FoundPlan(
-            name=name,
-            plan=Plan(Placement(len(workload.layers), held), tuple(routes), self._cuts.split_backward),
-            ceiling=FrozenMap(ceiling),
-            step_s=synced_s(placed, self._costs),
-            program_s=max(timed.program_s for timed in programs),
-            peak_bytes=max(
-                memory.peak_bytes
-                for timed in programs
-                for memory in program_memory(timed.program, timed.plan.placement, workload).values()
-            ),
-            least_moved_bytes=self._least_moved_bytes(len(placed), current),
+    few = choices if len(choices) <= 2 * _FROM_EACH_END else [*choices[:_FROM_EACH_END], *choices[-_FROM_EACH_END:]]
+    ways = [
+        placed(pipelines, workers, effort=LOOK)
+        for pipelines in few
+        for workers in ways_to_place(
+            [(0,) * len(stops) for stops, _ in pipelines], [stops for stops, _ in pipelines], equals, costs
         )
-
-    def _least_moved_bytes(self, pipelines: int, current: Placement | None) -> int:
-        live = set(self._kind)
-        total = 0
-        for index, layer in enumerate(self._costs.workload.layers):
-            have = 0 if current is None else len(live.intersection(current.holders(index)))
-            total += max(0, pipelines - have) * state_bytes(layer)
-        return total
+    ]
+    quick = min(ways, key=lambda pipelines: synced_s(pipelines, costs))
+    chosen = [(each.timed.stops, each.timed.micro_batches) for each in quick]
+    best = placed(chosen, [each.workers for each in quick], effort=DEFAULT_EFFORT)
+    return found_plan(name, min((best, quick), key=lambda pipelines: synced_s(pipelines, costs)), timer, current)
 
 
 def _of_equals(cluster: Cluster) -> Cluster:

@@ -20,23 +20,92 @@ Mix = dict[Size, int]
 _SMALL: Final = 4_000
 # The most entries of a table for workers of several kinds; the rest of them are dealt out beforehand.
 _STATES: Final = 500
+_ROUNDING: Final = 1e-12
 
 
-def best_mix(values: Mapping[Size, int], counts: Sequence[int]) -> tuple[int, Mix]:
-    """The most that items can be worth together, with items that are; exact for workers of one kind.
+@dataclass(frozen=True, slots=True)
+class BoundedMix:
+    """A mix, what no mix can be worth more than, and the items that this bound is made of."""
+
+    bound: int
+    mix: Mix
+    made_of: tuple[Size, ...]
+
+
+def best_mix(values: Mapping[Size, int], counts: Sequence[int]) -> BoundedMix:
+    """The items that are worth most together; exact for workers of one kind.
 
     For several kinds it is exact up to some hundreds of ways to take workers out of `counts`. Beyond that most workers
-    of each kind are dealt out to the items of their own kind that are worth most for each worker.
+    of each kind are dealt out to the items of their own kind that are worth most for each worker; see `is_exact`.
     """
     useful = {size: value for size, value in values.items() if value > 0}
     if not useful:
-        return 0, {}
+        return BoundedMix(0, {}, ())
     if len(counts) == 1:
-        total, mix = _of_one_kind({size[0]: value for size, value in useful.items()}, counts[0])
-        return total, {(size,): count for size, count in mix.items()}
-    if math.prod(count + 1 for count in counts) <= _STATES:
-        return _by_table(useful, counts)
-    return _mostly_of_one_kind(useful, counts)
+        total, own = _of_one_kind({size: value for (size,), value in useful.items()}, counts[0])
+        mix: Mix = {(size,): count for size, count in own.items()}
+    elif is_exact(counts):
+        total, mix = _by_table(useful, counts)
+    else:
+        total, mix = _mostly_of_one_kind(useful, counts)
+    return BoundedMix(total, mix, tuple(mix))
+
+
+def is_exact(counts: Sequence[int]) -> bool:
+    """Whether the best mix of so many workers of each kind is found for certain, so that its worth is a bound."""
+    return len(counts) == 1 or math.prod(count + 1 for count in counts) <= _STATES
+
+
+def mix_of_number(values: Mapping[Size, int], count: int, fewest: int, most: int) -> BoundedMix:
+    """The same for workers of one kind and from `fewest` to `most` items.
+
+    The bound is that of parts of items, which is met on the corners of the upper hull of all items: by two neighbouring
+    ones. The mix is made of those two, with one item between them for the workers that are left over; it is worth as
+    much as the bound says where sizes of the two differ by one.
+    """
+    items = {size: value for (size,), value in values.items() if 0 < size <= count and value > 0}
+    corners = _hull(items)
+    most = min(most, count // corners[0][0] if corners else 0)
+    if most < fewest:
+        return BoundedMix(0, {}, ())
+    # More items are worth more until all are of the size that is worth most for each worker; the bound is concave.
+    size, _ = max(corners, key=lambda corner: corner[1] / corner[0])
+    numbers = {min(max(number, fewest), most) for number in (count // size, count // size + 1)}
+    return max((_of_number(items, corners, count, number) for number in sorted(numbers)), key=lambda found: found.bound)
+
+
+def _of_number(values: Mapping[int, int], corners: Sequence[tuple[int, int]], count: int, number: int) -> BoundedMix:
+    mean = count / number
+    above = next((place for place, (size, _) in enumerate(corners) if size >= mean), len(corners) - 1)
+    high, worth_high = corners[above]
+    if high <= mean:
+        return BoundedMix(number * worth_high, {(high,): number}, ((high,),))
+    low, worth_low = corners[above - 1]
+    slope = (worth_high - worth_low) / (high - low)
+    bound = math.floor(number * (worth_low + (mean - low) * slope) * (1 + _ROUNDING))
+    large = (count - low * number) // (high - low)
+    mix = {low: number - large, high: large}
+    left = count - low * (number - large) - high * large
+    between = max((size for size in values if low < size <= low + left), key=values.__getitem__, default=low)
+    if values[between] > worth_low:
+        mix[low] -= 1
+        mix[between] = mix.get(between, 0) + 1
+    return BoundedMix(bound, {(size,): items for size, items in mix.items() if items}, ((low,), (high,)))
+
+
+def _hull(values: Mapping[int, int]) -> list[tuple[int, int]]:
+    """The corners of the upper hull of the items from the smallest to the first of the most worth, by size."""
+    corners: list[tuple[int, int]] = []
+    for size, value in sorted(values.items()):
+        if corners and value <= corners[-1][1]:
+            continue
+        while len(corners) > 1:
+            (first, worth_first), (second, worth_second) = corners[-2:]
+            if (worth_second - worth_first) * (size - first) > (value - worth_first) * (second - first):
+                break
+            corners.pop()
+        corners.append((size, value))
+    return corners
 
 
 def _of_one_kind(values: Mapping[int, int], count: int) -> tuple[int, dict[int, int]]:

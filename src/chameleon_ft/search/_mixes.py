@@ -16,11 +16,11 @@ from itertools import permutations
 from typing import Final
 
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search._conditions import SyncCost
-from chameleon_ft.search._cuts import Cuts
+from chameleon_ft.schedule.best import DEFAULT_EFFORT
+from chameleon_ft.search._bounds import PipelineBounds, Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
-from chameleon_ft.search._mix import Size, best_mix
-from chameleon_ft.search._timed import TimedPipeline, Timer
+from chameleon_ft.search._mix import BoundedMix, Size, best_mix, mix_of_number
+from chameleon_ft.search._timed import LOOK, TimedPipeline, Timer
 
 _ROUNDING: Final = 1e-9
 # Relative precision of a bisection when the search is not to be complete.
@@ -61,12 +61,10 @@ class Searched:
 
     Attributes:
         mixes: all mixes that were replayed, in that order.
-        bound_s: no mix takes less.
         complete: whether no mix can be better than the best of these, replayed under the same rules.
     """
 
     mixes: tuple[TimedMix, ...]
-    bound_s: float
     complete: bool
 
 
@@ -75,30 +73,33 @@ class MixSearch:
 
     Args:
         effort: operations to schedule, at most; None to go on until nothing can be better, with every cut tried.
-        least_depth: of the pipelines to look at.
+        numbers: fewest and most pipelines side by side; None for any number. More than one only where workers are of
+            one kind.
     """
 
     def __init__(
         self,
         costs: CostModel,
         crew: Crew,
+        timer: Timer,
         *,
-        split_backward: bool,
         sync: SyncCost | None = None,
         effort: int | None,
-        least_depth: int = 1,
+        numbers: tuple[int, int] | None = None,
     ) -> None:
+        self.timer = timer
+        self._plain = timer.pipelines.bounds(sync or SyncCost())
+        self._recomputing = None if timer.recomputing is None else timer.recomputing.bounds(sync or SyncCost())
         self._micro_batches = costs.workload.micro_batches
         self._counts = crew.counts
         self._effort = effort
+        self.numbers = numbers
+        self._look = DEFAULT_EFFORT if effort is None else LOOK
         self._precision = _COARSE if effort is not None else _ROUNDING / 10
-        self.cuts = Cuts(costs, crew.kinds, split_backward=split_backward, sync=sync)
-        self.timer = Timer(costs, crew, self.cuts)
-        self._sync = sync or SyncCost()
-        self._gradient_bytes = [layer.gradient_bytes for layer in costs.workload.layers]
-        shapes, self.all_shapes = _shapes(self._counts, len(costs.workload.layers))
-        self.shapes = [shape for shape in shapes if len(shape) >= least_depth]
+        self.shapes, self.all_shapes = shapes_of(self._counts, len(costs.workload.layers))
         self._active = self.shapes
+        # Shapes that a formula does not rule out get a closer look.
+        self._opened: set[Shape] = set()
         self._sizes = {shape: _size(shape, len(self._counts)) for shape in self.shapes}
         self._known: dict[tuple[Shape, int], tuple[float, TimedPipeline | None]] = {}
         # Seconds of a shape by micro-batches; infinite where it has turned out not to fit.
@@ -108,16 +109,9 @@ class MixSearch:
         overhead_s = 2 * costs.workload.operation_overhead_s
         self._work_s = self._micro_batches * (work_s / crew.speed + overhead_s / sum(crew.counts)) or 1e-9
 
-    def holds(self) -> bool:
-        """Whether there is a mix that memory allows: each stage takes as many layers as it can hold."""
-        best: dict[Size, int] = {}
-        for shape in self.shapes:
-            low, high = 0, self._micro_batches + 1
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if self.cuts.holds(shape, middle) else (low, middle)
-            best[self._sizes[shape]] = max(low, best.get(self._sizes[shape], 0))
-        return best_mix(best, self._counts)[0] >= self._micro_batches
+    def promise(self, time_s: float) -> int:
+        """Micro-batches that mixes may finish in `time_s`, at the most; to tell which searches to begin with."""
+        return self._at(time_s, bounding=True)[0]
 
     def bound_s(self) -> float:
         """Seconds below which no mix can be; infinite if memory allows none. To be asked before `run`."""
@@ -125,28 +119,15 @@ class MixSearch:
             self._bound = self._bounded()
         return self._bound[0]
 
-    def _bounded(self) -> tuple[float, list[Share]]:
-        low, high = self._work_s, self._work_s * 1.05
-        while self._at(high)[0] < self._micro_batches:
-            low, high = high, high * 1.1
-            if high > _LIKELY * self._work_s and self._at(_NO_HURRY * self._work_s)[0] < self._micro_batches:
-                return math.inf, []
-        return self._narrowed(low, high)
+    def bound_mix(self) -> list[Share]:
+        """The mix that comes closest to the bound."""
+        return self._bounded()[1] if self._bound is None else self._bound[1]
 
     def reaches(self, time_s: float) -> bool:
         """Whether a mix may take less than `time_s`."""
         if time_s == math.inf:
             return self.bound_s() < math.inf
-        return self._at(time_s * (1 - _ROUNDING))[0] >= self._micro_batches
-
-    def bound_mix(self) -> list[Share]:
-        """The mix that comes closest to the bound."""
-        return self._bounded()[1] if self._bound is None else self._bound[1]
-
-    def single_bound_s(self, enough_s: float) -> float:
-        """Seconds below which no pipeline alone can do everything, or `enough_s` if that is less."""
-        possible = [shape for shape in self.shapes if self.cuts.within(shape, self._micro_batches, enough_s)]
-        return min((self.cuts.least_s(shape, self._micro_batches) for shape in possible), default=enough_s)
+        return self._at(time_s * (1 - _ROUNDING), bounding=True)[0] >= self._micro_batches
 
     def run(self, bound_s: float, upper_s: float = math.inf) -> Searched:
         """Search between a bound and a time that is to be beaten."""
@@ -169,7 +150,17 @@ class MixSearch:
             if not fresh or timed_mix.time_s <= low * (1 + _ROUNDING):
                 complete = self._effort is None
                 break
-        return Searched(mixes=tuple(mixes), bound_s=bound_s, complete=complete)
+        return Searched(mixes=tuple(mixes), complete=complete)
+
+    def _bounded(self) -> tuple[float, list[Share]]:
+        low, high = self._work_s, self._work_s * 1.05
+        while self._at(high, bounding=True)[0] < self._micro_batches:
+            low, high = high, high * 1.1
+            if high > _LIKELY * self._work_s:
+                most, _ = self._at(_NO_HURRY * self._work_s, bounding=True)
+                if most < self._micro_batches:
+                    return math.inf, []
+        return self._narrowed(low, high, bounding=True)
 
     def _may_go_on(self, mixes: Sequence[TimedMix]) -> bool:
         return self._effort is None or not mixes or self.timer.operations < self._effort
@@ -187,17 +178,17 @@ class MixSearch:
             return None
         return self._narrowed(low, high)
 
-    def _narrowed(self, low: float, high: float) -> tuple[float, list[Share]]:
+    def _narrowed(self, low: float, high: float, *, bounding: bool = False) -> tuple[float, list[Share]]:
         """The least time between `low` and `high` in which all can be finished, from below, and the mix that does."""
-        mix = self._at(high)[1]
+        mix = self._at(high, bounding=bounding)[1]
         while high - low > self._precision * high:
             middle = (low + high) / 2
-            total, found = self._at(middle)
+            total, found = self._at(middle, bounding=bounding)
             if total >= self._micro_batches:
                 high, mix = middle, found
             else:
                 low = middle
-        return low, self._trimmed(mix)
+        return low, mix if bounding else self._trimmed(mix)
 
     def _leave_out_dear_shapes(self, time_s: float) -> None:
         """Of a search with little effort, leave out shapes that cost much of it, if others can finish in that time."""
@@ -209,21 +200,46 @@ class MixSearch:
         if self._at(time_s)[0] < self._micro_batches:
             self._active = everything
 
-    def _at(self, time_s: float) -> tuple[int, list[Share]]:
-        """The most micro-batches that a mix may finish in `time_s`, and the mix."""
-        best: dict[Size, tuple[int, Shape]] = {}
-        for shape in self._active:
-            count = self._most(shape, time_s)
-            if count > best.get(self._sizes[shape], (0, ()))[0]:
-                best[self._sizes[shape]] = count, shape
-        total, mix = best_mix({size: value for size, (value, _) in best.items()}, self._counts)
-        return total, [Share(best[size][1], best[size][0], number) for size, number in mix.items()]
+    def _at(self, time_s: float, *, bounding: bool = False) -> tuple[int, list[Share]]:
+        """The most micro-batches that a mix may finish in `time_s`, and the mix.
+
+        With `bounding`, a number that no mix passes, and a mix that comes close to it.
+        """
+        while True:
+            best: dict[Size, tuple[int, Shape]] = {}
+            for shape in self._active:
+                count = self._most(shape, time_s)
+                if count > best.get(self._sizes[shape], (0, ()))[0]:
+                    best[self._sizes[shape]] = count, shape
+            found = self._best_mix({size: value for size, (value, _) in best.items()})
+            total = found.bound if bounding else sum(best[size][0] * number for size, number in found.mix.items())
+            if total < self._micro_batches:
+                return total, []
+            fresh = {best[size][1] for size in (*found.mix, *found.made_of)} - self._opened
+            if not fresh:
+                return total, [Share(best[size][1], best[size][0], number) for size, number in found.mix.items()]
+            self._opened |= fresh
+
+    def _best_mix(self, values: dict[Size, int]) -> BoundedMix:
+        if self.numbers is None:
+            return best_mix(values, self._counts)
+        if self.numbers == (1, 1):
+            most = max(values, key=values.__getitem__, default=None)
+            return BoundedMix(0, {}, ()) if most is None else BoundedMix(values[most], {most: 1}, (most,))
+        (count,) = self._counts
+        return mix_of_number(values, count, *self.numbers)
 
     def _most(self, shape: Shape, time_s: float) -> int:
         """The most micro-batches that a pipeline may finish: not as many as one that was replayed and took longer."""
         replayed = self._replayed.get(shape, {})
-        limit = min((count for count, own_s in replayed.items() if own_s > time_s), default=self._micro_batches + 1)
-        return self.cuts.most(shape, time_s, limit - 1)
+        enough = min((count - 1 for count, own_s in replayed.items() if own_s > time_s), default=self._micro_batches)
+        if shape not in self._opened:
+            return self._plain.most_by_closed_form(shape, time_s, enough)
+        plain = self._plain.most(shape, time_s, enough)
+        if self._recomputing is None or plain == enough:
+            return plain
+        # Only where memory does not allow it otherwise can a pipeline that computes more finish more.
+        return max(plain, self._recomputing.most(shape, time_s, enough))
 
     def _trimmed(self, mix: list[Share]) -> list[Share]:
         """The mix without the micro-batches that are too many; the pipelines that would end last give them up."""
@@ -242,7 +258,13 @@ class MixSearch:
 
     def _time_s(self, shape: Shape, micro_batches: int) -> float:
         known = self._known.get((shape, micro_batches))
-        return self.cuts.least_s(shape, micro_batches) if known is None else known[0]
+        return self._least_s(shape, micro_batches) if known is None else known[0]
+
+    def _least_s(self, shape: Shape, micro_batches: int) -> float:
+        plain_s = self._plain.least_s(shape, micro_batches)
+        if plain_s < math.inf or self._recomputing is None:
+            return plain_s
+        return self._recomputing.least_s(shape, micro_batches)
 
     def _timed(self, mix: Sequence[Share]) -> tuple[bool, TimedMix] | None:
         """The mix replayed, and whether any of it was not known before; None where a pipeline fits no worker."""
@@ -263,43 +285,52 @@ class MixSearch:
         return fresh, TimedMix(tuple(pipelines), time_s)
 
     def _best_cut(self, shape: Shape, micro_batches: int) -> tuple[float, TimedPipeline | None]:
-        """The least time of a pipeline over its cuts: over all of them in a complete search, else over two or so."""
-        best_s: float = math.inf
-        best: TimedPipeline | None = None
-        least_s = self.cuts.least_s(shape, micro_batches)
-        for stops in self.cuts.candidates(shape, micro_batches):
-            timed = self.timer.sample(shape, stops, micro_batches, best=self._effort is None)
-            own_s = self.with_sync_s(timed)
-            if own_s < best_s:
-                best_s, best = own_s, timed
-            if best_s <= least_s * (1 + _ROUNDING):
-                return best_s, best
-        if self._effort is None:
-            for bound_s, stops in self.cuts.each(shape, micro_batches, best_s):
-                if bound_s >= best_s * (1 - _ROUNDING):
-                    break
-                timed = self.timer.sample(shape, stops, micro_batches, best=self._effort is None)
-                own_s = self.with_sync_s(timed)
-                if own_s < best_s:
-                    best_s, best = own_s, timed
-        return best_s, best
+        """The least time of a pipeline over its cuts: over all of them in a complete search, else over a few."""
+        best: tuple[float, TimedPipeline | None] = math.inf, None
+        for recompute, bounds in ((False, self._plain), (True, self._recomputing)):
+            if bounds is None or (best[1] is not None and self._effort is not None):
+                continue
+            least_s = bounds.least_s(shape, micro_batches)
+            enough_s = least_s * (1 + (_ROUNDING if self._effort is None else _COARSE))
+            for stops in self._cuts(bounds, shape, micro_batches):
+                if best[0] <= enough_s or bounds.bound_s(shape, stops, micro_batches) >= best[0] * (1 - _ROUNDING):
+                    continue
+                timed = self.timer.sample(shape, stops, micro_batches, recompute=recompute, effort=self._look)
+                own_s = with_sync_s(timed, bounds)
+                if own_s < best[0]:
+                    best = own_s, timed
+        return best
 
-    def with_sync_s(self, timed: TimedPipeline) -> float:
-        """Seconds until the program has ended and every stage has reduced its gradients, waiting for nobody else."""
-        start = 0
-        time_s = timed.program_s
-        for end_s, stop in zip(timed.ends_s, timed.stops, strict=True):
-            num_bytes = sum(self._gradient_bytes[start:stop])
-            time_s = max(time_s, end_s + self._sync.fixed_s + self._sync.per_byte_s * num_bytes)
-            start = stop
-        return time_s
+    def _cuts(self, bounds: PipelineBounds, shape: Shape, micro_batches: int) -> Iterator[Stops]:
+        yield from bounds.candidates(shape, micro_batches)
+        if self._effort is None:
+            for _, stops in bounds.each(shape, micro_batches, math.inf):
+                yield stops
+
+
+def with_sync_s(timed: TimedPipeline, bounds: PipelineBounds) -> float:
+    """Seconds until the program has ended and every stage has reduced its gradients, waiting for nobody else."""
+    time_s = timed.program_s
+    for end_s, start, stop in zip(timed.ends_s, (0, *timed.stops), timed.stops, strict=False):
+        time_s = max(time_s, end_s + float(bounds.sync_s(start)[stop]))
+    return time_s
+
+
+def holds(pipelines: Pipelines, counts: Sequence[int], micro_batches: int) -> bool:
+    """Whether there is a mix that memory allows."""
+    bounds = pipelines.bounds(SyncCost())
+    best: dict[Size, int] = {}
+    for shape in shapes_of(counts, pipelines.num_layers)[0]:
+        size = _size(shape, len(counts))
+        best[size] = max(bounds.most(shape, math.inf, micro_batches), best.get(size, 0))
+    return best_mix(best, counts).bound >= micro_batches
 
 
 def _size(shape: Shape, kinds: int) -> Size:
     return tuple(shape.count(kind) for kind in range(kinds))
 
 
-def _shapes(counts: Sequence[int], layers: int) -> tuple[list[Shape], bool]:
+def shapes_of(counts: Sequence[int], layers: int) -> tuple[list[Shape], bool]:
     """The shapes to look at, by depth, and whether these are all."""
     deepest = min(sum(counts), layers)
     if len(counts) == 1:

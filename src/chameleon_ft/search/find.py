@@ -5,21 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Final, Protocol, TypeVar
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate import cluster_bound_s, estimate_step, program_memory, state_bytes
-from chameleon_ft.plan import LayerRange, Placement, Plan, Route
+from chameleon_ft.estimate import estimate_step, total_work_bound_s
+from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, default_limits
-from chameleon_ft.search._arrange import by_pipeline, by_stage
-from chameleon_ft.search._conditions import SyncCost
+from chameleon_ft.schedule.best import DEFAULT_EFFORT as DEFAULT_SCHEDULING
+from chameleon_ft.search._bounds import SyncCost
 from chameleon_ft.search._kinds import Crew, grouped
+from chameleon_ft.search._mix import is_exact
 from chameleon_ft.search._mixes import MixSearch, TimedMix
-from chameleon_ft.search._sync import PlacedPipeline, assumed_sync, largest_host, least_sync, synced_s
-from chameleon_ft.search._timed import TimedPipeline, hops_of
+from chameleon_ft.search._placed import (
+    PlacedPipeline,
+    found_plan,
+    has_gradients,
+    least_moved_bytes,
+    synced_s,
+    ways_to_place,
+)
+from chameleon_ft.search._sync import about, least_sync, numbers_of_pipelines
+from chameleon_ft.search._timed import LOOK, TimedPipeline, Timer
 from chameleon_ft.search.infeasible import why_infeasible
 from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult
 
@@ -33,6 +41,12 @@ _ROUNDING: Final = 1e-9
 _MIXES_KEPT: Final = 2
 # Of all mixes so many get the best programs, which may change their order.
 _POLISHED: Final = 2
+# With little effort, so many numbers of pipelines are tried out.
+_RUN: Final = 3
+# By how much more effort goes into a pipeline that will be run.
+_POLISH: Final = 5
+# Searches are begun with those that promise most by this many times what workers take that are never idle.
+_SOON: Final = 1.02
 
 
 def find_plan(
@@ -79,16 +93,20 @@ def find_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A mix on real workers, with the search that its pipelines come from."""
+    """A mix on real workers, with the timer that its pipelines come from."""
 
     pipelines: tuple[PlacedPipeline, ...]
-    search: MixSearch
+    timer: Timer
     step_s: float
     least_moved_bytes: int
 
 
 class _Search:
-    """Pipelines with split and with fused backward, the more promising first."""
+    """Pipelines with split and with fused backward, in any number.
+
+    Gradient sync depends on how many pipelines there are, so there is a search for every number, or for a few that are
+    alike. Their bounds together are the bound; those of least bound are run.
+    """
 
     def __init__(self, costs: CostModel, current: Placement | None, effort: int | None) -> None:
         self._real_costs = costs
@@ -98,110 +116,113 @@ class _Search:
         self._crew = Crew.of(cluster)
         self._current = current
         self._effort = effort
-        self._least = least_sync(costs)
-        self._with_sync = self._least != SyncCost()
+        self._polish = DEFAULT_SCHEDULING if effort is None else min(_POLISH * effort, DEFAULT_SCHEDULING)
+        self._with_sync = has_gradients(costs) and len(cluster.workers) > 1
         self.family = BoundFamily.PIPELINES
-        self.bound_s = 0.0
+        self.bound_s = math.inf
         self.mixes = 0
-        self.complete = False
+        self.complete = not self._with_sync and _links_are_equal(cluster)
 
     def plans(self) -> list[FoundPlan]:
         """The fastest plans that were found, on the front of step time and bytes to move."""
-        split, fused = (self._mix_search(split, self._least) for split in (True, False))
-        self._bound(split, fused)
-        placed = [self._placed(mix, search) for mix, search in self._mixes(split, fused)]
-        placed.sort(key=lambda each: each.step_s)
+        searches = [search for split in (True, False) for search in self._searches(split)]
+        searches = self._bounded(searches)
+        placed = self._run(searches)
         front = _front([*map(self._polished, placed[:_POLISHED]), *placed[_POLISHED:]])
-        if not (self._all_kinds and split.all_shapes):
+        if not (self._all_kinds and is_exact(self._crew.counts) and all(search.all_shapes for search in searches)):
             self.complete = False
-            self.bound_s = min(cluster_bound_s(self._real_costs, split_backward=split) for split in (True, False))
+            self.bound_s = _bound_of_equals_s(self._real_costs)
             self.family = BoundFamily.PIPELINES_ANY_MEMORY
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - _ROUNDING
-        return list(map(self._built, front))
+        return [found_plan("pipelines", each.pipelines, each.timer, self._current) for each in front]
 
-    def _bound(self, split: MixSearch, fused: MixSearch) -> None:
-        self.bound_s = self._least_s(split)
-        if fused.reaches(self.bound_s) or self._least_alone_s(fused, self.bound_s) < self.bound_s:
-            self.bound_s = min(self.bound_s, self._least_s(fused))
-
-    def _mixes(self, split: MixSearch, fused: MixSearch) -> list[tuple[TimedMix, MixSearch]]:
-        """The fastest mixes of every search, split backward first: it is hardly ever slower."""
-        best_s = math.inf
-        self.complete = not self._with_sync and _links_are_equal(self._costs.cluster)
-        found: list[tuple[TimedMix, MixSearch]] = []
-        for bounding in (split, fused):
-            if not bounding.reaches(best_s):
-                continue
-            for search in self._searches(bounding):
-                from_s = self.bound_s if search is bounding else search.bound_s()
-                if from_s == math.inf:
-                    continue
-                searched = search.run(from_s, best_s)
-                self.complete = self.complete and searched.complete
-                self.mixes += len(searched.mixes)
-                found += [(mix, search) for mix in sorted(searched.mixes, key=lambda mix: mix.time_s)[:_MIXES_KEPT]]
-            best_s = min([best_s, *(mix.time_s for mix, _ in found)])
-        return found
-
-    def _least_moved_bytes(self, pipelines: int) -> int:
-        return _least_moved_bytes([pipelines] * len(self._costs.workload.layers), self._costs, self._current)
-
-    def _mix_search(self, split_backward: bool, sync: SyncCost, *, least_depth: int = 1) -> MixSearch:
-        return MixSearch(
-            self._costs,
-            self._crew,
-            split_backward=split_backward,
-            sync=sync,
-            effort=self._effort,
-            least_depth=least_depth,
-        )
-
-    def _least_s(self, search: MixSearch) -> float:
-        """A bound on all mixes: on those of several pipelines, and on one pipeline, which has no gradient sync."""
-        several_s = search.bound_s()
-        return self._least_alone_s(search, several_s) if self._with_sync else several_s
-
-    def _least_alone_s(self, search: MixSearch, enough_s: float) -> float:
-        """A bound on one pipeline that does everything, or `enough_s` if that is less."""
-        alone = self._mix_search(search.cuts.split_backward, SyncCost()) if self._with_sync else search
-        return alone.single_bound_s(enough_s)
-
-    def _searches(self, bounding: MixSearch) -> Iterator[MixSearch]:
-        """The searches to run: for the least program, and with the gradient sync of the bound's mix."""
+    def _searches(self, split_backward: bool) -> list[MixSearch]:
+        timer = Timer(self._costs, self._crew, split_backward=split_backward)
         if not self._with_sync:
-            yield bounding
-            return
-        pipelines = sum(share.count for share in bounding.bound_mix())
-        split = bounding.cuts.split_backward
+            return [self._mix_search(timer, SyncCost())]
         cluster = self._costs.cluster
-        room = largest_host(cluster)
-        yield self._mix_search(split, SyncCost())
-        yield self._mix_search(split, assumed_sync(self._costs, pipelines, across_hosts=room < len(cluster.workers)))
-        # So few pipelines that the holders of a layer fit on one host.
-        depth = math.ceil(len(cluster.workers) / room)
-        if 1 < depth <= len(self._costs.workload.layers):
-            yield self._mix_search(split, assumed_sync(self._costs, room, across_hosts=False), least_depth=depth)
+        alone = self._mix_search(timer, SyncCost(), numbers=(1, 1))
+        if len(self._crew.kinds) > 1:
+            return [alone, self._mix_search(timer, least_sync(cluster, 2))]
+        most = min(len(cluster.workers), self._costs.workload.micro_batches)
+        return [
+            alone,
+            *(
+                self._mix_search(timer, least_sync(cluster, about(first, cluster)), numbers=(first, last))
+                for first, last in numbers_of_pipelines(most)
+            ),
+        ]
 
-    def _placed(self, mix: TimedMix, search: MixSearch) -> _Placed:
+    def _mix_search(self, timer: Timer, sync: SyncCost, *, numbers: tuple[int, int] | None = None) -> MixSearch:
+        return MixSearch(self._costs, self._crew, timer, sync=sync, effort=self._effort, numbers=numbers)
+
+    def _bounded(self, searches: Sequence[MixSearch]) -> list[MixSearch]:
+        """The searches, those of least bound first; bounds are worked out as far as the least of all needs it."""
+        soon_s = _SOON * total_work_bound_s(self._costs)
+        promising = sorted(searches, key=lambda search: -search.promise(soon_s))
+        bounds: dict[int, float] = {}
+        for search in promising:
+            if search.reaches(self.bound_s):
+                bounds[id(search)] = search.bound_s()
+                self.bound_s = min(self.bound_s, search.bound_s())
+        return sorted(promising, key=lambda search: bounds.get(id(search), math.inf))
+
+    def _run(self, searches: Sequence[MixSearch]) -> list[_Placed]:
+        """What the searches find, the fastest first."""
+        found: list[_Placed] = []
+        best_s = math.inf
+        for search in self._to_run(searches):
+            if not search.reaches(best_s):
+                continue
+            searched = search.run(max(self.bound_s, search.bound_s()), math.inf if self._with_sync else best_s)
+            self.complete = self.complete and searched.complete
+            self.mixes += len(searched.mixes)
+            mixes = sorted(searched.mixes, key=lambda mix: mix.time_s)[:_MIXES_KEPT]
+            found += [self._placed(mix, search.timer) for mix in mixes]
+            best_s = min([best_s, *(placed.step_s for placed in found)])
+        return sorted(found, key=lambda placed: placed.step_s)
+
+    def _to_run(self, searches: Sequence[MixSearch]) -> Iterator[MixSearch]:
+        """All of them; with little effort those few of the first whose pipelines do not ask for too much of it."""
+        if self._effort is None:
+            yield from searches
+            return
+        if not self._with_sync:
+            # Split backward, and fused if that may be better.
+            yield from searches
+            return
+        cheap = [search for search in searches if self._operations(search) <= self._effort]
+        yield from [search for search in cheap or searches if search.bound_s() < math.inf][:_RUN]
+        if len(self._crew.kinds) > 1:
+            # The bound is that of two pipelines; what more would have to reduce is tried as well.
+            for search in searches:
+                pipelines = sum(share.count for share in search.bound_mix())
+                if pipelines > 2:
+                    yield self._mix_search(search.timer, least_sync(self._costs.cluster, pipelines))
+
+    def _operations(self, search: MixSearch) -> float:
+        """Of a pipeline, if all were alike."""
+        fewest, _ = search.numbers or (1, 1)
+        workers, micro_batches = len(self._costs.cluster.workers), self._costs.workload.micro_batches
+        return 3 * min(workers / fewest, len(self._costs.workload.layers)) * micro_batches / fewest
+
+    def _placed(self, mix: TimedMix, timer: Timer) -> _Placed:
         timed = [each for each, count in mix.pipelines for _ in range(count)]
-        shapes = [each.shape for each in timed]
-        ways = [by_pipeline(shapes, self._crew, self._costs.cluster)]
-        if self._with_sync and len(timed) > 1:
-            ways.append(by_stage(shapes, [each.stops for each in timed], self._crew))
-        return min((self._on(workers, timed, search) for workers in ways), key=lambda placed: placed.step_s)
+        ways = ways_to_place([each.shape for each in timed], [each.stops for each in timed], self._crew, self._costs)
+        return min((self._on(workers, timed, timer) for workers in ways), key=lambda placed: placed.step_s)
 
-    def _on(self, workers: Sequence[tuple[int, ...]], timed: Sequence[TimedPipeline], search: MixSearch) -> _Placed:
-        best = self._effort is None
+    def _on(self, workers: Sequence[tuple[int, ...]], timed: Sequence[TimedPipeline], timer: Timer) -> _Placed:
+        effort = DEFAULT_SCHEDULING if self._effort is None else LOOK
         pipelines = tuple(
-            PlacedPipeline(search.timer.timed(own, each.shape, each.stops, each.micro_batches, best=best), own)
-            for each, own in zip(timed, workers, strict=True)
+            PlacedPipeline(timer.moved(each, own, effort=effort), own) for each, own in zip(timed, workers, strict=True)
         )
+        holders = [len(pipelines)] * len(self._costs.workload.layers)
         return _Placed(
             pipelines,
-            search,
+            timer,
             step_s=synced_s(pipelines, self._costs),
-            least_moved_bytes=self._least_moved_bytes(len(pipelines)),
+            least_moved_bytes=least_moved_bytes(holders, self._costs, self._current),
         )
 
     def _polished(self, placed: _Placed) -> _Placed:
@@ -212,8 +233,7 @@ class _Search:
         for key, each in sorted(programs.items(), key=lambda item: -item[1].timed.program_s):
             if each.timed.program_s <= last_s:
                 break
-            own = each.timed
-            best[key] = placed.search.timer.timed(each.workers, own.shape, own.stops, own.micro_batches, best=True)
+            best[key] = placed.timer.moved(each.timed, each.workers, effort=self._polish)
             last_s = max(last_s, best[key].program_s)
         pipelines = tuple(
             PlacedPipeline(best.get(id(each.timed), each.timed), each.workers) for each in placed.pipelines
@@ -221,36 +241,15 @@ class _Search:
         step_s = synced_s(pipelines, self._costs)
         return replace(placed, pipelines=pipelines, step_s=step_s) if step_s < placed.step_s else placed
 
-    def _built(self, placed: _Placed) -> FoundPlan:
-        held: dict[int, tuple[LayerRange, ...]] = {}
-        routes: list[Route] = []
-        ceiling: dict[int, InFlightLimit] = {}
-        cuts = placed.search.cuts
-        for _, same in groupby(placed.pipelines, key=lambda each: id(each.timed)):
-            pipelines = list(same)
-            timed = pipelines[0].timed
-            limits = cuts.limits(timed.shape, timed.stops, timed.micro_batches)
-            for pipeline in pipelines:
-                hops = hops_of(pipeline.workers, timed.stops)
-                held.update((hop.worker, (hop.layers,)) for hop in hops)
-                ceiling.update(zip(pipeline.workers, limits, strict=True))
-                first = len(routes)
-                routes += [Route(number, hops) for number in range(first, first + timed.micro_batches)]
-        workload = self._costs.workload
-        timed_once = {id(each.timed): each.timed for each in placed.pipelines}.values()
-        return FoundPlan(
-            name="pipelines",
-            plan=Plan(Placement(len(workload.layers), held), tuple(routes), cuts.split_backward),
-            ceiling=FrozenMap(ceiling),
-            step_s=placed.step_s,
-            program_s=max(timed.program_s for timed in timed_once),
-            peak_bytes=max(
-                memory.peak_bytes
-                for timed in timed_once
-                for memory in program_memory(timed.program, timed.plan.placement, workload).values()
-            ),
-            least_moved_bytes=placed.least_moved_bytes,
-        )
+
+def _bound_of_equals_s(costs: CostModel) -> float:
+    """A bound on all pipelines if every worker were as fast as the fastest, and whatever memory they need."""
+    speed = max(worker.speed for worker in costs.cluster.workers)
+    workers = tuple(replace(worker, speed=speed, memory_bytes=None) for worker in costs.cluster.workers)
+    cluster = Cluster(workers, costs.cluster.intra_host, costs.cluster.inter_host)
+    equals = _Search(CostModel(costs.workload, cluster), None, 0)
+    equals._bounded([search for split in (True, False) for search in equals._searches(split)])
+    return max(equals.bound_s, total_work_bound_s(costs))
 
 
 def _weighed(
@@ -274,22 +273,12 @@ def _weighed(
                         step_s=estimate.step_s,
                         program_s=estimate.program_s,
                         peak_bytes=max(memory.peak_bytes for memory in estimate.memory.values()),
-                        least_moved_bytes=_least_moved_bytes(holders, costs, current),
+                        least_moved_bytes=least_moved_bytes(holders, costs, current),
                     )
                 )
                 break
             too_large[name] = max(missing.values())
     return found, {name: missing for name, missing in too_large.items() if name not in {each.name for each in found}}
-
-
-def _least_moved_bytes(holders: Sequence[int], costs: CostModel, current: Placement | None) -> int:
-    """Of the holders that each layer gets, those that there are more of than live workers that hold it now."""
-    live = {worker.id for worker in costs.cluster.workers}
-    total = 0
-    for index, (layer, wanted) in enumerate(zip(costs.workload.layers, holders, strict=True)):
-        have = 0 if current is None else len(live.intersection(current.holders(index)))
-        total += max(0, wanted - have) * state_bytes(layer)
-    return total
 
 
 def _links_are_equal(cluster: Cluster) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.errors import PlanError
 from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.search._bounds import Pipelines
 from chameleon_ft.search._kinds import Crew
 from chameleon_ft.search._memory import StageMemory
-from chameleon_ft.search._mixes import MixSearch
+from chameleon_ft.search._mixes import holds
 
 __all__ = ["InfeasibleError"]
 
@@ -107,8 +108,15 @@ def _workers_needed(costs: CostModel, capacity: int) -> int | None:
 
 def _feasible(costs: CostModel, cluster: Cluster) -> bool:
     # Split backward with as few kept as possible needs no less than fused backward.
-    changed = CostModel(costs.workload, cluster)
-    return MixSearch(changed, Crew.of(cluster), split_backward=False, effort=0).holds()
+    crew = Crew.of(cluster)
+    return any(
+        holds(
+            Pipelines(CostModel(workload, cluster), crew.kinds, split_backward=False),
+            crew.counts,
+            workload.micro_batches,
+        )
+        for workload in (costs.workload.recomputed(), costs.workload)
+    )
 
 
 def _with_more_memory(cluster: Cluster, num_bytes: int) -> Cluster:

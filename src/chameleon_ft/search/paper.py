@@ -11,8 +11,8 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
+from chameleon_ft.search._bounds import Stops
 from chameleon_ft.search._chosen import Room, fastest_of
-from chameleon_ft.search._cuts import Stops
 from chameleon_ft.search._least_mix import LeastMix
 from chameleon_ft.search.baseline import BaselinePlan
 

@@ -16,10 +16,10 @@ class EmulatedPace:
     def __init__(self, costs: CostModel, worker: int) -> None:
         self._costs = costs
         self._worker = worker
-        self._seconds: dict[tuple[OperationKind, LayerRange], float] = {}
+        self._seconds: dict[tuple[OperationKind, LayerRange, bool], float] = {}
 
     def fill(self, operation: Operation, *, since: float) -> None:
-        key = (operation.kind, operation.layers)
+        key = (operation.kind, operation.layers, operation.recompute)
         seconds = self._seconds.get(key)
         if seconds is None:
             seconds = self._seconds[key] = self._costs.operation_s(self._worker, operation)

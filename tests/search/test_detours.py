@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import ceil, inf
 from statistics import fmean
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import NoHolderError, PlanError
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
-from chameleon_ft.recovery import reroute
+from chameleon_ft.estimate import rerouting_bound_s
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan, split_layers
+from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, best_program, check_program, list_schedule, replay
+from chameleon_ft.search.detours import reroute
 from chameleon_ft.workload import LayerCost, Workload
 from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable
 
 any_planned = st.one_of(planned(), pipelined())
 
 
-def layers_by_worker(route: Route) -> dict[int, int]:
-    """Which worker runs each layer."""
-    return {layer: hop.worker for hop in route.hops for layer in hop.layers}
-
-
+@settings(max_examples=50)
 @given(any_planned, st.data())
 def test_any_loss_that_leaves_holders_is_routed_round(case: Planned, data: st.DataObject) -> None:
     lost = data.draw(losses(case.plan))
@@ -38,13 +38,13 @@ def test_any_loss_that_leaves_holders_is_routed_round(case: Planned, data: st.Da
     assert plan.placement == case.plan.placement.without(lost)
     assert plan.split_backward == case.plan.split_backward
     for before, after in zip(case.plan.routes, plan.routes, strict=True):
-        now = layers_by_worker(after)
-        assert all(now[layer] == worker for layer, worker in layers_by_worker(before).items() if worker not in lost)
+        assert after == before or any(hop.worker in lost for hop in before.hops)
     for program in (best_program(plan, case.costs).program, list_schedule(plan, case.costs)):
         check_program(program, plan)
     assert reroute(case.plan, lost, case.costs) == plan
 
 
+@settings(max_examples=20)
 @given(any_planned, st.data())
 def test_losses_one_after_the_other_are_routed_round(case: Planned, data: st.DataObject) -> None:
     plan = case.plan
@@ -58,6 +58,7 @@ def test_losses_one_after_the_other_are_routed_round(case: Planned, data: st.Dat
     assert plan.placement == case.plan.placement.without(lost)
 
 
+@settings(max_examples=50)
 @given(any_planned, st.data())
 def test_a_loss_of_the_last_holder_names_the_layers(case: Planned, data: st.DataObject) -> None:
     lost = data.draw(losses(case.plan, most=len(case.plan.workers)))
@@ -77,6 +78,15 @@ def test_workers_that_are_on_no_route_change_nothing_but_the_placement() -> None
 
     assert reroute(idle, [4, 5, 99], costs) == Plan(plan.placement.without([4, 5]), idle.routes)
     assert reroute(idle, [], costs) == idle
+
+
+@pytest.mark.parametrize("lost", [(), (0,), (0, 3)])
+def test_who_recomputes_goes_on_doing_so(lost: tuple[int, ...]) -> None:
+    plan = dataclasses.replace(pipelines(Shape(dp=3, pp=2, share=2)), recompute=frozenset({0, 1, 4}))
+
+    left = reroute(plan, lost, equal_costs(layers=2, micro_batches=6, workers=6))
+
+    assert left.recompute == {0, 1, 4}.difference(lost)
 
 
 def test_a_hop_is_cut_where_its_holders_change_and_joined_where_they_do_not() -> None:
@@ -100,6 +110,96 @@ def test_a_workload_of_another_model_is_refused() -> None:
     plan = pipelines(Shape(dp=2, pp=2, share=1))
     with pytest.raises(PlanError, match="layers"):
         reroute(plan, [0], equal_costs(layers=1, micro_batches=2, workers=4))
+
+
+def h100s(dp: int, *, split_backward: bool, share: int = 16) -> tuple[Plan, CostModel]:
+    """Pipelines of Llama 2 7B, four stages each, on H100s with room for anything."""
+    rates = device("h100-80g")
+    workload = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=share * dp)
+    known = rates.cluster(4 * dp, workers_per_host=8)
+    workers = tuple(replace(worker, memory_bytes=None) for worker in known.workers)
+    plan = data_pipeline_plan(
+        layer_costs=[layer.forward_s + layer.backward_s for layer in workload.layers],
+        dp=dp,
+        pp=4,
+        micro_batches=share * dp,
+        split_backward=split_backward,
+    )
+    return plan, CostModel(workload, replace(known, workers=workers))
+
+
+def loads_s(plan: Plan, costs: CostModel) -> dict[int, float]:
+    """Seconds that each worker computes, whatever the backward."""
+    found = dict.fromkeys(plan.workers, 0.0)
+    for route in plan.routes:
+        for hop in route.hops:
+            layers = costs.workload.layers[hop.layers.start : hop.layers.stop]
+            found[hop.worker] += sum(layer.forward_s + layer.backward_s for layer in layers)
+    return found
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_the_share_of_a_lost_worker_is_dealt_out_to_the_layer(stage: int, split_backward: bool) -> None:
+    plan, costs = h100s(8, split_backward=split_backward)
+
+    rerouted = reroute(plan, [stage], costs)
+
+    load_s = loads_s(rerouted, costs)
+    peers = [load_s[worker] for worker in range(4 + stage, 32, 4)]
+    dearest_s = max(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
+    assert max(peers) <= fmean(peers) + dearest_s
+    # A program within a few hundredths of what no program of whole hops can beat, and sometimes beyond it.
+    bound_s = rerouting_bound_s(
+        rerouted.placement, costs, micro_batches=plan.micro_batches, split_backward=split_backward
+    )
+    assert best_program(rerouted, costs).step_s <= 1.06 * bound_s
+    if stage == 3:
+        assert best_program(rerouted, costs).step_s < 0.98 * bound_s
+
+
+def test_few_of_many_pipelines_have_to_do_with_a_loss() -> None:
+    plan, costs = h100s(100, split_backward=True)
+
+    rerouted = reroute(plan, [203], costs)
+
+    changed = [after for before, after in zip(plan.routes, rerouted.routes, strict=True) if before != after]
+    assert [route.micro_batch for route in changed] == list(range(800, 816))
+    helpers = {hop.worker for route in changed for hop in route.hops} - {200, 201, 202}
+    assert len(helpers) == 32
+    most_s = max(loads_s(plan, costs).values())
+    one_s = most_s / 16
+    assert max(loads_s(rerouted, costs).values()) <= most_s + 0.6 * one_s
+
+
+def test_what_is_left_of_two_pipelines_makes_one() -> None:
+    # Fused, so that a stage that is shared cannot fill its gaps.
+    plan = pipelines(Shape(dp=3, pp=3, share=4))
+    costs = equal_costs(layers=3, micro_batches=12, workers=9, latency_s=2.0)
+
+    rerouted = reroute(plan, [1, 5], costs)
+
+    ways = {tuple(hop.worker for hop in route.hops) for route in rerouted.routes}
+    assert (6, 7, 8) in ways
+    assert any({0, 3} & {way[0]} and way[1:] == (4, 2) for way in ways)
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_pipelines_of_different_depths_help_each_other(split_backward: bool) -> None:
+    whole, costs = h100s(4, split_backward=split_backward)
+    layer_costs = [layer.forward_s + layer.backward_s for layer in costs.workload.layers]
+    short = tuple(Hop(12 + number, layers) for number, layers in enumerate(split_layers(layer_costs, 3)))
+    # Three pipelines of four with 17 micro-batches, one of three with 13.
+    ways = [*(way for first in range(0, 48, 16) for way in [whole.routes[first].hops] * 17), *[short] * 13]
+    held = {hop.worker: (hop.layers,) for way in ways for hop in way}
+    before = Plan(Placement(len(layer_costs), held), tuple(map(Route, range(64), ways)), split_backward)
+
+    for lost in before.workers:
+        plan = reroute(before, [lost], costs)
+        check_program(best_program(plan, costs).program, plan)
+        # As much as if all that is left were equally busy, and two fifths more for a stage that has few holders.
+        mean_s = sum(loads_s(plan, costs).values()) / len(plan.workers)
+        assert max(loads_s(plan, costs).values()) <= 1.4 * mean_s
 
 
 def small_cases(count: int) -> Iterator[tuple[Plan, CostModel, list[int]]]:
@@ -154,11 +254,12 @@ def test_small_spreads_are_close_to_the_best_of_all() -> None:
         least_s = min(best_program(spread, costs).step_s for spread in every_spread(plan, lost))
         gaps.append(best_program(reroute(plan, lost, costs), costs).step_s / least_s - 1)
 
-    # Measured over the first 300 cases: mean 0.02%, largest 3.6%, and 98.7% of the cases at the optimum.
-    assert min(gaps) >= -1e-9
-    assert fmean(gaps) < 0.002
-    assert max(gaps) < 0.05
+    # Measured over the first 200 cases: 98% no slower than any spread of whole hops, the slowest by 6%; 17% are faster,
+    # for they cut hops or move whole micro-batches.
+    assert fmean(max(0.0, gap) for gap in gaps) < 0.002
+    assert max(gaps) < 0.07
     assert sum(gap < 1e-9 for gap in gaps) / len(gaps) > 0.95
+    assert sum(gap < -1e-9 for gap in gaps) / len(gaps) > 0.1
 
 
 @pytest.mark.parametrize("stage", range(4))

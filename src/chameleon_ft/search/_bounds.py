@@ -1,0 +1,361 @@
+"""Bounds on pipelines: seconds that no order of operations can beat, for the best cut and for a given one.
+
+Going from a pipeline's end to its start, two times are known of the stages from some layer on, both counted from when
+the first activation comes in there, for m micro-batches and the best cut of each:
+
+    returned: the last gradient has gone out again
+    ended: every worker has computed everything and reduced its gradients
+
+A stage of f, b, w seconds (F; B or I; W) with messages of c seconds to the next and s seconds of gradient sync gives
+
+    own      = max(m (f + b), f + c + returned' + c + b)
+    returned = own
+    ended    = max(m (f + b + w) + s, own + w + s, f + c + ended')
+
+where ' is of the stages after it, and what is largest over all workers is made least over all cuts, stage by stage. The
+bounds of DESIGN section 4 are the special case of one stage that has more to do than the others. Memory is a part of
+it: a stage has to be able to keep the micro-batches that 1F1B has in flight there.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.search._closed_form import ClosedForm
+from chameleon_ft.search._kinds import Kind, Shape
+from chameleon_ft.search._memory import StageMemory
+from chameleon_ft.search._stages import Seconds, gradient_bytes, stage_times
+
+# Where each stage of a pipeline stops.
+Stops: TypeAlias = tuple[int, ...]
+
+_ROUNDING: Final = 1e-12
+# Numbers of micro-batches that are looked at together.
+_WINDOW: Final = 8
+# By how much the bound of a cut may be above the least one, where that is hard to come by.
+_SLACKS: Final = (1e-9, 0.01, 0.05, math.inf)
+
+# By micro-batches (of a window), start and stop; or without stop.
+_Times: TypeAlias = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncCost:
+    """Seconds of gradient sync that follow the last operation of any stage: fixed, and for each byte of gradients."""
+
+    fixed_s: float = 0.0
+    per_byte_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A first stage and what follows it: matrices by micro-batches, start and stop, infinite where memory forbids it.
+
+    Attributes:
+        computed_s: until its worker has computed everything.
+        returned_s: the least time until the last gradient has gone out again; by micro-batches and start.
+    """
+
+    computed_s: _Times
+    returned_s: _Times
+
+
+class Pipelines:
+    """What pipelines of workers of `kinds` can do, with fused or split backward, before their gradients are reduced."""
+
+    def __init__(self, costs: CostModel, kinds: Sequence[Kind], *, split_backward: bool) -> None:
+        self.split_backward = split_backward
+        self.kinds = tuple(kinds)
+        self.num_layers = len(costs.workload.layers)
+        self.memory = StageMemory(costs.workload, split_backward=split_backward)
+        self.times = tuple(stage_times(costs, kind, split_backward=split_backward) for kind in kinds)
+        self.gradient_bytes = gradient_bytes(costs.workload.layers)
+        self.has_gradients = bool(self.gradient_bytes[0, -1])
+        self.closed_form = ClosedForm(costs, kinds, split_backward=split_backward)
+        self._bounds: dict[SyncCost, PipelineBounds] = {}
+        self._stages: dict[tuple[Shape, int], _Stage] = {}
+        nothing = np.full((_WINDOW, self.num_layers + 1), np.inf)
+        nothing[:, -1] = 0.0
+        self.nothing_s = nothing
+
+    def bounds(self, sync: SyncCost) -> PipelineBounds:
+        """The same with gradient sync."""
+        found = self._bounds.get(sync)
+        if found is None:
+            found = self._bounds[sync] = PipelineBounds(self, sync)
+        return found
+
+    def stage(self, shape: Shape, window: int) -> _Stage:
+        """A stage on a worker of the first kind of `shape`, and after it stages on the others."""
+        key = shape, window
+        found = self._stages.get(key)
+        if found is None:
+            found = self._stages[key] = self._looked_at(shape, window)
+        return found
+
+    def capacities(self, shape: Shape) -> tuple[int | None, ...]:
+        """Bytes of each worker."""
+        return tuple(self.kinds[kind].memory_bytes for kind in shape)
+
+    def fits(self, shape: Shape, stops: Stops, micro_batches: int) -> bool:
+        """Whether every stage can keep what 1F1B has in flight there."""
+        starts = (0, *stops[:-1])
+        return all(
+            self._room(shape[position:], micro_batches)[start, stop]
+            for position, (start, stop) in enumerate(zip(starts, stops, strict=True))
+        )
+
+    def _looked_at(self, shape: Shape, window: int) -> _Stage:
+        times = self.times[shape[0]]
+        counts = window_counts(window)
+        after_s = self.stage(shape[1:], window).returned_s if len(shape) > 1 else self.nothing_s
+        own_s = counts[:, np.newaxis, np.newaxis] * (times.forward_s + times.backward_s)
+        np.maximum(own_s, times.through_s + after_s[:, np.newaxis, :], out=own_s)
+        capacity = self.kinds[shape[0]].memory_bytes
+        if capacity is not None:
+            own_s[~self._rooms(shape, counts)] = np.inf
+        computed_s = np.maximum(counts[:, np.newaxis, np.newaxis] * times.work_s, own_s + times.weight_s)
+        return _Stage(computed_s, own_s.min(axis=2))
+
+    def _rooms(self, shape: Shape, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        depth = len(shape)
+        if counts[0] >= depth:
+            capacity = self.kinds[shape[0]].memory_bytes
+            assert capacity is not None
+            most = self.memory.most_micro_batches(depth, capacity)
+            return np.less_equal(counts[:, np.newaxis, np.newaxis], most)
+        return np.stack([self._room(shape, int(count)) for count in counts])
+
+    def _room(self, shape: Shape, micro_batches: int) -> NDArray[np.bool_]:
+        """By start and stop, whether a stage on the first of these workers fits."""
+        capacity = self.kinds[shape[0]].memory_bytes
+        if capacity is None:
+            return np.ones((self.num_layers + 1, self.num_layers + 1), dtype=np.bool_)
+        return micro_batches <= self.memory.most_micro_batches(min(len(shape), micro_batches), capacity)
+
+
+class PipelineBounds:
+    """Bounds on pipelines with gradient sync; `cuts` are made by them."""
+
+    def __init__(self, pipelines: Pipelines, sync: SyncCost) -> None:
+        self.pipelines = pipelines
+        self.sync = sync
+        # A stage without gradients has nothing to wait for.
+        num_bytes = pipelines.gradient_bytes
+        self._sync_s: Seconds = np.where(num_bytes > 0, sync.fixed_s + sync.per_byte_s * num_bytes, 0.0)
+        self._ended: dict[tuple[Shape, int], _Times] = {}
+        self._least: dict[Shape, dict[int, list[float]]] = {}
+        self._last_most: dict[Shape, int] = {}
+
+    def least_s(self, shape: Shape, micro_batches: int) -> float:
+        """Seconds below which no pipeline of this shape can be; infinite if memory forbids all."""
+        window, place = divmod(micro_batches - 1, _WINDOW)
+        return self._least_in(shape, window)[place]
+
+    def most(self, shape: Shape, time_s: float, enough: int) -> int:
+        """The most micro-batches, up to `enough`, that the bound does not rule out; zero if it rules out one."""
+        # Where memory forbids it, it takes for ever.
+        limit_s = min(time_s * (1 + _ROUNDING), sys.float_info.max)
+        guess = self._last_most.get(shape)
+        if guess is None:
+            guess = self.most_by_closed_form(shape, limit_s, enough)
+        low, high = 0, enough
+        at, step = min(max(guess, 1), enough), 1
+        passed = failed = False
+        # Times grow with micro-batches: window by window to where they pass the limit.
+        while low < high:
+            window = (at - 1) // _WINDOW
+            first, last = window * _WINDOW + 1, min((window + 1) * _WINDOW, enough)
+            below = bisect_right(self._least_in(shape, window), limit_s, 0, last - first + 1)
+            if below == 0:
+                high, failed = first - 1, True
+            elif below == last - first + 1:
+                low, passed = last, True
+            else:
+                low = high = first - 1 + below
+            if passed and failed:
+                at = (low + high + 1) // 2
+            else:
+                at = min(low + step, high) if passed else max(high - step + 1, 1)
+            step *= 2
+        self._last_most[shape] = low
+        return low
+
+    def most_by_closed_form(self, shape: Shape, time_s: float, enough: int) -> int:
+        """The same of a bound that is made in no time, and less tight."""
+        return self.pipelines.closed_form.most(shape, time_s * (1 + _ROUNDING), self.sync.per_byte_s, enough)
+
+    def bound_s(self, shape: Shape, stops: Stops, micro_batches: int) -> float:
+        """Seconds below which no order of operations can be on this cut; memory is not looked at."""
+        returned_s = ended_s = 0.0
+        starts = (0, *stops[:-1])
+        for kind, start, stop in zip(reversed(shape), reversed(starts), reversed(stops), strict=True):
+            times = self.pipelines.times[kind]
+            forward_s, backward_s = times.forward_s[start, stop], times.backward_s[start, stop]
+            own_s = max(micro_batches * (forward_s + backward_s), times.through_s[start, stop] + returned_s)
+            computed_s = max(micro_batches * times.work_s[start, stop], own_s + times.weight_s[start, stop])
+            ended_s = max(computed_s + self._sync_s[start, stop], times.down_s[start, stop] + ended_s)
+            returned_s = own_s
+        return float(ended_s)
+
+    def candidates(self, shape: Shape, micro_batches: int) -> list[Stops]:
+        """Cuts that fit of the least bound, or of one little larger: stages as equal as can be, filled from the left,
+        and from the right."""
+        least_s = self.least_s(shape, micro_batches)
+        if least_s == math.inf:
+            return []
+        for slack in _SLACKS:
+            walk = _Cuts(self, shape, micro_batches, least_s * (1 + slack))
+            found = [stops for choose in (_nearest, _last, _first) if (stops := walk.greedy(choose)) is not None]
+            if found:
+                return list(dict.fromkeys(found))
+        found_any = next(_Cuts(self, shape, micro_batches, math.inf).each(), None)
+        return [] if found_any is None else [found_any]
+
+    def each(self, shape: Shape, micro_batches: int, limit_s: float) -> list[tuple[float, Stops]]:
+        """All cuts that fit with a bound of up to `limit_s`, by bound."""
+        bounds = (
+            (self.bound_s(shape, stops, micro_batches), stops)
+            for stops in _Cuts(self, shape, micro_batches, limit_s).each()
+        )
+        return sorted((bound_s, stops) for bound_s, stops in bounds if bound_s <= limit_s * (1 + _ROUNDING))
+
+    def ended(self, shape: Shape, window: int) -> _Times:
+        """By micro-batches and start: until all workers of these stages have reduced their gradients."""
+        key = shape, window
+        found = self._ended.get(key)
+        if found is None:
+            stage = self.pipelines.stage(shape, window)
+            after_s = self.ended(shape[1:], window) if len(shape) > 1 else self.pipelines.nothing_s
+            both = stage.computed_s + self._sync_s
+            np.maximum(both, self.pipelines.times[shape[0]].down_s + after_s[:, np.newaxis, :], out=both)
+            found = self._ended[key] = both.min(axis=2)
+        return found
+
+    def sync_s(self, start: int) -> Seconds:
+        """Of stages from layer `start`, by where they stop."""
+        found: Seconds = self._sync_s[start]
+        return found
+
+    def _least_in(self, shape: Shape, window: int) -> list[float]:
+        by_window = self._least.setdefault(shape, {})
+        found = by_window.get(window)
+        if found is None:
+            found = by_window[window] = self.ended(shape, window)[:, 0].tolist()
+        return found
+
+
+class _Cuts:
+    """The cuts of a shape whose bound is within a limit, stage by stage from the first."""
+
+    def __init__(self, bounds: PipelineBounds, shape: Shape, micro_batches: int, limit_s: float) -> None:
+        self._bounds = bounds
+        self._shape = shape
+        self._micro_batches = micro_batches
+        self._limit_s = limit_s * (1 + _ROUNDING)
+        self._window, self._place = divmod(micro_batches - 1, _WINDOW)
+
+    def each(self, position: int = 0, start: int = 0, before_s: float = 0.0, after_s: float = 0.0) -> Iterator[Stops]:
+        """All of them, and some whose bound is a little larger.
+
+        Args:
+            position: of the next stage, which starts at layer `start`.
+            before_s: until its first activation comes in.
+            after_s: from when its last gradient has gone out, until all workers before it are done.
+        """
+        if position == len(self._shape):
+            if start == self._bounds.pipelines.num_layers:
+                yield ()
+            return
+        for stop in self._stops(position, start, before_s, after_s):
+            rest = self.each(position + 1, stop, *self._passed(position, start, stop, before_s, after_s))
+            for stops in rest:
+                yield (stop, *stops)
+
+    def greedy(self, choose: _Choice) -> Stops | None:
+        """The cut of a choice at every stage; None where that leads nowhere."""
+        position = start = 0
+        before_s = after_s = 0.0
+        found: list[int] = []
+        while position < len(self._shape):
+            stops = self._stops(position, start, before_s, after_s)
+            if not stops:
+                return None
+            stop = choose(stops, self._wish(position, start))
+            before_s, after_s = self._passed(position, start, stop, before_s, after_s)
+            found.append(stop)
+            position, start = position + 1, stop
+        return tuple(found)
+
+    def _stops(self, position: int, start: int, before_s: float, after_s: float) -> list[int]:
+        """Where a stage may stop so that the bound on what is decided is within the limit."""
+        shape, window = self._shape[position:], self._window
+        pipelines = self._bounds.pipelines
+        times = pipelines.times[shape[0]]
+        stage = pipelines.stage(shape, window)
+        computed_s = stage.computed_s[self._place, start]
+        if len(shape) > 1:
+            returned_s = pipelines.stage(shape[1:], window).returned_s[self._place]
+            ended_s = self._bounds.ended(shape[1:], window)[self._place]
+        else:
+            returned_s = ended_s = pipelines.nothing_s[self._place]
+        own_s = np.maximum(
+            self._micro_batches * (times.forward_s[start] + times.backward_s[start]),
+            times.through_s[start] + returned_s,
+        )
+        latest_s = np.maximum(computed_s + self._bounds.sync_s(start), times.down_s[start] + ended_s)
+        np.maximum(latest_s, own_s + after_s, out=latest_s)
+        limit_s = self._limit_s - before_s
+        allowed = latest_s <= limit_s if limit_s < math.inf else latest_s < math.inf
+        return [int(stop) for stop in np.flatnonzero(allowed)]
+
+    def _passed(self, position: int, start: int, stop: int, before_s: float, after_s: float) -> tuple[float, float]:
+        """`before_s` and `after_s` of the stage after this one."""
+        times = self._bounds.pipelines.times[self._shape[position]]
+        done_s = max(float(times.weight_s[start, stop] + self._bounds.sync_s(start)[stop]), after_s)
+        back_s = float(times.message_s[stop] + times.backward_s[start, stop]) + done_s
+        return before_s + float(times.down_s[start, stop]), back_s
+
+    def _wish(self, position: int, start: int) -> float:
+        """Where the stage would stop, as a number of layers and a part of one, if all that are left had equal work."""
+        rest = self._shape[position:]
+        if len(rest) == 1:
+            return float(self._bounds.pipelines.num_layers)
+        kinds = self._bounds.pipelines.kinds
+        share = kinds[rest[0]].speed / sum(kinds[kind].speed for kind in rest)
+        work_s = self._bounds.pipelines.times[rest[0]].work_s[start, start + 1 :]
+        wanted_s = share * work_s[-1]
+        index = int(np.searchsorted(work_s, wanted_s))
+        below_s = work_s[index - 1] if index else 0.0
+        part = (wanted_s - below_s) / (work_s[index] - below_s) if work_s[index] > below_s else 1.0
+        return float(start + index + part)
+
+
+class _Choice(Protocol):
+    def __call__(self, stops: list[int], wish: float) -> int: ...
+
+
+def _nearest(stops: list[int], wish: float) -> int:
+    return min(stops, key=lambda stop: (abs(stop - wish), -stop))
+
+
+def _last(stops: list[int], wish: float) -> int:
+    return stops[-1]
+
+
+def _first(stops: list[int], wish: float) -> int:
+    return stops[0]
+
+
+def window_counts(window: int) -> NDArray[np.int64]:
+    """The numbers of micro-batches of a window."""
+    return np.arange(window * _WINDOW + 1, (window + 1) * _WINDOW + 1)

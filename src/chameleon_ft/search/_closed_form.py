@@ -1,0 +1,100 @@
+"""How many micro-batches a pipeline can finish at most, by a formula: for shapes that are probably not worth a look.
+
+If layers could be cut anywhere, messages were free and nothing ever waited, a stage i of speed s_i could do, by T,
+
+    m w_i / s_i <= T - (what comes before it) = T (1 - q)^i,    q = h / m
+
+where h is the least share of a layer's time that the stages before must have spent on a micro-batch before this one
+starts, or starts and ends. So all stages together do the work W of m micro-batches only if
+
+    m W <= T * sum_i s_i (1 - h / m)^i
+
+Gradient sync that takes g seconds for every second of a micro-batch's work makes it (m + g) on both sides. And since
+layers cannot be cut, some stage has as much work as the largest of the best cut: m times that is a bound too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.search._kinds import Kind, Shape
+
+_ROUNDING: Final = 1e-12
+
+
+class ClosedForm:
+    """The formula for one workload, with fused or split backward."""
+
+    def __init__(self, costs: CostModel, kinds: Sequence[Kind], *, split_backward: bool) -> None:
+        layers = costs.workload.layers
+        work_s = [
+            layer.forward_s + (layer.least_backward_s if split_backward else layer.backward_s) for layer in layers
+        ]
+        busy = [(layer, own_s) for layer, own_s in zip(layers, work_s, strict=True) if own_s]
+        self._speeds = [kind.speed for kind in kinds]
+        self._work_s = sum(work_s)
+        forward = min((layer.forward_s / own_s for layer, own_s in busy), default=0.0)
+        # Fused backwards of the stages before come after it. What is to be reduced does not wait for them.
+        self._ahead = forward if split_backward else 1.0
+        self._ahead_of_sync = forward
+        self._bytes_per_s = min((layer.gradient_bytes / own_s for layer, own_s in busy), default=0.0)
+        self._largest_s = _largest_stage_s(work_s)
+        self._last: dict[tuple[Shape, float], int] = {}
+
+    def most(self, shape: Shape, time_s: float, per_byte_s: float, enough: int) -> int:
+        """The most micro-batches, up to `enough`, with so many seconds of gradient sync for every byte."""
+        if not self._work_s:
+            return enough
+        speeds = [self._speeds[kind] for kind in shape]
+        # Workers that are never idle do no more.
+        low, high = 0, int(min(enough, time_s * sum(speeds) / self._work_s * (1 + _ROUNDING)))
+        if largest_s := self._largest_s[len(shape)]:
+            high = int(min(high, time_s * max(speeds) / largest_s * (1 + _ROUNDING)))
+        extra = self._bytes_per_s * per_byte_s * min(speeds)
+        # Times that are asked for differ little, and so do answers.
+        last = self._last.get((shape, per_byte_s), 0)
+        for at in (last, last + 1):
+            if low < at <= high:
+                low, high = (at, high) if self._possible(speeds, at, time_s, extra) else (low, at - 1)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._possible(speeds, middle, time_s, extra) else (low, middle - 1)
+        self._last[shape, per_byte_s] = low
+        return low
+
+    def _possible(self, speeds: Sequence[float], micro_batches: int, time_s: float, extra: float) -> bool:
+        work_s = self._work_s * (1 - _ROUNDING)
+        if micro_batches * work_s > time_s * _shared(speeds, 1 - self._ahead / micro_batches):
+            return False
+        count = micro_batches + extra
+        return not extra or count * work_s <= time_s * _shared(speeds, 1 - self._ahead_of_sync / count)
+
+
+def _largest_stage_s(work_s: Sequence[float]) -> list[float]:
+    """By number of stages, what the stage with most work has at the least, whatever the cut."""
+    count = len(work_s)
+    sums = np.concatenate([[0.0], np.cumsum(work_s)])
+    # By start and stop; a stage has at least one layer.
+    stages = np.where(np.tri(count + 1, dtype=np.bool_), np.inf, sums[np.newaxis, :] - sums[:, np.newaxis])
+    largest_s = np.full(count + 1, np.inf)
+    largest_s[0] = 0.0
+    found = [0.0]
+    for _ in range(count):
+        largest_s = np.maximum(largest_s[:, np.newaxis], stages).min(axis=0)
+        found.append(float(largest_s[-1]))
+    return found
+
+
+def _shared(speeds: Sequence[float], kept: float) -> float:
+    """Sum of speed_i * kept^i."""
+    if kept < 1 and speeds.count(speeds[0]) == len(speeds):
+        return float(speeds[0] * (1 - kept ** len(speeds)) / (1 - kept))
+    total, part = 0.0, 1.0
+    for speed in speeds:
+        total += speed * part
+        part *= kept
+    return total

@@ -1,0 +1,135 @@
+"""Pipelines on real workers: what a step of them takes, and the plan that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chameleon_ft.cluster import Cluster
+from chameleon_ft.estimate import program_memory, state_bytes
+from chameleon_ft.plan import LayerRange, Placement, Plan, Route
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.search._arrange import by_pipeline, by_stage
+from chameleon_ft.search._bounds import Stops
+from chameleon_ft.search._kinds import Crew, Shape
+from chameleon_ft.search._timed import TimedPipeline, Timer, hops_of
+from chameleon_ft.search.result import FoundPlan
+from chameleon_ft.sync import Segment, gradient_rounds
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPipeline:
+    """A pipeline and the workers that it runs on."""
+
+    timed: TimedPipeline
+    workers: tuple[int, ...]
+
+
+def ways_to_place(
+    shapes: Sequence[Shape], cuts: Sequence[Stops], crew: Crew, costs: CostModel
+) -> list[list[tuple[int, ...]]]:
+    """Workers for each pipeline: so that its neighbours share a host; and where there is something to be reduced, also
+    so that holders of the same layers do."""
+    ways = [by_pipeline(shapes, crew, costs.cluster)]
+    if len(shapes) > 1 and has_gradients(costs):
+        ways.append(by_stage(shapes, cuts, crew))
+    return ways
+
+
+def has_gradients(costs: CostModel) -> bool:
+    """Whether there is anything to reduce."""
+    return any(layer.gradient_bytes for layer in costs.workload.layers)
+
+
+def synced_s(pipelines: Sequence[PlacedPipeline], costs: CostModel) -> float:
+    """Seconds until all operations have ended and all gradients are reduced, as `estimate_sync` has it.
+
+    Workers with equal stages of equal programs do everything at the same time, so a few stand for all.
+    """
+    program_s = max(each.timed.program_s for each in pipelines)
+    if len(pipelines) < 2 or not has_gradients(costs):
+        return program_s
+    classes: dict[int, list[PlacedPipeline]] = {}
+    for each in pipelines:
+        classes.setdefault(id(each.timed), []).append(each)
+    few = [each for members in classes.values() for each in members[:2]]
+    placement = Placement(
+        len(costs.workload.layers),
+        {hop.worker: (hop.layers,) for each in few for hop in hops_of(each.workers, each.timed.stops)},
+    )
+    free_s = {worker: end_s for each in few for worker, end_s in zip(each.workers, each.timed.ends_s, strict=True)}
+    hosts = {worker.id: worker.host for worker in costs.cluster.workers}
+    end_s = program_s
+    for segments in gradient_rounds(placement).rounds:
+        for segment in segments:
+            start_s = max(free_s[worker] for worker in segment.holders)
+            done_s = start_s + _reduction_s(segment, classes, costs, hosts)
+            free_s.update(dict.fromkeys(segment.holders, done_s))
+            end_s = max(end_s, done_s)
+    return end_s
+
+
+def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement | None) -> FoundPlan:
+    """The plan of these pipelines, with what is predicted of it."""
+    costs = timer.costs
+    held: dict[int, tuple[LayerRange, ...]] = {}
+    routes: list[Route] = []
+    ceiling: dict[int, InFlightLimit] = {}
+    limits: dict[int, list[InFlightLimit]] = {}
+    recompute: set[int] = set()
+    for each in pipelines:
+        timed = each.timed
+        if id(timed) not in limits:
+            limits[id(timed)] = timer.limits(timed.shape, timed.stops, timed.micro_batches, recompute=timed.recompute)
+        hops = hops_of(each.workers, timed.stops)
+        held.update((hop.worker, (hop.layers,)) for hop in hops)
+        ceiling.update(zip(each.workers, limits[id(timed)], strict=True))
+        if timed.recompute:
+            recompute.update(each.workers)
+        first = len(routes)
+        routes += [Route(number, hops) for number in range(first, first + timed.micro_batches)]
+    workload = costs.workload
+    programs = {id(each.timed): each.timed for each in pipelines}.values()
+    return FoundPlan(
+        name=name,
+        plan=Plan(Placement(len(workload.layers), held), tuple(routes), timer.split_backward, frozenset(recompute)),
+        ceiling=FrozenMap(ceiling),
+        step_s=synced_s(pipelines, costs),
+        program_s=max(timed.program_s for timed in programs),
+        peak_bytes=max(
+            memory.peak_bytes
+            for timed in programs
+            for memory in program_memory(timed.program, timed.plan.placement, workload).values()
+        ),
+        least_moved_bytes=least_moved_bytes([len(pipelines)] * len(workload.layers), costs, current),
+    )
+
+
+def least_moved_bytes(holders: Sequence[int], costs: CostModel, current: Placement | None) -> int:
+    """Of the holders that each layer gets, those that there are more of than live workers that hold it now."""
+    live = {worker.id for worker in costs.cluster.workers}
+    total = 0
+    for index, (layer, wanted) in enumerate(zip(costs.workload.layers, holders, strict=True)):
+        have = 0 if current is None else len(live.intersection(current.holders(index)))
+        total += max(0, wanted - have) * state_bytes(layer)
+    return total
+
+
+def _reduction_s(
+    segment: Segment, classes: dict[int, list[PlacedPipeline]], costs: CostModel, hosts: dict[int, str]
+) -> float:
+    """A ring over the holder that every pipeline has of the segment; the slowest link that is in it sets the pace."""
+    holders: list[str] = []
+    for members in classes.values():
+        stops = members[0].timed.stops
+        position = next(number for number, stop in enumerate(stops) if segment.layers.start < stop)
+        holders += [hosts[each.workers[position]] for each in members]
+    layers = costs.workload.layers[segment.layers.start : segment.layers.stop]
+    return _ring_s(holders, sum(layer.gradient_bytes for layer in layers), costs.cluster)
+
+
+def _ring_s(hosts: Sequence[str], num_bytes: int, cluster: Cluster) -> float:
+    different = len(set(hosts))
+    links = ([cluster.inter_host] if different > 1 else []) + ([cluster.intra_host] if different < len(hosts) else [])
+    return max(link.ring_all_reduce_s(num_bytes, len(hosts)) for link in links)

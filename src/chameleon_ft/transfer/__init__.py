@@ -1,0 +1,31 @@
+"""How state moves from one placement to another: roles, sources and rounds."""
+
+from __future__ import annotations
+
+from chameleon_ft.transfer.holdings import Holding, holdings_of, missing_layers, worker_kinds, workers_by_holding
+from chameleon_ft.transfer.message import Message
+from chameleon_ft.transfer.roles import assign_roles, moved_bytes, placement_in_roles, plan_in_roles
+from chameleon_ft.transfer.rounds import fewest_rounds, message_rounds
+from chameleon_ft.transfer.sources import Sources, choose_sources
+from chameleon_ft.transfer.transfer import Transfer, plan_transfer, transfer_s, transfer_to
+
+__all__ = [
+    "Holding",
+    "Message",
+    "Sources",
+    "Transfer",
+    "assign_roles",
+    "choose_sources",
+    "fewest_rounds",
+    "holdings_of",
+    "message_rounds",
+    "missing_layers",
+    "moved_bytes",
+    "placement_in_roles",
+    "plan_in_roles",
+    "plan_transfer",
+    "transfer_s",
+    "transfer_to",
+    "worker_kinds",
+    "workers_by_holding",
+]

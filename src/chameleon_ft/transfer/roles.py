@@ -1,0 +1,135 @@
+"""Roles: which live worker takes which place of a new placement, so that least has to move."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Hop, Placement, Plan, Route
+from chameleon_ft.transfer._assignment import Balanced
+from chameleon_ft.transfer.holdings import Holding, Integers, lacking_bytes, workers_by_holding
+from chameleon_ft.workload import LayerCost
+
+__all__ = ["assign_roles", "moved_bytes", "placement_in_roles", "plan_in_roles"]
+
+
+def assign_roles(
+    workers: Mapping[int, Holding], places: Mapping[int, Holding], layers: Sequence[LayerCost]
+) -> dict[int, int]:
+    """The worker that takes each place, each from the workers of the place's kind.
+
+    First, the bytes that workers lack are least in total; of such assignments it is one whose largest receive of a
+    worker is least, among workers of the same kind; and of those, one in which most workers keep exactly the layers
+    that they hold. All three are exact. What is left open goes by number: a worker takes the place of its own number if
+    it may, else the lowest ones meet.
+
+    Args:
+        workers: what each live worker holds.
+        places: what each place is to hold, by the number that the new placement gives its worker.
+        layers: costs of all layers.
+
+    Returns:
+        place -> worker, ascending; workers that are not in it become idle.
+
+    Raises:
+        PlanError: there are fewer workers of a kind than places for them, or a range goes past the last layer.
+    """
+    have, wanted = workers_by_holding(workers), workers_by_holding(places)
+    roles: dict[int, int] = {}
+    for mine, theirs in _by_kind(have, wanted):
+        cost = lacking_bytes(mine, theirs, layers)
+        problem = _balanced([len(have[each]) for each in mine], [len(wanted[each]) for each in theirs], cost)
+        keeps = [[one.ranges == other.ranges for other in theirs] + [False] for one in mine]
+        flow = problem.fair_flow(keeps).tolist()
+        roles.update(_by_number([have[each] for each in mine], [wanted[each] for each in theirs], flow))
+    return dict(sorted(roles.items()))
+
+
+def moved_bytes(workers: Mapping[Holding, int], places: Mapping[Holding, int], layers: Sequence[LayerCost]) -> int:
+    """The least bytes that workers lack in total, as with `assign_roles`, of which nothing but this sum is made.
+
+    Args:
+        workers: how many live workers hold what.
+        places: how many places are to hold what.
+        layers: costs of all layers.
+
+    Raises:
+        PlanError: as `assign_roles`.
+    """
+    total = 0
+    for mine, theirs in _by_kind(workers, places):
+        cost = lacking_bytes(mine, theirs, layers)
+        problem = _balanced([workers[each] for each in mine], [places[each] for each in theirs], cost)
+        total += int((problem.cost * problem.least_cost_flow()).sum())
+    return total
+
+
+def placement_in_roles(placement: Placement, roles: Mapping[int, int]) -> Placement:
+    """The placement with each worker replaced by the one that takes its place (place -> worker)."""
+    return Placement(placement.num_layers, {roles[place]: ranges for place, ranges in placement.ranges.items()})
+
+
+def plan_in_roles(plan: Plan, roles: Mapping[int, int]) -> Plan:
+    """The plan with each worker replaced, wherever it is named, by the one that takes its place (place -> worker)."""
+    ways: dict[tuple[Hop, ...], tuple[Hop, ...]] = {}
+    for route in plan.routes:
+        if route.hops not in ways:
+            ways[route.hops] = tuple(Hop(roles[hop.worker], hop.layers) for hop in route.hops)
+    routes = tuple(Route(route.micro_batch, ways[route.hops]) for route in plan.routes)
+    return replace(
+        plan,
+        placement=placement_in_roles(plan.placement, roles),
+        routes=routes,
+        recompute=frozenset(roles[worker] for worker in plan.recompute),
+    )
+
+
+def _by_kind(
+    have: Mapping[Holding, object], wanted: Mapping[Holding, object]
+) -> list[tuple[list[Holding], list[Holding]]]:
+    """What workers hold and what is wanted of them, for each kind that something is wanted of."""
+    mine: dict[Hashable, list[Holding]] = defaultdict(list)
+    theirs: dict[Hashable, list[Holding]] = defaultdict(list)
+    for each in have:
+        mine[each.kind].append(each)
+    for each in wanted:
+        theirs[each.kind].append(each)
+    return [(mine[kind], wanted_of_kind) for kind, wanted_of_kind in theirs.items()]
+
+
+def _balanced(supply: Sequence[int], demand: Sequence[int], cost: Integers) -> Balanced:
+    """With one more demand, that costs nothing, for the workers that are left over."""
+    import numpy as np
+
+    idle = sum(supply) - sum(demand)
+    if idle < 0:
+        raise PlanError(
+            f"{sum(demand)} places need as many live workers of their kind, but there are {sum(supply)}; "
+            "plan for the live workers, or take more workers for the same kind"
+        )
+    return Balanced(
+        np.pad(cost, ((0, 0), (0, 1))), np.array(supply, dtype=np.int64), np.array([*demand, idle], dtype=np.int64)
+    )
+
+
+def _by_number(
+    workers: Sequence[Sequence[int]], places: Sequence[Sequence[int]], flow: Sequence[Sequence[int]]
+) -> dict[int, int]:
+    """Place -> worker, with `flow[i][j]` of the workers i for places j; those of equal number meet before others."""
+    roles: dict[int, int] = {}
+    taken: set[int] = set()
+    left: list[tuple[int, int, int]] = []
+    for i, group in enumerate(workers):
+        members = set(group)
+        for j, slots in enumerate(places):
+            alike = [place for place in slots if place in members][: flow[i][j]] if flow[i][j] else []
+            roles.update(zip(alike, alike, strict=True))
+            taken.update(alike)
+            left.append((i, j, flow[i][j] - len(alike)))
+    free = [iter([worker for worker in group if worker not in taken]) for group in workers]
+    open_places = [iter([place for place in slots if place not in roles]) for slots in places]
+    for i, j, count in left:
+        roles.update((next(open_places[j]), next(free[i])) for _ in range(count))
+    return roles
