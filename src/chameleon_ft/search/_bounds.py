@@ -40,7 +40,7 @@ Stops: TypeAlias = tuple[int, ...]
 
 _ROUNDING: Final = 1e-12
 # Numbers of micro-batches that are looked at together.
-_WINDOW: Final = 8
+_WINDOW: Final = 4
 # By how much the bound of a cut may be above the least one, where that is hard to come by.
 _SLACKS: Final = (1e-9, 0.01, 0.05, math.inf)
 

@@ -16,11 +16,10 @@ from itertools import permutations
 from typing import Final
 
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.schedule.best import DEFAULT_EFFORT
 from chameleon_ft.search._bounds import PipelineBounds, Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._mix import BoundedMix, Size, best_mix, mix_of_number
-from chameleon_ft.search._timed import LOOK, TimedPipeline, Timer
+from chameleon_ft.search._timed import TimedPipeline, Timer, look_effort
 
 _ROUNDING: Final = 1e-9
 # Relative precision of a bisection when the search is not to be complete.
@@ -29,9 +28,15 @@ _COARSE: Final = 2e-4
 _LIKELY: Final = 1.8
 # Beyond which time does not matter.
 _NO_HURRY: Final = 1e6
-# With little effort: how many pipelines it should do for, and how much longer a step may be so that it does.
-_LOOKS: Final = 2
-_NOT_MUCH_LONGER: Final = 1.15
+# With little effort: how many list schedules it should do for, and how much longer a step may be so that it does.
+_LOOKS: Final = 12
+_NOT_MUCH_LONGER: Final = (1.15, 1.3, 1.5)
+# How many times as deep one pipeline may be as the mean.
+_ALIKE: Final = 1.5
+# What a search may cost however little effort it is given.
+_DEAR: Final = 20_000
+# F, and B or I and W.
+_OPERATIONS_PER_HOP: Final = 3
 # Up to so many orders of kinds in a pipeline, all are looked at.
 _ALL_SHAPES: Final = 3_000
 # Beyond that, only pipelines of one kind, and of two kinds one after the other up to this depth.
@@ -94,7 +99,7 @@ class MixSearch:
         self._counts = crew.counts
         self._effort = effort
         self.numbers = numbers
-        self._look = DEFAULT_EFFORT if effort is None else LOOK
+        self._look = look_effort(effort)
         self._precision = _COARSE if effort is not None else _ROUNDING / 10
         self.shapes, self.all_shapes = shapes_of(self._counts, len(costs.workload.layers))
         self._active = self.shapes
@@ -131,11 +136,12 @@ class MixSearch:
 
     def run(self, bound_s: float, upper_s: float = math.inf) -> Searched:
         """Search between a bound and a time that is to be beaten."""
-        self._leave_out_dear_shapes(_NOT_MUCH_LONGER * bound_s)
+        self._leave_out_dear_shapes(bound_s)
         mixes: list[TimedMix] = []
         low, best_s = bound_s, upper_s
         complete = False
-        while not complete and self._may_go_on(mixes):
+        most = math.inf if self._effort is None else self.timer.spent + self._effort
+        while not complete and (not mixes or self.timer.spent < most):
             found = self._next(low, best_s)
             if found is None:
                 complete = self._effort is None
@@ -146,10 +152,12 @@ class MixSearch:
                 continue
             fresh, timed_mix = timed
             mixes.append(timed_mix)
-            best_s = min(best_s, timed_mix.time_s)
             if not fresh or timed_mix.time_s <= low * (1 + _ROUNDING):
                 complete = self._effort is None
                 break
+            if self._effort is not None and len(mixes) > 1 and timed_mix.time_s >= best_s:
+                break
+            best_s = min(best_s, timed_mix.time_s)
         return Searched(mixes=tuple(mixes), complete=complete)
 
     def _bounded(self) -> tuple[float, list[Share]]:
@@ -161,9 +169,6 @@ class MixSearch:
                 if most < self._micro_batches:
                     return math.inf, []
         return self._narrowed(low, high, bounding=True)
-
-    def _may_go_on(self, mixes: Sequence[TimedMix]) -> bool:
-        return self._effort is None or not mixes or self.timer.operations < self._effort
 
     def _next(self, low: float, best_s: float) -> tuple[float, list[Share]] | None:
         """The best mix for what is known, if it may take less than `best_s`, and a time that is certain by then."""
@@ -191,13 +196,25 @@ class MixSearch:
         return low, mix if bounding else self._trimmed(mix)
 
     def _leave_out_dear_shapes(self, time_s: float) -> None:
-        """Of a search with little effort, leave out shapes that cost much of it, if others can finish in that time."""
+        """With little effort, leave out shapes that a look at would cost too much, if others can finish in that time.
+
+        And where the number of pipelines is given, those that are not about as deep as all would be if they were equal:
+        the more alike pipelines are, the more of their gradients can be reduced together.
+        """
         if self._effort is None:
             return
-        most = self._effort / _LOOKS
-        cheap = [shape for shape in self.shapes if 3 * len(shape) * self._most(shape, time_s) <= most]
-        self._active, everything = cheap, self._active
-        if self._at(time_s)[0] < self._micro_batches:
+        shapes = self.shapes
+        if self.numbers is not None:
+            fewest, most = self.numbers
+            shallow, deep = sum(self._counts) / most / _ALIKE - 1, sum(self._counts) / fewest * _ALIKE + 1
+            shapes = [shape for shape in shapes if shallow <= len(shape) <= deep]
+        shapes = [
+            shape
+            for shape in shapes
+            if _OPERATIONS_PER_HOP * len(shape) * self._most(shape, time_s) <= max(self._effort, _DEAR) / _LOOKS
+        ]
+        self._active, everything = shapes, self._active
+        if all(self._at(time_s * longer)[0] < self._micro_batches for longer in _NOT_MUCH_LONGER):
             self._active = everything
 
     def _at(self, time_s: float, *, bounding: bool = False) -> tuple[int, list[Share]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,13 +10,25 @@ from typing import Final
 
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import CostModel, InFlightLimit, Program, best_program, replay
-from chameleon_ft.search._bounds import Pipelines, Stops
+from chameleon_ft.schedule.best import DEFAULT_EFFORT
+from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
 
-# Operations to schedule for a look at a pipeline: some 2 milliseconds.
-LOOK: Final = 3_000
-# F, and B or I and W.
-_OPERATIONS_PER_HOP: Final = 3
+# Shares of a search's effort that a look at a pipeline may take, and the programs of those that are chosen; and the
+# least for a look: some 2 milliseconds.
+_LOOK: Final = 1 / 8
+_POLISH: Final = 1 / 2
+LOOK: Final = 2_500
+
+
+def look_effort(effort: int | None) -> int:
+    """What a look at a pipeline may cost in a search of this effort, in operations to schedule."""
+    return DEFAULT_EFFORT if effort is None else min(max(int(effort * _LOOK), LOOK), DEFAULT_EFFORT)
+
+
+def polish_effort(effort: int | None) -> int:
+    """The same for the program of a pipeline that will be run."""
+    return DEFAULT_EFFORT if effort is None else min(max(int(effort * _POLISH), LOOK), DEFAULT_EFFORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +63,7 @@ class Timer:
         costs: what everything takes.
         pipelines: what pipelines can do at best.
         recomputing: the same for those that recompute; None where memory is no matter.
-        operations: the effort so far: how many were to be scheduled, counted once for each pipeline.
+        spent: the effort so far, in operations that might be scheduled.
     """
 
     def __init__(self, costs: CostModel, crew: Crew, *, split_backward: bool) -> None:
@@ -61,10 +74,22 @@ class Timer:
         if any(kind.memory_bytes is not None for kind in crew.kinds):
             dearer = CostModel(costs.workload.recomputed(), costs.cluster)
             self.recomputing = Pipelines(dearer, crew.kinds, split_backward=split_backward)
-        self.operations = 0
+        self.spent = 0
         self._crew = crew
         self._hosts = {worker.id: worker.host for worker in costs.cluster.workers}
         self._known: dict[tuple[object, ...], TimedPipeline] = {}
+
+    def mean_bound_s(self, depth: int, share: float, sync: SyncCost) -> float:
+        """The bound of pipelines of this depth, of workers of one kind, with so many micro-batches on the average."""
+        shape = (0,) * depth
+        low = max(1, int(share))
+        for pipelines in (self.pipelines, self.recomputing):
+            if pipelines is not None:
+                bounds = pipelines.bounds(sync)
+                low_s, high_s = bounds.least_s(shape, low), bounds.least_s(shape, low + 1)
+                if high_s < math.inf:
+                    return low_s + max(0.0, share - low) * (high_s - low_s)
+        return math.inf
 
     def sample(
         self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool = False, effort: int
@@ -105,7 +130,7 @@ class Timer:
     def _scheduled(
         self, workers: Sequence[int], shape: Shape, stops: Stops, micro_batches: int, recompute: bool, effort: int
     ) -> TimedPipeline:
-        self.operations += _OPERATIONS_PER_HOP * len(stops) * micro_batches
+        self.spent += effort
         hops = hops_of(workers, stops)
         plan = Plan(
             Placement(stops[-1], {hop.worker: (hop.layers,) for hop in hops}),

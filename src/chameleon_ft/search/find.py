@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeVar
 
@@ -13,7 +13,6 @@ from chameleon_ft.estimate import estimate_step, total_work_bound_s
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, default_limits
-from chameleon_ft.schedule.best import DEFAULT_EFFORT as DEFAULT_SCHEDULING
 from chameleon_ft.search._bounds import SyncCost
 from chameleon_ft.search._kinds import Crew, grouped
 from chameleon_ft.search._mix import is_exact
@@ -27,24 +26,31 @@ from chameleon_ft.search._placed import (
     ways_to_place,
 )
 from chameleon_ft.search._sync import about, least_sync, numbers_of_pipelines
-from chameleon_ft.search._timed import LOOK, TimedPipeline, Timer
+from chameleon_ft.search._timed import TimedPipeline, Timer, look_effort, polish_effort
 from chameleon_ft.search.infeasible import why_infeasible
 from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult
 
 __all__ = ["DEFAULT_EFFORT", "find_plan"]
 
-DEFAULT_EFFORT: Final = 2_000
-"""Operations that a search schedules before it stops looking for something better; some tens of milliseconds."""
+DEFAULT_EFFORT: Final = 20_000
+"""Operations that a search may schedule before it stops looking for something better; some tens of milliseconds."""
 
 _ROUNDING: Final = 1e-9
 # Of every search so many mixes get workers; the best plan and its alternatives are chosen among them.
 _MIXES_KEPT: Final = 2
-# Of all mixes so many get the best programs, which may change their order.
-_POLISHED: Final = 2
+# Those that are nearly as good as the best of them get the best programs, which may change their order.
+_CLOSE: Final = 1.02
 # With little effort, so many numbers of pipelines are tried out.
 _RUN: Final = 3
-# By how much more effort goes into a pipeline that will be run.
-_POLISH: Final = 5
+# List schedules of a pipeline that effort should do for.
+_LOOKS: Final = 12
+# F, and B or I and W.
+_OPERATIONS_PER_HOP: Final = 3
+# With so many searches, and little effort, the bound may be too low by this share.
+_MANY: Final = 5
+_NEAR: Final = 0.002
+# What a search may cost however little effort it is given.
+_DEAR: Final = 20_000
 # Searches are begun with those that promise most by this many times what workers take that are never idle.
 _SOON: Final = 1.02
 
@@ -116,7 +122,6 @@ class _Search:
         self._crew = Crew.of(cluster)
         self._current = current
         self._effort = effort
-        self._polish = DEFAULT_SCHEDULING if effort is None else min(_POLISH * effort, DEFAULT_SCHEDULING)
         self._with_sync = has_gradients(costs) and len(cluster.workers) > 1
         self.family = BoundFamily.PIPELINES
         self.bound_s = math.inf
@@ -128,7 +133,7 @@ class _Search:
         searches = [search for split in (True, False) for search in self._searches(split)]
         searches = self._bounded(searches)
         placed = self._run(searches)
-        front = _front([*map(self._polished, placed[:_POLISHED]), *placed[_POLISHED:]])
+        front = _front(placed)
         if not (self._all_kinds and is_exact(self._crew.counts) and all(search.all_shapes for search in searches)):
             self.complete = False
             self.bound_s = _bound_of_equals_s(self._real_costs)
@@ -162,58 +167,78 @@ class _Search:
         soon_s = _SOON * total_work_bound_s(self._costs)
         promising = sorted(searches, key=lambda search: -search.promise(soon_s))
         bounds: dict[int, float] = {}
+        # What is nearly as good as the least is not looked at any closer.
+        near = 1.0 if self._effort is None or len(searches) < _MANY else 1 - _NEAR
         for search in promising:
-            if search.reaches(self.bound_s):
+            if search.reaches(self.bound_s * near):
                 bounds[id(search)] = search.bound_s()
                 self.bound_s = min(self.bound_s, search.bound_s())
+        self.bound_s *= near
         return sorted(promising, key=lambda search: bounds.get(id(search), math.inf))
 
     def _run(self, searches: Sequence[MixSearch]) -> list[_Placed]:
         """What the searches find, the fastest first."""
+        if self._effort is not None and self._with_sync and len(self._crew.kinds) == 1:
+            searches = self._of_few_depths([search.timer for search in searches])
         found: list[_Placed] = []
         best_s = math.inf
-        for search in self._to_run(searches):
-            if not search.reaches(best_s):
+        for search in searches:
+            if not self._with_sync and not search.reaches(best_s):
                 continue
-            searched = search.run(max(self.bound_s, search.bound_s()), math.inf if self._with_sync else best_s)
+            searched = search.run(self.bound_s, math.inf if self._with_sync else best_s)
             self.complete = self.complete and searched.complete
             self.mixes += len(searched.mixes)
             mixes = sorted(searched.mixes, key=lambda mix: mix.time_s)[:_MIXES_KEPT]
-            found += [self._placed(mix, search.timer) for mix in mixes]
-            best_s = min([best_s, *(placed.step_s for placed in found)])
+            placed = sorted((self._placed(mix, search.timer) for mix in mixes), key=lambda each: each.step_s)
+            found += [self._polished(each) for each in placed if each.step_s < placed[0].step_s * _CLOSE]
+            best_s = min([best_s, *(each.step_s for each in found)])
         return sorted(found, key=lambda placed: placed.step_s)
 
-    def _to_run(self, searches: Sequence[MixSearch]) -> Iterator[MixSearch]:
-        """All of them; with little effort those few of the first whose pipelines do not ask for too much of it."""
-        if self._effort is None:
-            yield from searches
-            return
-        if not self._with_sync:
-            # Split backward, and fused if that may be better.
-            yield from searches
-            return
-        cheap = [search for search in searches if self._operations(search) <= self._effort]
-        yield from [search for search in cheap or searches if search.bound_s() < math.inf][:_RUN]
-        if len(self._crew.kinds) > 1:
-            # The bound is that of two pipelines; what more would have to reduce is tried as well.
-            for search in searches:
-                pipelines = sum(share.count for share in search.bound_mix())
-                if pipelines > 2:
-                    yield self._mix_search(search.timer, least_sync(self._costs.cluster, pipelines))
+    def _of_few_depths(self, timers: Sequence[Timer]) -> list[MixSearch]:
+        """Searches of pipelines of about equal depth, which promises that many gradients are reduced together.
 
-    def _operations(self, search: MixSearch) -> float:
-        """Of a pipeline, if all were alike."""
-        fewest, _ = search.numbers or (1, 1)
-        workers, micro_batches = len(self._costs.cluster.workers), self._costs.workload.micro_batches
-        return 3 * min(workers / fewest, len(self._costs.workload.layers)) * micro_batches / fewest
+        The depths are those at which equal pipelines would have the least bounds, among those that a look at does not
+        cost too much.
+        """
+        cluster, micro_batches = self._costs.cluster, self._costs.workload.micro_batches
+        workers = len(cluster.workers)
+        promised: list[tuple[float, int, bool, SyncCost, Timer]] = []
+        for timer in {id(timer): timer for timer in timers}.values():
+            for depth in range(1, min(workers, timer.pipelines.num_layers) + 1):
+                share = micro_batches * depth / workers
+                dear = _OPERATIONS_PER_HOP * depth * share > max(_DEAR, self._effort or 0) / _LOOKS
+                if workers // depth <= micro_batches and not dear:
+                    sync = least_sync(cluster, about(max(1, workers // depth), cluster))
+                    time_s = timer.mean_bound_s(depth, share, sync)
+                    if time_s < math.inf:
+                        promised.append((time_s, depth, timer.split_backward, sync, timer))
+        promised.sort(key=lambda each: each[:3])
+        few = [
+            MixSearch(
+                self._costs,
+                self._crew,
+                timer,
+                sync=sync,
+                effort=(self._effort or 0) // _RUN,
+                numbers=(max(1, workers // depth), min(-(-workers // depth), micro_batches)),
+            )
+            for _, depth, _, sync, timer in promised[:_RUN]
+        ]
+        # Where all are dear, there is nothing for it.
+        return few or [self._mix_search(timer, SyncCost()) for timer in {id(timer): timer for timer in timers}.values()]
 
     def _placed(self, mix: TimedMix, timer: Timer) -> _Placed:
+        """On workers that are chosen by what sync takes: how long the pipelines take does not depend on it much."""
         timed = [each for each, count in mix.pipelines for _ in range(count)]
         ways = ways_to_place([each.shape for each in timed], [each.stops for each in timed], self._crew, self._costs)
-        return min((self._on(workers, timed, timer) for workers in ways), key=lambda placed: placed.step_s)
+        if self._effort is None:
+            return min((self._on(workers, timed, timer) for workers in ways), key=lambda placed: placed.step_s)
+        on_ways = [tuple(map(PlacedPipeline, timed, workers)) for workers in ways]
+        best = min(on_ways, key=lambda pipelines: synced_s(pipelines, self._costs))
+        return self._on([each.workers for each in best], timed, timer)
 
     def _on(self, workers: Sequence[tuple[int, ...]], timed: Sequence[TimedPipeline], timer: Timer) -> _Placed:
-        effort = DEFAULT_SCHEDULING if self._effort is None else LOOK
+        effort = look_effort(self._effort)
         pipelines = tuple(
             PlacedPipeline(timer.moved(each, own, effort=effort), own) for each, own in zip(timed, workers, strict=True)
         )
@@ -233,7 +258,7 @@ class _Search:
         for key, each in sorted(programs.items(), key=lambda item: -item[1].timed.program_s):
             if each.timed.program_s <= last_s:
                 break
-            best[key] = placed.timer.moved(each.timed, each.workers, effort=self._polish)
+            best[key] = placed.timer.moved(each.timed, each.workers, effort=polish_effort(self._effort))
             last_s = max(last_s, best[key].program_s)
         pipelines = tuple(
             PlacedPipeline(best.get(id(each.timed), each.timed), each.workers) for each in placed.pipelines
