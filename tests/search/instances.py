@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -54,3 +55,11 @@ def instance(
         link,
     )
     return CostModel(Workload(costs, micro_batches, 1, rng.choice([0.0, 0.0, 0.05])), cluster)
+
+
+def with_gradients(costs: CostModel, rng: random.Random) -> CostModel:
+    """The same with something to reduce, most of it in no matter which layers."""
+    layers = tuple(
+        dataclasses.replace(layer, gradient_bytes=rng.choice([0, 1, 10, 90])) for layer in costs.workload.layers
+    )
+    return CostModel(dataclasses.replace(costs.workload, layers=layers), costs.cluster)

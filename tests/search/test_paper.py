@@ -229,10 +229,10 @@ def test_a_preset_keeps_its_estimate_where_nothing_else_costs_time() -> None:
     assert chosen.found.name == "paper"
     assert len(chosen.found.plan.workers) == 16
     assert chosen.found.step_s <= chosen.estimate_s * (1 + 1e-9)
-    assert chosen.found.least_moved_bytes > 0
+    assert chosen.found.moved_bytes > 0
     again = paper_plan(costs, current=chosen.found.plan.placement)
     assert again is not None
-    assert again.found.least_moved_bytes == 0
+    assert again.found.moved_bytes == 0
 
 
 def test_nobody_left_to_plan_for() -> None:

@@ -86,7 +86,7 @@ def _found(searched: Searched, shape: box.Box) -> Table:
             "split" if found.plan.split_backward else "fused",
             seconds(candidate.estimate.step_s),
             ", ".join(f"{count} of {depth}" for depth, count in sorted(depths.items())),
-            gibibytes(found.least_moved_bytes),
+            gibibytes(found.moved_bytes),
             gibibytes(candidate.peak_bytes),
         )
     return table

@@ -42,7 +42,7 @@ class Candidate:
         return {
             "name": self.found.name,
             "step_s": self.estimate.step_s,
-            "bytes_to_move": self.found.least_moved_bytes,
+            "bytes_to_move": self.found.moved_bytes,
             "plan": json.loads(self.found.plan.to_json()),
         }
 
@@ -59,7 +59,7 @@ class Searched:
     @property
     def moves_weights(self) -> bool:
         """Whether the best candidate is more than detours."""
-        return self.candidates[0].found.least_moved_bytes > 0
+        return self.candidates[0].found.moved_bytes > 0
 
     @property
     def gap(self) -> float:
@@ -77,7 +77,7 @@ class Searched:
             "search_bound_s": self.result.bound_s,
             "search_gap": self.gap,
             "family": self.result.family.value,
-            "bytes_to_move": best.found.least_moved_bytes,
+            "bytes_to_move": best.found.moved_bytes,
             "alternatives": [other.to_json() for other in others],
         }
 
@@ -206,8 +206,8 @@ def _front(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """Those, the fastest first, that move fewer bytes than any faster one."""
     least = math.inf
     for candidate in candidates:
-        if candidate.found.least_moved_bytes < least:
-            least = candidate.found.least_moved_bytes
+        if candidate.found.moved_bytes < least:
+            least = candidate.found.moved_bytes
             yield candidate
 
 

@@ -2,12 +2,13 @@
 
 If layers could be cut anywhere, messages were free and nothing ever waited, a stage i of speed s_i could do, by T,
 
-    m w_i / s_i <= T - (what comes before it) = T (1 - q)^i,    q = h / m
+    m w_i / s_i <= T - (what comes before it) = T - h (w_0 + ... + w_(i-1)) / s
 
 where h is the least share of a layer's time that the stages before must have spent on a micro-batch before this one
-starts, or starts and ends. So all stages together do the work W of m micro-batches only if
+starts, or starts and ends, and s the largest speed of all: with that, filling stage by stage lets each next one do the
+most. So all stages together do the work W of m micro-batches only if
 
-    m W <= T * sum_i s_i (1 - h / m)^i
+    m W <= T * sum_i s_i prod_(j<i) (1 - h s_j / (s m))
 
 Gradient sync that takes g seconds for every second of a micro-batch's work makes it (m + g) on both sides. And since
 layers cannot be cut, some stage has as much work as the largest of the best cut: m times that is a bound too.
@@ -68,10 +69,10 @@ class ClosedForm:
 
     def _possible(self, speeds: Sequence[float], micro_batches: int, time_s: float, extra: float) -> bool:
         work_s = self._work_s * (1 - _ROUNDING)
-        if micro_batches * work_s > time_s * _shared(speeds, 1 - self._ahead / micro_batches):
+        if micro_batches * work_s > time_s * _shared(speeds, self._ahead / micro_batches):
             return False
         count = micro_batches + extra
-        return not extra or count * work_s <= time_s * _shared(speeds, 1 - self._ahead_of_sync / count)
+        return not extra or count * work_s <= time_s * _shared(speeds, self._ahead_of_sync / count)
 
 
 def _largest_stage_s(work_s: Sequence[float]) -> list[float]:
@@ -89,12 +90,13 @@ def _largest_stage_s(work_s: Sequence[float]) -> list[float]:
     return found
 
 
-def _shared(speeds: Sequence[float], kept: float) -> float:
-    """Sum of speed_i * kept^i."""
-    if kept < 1 and speeds.count(speeds[0]) == len(speeds):
-        return float(speeds[0] * (1 - kept ** len(speeds)) / (1 - kept))
+def _shared(speeds: Sequence[float], head: float) -> float:
+    """Sum of speed_i * product over j < i of (1 - head * speed_j / fastest)."""
+    if head > 0 and speeds.count(speeds[0]) == len(speeds):
+        return float(speeds[0] * (1 - (1 - head) ** len(speeds)) / head)
+    fastest = max(speeds)
     total, part = 0.0, 1.0
     for speed in speeds:
         total += speed * part
-        part *= kept
+        part *= 1 - head * speed / fastest
     return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._timed import TimedPipeline, Timer, hops_of
 from chameleon_ft.search.result import FoundPlan
 from chameleon_ft.sync import Segment, gradient_rounds
+from chameleon_ft.transfer import Holding, assign_roles, holdings_of, missing_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,10 @@ def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, cur
         routes += [Route(number, hops) for number in range(first, first + timed.micro_batches)]
     workload = costs.workload
     programs = {id(each.timed): each.timed for each in pipelines}.values()
+    placement = Placement(len(workload.layers), held)
     return FoundPlan(
         name=name,
-        plan=Plan(Placement(len(workload.layers), held), tuple(routes), timer.split_backward, frozenset(recompute)),
+        plan=Plan(placement, tuple(routes), timer.split_backward, frozenset(recompute)),
         ceiling=FrozenMap(ceiling),
         step_s=synced_s(pipelines, costs),
         program_s=max(timed.program_s for timed in programs),
@@ -102,18 +105,47 @@ def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, cur
             for timed in programs
             for memory in program_memory(timed.program, timed.plan.placement, workload).values()
         ),
-        least_moved_bytes=least_moved_bytes([len(pipelines)] * len(workload.layers), costs, current),
+        moved_bytes=moved_bytes(placement, costs, current),
     )
 
 
-def least_moved_bytes(holders: Sequence[int], costs: CostModel, current: Placement | None) -> int:
-    """Of the holders that each layer gets, those that there are more of than live workers that hold it now."""
-    live = {worker.id for worker in costs.cluster.workers}
-    total = 0
-    for index, (layer, wanted) in enumerate(zip(costs.workload.layers, holders, strict=True)):
-        have = 0 if current is None else len(live.intersection(current.holders(index)))
-        total += max(0, wanted - have) * state_bytes(layer)
-    return total
+def in_roles(
+    pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement, *, keep_hosts: bool, effort: int
+) -> tuple[PlacedPipeline, ...]:
+    """The same pipelines with stages on the workers that hold most of them, so that the least has to move.
+
+    With `keep_hosts` a stage stays on its host, so that links, and with them times, stay as they are.
+    """
+    cluster = timer.costs.cluster
+    kinds = {
+        worker.id: (worker.speed, worker.memory_bytes, worker.host if keep_hosts else None)
+        for worker in cluster.workers
+    }
+    places = {
+        hop.worker: Holding((hop.layers,), kinds[hop.worker])
+        for each in pipelines
+        for hop in hops_of(each.workers, each.timed.stops)
+    }
+    roles = assign_roles(holdings_of(current, kinds), places, timer.costs.workload.layers)
+    found: list[PlacedPipeline] = []
+    for each in pipelines:
+        workers = tuple(roles[worker] for worker in each.workers)
+        timed = each.timed if keep_hosts else timer.moved(each.timed, workers, effort=effort)
+        found.append(PlacedPipeline(timed, workers))
+    return tuple(found)
+
+
+def moved_bytes(placement: Placement, costs: CostModel, current: Placement | None) -> int:
+    """Parameters and optimizer state that workers lack for a placement."""
+    state = [state_bytes(layer) for layer in costs.workload.layers]
+    held = {} if current is None else current.ranges
+    lacking: Counter[tuple[tuple[LayerRange, ...], tuple[LayerRange, ...]]] = Counter(
+        (held.get(worker, ()), ranges) for worker, ranges in placement.ranges.items()
+    )
+    return sum(
+        count * sum(state[layer] for layer in missing_layers(Holding(had), Holding(wanted)))
+        for (had, wanted), count in lacking.items()
+    )
 
 
 def _reduction_s(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
@@ -21,7 +21,8 @@ from chameleon_ft.search._placed import (
     PlacedPipeline,
     found_plan,
     has_gradients,
-    least_moved_bytes,
+    in_roles,
+    moved_bytes,
     synced_s,
     ways_to_place,
 )
@@ -38,6 +39,8 @@ DEFAULT_EFFORT: Final = 20_000
 _ROUNDING: Final = 1e-9
 # Of every search so many mixes get workers; the best plan and its alternatives are chosen among them.
 _MIXES_KEPT: Final = 2
+# Of the plans found, so many get the workers that hold most of them already.
+_IN_ROLES: Final = 2
 # Those that are nearly as good as the best of them get the best programs, which may change their order.
 _CLOSE: Final = 1.02
 # With little effort, so many numbers of pipelines are tried out.
@@ -83,7 +86,7 @@ def find_plan(
         raise PlanError("no worker is left to plan for; start at least one")
     handed_in, too_large = _weighed(others or {}, costs, current)
     search = _Search(costs, current, effort)
-    found = sorted([*search.plans(), *handed_in], key=lambda each: (each.step_s, each.least_moved_bytes))
+    found = sorted([*search.plans(), *handed_in], key=lambda each: (each.step_s, each.moved_bytes))
     if not found:
         raise why_infeasible(CostModel(costs.workload, grouped(costs.cluster)))
     return SearchResult(
@@ -104,7 +107,6 @@ class _Placed:
     pipelines: tuple[PlacedPipeline, ...]
     timer: Timer
     step_s: float
-    least_moved_bytes: int
 
 
 class _Search:
@@ -133,14 +135,14 @@ class _Search:
         searches = [search for split in (True, False) for search in self._searches(split)]
         searches = self._bounded(searches)
         placed = self._run(searches)
-        front = _front(placed)
         if not (self._all_kinds and is_exact(self._crew.counts) and all(search.all_shapes for search in searches)):
             self.complete = False
             self.bound_s = _bound_of_equals_s(self._real_costs)
             self.family = BoundFamily.PIPELINES_ANY_MEMORY
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - _ROUNDING
-        return [found_plan("pipelines", each.pipelines, each.timer, self._current) for each in front]
+        best = [found_plan("pipelines", each.pipelines, each.timer, self._current) for each in self._in_roles(placed)]
+        return _front(best)
 
     def _searches(self, split_backward: bool) -> list[MixSearch]:
         timer = Timer(self._costs, self._crew, split_backward=split_backward)
@@ -242,13 +244,22 @@ class _Search:
         pipelines = tuple(
             PlacedPipeline(timer.moved(each, own, effort=effort), own) for each, own in zip(timed, workers, strict=True)
         )
-        holders = [len(pipelines)] * len(self._costs.workload.layers)
-        return _Placed(
-            pipelines,
-            timer,
-            step_s=synced_s(pipelines, self._costs),
-            least_moved_bytes=least_moved_bytes(holders, self._costs, self._current),
-        )
+        return _Placed(pipelines, timer, step_s=synced_s(pipelines, self._costs))
+
+    def _in_roles(self, placed: Sequence[_Placed]) -> list[_Placed]:
+        """The best ones as they are, and with stages on the workers that hold most of them."""
+        few = list(placed[:_IN_ROLES])
+        if self._current is None:
+            return few[:1]
+        effort = polish_effort(self._effort)
+        found: list[_Placed] = []
+        for each in few:
+            for keep_hosts in (True, False):
+                pipelines = in_roles(each.pipelines, each.timer, self._current, keep_hosts=keep_hosts, effort=effort)
+                found.append(_Placed(pipelines, each.timer, step_s=synced_s(pipelines, self._costs)))
+                if _links_are_equal(self._costs.cluster):
+                    break
+        return found
 
     def _polished(self, placed: _Placed) -> _Placed:
         """The same with the best program for every pipeline that would end last otherwise."""
@@ -289,7 +300,6 @@ def _weighed(
             estimate = estimate_step(plan, best_program(plan, costs, ceiling=ceiling).program, costs)
             missing = estimate.over_capacity(costs)
             if not missing:
-                holders = [len(plan.placement.holders(layer)) for layer in range(plan.placement.num_layers)]
                 found.append(
                     FoundPlan(
                         name=name,
@@ -298,7 +308,7 @@ def _weighed(
                         step_s=estimate.step_s,
                         program_s=estimate.program_s,
                         peak_bytes=max(memory.peak_bytes for memory in estimate.memory.values()),
-                        least_moved_bytes=least_moved_bytes(holders, costs, current),
+                        moved_bytes=moved_bytes(plan.placement, costs, current),
                     )
                 )
                 break
@@ -311,21 +321,10 @@ def _links_are_equal(cluster: Cluster) -> bool:
     return cluster.intra_host == cluster.inter_host or hosts in (1, len(cluster.workers))
 
 
-class _Weighable(Protocol):
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def least_moved_bytes(self) -> int: ...
-
-
-_W = TypeVar("_W", bound=_Weighable)
-
-
-def _front(plans: Sequence[_W]) -> list[_W]:
+def _front(plans: Sequence[FoundPlan]) -> list[FoundPlan]:
     """Those that no other beats in both step time and bytes to move, the fastest first."""
-    front: list[_W] = []
-    for each in sorted(plans, key=lambda each: (each.step_s, each.least_moved_bytes)):
-        if not front or each.least_moved_bytes < front[-1].least_moved_bytes:
+    front: list[FoundPlan] = []
+    for each in sorted(plans, key=lambda each: (each.step_s, each.moved_bytes)):
+        if not front or each.moved_bytes < front[-1].moved_bytes:
             front.append(each)
     return front

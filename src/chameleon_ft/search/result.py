@@ -35,9 +35,7 @@ class FoundPlan:
         step_s: seconds until all operations have ended and all gradients are reduced; vote and update come on top.
         program_s: seconds until the last operation has ended. Pipelines have the best program each.
         peak_bytes: what the worker that needs most holds at its worst moment.
-        least_moved_bytes: parameters and optimizer state that have to move from the current placement at the least:
-            for each layer, those of the holders that it gets more of than are left. Which worker takes which stage may
-            move more.
+        moved_bytes: parameters and optimizer state that its workers lack, of what they hold now.
     """
 
     name: str
@@ -46,7 +44,7 @@ class FoundPlan:
     step_s: float
     program_s: float
     peak_bytes: int
-    least_moved_bytes: int
+    moved_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
