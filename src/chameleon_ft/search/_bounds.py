@@ -75,6 +75,7 @@ class Pipelines:
     def __init__(self, costs: CostModel, kinds: Sequence[Kind], *, split_backward: bool) -> None:
         self.split_backward = split_backward
         self.kinds = tuple(kinds)
+        self.layers = costs.workload.layers
         self.num_layers = len(costs.workload.layers)
         self.memory = StageMemory(costs.workload, split_backward=split_backward)
         self.times = tuple(stage_times(costs, kind, split_backward=split_backward) for kind in kinds)

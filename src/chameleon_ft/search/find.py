@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -26,6 +26,7 @@ from chameleon_ft.search._placed import (
     synced_s,
     ways_to_place,
 )
+from chameleon_ft.search._recut import recut
 from chameleon_ft.search._sync import about, least_sync, numbers_of_pipelines
 from chameleon_ft.search._timed import TimedPipeline, Timer, look_effort, polish_effort
 from chameleon_ft.search.infeasible import why_infeasible
@@ -42,7 +43,7 @@ _MIXES_KEPT: Final = 2
 # Of the plans found, so many get the workers that hold most of them already.
 _IN_ROLES: Final = 2
 # Those that are nearly as good as the best of them get the best programs, which may change their order.
-_CLOSE: Final = 1.02
+_CLOSE: Final = 1.05
 # With little effort, so many numbers of pipelines are tried out.
 _RUN: Final = 3
 # List schedules of a pipeline that effort should do for.
@@ -141,8 +142,11 @@ class _Search:
             self.family = BoundFamily.PIPELINES_ANY_MEMORY
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - _ROUNDING
-        best = [found_plan("pipelines", each.pipelines, each.timer, self._current) for each in self._in_roles(placed)]
-        return _front(best)
+        timers = {search.timer.split_backward: search.timer for search in searches}
+        return [
+            *(found_plan("pipelines", each.pipelines, each.timer, self._current) for each in self._in_roles(placed)),
+            *self._recut(timers.values()),
+        ]
 
     def _searches(self, split_backward: bool) -> list[MixSearch]:
         timer = Timer(self._costs, self._crew, split_backward=split_backward)
@@ -260,6 +264,19 @@ class _Search:
                 if _links_are_equal(self._costs.cluster):
                     break
         return found
+
+    def _recut(self, timers: Iterable[Timer]) -> Iterator[FoundPlan]:
+        """With the whole pipelines of the current placement as they are, with split and with fused backward."""
+        if self._current is None:
+            return
+        effort = look_effort(self._effort)
+        for timer in timers:
+            pipelines = recut(
+                self._current, self._crew, timer, micro_batches=self._costs.workload.micro_batches, effort=effort
+            )
+            if pipelines is not None:
+                polished = self._polished(_Placed(pipelines, timer, synced_s(pipelines, self._costs)))
+                yield found_plan("recut", polished.pipelines, timer, self._current)
 
     def _polished(self, placed: _Placed) -> _Placed:
         """The same with the best program for every pipeline that would end last otherwise."""

@@ -1,0 +1,205 @@
+"""Between detours and new pipelines: those that are whole stay as they are, and only the broken ones are cut anew.
+
+So only the workers of broken pipelines receive layers, while the shares of the micro-batches change for all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final
+
+from chameleon_ft.cluster import Cluster
+from chameleon_ft.estimate import state_bytes
+from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
+from chameleon_ft.search._kinds import Crew, Shape
+from chameleon_ft.search._placed import PlacedPipeline
+from chameleon_ft.search._timed import Timer
+
+# Of the cuts that may take this many times the least, the one that moves least is taken; so many are looked at.
+_NEAR: Final = 1.02
+_CUTS: Final = 50
+# How often a micro-batch goes from the pipeline that ends last to one that would then end earlier.
+_SHIFTS: Final = 8
+
+# Kinds of the workers, where stages stop.
+_Class = tuple[Shape, Stops]
+
+
+def recut(
+    current: Placement, crew: Crew, timer: Timer, *, micro_batches: int, effort: int
+) -> tuple[PlacedPipeline, ...] | None:
+    """The pipelines of `current` among the live workers, with the rest of broken ones made into as many as they can be.
+
+    Stages of different broken pipelines that follow each other are joined. None where no pipeline is whole, or the
+    micro-batches are fewer than the pipelines.
+    """
+    kind_of = {worker: kind for kind, members in enumerate(crew.members) for worker in members}
+    live = current.without([worker for worker in current.workers if worker not in kind_of])
+    chains = _chains(live, timer.costs.cluster)
+    if chains is None:
+        return None
+    whole = [chain for chain in chains if _covers(live, chain)]
+    left = [worker for chain in chains if not _covers(live, chain) for worker in chain]
+    if not whole:
+        return None
+    depth = sum(map(len, whole)) / len(whole)
+    number = max(1, round(len(left) / depth)) if left else 0
+    left.sort(key=lambda worker: (sum(_bounds_of(live, worker)), worker))
+    pipelines: list[tuple[_Class, tuple[int, ...]]] = []
+    for workers in whole:
+        shape = tuple(kind_of[worker] for worker in workers)
+        pipelines.append(((shape, tuple(_bounds_of(live, worker)[1] for worker in workers)), workers))
+    for first in range(number):
+        workers = tuple(left[first::number])
+        shape = tuple(kind_of[worker] for worker in workers)
+        share = max(1, micro_batches * len(workers) // (len(left) + sum(map(len, whole))))
+        stops = _nearest_cut(live, workers, shape, share, timer.pipelines)
+        # Those that cannot hold a model among them stay idle.
+        if stops is not None:
+            pipelines.append(((shape, stops), workers))
+    shares = _Shares([own for own, _ in pipelines], timer, effort).even(micro_batches)
+    if shares is None:
+        return None
+    return tuple(
+        PlacedPipeline(timer.timed(workers, *own, count, effort=effort), workers)
+        for (own, workers), count in zip(pipelines, shares, strict=True)
+    )
+
+
+def _chains(live: Placement, cluster: Cluster) -> list[tuple[int, ...]] | None:
+    """Workers whose layers follow each other, each in one chain; None if a worker holds several ranges.
+
+    Where there is a choice, neighbours by host and by number are joined.
+    """
+    starts: dict[int, list[int]] = defaultdict(list)
+    stops: dict[int, list[int]] = defaultdict(list)
+    for worker, ranges in live.ranges.items():
+        if len(ranges) != 1:
+            return None
+        starts[ranges[0].start].append(worker)
+        stops[ranges[0].stop].append(worker)
+    hosts = {worker.id: worker.host for worker in cluster.workers}
+    after: dict[int, int] = {}
+    for boundary, before in stops.items():
+        pairs = sorted(
+            ((hosts[a] != hosts[b], abs(b - a - 1), a, b) for a in before for b in starts.get(boundary, ())),
+        )
+        taken: set[int] = set()
+        for _, _, a, b in pairs:
+            if a not in after and b not in taken:
+                after[a] = b
+                taken.add(b)
+    firsts = sorted(set(live.workers) - set(after.values()))
+    chains: list[tuple[int, ...]] = []
+    for worker in firsts:
+        chain = [worker]
+        while chain[-1] in after:
+            chain.append(after[chain[-1]])
+        chains.append(tuple(chain))
+    return chains
+
+
+def _bounds_of(placement: Placement, worker: int) -> tuple[int, int]:
+    (layers,) = placement.ranges_of(worker)
+    return layers.start, layers.stop
+
+
+def _covers(placement: Placement, chain: Sequence[int]) -> bool:
+    return _bounds_of(placement, chain[0])[0] == 0 and _bounds_of(placement, chain[-1])[1] == placement.num_layers
+
+
+def _nearest_cut(
+    live: Placement, workers: Sequence[int], shape: Shape, micro_batches: int, pipelines: Pipelines
+) -> Stops | None:
+    """Of cuts that are nearly as fast as can be, the one for which these workers lack the least."""
+    bounds = pipelines.bounds(SyncCost())
+    if len(shape) > pipelines.num_layers:
+        return None
+    near = bounds.each(shape, micro_batches, bounds.least_s(shape, micro_batches) * _NEAR)
+    state = [state_bytes(layer) for layer in pipelines.layers]
+
+    def lacking(stops: Stops) -> int:
+        starts = (0, *stops[:-1])
+        return sum(
+            state[layer]
+            for worker, start, stop in zip(workers, starts, stops, strict=True)
+            for layer in LayerRange(start, stop)
+            if layer not in live.ranges_of(worker)[0]
+        )
+
+    return min((stops for _, stops in islice(near, _CUTS)), key=lambda stops: (lacking(stops), stops), default=None)
+
+
+class _Shares:
+    """How many micro-batches each of some pipelines gets, so that the last ends first."""
+
+    def __init__(self, pipelines: Sequence[_Class], timer: Timer, effort: int) -> None:
+        self._pipelines = pipelines
+        self._counts = Counter(pipelines)
+        self._timer = timer
+        self._effort = effort
+        self._bounds = timer.pipelines.bounds(SyncCost())
+
+    def even(self, micro_batches: int) -> list[int] | None:
+        """By their bounds, and then by their programs; None if they cannot hold so many."""
+        low, high = 0.0, 1.0
+        while self._total(high, micro_batches) < micro_batches:
+            low, high = high, 2 * high
+            if high > 1e12:
+                return None
+        while high - low > 1e-4 * high:
+            middle = (low + high) / 2
+            if self._total(middle, micro_batches) >= micro_batches:
+                high = middle
+            else:
+                low = middle
+        most = {own: self._most(own, high, micro_batches) for own in self._counts}
+        shares = [most[own] for own in self._pipelines]
+        while sum(shares) > micro_batches:
+            slowest = max(range(len(shares)), key=lambda place: (self._bound_s(place, shares[place]), place))
+            shares[slowest] -= 1
+        return None if 0 in shares else self._shifted(shares)
+
+    def _shifted(self, shares: list[int]) -> list[int]:
+        """One at a time from the last to end to the first, as long as that makes the step shorter."""
+        for _ in range(_SHIFTS):
+            times_s = [self._time_s(place, count) for place, count in enumerate(shares)]
+            slowest = max(range(len(shares)), key=times_s.__getitem__)
+            quickest = min(range(len(shares)), key=times_s.__getitem__)
+            if shares[slowest] == 1 or not self._fits(quickest, shares[quickest] + 1):
+                break
+            changed = list(shares)
+            changed[slowest] -= 1
+            changed[quickest] += 1
+            worst_s = max(self._time_s(slowest, changed[slowest]), self._time_s(quickest, changed[quickest]))
+            if worst_s >= times_s[slowest]:
+                break
+            shares = changed
+        return shares
+
+    def _total(self, time_s: float, enough: int) -> int:
+        return sum(count * self._most(own, time_s, enough) for own, count in self._counts.items())
+
+    def _most(self, own: _Class, time_s: float, enough: int) -> int:
+        low, high = 0, enough
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self._timer.pipelines.fits(*own, middle)
+            if fits and self._bounds.bound_s(*own, middle) <= time_s:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _bound_s(self, place: int, count: int) -> float:
+        return self._bounds.bound_s(*self._pipelines[place], count) if count else 0.0
+
+    def _time_s(self, place: int, count: int) -> float:
+        shape, stops = self._pipelines[place]
+        return self._timer.sample(shape, stops, count, effort=self._effort).program_s
+
+    def _fits(self, place: int, count: int) -> bool:
+        return self._timer.pipelines.fits(*self._pipelines[place], count)
