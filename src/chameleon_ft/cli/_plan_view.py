@@ -12,6 +12,7 @@ from rich.table import Table
 from chameleon_ft.cli._console import output
 from chameleon_ft.cli._plan_fit import Misfit
 from chameleon_ft.cli._prediction import Prediction, Searched
+from chameleon_ft.plan import Plan
 
 __all__ = ["gibibytes", "seconds", "show"]
 
@@ -63,6 +64,8 @@ def _facts(prediction: Prediction) -> Table:
     above = f"{max(0.0, estimate.gap):.1%} above it"
     facts.add_row("bound", f"{seconds(estimate.bound_s)} for the operations of this plan in any order: {above}")
     backward = "split" if prediction.plan.split_backward else "fused"
+    if prediction.plan.recompute:
+        facts.add_row("", f"workers {_ranges(sorted(prediction.plan.recompute))} recompute, to save memory")
     facts.add_row("", f"{seconds(prediction.cluster_bound_s)} for those of any pipelines with {backward} backward")
     facts.add_row("bubble", f"{estimate.bubble:.1%} of the workers' time is idle")
     return facts
@@ -83,13 +86,18 @@ def _found(searched: Searched, shape: box.Box) -> Table:
         depths = Counter(len(hops) for hops in {route.hops for route in found.plan.routes})
         table.add_row(
             found.name,
-            "split" if found.plan.split_backward else "fused",
+            _backward(found.plan),
             seconds(candidate.estimate.step_s),
             ", ".join(f"{count} of {depth}" for depth, count in sorted(depths.items())),
             gibibytes(found.moved_bytes),
             gibibytes(candidate.peak_bytes),
         )
     return table
+
+
+def _backward(plan: Plan) -> str:
+    kind = "split" if plan.split_backward else "fused"
+    return f"{kind}, {len(plan.recompute)} recompute" if plan.recompute else kind
 
 
 def _workers(prediction: Prediction, shape: box.Box) -> Table:

@@ -139,6 +139,10 @@ class _ObservedCosts(CostModel):
         super().__init__(base.workload, base.cluster)
         object.__setattr__(self, "observed", observed)
 
+    def pace(self, worker: int) -> float:
+        """Every worker has its own."""
+        return worker
+
     def compute_s(self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: bool = False) -> float:
         observed: Mapping[tuple[int, OperationKind, LayerRange], float] = self.observed  # type: ignore[attr-defined]
         found = observed.get((worker, kind, layers))

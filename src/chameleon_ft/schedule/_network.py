@@ -209,7 +209,7 @@ class _Times:
 
     def compute_s(self, hop: Hop, kind: OperationKind) -> float:
         recompute = hop.worker in self._recompute
-        key = self._worker(hop.worker).speed, recompute, kind, hop.layers.start, hop.layers.stop
+        key = self._costs.pace(hop.worker), recompute, kind, hop.layers.start, hop.layers.stop
         found = self._operation_s.get(key)
         if found is None:
             found = self._costs.compute_s(hop.worker, kind, hop.layers, recompute=recompute)

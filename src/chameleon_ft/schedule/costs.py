@@ -51,6 +51,10 @@ class CostModel:
                 work_s = math.fsum(cost.weight_grad_s for cost in costs) if layers.start else _backward_s(costs, again)
         return self.workload.operation_overhead_s + work_s / self.cluster.worker(worker).speed
 
+    def pace(self, worker: int) -> float:
+        """A number that is equal for workers on which the same operations take equally long."""
+        return self.cluster.worker(worker).speed
+
     def message_s(self, src: int, dst: int, num_bytes: float) -> float:
         """Seconds from the start of a send until it has arrived; zero when both ends are the same worker."""
         return 0.0 if src == dst else self.cluster.link(src, dst).message_s(num_bytes)
