@@ -124,9 +124,7 @@ def _step_s(plan: Plan, program: Program, costs: CostModel) -> float:
 
 def _multiples(count: int, seed: int) -> list[tuple[int, ...]]:
     rng = random.Random(seed)
-    return [
-        tuple(sorted(rng.sample(range(_WORKERS), rng.randint(_FEWEST_LOST, _MOST_LOST)))) for _ in range(count)
-    ]
+    return [tuple(sorted(rng.sample(range(_WORKERS), rng.randint(_FEWEST_LOST, _MOST_LOST)))) for _ in range(count)]
 
 
 def _after(lost: tuple[int, ...], plan: Plan, failure_free_s: float, costs: CostModel) -> Kept:

@@ -162,9 +162,7 @@ def _generated(count: int) -> Iterator[tuple[str, CostModel]]:
         )
 
 
-def _presets(
-    models: Sequence[str], sizes: Sequence[int], losses: Sequence[int]
-) -> Iterator[tuple[str, CostModel]]:
+def _presets(models: Sequence[str], sizes: Sequence[int], losses: Sequence[int]) -> Iterator[tuple[str, CostModel]]:
     for model in models:
         for workers in sizes:
             for count in losses:

@@ -1,8 +1,11 @@
-"""Does the search find the best plan, how fast, and how much does it prove? Three parts:
+"""Does the search find the best plan, how fast, and how much does it prove? Its parts, all by default:
 
 - suite: generated instances on which everything can be tried, against a complete search;
-- times: the re-partition after a loss, as `find_plan` makes it by default, for models on up to 100,000 workers;
-- gaps: how far plans are above their certified bounds after losses of 1 to 8 workers.
+- times: the re-partition after a loss, as `find_plan` makes it by default, for models on up to 100,000 workers; and the
+  same with the detours of the plan in force as a candidate, with everything that takes;
+- gaps: how far plans are above their certified bounds after losses of 1 to 8 workers;
+- kept: the throughput after a loss, as a share of surviving capacity times failure-free throughput;
+- planners: the step beside those of the published planners.
 """
 
 from __future__ import annotations
@@ -13,24 +16,30 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from benchmarks._common import Bar, Report, Spread, add_most_others, new_folder, report_arguments
 from benchmarks._neighbours import Neighbours, progress
+from benchmarks._search_cases import MODELS, PartReport, preset_costs, spread_losses
+from benchmarks._search_kept import kept_throughput
+from benchmarks._search_planners import compared_planners
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search import InfeasibleError, SearchResult, find_plan
+from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, find_plan, reroute
 from tests.search.instances import instance
 from tests.search.oracle import Exhaustive
 
+_PARTS: Final = ("suite", "times", "gaps", "kept", "planners")
+_MODEL: Final = "llama2-7b"
 _EXACT: Final = 1e-9
-_MICRO_BATCHES_PER_WORKER: Final = 4
 _LIMITS_MS: Final = {32: 20.0, 1_000: 100.0, 10_000: 1_000.0, 100_000: 10_000.0}
+_DETOUR_LIMITS_MS: Final = {32: 60.0, 1_000: 500.0}
 _THREE_CLASSES: Final = (1.0, 0.8, 0.6)
+_SYNC_WORDS: Final = {False: "gradient sync free", True: "with gradient sync"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,38 +63,111 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
-    """One question that was asked several times."""
+class Question:
+    """The workers that are left, and the plan that was in force if its detours are to be looked at."""
 
     name: str
     limit_ms: float
+    costs: CostModel
+    before: FoundPlan | None = None
+
+    def ask(self) -> SearchResult:
+        """Make the detours, if wanted, and search."""
+        if self.before is None:
+            return find_plan(self.costs)
+        live = {worker.id for worker in self.costs.cluster.workers}
+        lost = [worker for worker in self.before.plan.workers if worker not in live]
+        rerouted = reroute(self.before.plan, lost, self.costs, ceiling=self.before.ceiling)
+        return find_plan(self.costs, current=rerouted.placement, others={"reroute": rerouted})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A question that was asked several times."""
+
+    question: Question
     spread: Spread
     result: SearchResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps:
+    """Gaps after some losses, of those that leave enough memory."""
+
+    model: str
+    workers: int
+    gradients: bool
+    gaps: tuple[float, ...]
 
 
 def main() -> int:
     given = _arguments()
     folder = new_folder(given.out)
-    compared = [_compare(seed, equal=seed % 3 == 0) for seed in range(given.instances)]
     neighbours = Neighbours(most=given.most_others)
-    timed = [
-        neighbours.undisturbed(partial(_time, *question, given.repeats), folder / "times")
-        for question in _questions(given.largest)
-    ]
-    gaps = {(model, workers): _gaps(model, workers, given.losses) for model in given.models for workers in given.sizes}
-    return _report(compared, timed, gaps, neighbours).emit(folder, as_json=given.json)
+    parts = [_part(part, given, folder, neighbours) for part in _PARTS if part in given.parts]
+    report = Report(
+        benchmark="search",
+        columns=("question", "median (least to largest)", ""),
+        rows=tuple(row for part in parts for row in part.rows),
+        bars=tuple(bar for part in parts for bar in part.bars),
+        results={key: value for part in parts for key, value in part.results.items()},
+        neighbours=neighbours if "times" in given.parts else None,
+    )
+    return report.emit(folder, as_json=given.json)
 
 
 def _arguments() -> argparse.Namespace:
     parser = report_arguments(__doc__, name="search")
     add_most_others(parser)
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="what to measure; all of it")
+    parser.add_argument("--models", nargs="+", default=MODELS, help="presets, of gaps and planners")
     parser.add_argument("--instances", type=int, default=300, help="instances of the suite")
     parser.add_argument("--repeats", type=int, default=5, help="times that each question is asked")
     parser.add_argument("--largest", type=int, default=100_000, help="workers of the largest question")
-    parser.add_argument("--losses", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 7, 8], help="workers lost")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 256, 1024], help="workers before the loss")
-    parser.add_argument("--models", nargs="+", default=["llama2-7b", "llama2-13b", "qwen2.5-7b"], help="presets")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[32, 256, 1024], help="gaps: workers before the loss")
+    parser.add_argument("--losses", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 7, 8], help="gaps: workers lost")
+    parser.add_argument("--singles", type=int, default=32, help="kept: losses of one worker")
+    parser.add_argument("--multiples", type=int, default=50, help="kept: losses of two to four")
+    parser.add_argument("--seed", type=int, default=0, help="kept: who these are")
+    parser.add_argument("--generated", type=int, default=200, help="planners: generated instances")
+    parser.add_argument(
+        "--planner-sizes", type=int, nargs="+", default=[8, 16, 32], help="planners: workers before the loss"
+    )
+    parser.add_argument("--planner-losses", type=int, nargs="+", default=[1, 2, 3, 4], help="planners: workers lost")
     return parser.parse_args()
+
+
+def _part(part: str, given: argparse.Namespace, folder: Path, neighbours: Neighbours) -> PartReport:
+    match part:
+        case "suite":
+            return _suite(given.instances)
+        case "times":
+            return _times(given.largest, given.repeats, folder, neighbours)
+        case "gaps":
+            return _all_gaps(given.models, given.sizes, given.losses)
+        case "kept":
+            return kept_throughput(singles=given.singles, multiples=given.multiples, seed=given.seed)
+        case _:
+            return compared_planners(
+                instances=given.generated, models=given.models, sizes=given.planner_sizes, losses=given.planner_losses
+            )
+
+
+def _suite(instances: int) -> PartReport:
+    compared: list[Compared] = []
+    for seed in range(instances):
+        if seed % 50 == 0:
+            progress(f"suite: instance {seed + 1} of {instances}")
+        compared.append(_compare(seed, equal=seed % 3 == 0))
+    return PartReport(
+        rows=(),
+        bars=(
+            Bar(name="instances of the suite", value=len(compared), limit=300, at_least=True),
+            Bar(name="instances not equal to trying everything", value=sum(not c.equal for c in compared), limit=0),
+            Bar(name="instances with a bound above the best", value=sum(not c.bounded for c in compared), limit=0),
+        ),
+        results={"suite": [dataclasses.asdict(each) for each in compared]},
+    )
 
 
 def _compare(seed: int, *, equal: bool) -> Compared:
@@ -117,85 +199,107 @@ def _compare(seed: int, *, equal: bool) -> Compared:
     return done
 
 
-def _questions(largest: int) -> list[tuple[str, float, CostModel]]:
-    questions = [
-        (f"{workers:,} workers, one lost, {what}", limit_ms, _costs("llama2-7b", workers, (7,), gradients=gradients))
-        for workers, limit_ms in _LIMITS_MS.items()
-        if workers <= largest
-        for what, gradients in (("gradient sync free", False), ("with gradient sync", True))
+def _times(largest: int, repeats: int, folder: Path, neighbours: Neighbours) -> PartReport:
+    timed = [
+        neighbours.undisturbed(partial(_time, question, repeats), folder / "times") for question in _questions(largest)
     ]
-    costs = _costs("llama2-7b", 1_000, (7,), gradients=False)
+    return PartReport(
+        rows=tuple((f"{each.question.name}, ms", each.spread.shown(1), f"gap {each.result.gap:.2%}") for each in timed),
+        bars=tuple(
+            Bar(name=f"{each.question.name}, ms", value=each.spread.median, limit=each.question.limit_ms)
+            for each in timed
+        ),
+        results={"times_ms": [_timed_json(each) for each in timed]},
+    )
+
+
+def _timed_json(timed: Timed) -> dict[str, Any]:
+    result = timed.result
+    return {
+        "question": timed.question.name,
+        "gap": result.gap,
+        "best": result.best.name,
+        "alternatives": [each.name for each in result.alternatives],
+        "too_large": dict(result.too_large),
+        **timed.spread.to_json(),
+    }
+
+
+def _questions(largest: int) -> Iterator[Question]:
+    for workers, limit_ms in _LIMITS_MS.items():
+        if workers <= largest:
+            for gradients, words in _SYNC_WORDS.items():
+                costs = preset_costs(_MODEL, workers, (7,), gradients=gradients)
+                yield Question(name=f"{workers:,} workers, one lost, {words}", limit_ms=limit_ms, costs=costs)
+    costs = preset_costs(_MODEL, 1_000, (7,), gradients=False)
     slowed = tuple(dataclasses.replace(worker, speed=_THREE_CLASSES[worker.id % 3]) for worker in costs.cluster.workers)
     cluster = Cluster(slowed, costs.cluster.intra_host, costs.cluster.inter_host)
-    questions.append(("1,000 workers, three speeds", 1_000.0, CostModel(costs.workload, cluster)))
-    return questions
+    yield Question(name="1,000 workers, three speeds", limit_ms=1_000.0, costs=CostModel(costs.workload, cluster))
+    for workers, limit_ms in _DETOUR_LIMITS_MS.items():
+        for gradients, words in _SYNC_WORDS.items():
+            yield _with_detours(workers, limit_ms, gradients=gradients, words=words)
 
 
-def _time(name: str, limit_ms: float, costs: CostModel, repeats: int, _: Path) -> Timed:
+def _with_detours(workers: int, limit_ms: float, *, gradients: bool, words: str) -> Question:
+    """One that has layers is lost, of the plan that the search finds for all."""
+    before = find_plan(preset_costs(_MODEL, workers, gradients=gradients)).best
+    lost = before.plan.workers[7]
+    return Question(
+        name=f"{workers:,} workers, one lost, detours too, {words}",
+        limit_ms=limit_ms,
+        costs=preset_costs(_MODEL, workers, (lost,), gradients=gradients),
+        before=before,
+    )
+
+
+def _time(question: Question, repeats: int, _: Path) -> Timed:
     """Ask so many times; nothing is written."""
-    progress(f"times: {name}")
+    progress(f"times: {question.name}")
     times: list[float] = []
     for _repeat in range(repeats):
         start = time.perf_counter()
-        result = find_plan(costs)
+        result = question.ask()
         times.append((time.perf_counter() - start) * 1000)
-    return Timed(name=name, limit_ms=limit_ms, spread=Spread(tuple(times)), result=result)
+    return Timed(question=question, spread=Spread(tuple(times)), result=result)
 
 
-def _gaps(model: str, workers: int, losses: list[int]) -> list[float]:
-    """Gaps after losses of the workers 0, w, 2 w, ...: spread over hosts and stages."""
-    progress(f"gaps: {model} on {workers}")
+def _all_gaps(models: Sequence[str], sizes: Sequence[int], losses: Sequence[int]) -> PartReport:
+    every = [
+        _gaps(model, workers, losses, gradients=gradients)
+        for gradients in (True, False)
+        for model in models
+        for workers in sizes
+    ]
+    rows: list[tuple[str, str, str]] = []
+    bars: list[Bar] = []
+    for gradients, words in _SYNC_WORDS.items():
+        some = [each for each in every if each.gradients is gradients and each.gaps]
+        gaps = [gap for each in some for gap in each.gaps]
+        if gaps:
+            rows += [(f"gap of {each.model} on {each.workers}, {words}", *_shown(each.gaps)) for each in some]
+            rows.append((f"gap, {words}", *_shown(gaps)))
+            if gradients:
+                bars.append(Bar(name=f"median gap, {words}", value=statistics.median(gaps), limit=0.03))
+    return PartReport(
+        rows=tuple(rows), bars=tuple(bars), results={"gaps": [dataclasses.asdict(each) for each in every]}
+    )
+
+
+def _shown(gaps: Sequence[float]) -> tuple[str, str]:
+    return f"{statistics.median(gaps):.2%} ({min(gaps):.2%} to {max(gaps):.2%})", f"{len(gaps)} losses"
+
+
+def _gaps(model: str, workers: int, losses: Sequence[int], *, gradients: bool) -> Gaps:
+    progress(f"gaps: {model} on {workers}, {_SYNC_WORDS[gradients]}")
     found: list[float] = []
     for count in losses:
-        lost = tuple(range(0, workers, max(1, workers // count)))[:count]
         try:
-            found.append(find_plan(_costs(model, workers, lost, gradients=False)).gap)
+            found.append(
+                find_plan(preset_costs(model, workers, spread_losses(workers, count), gradients=gradients)).gap
+            )
         except InfeasibleError as error:
             progress(f"gaps: {model} on {workers - count}: {error}")
-    return found
-
-
-def _costs(model: str, workers: int, lost: tuple[int, ...], *, gradients: bool) -> CostModel:
-    rates = device("h100-80g")
-    workload = derive_workload(
-        model_shape(model), rates, micro_batch_size=1, micro_batches=_MICRO_BATCHES_PER_WORKER * workers
-    )
-    if not gradients:
-        layers = tuple(dataclasses.replace(layer, gradient_bytes=0) for layer in workload.layers)
-        workload = dataclasses.replace(workload, layers=layers)
-    return CostModel(workload, rates.cluster(workers).without(lost))
-
-
-def _report(
-    compared: list[Compared], timed: list[Timed], gaps: dict[tuple[str, int], list[float]], neighbours: Neighbours
-) -> Report:
-    every = [gap for found in gaps.values() for gap in found]
-    bars = [
-        Bar(name="instances of the suite", value=len(compared), limit=300, at_least=True),
-        Bar(name="instances not equal to trying everything", value=sum(not c.equal for c in compared), limit=0),
-        Bar(name="instances with a bound above the best", value=sum(not c.bounded for c in compared), limit=0),
-        *(Bar(name=f"{each.name}, ms", value=each.spread.median, limit=each.limit_ms) for each in timed),
-    ]
-    if every:
-        bars.append(Bar(name="median gap, gradient sync free", value=statistics.median(every), limit=0.03))
-    rows = [(each.name, each.spread.shown(1), f"{each.result.gap:.2%}") for each in timed]
-    rows += [
-        (f"{model} on {workers}, 1 to 8 lost", "", f"{statistics.median(found):.2%} (to {max(found):.2%})")
-        for (model, workers), found in gaps.items()
-        if found
-    ]
-    return Report(
-        benchmark="search",
-        columns=("question", "ms: median (least to largest)", "gap"),
-        rows=tuple(rows),
-        bars=tuple(bars),
-        results={
-            "suite": [dataclasses.asdict(each) for each in compared],
-            "times_ms": [{"question": each.name, "gap": each.result.gap, **each.spread.to_json()} for each in timed],
-            "gaps": [{"model": model, "workers": n, "gaps": found} for (model, n), found in gaps.items()],
-        },
-        neighbours=neighbours,
-    )
+    return Gaps(model=model, workers=workers, gradients=gradients, gaps=tuple(found))
 
 
 if __name__ == "__main__":

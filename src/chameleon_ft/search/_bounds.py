@@ -41,8 +41,9 @@ Stops: TypeAlias = tuple[int, ...]
 _ROUNDING: Final = 1e-12
 # Numbers of micro-batches that are looked at together.
 _WINDOW: Final = 4
-# By how much the bound of a cut may be above the least one, where that is hard to come by.
-_SLACKS: Final = (1e-9, 0.01, 0.05, math.inf)
+# By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
+_SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
+_EVEN: Final = 0.04
 
 # By micro-batches (of a window), start and stop; or without stop.
 _Times: TypeAlias = NDArray[np.float64]
@@ -214,11 +215,15 @@ class PipelineBounds:
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
             return []
+        found: list[Stops | None] = []
         for slack in _SLACKS:
             walk = _Cuts(self, shape, micro_batches, least_s * (1 + slack))
-            found = [stops for choose in (_nearest, _last, _first) if (stops := walk.greedy(choose)) is not None]
-            if found:
-                return list(dict.fromkeys(found))
+            # Nearly equal stages, or small ones first, have room in memory where the least bound would have them full.
+            found += map(walk.greedy, (_nearest, _first) if any(found) else (_nearest, _last, _first))
+            if slack >= _EVEN and any(found):
+                break
+        if any(found):
+            return list(dict.fromkeys(stops for stops in found if stops is not None))
         found_any = next(_Cuts(self, shape, micro_batches, math.inf).each(), None)
         return [] if found_any is None else [found_any]
 

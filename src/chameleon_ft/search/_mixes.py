@@ -24,6 +24,8 @@ from chameleon_ft.search._timed import TimedPipeline, Timer, look_effort
 _ROUNDING: Final = 1e-9
 # Relative precision of a bisection when the search is not to be complete.
 _COARSE: Final = 2e-4
+# How close to its bound a cut is good enough then.
+_ENOUGH: Final = 0.005
 # Most plans take less than so many times what workers take that are never idle.
 _LIKELY: Final = 1.8
 # Beyond which time does not matter.
@@ -31,6 +33,8 @@ _NO_HURRY: Final = 1e6
 # With little effort: how many list schedules it should do for, and how much longer a step may be so that it does.
 _LOOKS: Final = 12
 _NOT_MUCH_LONGER: Final = (1.15, 1.3, 1.5)
+# With little effort: so many mixes in a row that are no better end a search.
+_IN_VAIN: Final = 2
 # How many times as deep one pipeline may be as the mean.
 _ALIKE: Final = 1.5
 # What a search may cost however little effort it is given.
@@ -139,7 +143,7 @@ class MixSearch:
         self._leave_out_dear_shapes(bound_s)
         mixes: list[TimedMix] = []
         low, best_s = bound_s, upper_s
-        complete = False
+        complete, in_vain = False, 0
         most = math.inf if self._effort is None else self.timer.spent + self._effort
         while not complete and (not mixes or self.timer.spent < most):
             found = self._next(low, best_s)
@@ -155,7 +159,8 @@ class MixSearch:
             if not fresh or timed_mix.time_s <= low * (1 + _ROUNDING):
                 complete = self._effort is None
                 break
-            if self._effort is not None and len(mixes) > 1 and timed_mix.time_s >= best_s:
+            in_vain = 0 if timed_mix.time_s < best_s else in_vain + 1
+            if self._effort is not None and in_vain == _IN_VAIN:
                 break
             best_s = min(best_s, timed_mix.time_s)
         return Searched(mixes=tuple(mixes), complete=complete)
@@ -308,7 +313,7 @@ class MixSearch:
             if bounds is None or (best[1] is not None and self._effort is not None):
                 continue
             least_s = bounds.least_s(shape, micro_batches)
-            enough_s = least_s * (1 + (_ROUNDING if self._effort is None else _COARSE))
+            enough_s = least_s * (1 + (_ROUNDING if self._effort is None else _ENOUGH))
             for stops in self._cuts(bounds, shape, micro_batches):
                 if best[0] <= enough_s or bounds.bound_s(shape, stops, micro_batches) >= best[0] * (1 - _ROUNDING):
                     continue
