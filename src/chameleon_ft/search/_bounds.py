@@ -41,6 +41,8 @@ Stops: TypeAlias = tuple[int, ...]
 _ROUNDING: Final = 1e-12
 # Numbers of micro-batches that are looked at together.
 _WINDOW: Final = 4
+# Numbers in the matrices that are kept, the latest ones: 128 MB. Made again they take some tenths of a millisecond.
+_REMEMBERED: Final = 1 << 24
 # By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
 _SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
 _EVEN: Final = 0.04
@@ -101,6 +103,8 @@ class Pipelines:
         key = shape, window
         found = self._stages.get(key)
         if found is None:
+            while len(self._stages) * _WINDOW * (self.num_layers + 1) ** 2 > _REMEMBERED:
+                self._stages.pop(next(iter(self._stages)))
             found = self._stages[key] = self._looked_at(shape, window)
         return found
 

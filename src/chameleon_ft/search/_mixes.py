@@ -140,7 +140,12 @@ class MixSearch:
 
     def run(self, bound_s: float, upper_s: float = math.inf) -> Searched:
         """Search between a bound and a time that is to be beaten."""
-        self._leave_out_dear_shapes(bound_s)
+        if self._effort is None:
+            return self._run(bound_s, upper_s)
+        found = [self._run(bound_s, upper_s) for _ in self._few_shapes(bound_s)]
+        return Searched(mixes=tuple(mix for searched in found for mix in searched.mixes), complete=False)
+
+    def _run(self, bound_s: float, upper_s: float) -> Searched:
         mixes: list[TimedMix] = []
         low, best_s = bound_s, upper_s
         complete, in_vain = False, 0
@@ -200,37 +205,44 @@ class MixSearch:
                 low = middle
         return low, mix if bounding else self._trimmed(mix)
 
-    def _leave_out_dear_shapes(self, time_s: float) -> None:
-        """With little effort, leave out shapes that a look at would cost too much, if others can finish in that time.
+    def _few_shapes(self, time_s: float) -> Iterator[None]:
+        """With little effort, go on without shapes that a look at would cost too much, if others can finish in time.
 
-        And where the number of pipelines is given, those that are not about as deep as all would be if they were equal:
-        the more alike pipelines are, the more of their gradients can be reduced together.
+        Where the number of pipelines is given, first with those of equal depth, or nearly so, and then with those that
+        are not much deeper or shallower: the more alike pipelines are, the more of their gradients can be reduced
+        together.
         """
-        if self._effort is None:
-            return
-        shapes = self.shapes
+        most = max(self._effort or 0, _DEAR) / _LOOKS
+        everything = self.shapes
+        ways = [everything]
         if self.numbers is not None:
-            fewest, most = self.numbers
-            shallow, deep = sum(self._counts) / most / _ALIKE - 1, sum(self._counts) / fewest * _ALIKE + 1
-            shapes = [shape for shape in shapes if shallow <= len(shape) <= deep]
-        shapes = [
-            shape
-            for shape in shapes
-            if _OPERATIONS_PER_HOP * len(shape) * self._most(shape, time_s) <= max(self._effort, _DEAR) / _LOOKS
-        ]
-        self._active, everything = shapes, self._active
-        if all(self._at(time_s * longer)[0] < self._micro_batches for longer in _NOT_MUCH_LONGER):
+            mean = [sum(self._counts) / number for number in self.numbers]
+            ways = [
+                [shape for shape in everything if shallow <= len(shape) <= deep]
+                for shallow, deep in (
+                    (math.floor(mean[1]), math.ceil(mean[0])),
+                    (mean[1] / _ALIKE - 1, mean[0] * _ALIKE + 1),
+                )
+            ]
+        possible = False
+        for shapes in ways:
+            self._active = [s for s in shapes if _OPERATIONS_PER_HOP * len(s) * self._most(s, time_s) <= most]
+            if any(self._at(time_s * longer)[0] >= self._micro_batches for longer in _NOT_MUCH_LONGER):
+                possible = True
+                yield
+        if not possible:
             self._active = everything
+            yield
 
     def _at(self, time_s: float, *, bounding: bool = False) -> tuple[int, list[Share]]:
         """The most micro-batches that a mix may finish in `time_s`, and the mix.
 
         With `bounding`, a number that no mix passes, and a mix that comes close to it.
         """
+        counts = {shape: self._most(shape, time_s) for shape in self._active}
         while True:
             best: dict[Size, tuple[int, Shape]] = {}
-            for shape in self._active:
-                count = self._most(shape, time_s)
+            for shape, count in counts.items():
                 if count > best.get(self._sizes[shape], (0, ()))[0]:
                     best[self._sizes[shape]] = count, shape
             found = self._best_mix({size: value for size, (value, _) in best.items()})
@@ -241,6 +253,7 @@ class MixSearch:
             if not fresh:
                 return total, [Share(best[size][1], best[size][0], number) for size, number in found.mix.items()]
             self._opened |= fresh
+            counts.update((shape, self._most(shape, time_s)) for shape in fresh)
 
     def _best_mix(self, values: dict[Size, int]) -> BoundedMix:
         if self.numbers is None:
