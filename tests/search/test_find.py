@@ -201,6 +201,42 @@ def test_a_worker_that_would_slow_the_rest_stays_idle() -> None:
     assert found.best.step_s == pytest.approx(2 * 2 * 3)
 
 
+def reducing(layer: LayerCost, *, layers: int, micro_batches: int, cluster: Cluster) -> CostModel:
+    return CostModel(Workload((dataclasses.replace(layer, gradient_bytes=100),) * layers, micro_batches, 1), cluster)
+
+
+def test_workers_stay_idle_where_reducing_takes_longer_than_they_save() -> None:
+    layer = LayerCost("layer", 0.1, 0.1, 0.1)
+    link = Link(1.0, 10.0)
+    costs = reducing(
+        layer, layers=4, micro_batches=9, cluster=Cluster(tuple(Worker(n, f"{n}") for n in range(9)), link, link)
+    )
+    found = find_plan(costs)
+    assert len({route.hops for route in found.best.plan.routes}) == 1
+    assert found.best.step_s <= 9 * 4 * 0.3, "what one worker alone takes"
+
+
+def test_a_worker_that_slows_the_others_is_left_out_where_gradients_are_reduced() -> None:
+    cluster = device("h100-80g").cluster(8)
+    slow = Cluster(
+        tuple(dataclasses.replace(worker, speed=0.1 if worker.id == 3 else 1.0) for worker in cluster.workers),
+        cluster.intra_host,
+        cluster.inter_host,
+    )
+    without = find_plan(CostModel(PRESET, cluster.without([3])))
+    assert find_plan(CostModel(PRESET, slow)).best.step_s <= without.best.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("layer_s", [0.0, 1e-9])
+def test_layers_that_take_hardly_any_time(layer_s: float) -> None:
+    layer = LayerCost("layer", layer_s, layer_s, layer_s, param_bytes=6)
+    link = Link(0.01, math.inf)
+    workers = tuple(Worker(number, "host", memory_bytes=10) for number in range(2))
+    found = find_plan(CostModel(Workload((layer,) * 2, 2, 1), Cluster(workers, link, link)))
+    assert found.bound_s <= found.best.step_s
+    assert found.best.step_s == pytest.approx(0.02, rel=1e-3)
+
+
 def test_a_slow_worker_gets_fewer_micro_batches() -> None:
     link = Link(10.0, math.inf)
     workers = (Worker(0, "host"), Worker(1, "host", speed=0.5))

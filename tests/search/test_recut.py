@@ -74,3 +74,11 @@ def test_a_loss_of_a_preset_moves_less_than_a_stage_for_each_worker_that_is_left
     assert depths == [3, 4]
     state = sum(layer.param_bytes + layer.optimizer_bytes for layer in workload.layers)
     assert 0 < found.moved_bytes < state * 3 / 4
+
+
+def test_few_micro_batches_of_deep_pipelines_are_no_matter_of_minutes() -> None:
+    workload = derive_workload(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=1, micro_batches=2)
+    costs = CostModel(workload, device("h100-80g").cluster(16))
+    found = recut_plan(costs, dp=2, pp=8, lost=(3,), split=True)
+    assert found is not None
+    assert {len(route.hops) for route in found.plan.routes} == {7, 8}

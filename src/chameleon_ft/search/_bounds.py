@@ -231,6 +231,13 @@ class PipelineBounds:
         found_any = next(_Cuts(self, shape, micro_batches, math.inf).each(), None)
         return [] if found_any is None else [found_any]
 
+    def nearest(self, shape: Shape, micro_batches: int, wishes: Sequence[int], *, slack: float) -> Stops | None:
+        """A cut whose stages stop near to where it is wished, with a bound that is little above the least."""
+        least_s = self.least_s(shape, micro_batches)
+        if least_s == math.inf:
+            return None
+        return _Cuts(self, shape, micro_batches, least_s * (1 + slack), wishes).greedy(_nearest)
+
     def each(self, shape: Shape, micro_batches: int, limit_s: float) -> list[tuple[float, Stops]]:
         """All cuts that fit with a bound of up to `limit_s`, by bound."""
         bounds = (
@@ -267,8 +274,16 @@ class PipelineBounds:
 class _Cuts:
     """The cuts of a shape whose bound is within a limit, stage by stage from the first."""
 
-    def __init__(self, bounds: PipelineBounds, shape: Shape, micro_batches: int, limit_s: float) -> None:
+    def __init__(
+        self,
+        bounds: PipelineBounds,
+        shape: Shape,
+        micro_batches: int,
+        limit_s: float,
+        wishes: Sequence[int] | None = None,
+    ) -> None:
         self._bounds = bounds
+        self._wishes = wishes
         self._shape = shape
         self._micro_batches = micro_batches
         self._limit_s = limit_s * (1 + _ROUNDING)
@@ -336,7 +351,9 @@ class _Cuts:
         return before_s + float(times.down_s[start, stop]), back_s
 
     def _wish(self, position: int, start: int) -> float:
-        """Where the stage would stop, as a number of layers and a part of one, if all that are left had equal work."""
+        """Where the stage is wished to stop; else where it would, in layers and parts, if all left had equal work."""
+        if self._wishes is not None:
+            return self._wishes[position]
         rest = self._shape[position:]
         if len(rest) == 1:
             return float(self._bounds.pipelines.num_layers)

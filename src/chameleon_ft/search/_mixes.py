@@ -28,8 +28,10 @@ _COARSE: Final = 2e-4
 _ENOUGH: Final = 0.005
 # Most plans take less than so many times what workers take that are never idle.
 _LIKELY: Final = 1.8
-# Beyond which time does not matter.
-_NO_HURRY: Final = 1e6
+# To begin with where nothing takes any time.
+_NO_TIME_S: Final = 1e-9
+# When everything is done that can be done at all.
+_AT_LAST_S: Final = 1e300
 # With little effort: how many list schedules it should do for, and how much longer a step may be so that it does.
 _LOOKS: Final = 12
 _NOT_MUCH_LONGER: Final = (1.15, 1.3, 1.5)
@@ -116,7 +118,7 @@ class MixSearch:
         self._bound: tuple[float, list[Share]] | None = None
         work_s = sum(layer.forward_s + layer.least_backward_s for layer in costs.workload.layers)
         overhead_s = 2 * costs.workload.operation_overhead_s
-        self._work_s = self._micro_batches * (work_s / crew.speed + overhead_s / sum(crew.counts)) or 1e-9
+        self._work_s = self._micro_batches * (work_s / crew.speed + overhead_s / sum(crew.counts))
 
     def promise(self, time_s: float) -> int:
         """Micro-batches that mixes may finish in `time_s`, at the most; to tell which searches to begin with."""
@@ -171,26 +173,25 @@ class MixSearch:
         return Searched(mixes=tuple(mixes), complete=complete)
 
     def _bounded(self) -> tuple[float, list[Share]]:
-        low, high = self._work_s, self._work_s * 1.05
+        if self._at(_AT_LAST_S, bounding=True)[0] < self._micro_batches:
+            return math.inf, []
+        low, high = self._work_s, self._work_s * 1.05 or _NO_TIME_S
+        total, mix = self._at(low, bounding=True)
+        if total >= self._micro_batches:
+            return low, mix
         while self._at(high, bounding=True)[0] < self._micro_batches:
-            low, high = high, high * 1.1
-            if high > _LIKELY * self._work_s:
-                most, _ = self._at(_NO_HURRY * self._work_s, bounding=True)
-                if most < self._micro_batches:
-                    return math.inf, []
+            low, high = high, high * (1.1 if high < _LIKELY * self._work_s else 2)
         return self._narrowed(low, high, bounding=True)
 
     def _next(self, low: float, best_s: float) -> tuple[float, list[Share]] | None:
         """The best mix for what is known, if it may take less than `best_s`, and a time that is certain by then."""
         high = best_s * (1 - _ROUNDING)
-        if high == math.inf:
-            high = low * (1 + 2 * self._precision)
-            while self._at(high)[0] < self._micro_batches:
-                low, high = high, high * 1.05
-                if high > _NO_HURRY * self._work_s:
-                    return None
-        elif self._at(high)[0] < self._micro_batches:
+        if self._at(min(high, _AT_LAST_S))[0] < self._micro_batches:
             return None
+        if high == math.inf:
+            high = low * (1 + 2 * self._precision) or _NO_TIME_S
+            while self._at(high)[0] < self._micro_batches:
+                low, high = high, high * (1.05 if high < _LIKELY * self._work_s else 2)
         return self._narrowed(low, high)
 
     def _narrowed(self, low: float, high: float, *, bounding: bool = False) -> tuple[float, list[Share]]:

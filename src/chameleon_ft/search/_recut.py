@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import islice
 from typing import Final
 
 from chameleon_ft.cluster import Cluster
@@ -18,9 +17,8 @@ from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._placed import PlacedPipeline
 from chameleon_ft.search._timed import Timer
 
-# Of the cuts that may take this many times the least, the one that moves least is taken; so many are looked at.
-_NEAR: Final = 1.02
-_CUTS: Final = 50
+# By how much more than the least a cut may take that moves less.
+_NEAR: Final = 0.02
 # How often a micro-batch goes from the pipeline that ends last to one that would then end earlier.
 _SHIFTS: Final = 8
 
@@ -114,12 +112,12 @@ def _covers(placement: Placement, chain: Sequence[int]) -> bool:
 def _nearest_cut(
     live: Placement, workers: Sequence[int], shape: Shape, micro_batches: int, pipelines: Pipelines
 ) -> Stops | None:
-    """Of cuts that are nearly as fast as can be, the one for which these workers lack the least."""
-    bounds = pipelines.bounds(SyncCost())
+    """Of a few cuts that are nearly as fast as can be, the one for which these workers lack the least."""
     if len(shape) > pipelines.num_layers:
         return None
-    near = bounds.each(shape, micro_batches, bounds.least_s(shape, micro_batches) * _NEAR)
+    bounds = pipelines.bounds(SyncCost())
     state = [state_bytes(layer) for layer in pipelines.layers]
+    wishes = [_bounds_of(live, worker)[1] for worker in workers]
 
     def lacking(stops: Stops) -> int:
         starts = (0, *stops[:-1])
@@ -130,7 +128,9 @@ def _nearest_cut(
             if layer not in live.ranges_of(worker)[0]
         )
 
-    return min((stops for _, stops in islice(near, _CUTS)), key=lambda stops: (lacking(stops), stops), default=None)
+    cuts = bounds.candidates(shape, micro_batches)
+    as_now = bounds.nearest(shape, micro_batches, wishes, slack=_NEAR)
+    return min(cuts if as_now is None else [*cuts, as_now], key=lambda stops: (lacking(stops), stops), default=None)
 
 
 class _Shares:

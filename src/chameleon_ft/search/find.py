@@ -46,6 +46,7 @@ _IN_ROLES: Final = 2
 _CLOSE: Final = 1.05
 # With little effort, so many numbers of pipelines are tried out.
 _RUN: Final = 3
+_LEAST_BOUNDS: Final = 2
 # List schedules of a pipeline that effort should do for.
 _LOOKS: Final = 12
 # F, and B or I and W.
@@ -135,7 +136,7 @@ class _Search:
         """The fastest plans that were found, on the front of step time and bytes to move."""
         searches = [search for split in (True, False) for search in self._searches(split)]
         searches = self._bounded(searches)
-        placed = self._run(searches)
+        placed = sorted([*self._run(searches), *self._of_the_fastest()], key=lambda each: each.step_s)
         if not (self._all_kinds and is_exact(self._crew.counts) and all(search.all_shapes for search in searches)):
             self.complete = False
             self.bound_s = _bound_of_equals_s(self._real_costs)
@@ -185,7 +186,8 @@ class _Search:
     def _run(self, searches: Sequence[MixSearch]) -> list[_Placed]:
         """What the searches find, the fastest first."""
         if self._effort is not None and self._with_sync and len(self._crew.kinds) == 1:
-            searches = self._of_few_depths([search.timer for search in searches])
+            # And those of least bound, which may be of few pipelines that leave workers idle.
+            searches = [*self._of_few_depths([search.timer for search in searches]), *searches[:_LEAST_BOUNDS]]
         found: list[_Placed] = []
         best_s = math.inf
         for search in searches:
@@ -199,6 +201,20 @@ class _Search:
             found += [self._polished(each) for each in placed if each.step_s < placed[0].step_s * _CLOSE]
             best_s = min([best_s, *(each.step_s for each in found)])
         return sorted(found, key=lambda placed: placed.step_s)
+
+    def _of_the_fastest(self) -> list[_Placed]:
+        """With little effort: what the workers of the fastest kinds can do alone, while the others are idle."""
+        found: list[_Placed] = []
+        if self._effort is None or not self._with_sync:
+            return found
+        cluster = self._costs.cluster
+        for number in range(1, len(self._crew.kinds)):
+            fast = {worker for members in self._crew.members[:number] for worker in members}
+            part = cluster.without([worker.id for worker in cluster.workers if worker.id not in fast])
+            search = _Search(CostModel(self._costs.workload, part), None, self._effort)
+            searches = [each for split in (True, False) for each in search._searches(split)]
+            found += search._run(search._bounded(searches))
+        return found
 
     def _of_few_depths(self, timers: Sequence[Timer]) -> list[MixSearch]:
         """Searches of pipelines of about equal depth, which promises that many gradients are reduced together.
