@@ -53,7 +53,7 @@ class _NoPeers:
 
     def open(self, membership: Membership) -> None: ...
 
-    def send(self, tensor: Tensor, *, peer: int, tag: int) -> _Arrived:
+    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> _Arrived:
         return _Arrived(tensor)
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> _Arrived:
@@ -62,7 +62,7 @@ class _NoPeers:
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> _Arrived:
         return _Arrived(tensor)
 
-    def vote(self, ballot: Tensor) -> _Arrived:
+    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> _Arrived:
         # Gradients, loss, terms, samples, nobody finishes, all are well.
         return _Arrived(ballot.copy_(torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, self._members], dtype=ballot.dtype)))
 

@@ -51,7 +51,11 @@ def message(data: dict[str, Any], model: type[RunConfig] = TrainConfig) -> str:
         ({"steps": True}, "steps = True: should be a valid integer"),
         ({"steps": 2.0}, "steps = 2.0: should be a valid integer"),
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr = nan: should be a finite number"),
-        ({"policy": "magic"}, "policy = \"magic\": should be 'reroute'"),
+        ({"recovery": {"policy": "magic"}}, "recovery.policy = \"magic\": should be 'chameleon', 'reroute'"),
+        ({"policy": "magic"}, "policy: unknown key; did you mean recovery.policy?"),
+        ({"recovery": {"worker_mtbf_hours": 0.0}}, "recovery.worker_mtbf_hours = 0.0: should be greater than 0"),
+        ({"recovery": {"prior_weight": 0.0}}, "recovery.prior_weight = 0.0: should be greater than 0"),
+        ({"recovery": {"restart_s": -1.0}}, "recovery.restart_s = -1.0: should be greater than or equal to 0"),
         ({"failures": [{"step": 1, "worker": 0, "kind": "melt"}]}, "failures[0].kind = \"melt\": should be 'kill'"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import multiprocessing
 import os
 import secrets
@@ -83,6 +84,7 @@ def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> int:
 
 async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, supervised_here: bool) -> int:
     context = _fork_server()
+    solvers = asyncio.create_task(asyncio.to_thread(_load_solvers))
     token = secrets.token_urlsafe(16)
     with _store(context, config.control.host) as ready:
         # Both wait for the fork server to have torch loaded.
@@ -117,6 +119,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
                 run.write_control(ControlAddress(address=address, token=token, pid=os.getpid()))
                 try:
                     async with _supervisor(context, config, address, token, coordinator, here=supervised_here):
+                        await solvers
                         status = await _until_end(coordinator)
                 finally:
                     run.remove_control()
@@ -212,6 +215,12 @@ def _fork_server() -> ForkServerContext:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
+
+
+def _load_solvers() -> None:
+    """Import what decisions are made with, which the first one would have to wait for else."""
+    for name in ("rustworkx", "scipy.optimize", "scipy.sparse.csgraph"):
+        importlib.import_module(name)
 
 
 def _rank_entry(*, coordinator: str, token: str, worker: int, host: str, local_index: int) -> None:

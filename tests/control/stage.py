@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from chameleon_ft.config import Batch, Checkpoint, Parallel, RunConfig
+from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.messages import (
@@ -153,8 +153,23 @@ class Stage:
                 ),
             )
 
-    def park(self, generation: int, committed: int, *workers: int, reduced: bool = False) -> None:
-        """Have workers, or all live ones, come to rest."""
+    def layers_of(self, worker: int) -> tuple[int, ...]:
+        """What the newest order that a worker got has it hold in the end."""
+        if not self.ranks[worker].count(Run):
+            return ()
+        segments = self.ranks[worker].last(Run).unpack_segments()
+        return tuple(sorted(layer for segment in segments if worker in segment.holders for layer in segment.layers))
+
+    def park(
+        self,
+        generation: int,
+        committed: int,
+        *workers: int,
+        reduced: bool = False,
+        placed: int | None = None,
+        layers: tuple[int, ...] | None = None,
+    ) -> None:
+        """Have workers, or all live ones, come to rest; by default they have switched and hold what they shall."""
         for worker in workers or self.live():
             self.say(
                 self.ranks[worker],
@@ -163,6 +178,8 @@ class Stage:
                     committed=committed,
                     reduced=reduced,
                     last_vote=vote(committed - 1) if committed else None,
+                    placed=generation - 1 if placed is None else placed,
+                    layers=self.layers_of(worker) if layers is None else layers,
                 ),
             )
 
@@ -219,6 +236,7 @@ def _staged(directory: Path, *, resume: bool = False, **changes: Any) -> Iterato
         "parallel": Parallel(dp=2, pp=2),
         "batch": Batch(micro_batches=6, micro_batch_size=2),
         "checkpoint": Checkpoint(every=2),
+        "recovery": Recovery(policy="reroute"),
     }
     config = RunConfig(**{**fields, **changes})
     path = directory / "run"

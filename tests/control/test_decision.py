@@ -9,10 +9,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from chameleon_ft import recovery
+from chameleon_ft.cluster import Cluster
 from chameleon_ft.control.decision import Decision, Situation, decide
 from chameleon_ft.control.messages import Parked, Vote
 from chameleon_ft.errors import ControlError, NoHolderError
+from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.recovery import FailureRate
+from chameleon_ft.schedule import CostModel
 from tests.strategies import Shape, equal_costs, losses, pipelines, shapes, survivable
 
 LAYERS = 4
@@ -28,8 +33,17 @@ def vote(step: int) -> Vote:
 
 def parked(committed: int, *, reduced: bool = False) -> Parked:
     return Parked(
-        generation=2, committed=committed, reduced=reduced, last_vote=vote(committed - 1) if committed else None
+        generation=2,
+        committed=committed,
+        reduced=reduced,
+        last_vote=vote(committed - 1) if committed else None,
+        placed=1,
+        layers=(),  # `situation` knows
     )
+
+
+def layers_of(plan: Plan, worker: int) -> tuple[int, ...]:
+    return tuple(layer for layers in plan.placement.ranges_of(worker) for layer in layers)
 
 
 def situation(
@@ -38,15 +52,30 @@ def situation(
     return Situation(
         plan=plan,
         live=sorted(states),
-        parked=states,
+        parked={worker: holding(state, plan, worker) for worker, state in states.items()},
         committed=committed,
         last_vote=vote(committed - 1) if committed else None,
         checkpoints=checkpoints,
     )
 
 
-def decided(found: Situation) -> Decision:
-    return decide(found, COSTS, ceiling={}, preferred_pp=2)
+def holding(state: Parked, plan: Plan, worker: int) -> Parked:
+    return state.model_copy(update={"layers": layers_of(plan, worker)})
+
+
+def decided(found: Situation, *, policy: str = "reroute", costs: CostModel = COSTS) -> Decision:
+    cluster = costs.cluster
+    live = tuple(worker for worker in cluster.workers if worker.id in found.live)
+    outlook = recovery.Situation(
+        plan=found.plan,
+        ceiling={},
+        costs=CostModel(costs.workload, Cluster(live, cluster.intra_host, cluster.inter_host)),
+        phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.1),
+        repeat_s=0.0,
+        restart_s=300.0,
+    )
+    rate = FailureRate(worker_mtbf_s=1e6, prior_failures=1.0)
+    return decide(found, outlook, policy=policy, rate=rate)
 
 
 def all_but(*lost: int, state: Parked) -> dict[int, Parked]:
@@ -124,7 +153,7 @@ def test_without_a_last_holder_all_go_back_to_the_newest_checkpoint() -> None:
     assert decision.lost_layers == (2, 3)
     assert decision.plan.workers == (0, 2, 4)
     assert decision.action == (
-        "nobody holds layers 2-3 any more: back to the checkpoint of step 5, 3 pipelines of 1 stages; 2 steps repeated"
+        "nobody holds layers 2-3 any more: back to the checkpoint of step 5, 3 pipelines of 1 stage; 2 steps repeated"
     )
 
 
@@ -170,13 +199,13 @@ def test_any_loss_has_a_way_on_that_every_survivor_can_take(data: st.DataObject,
     found = Situation(
         plan=plan,
         live=live,
-        parked=states,
+        parked={worker: holding(state, plan, worker) for worker, state in states.items()},
         committed=data.draw(st.sampled_from([applied, step - 1])),
         last_vote=vote(applied - 1) if applied else None,
         checkpoints=[0],
     )
     costs = equal_costs(layers=shape.pp, micro_batches=shape.dp * shape.share, workers=shape.dp * shape.pp)
-    decision = decide(found, costs, ceiling={}, preferred_pp=shape.pp)
+    decision = decided(found, costs=costs)
     assert set(decision.plan.workers) <= set(live)
     if survivable(plan, lost):
         assert decision.load == "keep"
@@ -185,3 +214,72 @@ def test_any_loss_has_a_way_on_that_every_survivor_can_take(data: st.DataObject,
             assert states[worker].committed == applied or decision.roll_forward == vote(applied - 1)
     else:
         assert (decision.load, decision.first_step) == (0, 0)
+
+
+# --- another placement -----------------------------------------------------------------------------------------------
+
+
+def test_a_re_partition_says_what_moves_and_rolls_forward_first() -> None:
+    states = all_but(3, state=parked(7, reduced=True)) | {4: parked(8)}
+    decision = decided(situation(states), policy="repartition")
+    assert decision.policy.startswith("repartition")
+    assert (decision.first_step, decision.load, decision.roll_forward) == (8, "keep", vote(7))
+    assert decision.transition is not None
+    assert decision.transition.transfer.placement == decision.plan.placement
+    assert decision.everyone == (0, 1, 2, 4, 5)
+    assert decision.action.startswith("step 7 applied, ")
+    assert decision.action.endswith("; on with step 8")
+    assert " to " in decision.action
+    assert decision.weighed is not None
+    assert decision.weighed.to_json()["chosen"] == decision.policy
+
+
+def test_layers_that_were_received_already_do_not_move_again() -> None:
+    states = all_but(3, state=parked(7))
+    first = decided(situation(states), policy="repartition").transition
+    assert first is not None
+    message = first.transfer.messages[0]
+    found = situation(states)
+    receiver = found.parked[message.destination]
+    more = receiver.model_copy(update={"layers": tuple(sorted({*receiver.layers, *message.layers}))})
+    again = decided(
+        dataclasses.replace(found, parked={**found.parked, message.destination: more}), policy="repartition"
+    )
+    assert again.transition is not None
+    assert again.transition.transfer.total_bytes == first.transfer.total_bytes - message.num_bytes
+
+
+def test_a_policy_that_goes_back_to_a_checkpoint_needs_one() -> None:
+    states = all_but(3, state=parked(7))
+    with pytest.raises(ControlError, match=r"restart begins anew from a checkpoint, .*: set checkpoint.every"):
+        decided(situation(states), policy="restart")
+    decision = decided(situation(states, checkpoints=[4]), policy="restart")
+    assert (decision.policy, decision.load, decision.first_step) == ("restart", 4, 4)
+    assert decision.action.startswith("back to the checkpoint of step 4, ")
+    assert decision.lost_layers == ()
+
+
+def test_with_nobody_lost_nothing_is_weighed() -> None:
+    decision = decided(situation(all_but(state=parked(7))), policy="repartition")
+    assert (decision.plan, decision.transition, decision.weighed) == (PLAN, None, None)
+
+
+def test_layers_whose_holders_are_all_lost_come_from_whoever_has_received_them() -> None:
+    # A transition that failed had brought layers 2 and 3 to workers 0 and 4, before their last holders were lost.
+    found = situation(all_but(1, 3, 5, state=parked(7)))
+    got = {0: (0, 1, 2), 2: (0, 1), 4: (0, 1, 3)}
+    states = {w: state.model_copy(update={"layers": got[w]}) for w, state in found.parked.items()}
+    decision = decided(dataclasses.replace(found, parked=states))
+    assert (decision.policy, decision.load, decision.first_step, decision.lost_layers) == ("salvage", "keep", 7, ())
+    assert decision.plan.workers == (0, 2, 4)
+    assert decision.transition is not None
+    assert decision.transition.keep == got
+    assert decision.action.endswith("; on with step 7")
+
+
+def test_a_layer_that_nobody_has_received_is_lost() -> None:
+    found = situation(all_but(1, 3, 5, state=parked(7)))
+    states = {**found.parked, 0: found.parked[0].model_copy(update={"layers": (0, 1, 2)})}
+    with pytest.raises(NoHolderError) as caught:
+        decided(dataclasses.replace(found, parked=states))
+    assert caught.value.layers == (2, 3)

@@ -575,6 +575,6 @@ async def test_a_message_that_a_rank_may_not_send_costs_nobody_else(stage: Stage
 @scene()
 async def test_parking_is_not_taken_for_the_answer_to_a_later_stop(stage: Stage) -> None:
     stage.train()
-    stage.say(stage.ranks[0], Parked(generation=7, committed=3, reduced=False, last_vote=None))
+    stage.say(stage.ranks[0], Parked(generation=7, committed=3, reduced=False, last_vote=None, placed=6, layers=(0, 1)))
     assert stage.ended is None
     assert not stage.ranks[0].count(Stop)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.control import messages
+from chameleon_ft.control.message_parts import MessagePart
 from chameleon_ft.control.messages import Message, Run, decode, encode
 from chameleon_ft.errors import ControlError
 from chameleon_ft.schedule import list_schedule
@@ -32,7 +32,7 @@ json_values = st.recursive(
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
     """Values of a field by its annotation, for all annotations that messages use."""
-    if isinstance(annotation, type) and issubclass(annotation, messages._Message):
+    if isinstance(annotation, type) and issubclass(annotation, MessagePart):
         return built(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:

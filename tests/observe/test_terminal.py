@@ -51,6 +51,17 @@ def test_it_tells_the_run_from_beginning_to_end() -> None:
     assert "for the file only" not in text
 
 
+def test_what_has_moved_is_in_the_banner() -> None:
+    moved = dataclasses.replace(
+        failure_record(1), transfer_s=0.25, moved_bytes=50_000_000, rounds=2, regroup_s=0.1, stall_s=0.383
+    )
+    text = " ".join(shown(failure=moved).replace("|", " ").split())
+    assert "moved 50.0 MB in 2 rounds and 0.250 s, 200 MB/s" in text
+    assert "decide 0.003 + regroup 0.100 + transfer 0.250" in text
+    assert "moved" not in shown()
+    assert "+ transfer" not in shown()
+
+
 def test_a_file_gets_ascii_without_control_codes() -> None:
     assert shown().isascii()
     assert "\x1b" not in shown()

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.config import STAND_IN_JOB, Batch, Emulation, Failure, Parallel, RunConfig, Timelines
+from chameleon_ft.config import STAND_IN_JOB, Batch, Emulation, Failure, Parallel, Recovery, RunConfig, Timelines
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.models.stand_in import stand_in, stand_in_scale
 from chameleon_ft.observe import read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import compare_generations
 from chameleon_ft.plan import LayerRange, data_pipeline_plan
-from chameleon_ft.profiles import Fingerprint, Profile, write_profile
+from chameleon_ft.profiles import Fingerprint, Profile, read_profile, write_profile
 from chameleon_ft.runtime.communicators import CommunicationError, Membership
 from chameleon_ft.runtime.emulation import EmulatedLinks, EmulatedPace, links, pace
 from chameleon_ft.schedule import CostModel, Operation, OperationKind
@@ -80,7 +80,7 @@ class Wire:
     def open(self, membership: Membership) -> None:
         self.calls.append("open")
 
-    def send(self, tensor: Tensor, *, peer: int, tag: int) -> Any:
+    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> Any:
         self.sent.append((peer, tag, tensor.clone()))
         return _Done()
 
@@ -91,8 +91,8 @@ class Wire:
         self.calls.append(f"all_reduce {group}")
         return _Done(lambda: tensor.mul_(len(group)))
 
-    def vote(self, ballot: Tensor) -> Any:
-        self.calls.append("vote")
+    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> Any:
+        self.calls.append(f"vote {group}")
         return _Done()
 
     def interrupt(self) -> None:
@@ -140,6 +140,29 @@ def test_a_message_that_is_asked_for_late_is_there(clock: Clock) -> None:
     assert clock.now == 150.0
 
 
+def test_states_go_out_one_after_the_other(clock: Clock) -> None:
+    wire = Wire()
+    sender, receiver = linked(wire, 0, scale=10**9), linked(wire, 1, scale=10**9)
+    for number in range(3):
+        sender.send(torch.full((2,), float(number)), peer=1, tag=0, stands_for_bytes=2000)
+    assert clock.now == 100.0, "a send holds up nobody"
+    arrived = torch.empty(2)
+    for number in range(3):
+        receiver.receive(arrived, peer=0, tag=0).wait()
+        assert float(arrived[0]) == number
+        assert clock.now == pytest.approx(101.0 + 2 * (number + 1)), "the latency once, then the bytes of each"
+
+
+def test_states_come_in_one_after_the_other_from_whomever(clock: Clock) -> None:
+    wire = Wire()
+    for sender in (0, 1):
+        linked(wire, sender).send(torch.ones(2), peer=2, tag=0, stands_for_bytes=1000)
+    receiver = linked(wire, 2)
+    for number, sender in enumerate((0, 1), start=1):
+        receiver.receive(torch.empty(2), peer=sender, tag=0).wait()
+        assert clock.now == pytest.approx(105.0 + 10 * number)
+
+
 def test_reductions_are_rings_one_after_the_other(clock: Clock) -> None:
     wire = Wire()
     emulated = linked(wire, 0, scale=100)
@@ -159,9 +182,9 @@ def test_reductions_are_rings_one_after_the_other(clock: Clock) -> None:
 
 def test_a_vote_takes_its_own_time_only(clock: Clock) -> None:
     wire = Wire()
-    linked(wire, 0, scale=10**9).vote(torch.ones(6)).wait()
+    linked(wire, 0, scale=10**9).vote(torch.ones(6), (0, 1)).wait()
     assert clock.now == 100.0
-    assert wire.calls == ["open", "vote"]
+    assert wire.calls == ["open", "vote (0, 1)"]
 
 
 def test_who_waits_for_a_link_is_told_that_the_generation_is_over(clock: Clock) -> None:
@@ -303,3 +326,29 @@ def test_a_run_starts_with_the_plan_that_it_is_given(tmp_path: Path) -> None:
     ended = train_here(config, tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
     assert [found.plan for found in read_generation_plans(ended.run.plans).values()] == [plan]
+
+
+@pytest.mark.multiprocess
+def test_state_moves_at_the_speed_of_the_emulated_links(tmp_path: Path) -> None:
+    config = emulated_config(
+        tmp_path,
+        workers=6,
+        parallel=Parallel(dp=2, pp=3),
+        recovery=Recovery(policy="repartition"),
+        failures=(Failure(step=3, worker=1, phase="backward"),),
+    )
+    assert config.profile is not None
+    slow = dataclasses.replace(
+        read_profile(config.profile),
+        layers=tuple(dataclasses.replace(layer, optimizer_bytes=28 << 20) for layer in LAYERS),
+        intra_host=Link(1e-4, 1e9),
+    )
+    write_profile(slow, config.profile)
+    ended = train_here(config, tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    (transition,) = ended.events("transition")
+    (decision,) = ended.events("decision")
+    chosen = next(each for each in decision["candidates"] if each["policy"] == decision["chosen"])
+    assert transition["moved_bytes"] == transition["planned_bytes"] == chosen["bytes"]
+    assert transition["planned_bytes"] % (32 << 20) == 0
+    assert transition["transfer_s"] >= (32 << 20) / 1e9, "a layer's bytes are those of the profile"

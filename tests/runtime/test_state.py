@@ -238,7 +238,7 @@ class Deaf:
 
         return Done()
 
-    def vote(self, ballot: Tensor) -> Any:
+    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> Any:
         return self.all_reduce(ballot, ())
 
 

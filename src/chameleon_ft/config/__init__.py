@@ -19,6 +19,8 @@ from chameleon_ft.config.sections import (
     LlamaConfig,
     Optimizer,
     Parallel,
+    PolicyName,
+    Recovery,
     Timelines,
     Timeouts,
 )
@@ -38,6 +40,8 @@ __all__ = [
     "LlamaConfig",
     "Optimizer",
     "Parallel",
+    "PolicyName",
+    "Recovery",
     "RunConfig",
     "Timelines",
     "Timeouts",

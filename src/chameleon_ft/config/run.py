@@ -18,6 +18,7 @@ from chameleon_ft.config.sections import (
     LlamaConfig,
     Optimizer,
     Parallel,
+    Recovery,
     Section,
     Timelines,
     Timeouts,
@@ -49,9 +50,6 @@ class RunConfig(Section):
     seed: int = Field(
         default=0, ge=0, le=2**63 - 1, description="Seed of the weights, the sample order and the dropout."
     )
-    policy: Literal["reroute"] = Field(
-        default="reroute", description="What to do at a loss; reroute: the peers of a lost worker do its share."
-    )
     backend: Literal["gloo", "nccl"] = Field(default="gloo", description="Library that carries the tensors.")
     device: Literal["cpu", "cuda", "emulated"] = Field(
         default="cpu",
@@ -68,6 +66,7 @@ class RunConfig(Section):
     parallel: Parallel = Parallel()
     batch: Batch = Batch()
     checkpoint: Checkpoint = Checkpoint()
+    recovery: Recovery = Recovery()
     timeouts: Timeouts = Timeouts()
     timelines: Timelines = Timelines()
     emulation: Emulation = Emulation()

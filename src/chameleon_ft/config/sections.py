@@ -21,13 +21,20 @@ __all__ = [
     "LlamaConfig",
     "Optimizer",
     "Parallel",
+    "PolicyName",
+    "Recovery",
     "Section",
     "Timelines",
     "Timeouts",
 ]
 
-FailurePhase = Literal["forward", "backward", "sync", "vote", "optimizer", "recovery", "checkpoint"]
+FailurePhase = Literal[
+    "forward", "backward", "sync", "vote", "optimizer", "recovery", "transfer", "confirm", "switch", "checkpoint"
+]
 FailureKind = Literal["kill", "hang", "disconnect"]
+PolicyName = Literal[
+    "chameleon", "reroute", "mend", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
+]
 
 
 class Section(BaseModel):
@@ -80,6 +87,23 @@ class Checkpoint(Section):
 
     every: int = Field(default=0, ge=0, description="Steps between two checkpoints; 0 writes none on the way.")
     keep: int = Field(default=2, ge=1, description="Complete checkpoints to keep; older ones are removed.")
+
+
+class Recovery(Section):
+    """What to do when workers are lost or join, and what is taken to be known of failures before there were any."""
+
+    policy: PolicyName = Field(
+        default="chameleon", description="What may be done; chameleon weighs everything, see policies.md."
+    )
+    worker_mtbf_hours: float = Field(
+        default=5_000.0, gt=0, description="Hours between two failures of one worker, as far as known beforehand."
+    )
+    prior_weight: float = Field(
+        default=1.0, gt=0, description="How many observed failures the hours above count as much as."
+    )
+    restart_s: float = Field(
+        default=300.0, ge=0, description="Seconds that going back to a checkpoint takes, work done again included."
+    )
 
 
 class Timeouts(Section):

@@ -10,6 +10,7 @@ from typing import Any
 
 from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.control.checkpoints import CheckpointCollector
+from chameleon_ft.control.experience import Experience
 from chameleon_ft.control.generations import Generations, Phase
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.members import Members, Worker
@@ -32,6 +33,7 @@ from chameleon_ft.control.messages import (
     ProcessState,
     Refused,
     Started,
+    Switched,
     Welcome,
     WorkerExited,
 )
@@ -96,6 +98,7 @@ class Coordinator:
             recorder=recorder,
             watchdog=self._watchdog,
             checkpoints=self._checkpoints,
+            experience=Experience(config.recovery),
             timeouts=config.timeouts,
             store_port=store_port,
             # A run that goes on continues the numbers, for its records are kept by generation.
@@ -218,6 +221,8 @@ class Coordinator:
                 self._judge(worker, message)
             case Parked(generation=generation) if generation == generations.number:
                 generations.parked(worker.id, message)
+            case Switched(generation=generation) if generation == generations.number:
+                generations.switched(message)
             case Started(generation=generation) if generation == generations.number:
                 generations.started()
             case PeerFailed(generation=generation) if generation == generations.reported:
@@ -230,7 +235,7 @@ class Coordinator:
                 self._on_crash(worker, error)
             case CheckpointSaved():
                 self._on_saved(message)
-            case Parked() | Started() | PeerFailed() | Finished():
+            case Parked() | Switched() | Started() | PeerFailed() | Finished():
                 pass  # of a generation that is over
             case _:
                 raise ControlError(f"a rank does not say {message.type!r}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from chameleon_ft import recovery
 from chameleon_ft.control.messages import Parked, Vote
+from chameleon_ft.control.transition import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
-from chameleon_ft.recovery import largest_symmetric_layout, reroute
-from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.recovery import FailureRate, largest_symmetric_layout
+from chameleon_ft.schedule import InFlightLimit, Program, default_limits
+from chameleon_ft.transfer import plan_in_roles, plan_transfer, worker_kinds
 
 __all__ = ["Decision", "Situation", "decide"]
 
@@ -20,7 +25,7 @@ class Situation:
     """What is known when all survivors have parked.
 
     Attributes:
-        plan: the plan that was running.
+        plan: the plan whose placement is in force.
         live: workers that can go on, spares included.
         parked: what each of them said it holds.
         committed: steps known to be applied by some worker, alive or not.
@@ -35,54 +40,106 @@ class Situation:
     last_vote: Vote | None
     checkpoints: Sequence[int]
 
+    @property
+    def held(self) -> dict[int, tuple[int, ...]]:
+        """Every live worker -> the layers that it holds; what one outside the plan may have is of an earlier step."""
+        return {w: self.parked[w].layers if w in self.plan.placement.ranges else () for w in sorted(self.live)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What everyone does next. `policy` and `action` say it to people."""
+    """What everyone does next. `policy` and `action` say it to people.
+
+    Attributes:
+        plan: what is trained.
+        ceiling: what its workers can keep at most.
+        first_step: the step to run next.
+        load: where the layers' state comes from: fresh weights, what workers hold, or the checkpoint of this step.
+        roll_forward: the vote by which workers apply step ``first_step - 1`` that have not.
+        transition: how the placement changes; None where it does not.
+        program: of the plan, where it is known already.
+        weighed: all that was considered; None where there was nothing to choose.
+        lost_layers: layers that nobody holds any more.
+    """
 
     plan: Plan
+    ceiling: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
     first_step: int
     load: Literal["initial", "keep"] | int
     roll_forward: Vote | None
     policy: str
     action: str
+    transition: PlannedTransition | None = None
+    program: Program | None = None
+    weighed: recovery.Decision | None = None
     lost_layers: tuple[int, ...] = ()
 
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """The workers that have orders, ascending: those that train, and those that only send what they hold."""
+        return self.plan.workers if self.transition is None else self.transition.everyone
 
-def decide(
-    situation: Situation, costs: CostModel, *, ceiling: Mapping[int, InFlightLimit], preferred_pp: int
-) -> Decision:
-    """Choose how to go on: the peers of the lost workers do their share, or all return to the newest checkpoint.
+
+def decide(situation: Situation, outlook: recovery.Situation, *, policy: str, rate: FailureRate) -> Decision:
+    """Choose how to go on; where nothing that the policy proposes can be done, all return to the newest checkpoint.
 
     Args:
-        ceiling: micro-batches that each worker can keep at most.
-        preferred_pp: stages of a pipeline after a return to a checkpoint, if the survivors allow it.
+        outlook: the same situation in numbers: the plan in force, who is live, and what things cost.
+        policy: name of a policy.
+        rate: how soon the next failure is to be expected.
 
     Raises:
         NoHolderError: layers are held by nobody and there is no checkpoint.
-        ControlError: the survivors' states do not fit together, which the commit protocol rules out.
+        ControlError: nothing else can be done, and there is no checkpoint; or the survivors' states do not fit
+            together, which the commit protocol rules out.
     """
-    lost = [worker for worker in situation.plan.workers if worker not in situation.live]
-    try:
-        plan = reroute(situation.plan, lost, costs, ceiling=ceiling) if lost else situation.plan
-    except NoHolderError as error:
-        if not situation.checkpoints:
-            raise
-        return _fall_back(situation, costs, error.layers, preferred_pp=preferred_pp)
-    first_step, vote = _resume_point(situation, plan.workers)
+    if not outlook.lost:
+        return _again(situation, outlook)
+    weighed = recovery.decide(outlook, policy, rate)
+    if weighed.chosen is None or weighed.course is None:
+        return _fall_back(situation, outlook, weighed)
+    course = weighed.course
+    if course.transfer is None:
+        return _from_checkpoint(situation, weighed, course.plan, ceiling=course.ceiling, policy=weighed.chosen.policy)
+    first_step, vote = _resume_point(situation)
+    transition = _transition(situation, course.plan, outlook)
     return Decision(
-        plan=plan,
+        plan=course.plan,
+        ceiling=course.ceiling,
         first_step=first_step,
         load="keep",
         roll_forward=vote,
-        policy="reroute",
-        action=_reroute_in_words(plan, situation.plan, lost, first_step, rolls=vote is not None),
+        policy=weighed.chosen.policy,
+        action=_in_words(situation.plan, course.plan, transition, outlook.lost, first_step, rolls=vote is not None),
+        transition=transition,
+        program=course.program,
+        weighed=weighed,
     )
 
 
-def _resume_point(situation: Situation, members: Sequence[int]) -> tuple[int, Vote | None]:
+def _again(situation: Situation, outlook: recovery.Situation) -> Decision:
+    first_step, vote = _resume_point(situation)
+    plan = situation.plan
+    return Decision(
+        plan=plan,
+        ceiling=outlook.ceiling,
+        first_step=first_step,
+        load="keep",
+        roll_forward=vote,
+        policy="again",
+        action=_in_words(plan, plan, None, (), first_step, rolls=vote is not None),
+    )
+
+
+def _transition(situation: Situation, plan: Plan, outlook: recovery.Situation) -> PlannedTransition | None:
+    layers = outlook.costs.workload.layers
+    return plan_transition(situation.plan.placement, plan.placement, held=situation.held, layers=layers)
+
+
+def _resume_point(situation: Situation) -> tuple[int, Vote | None]:
     """Return (the step to run next, the vote by which workers that have not applied the step before it do so)."""
-    states = [situation.parked[worker] for worker in members]
+    # Not of spares, whose state may be of a time that was given up.
+    states = [situation.parked[worker] for worker in situation.plan.workers if worker in situation.parked]
     first_step = max((situation.committed, *(state.committed for state in states)))
     behind = [state for state in states if state.committed < first_step]
     if not behind:
@@ -96,35 +153,107 @@ def _resume_point(situation: Situation, members: Sequence[int]) -> tuple[int, Vo
     return first_step, vote
 
 
-def _fall_back(situation: Situation, costs: CostModel, lost_layers: tuple[int, ...], *, preferred_pp: int) -> Decision:
-    step = situation.checkpoints[-1]
+def _fall_back(situation: Situation, outlook: recovery.Situation, weighed: recovery.Decision) -> Decision:
+    """Nothing can be done with the placement in force."""
+    lost_layers = outlook.placement.unheld_layers
     plan = largest_symmetric_layout(
         live=sorted(situation.live),
-        layer_costs=[cost.forward_s + cost.backward_s for cost in costs.workload.layers],
-        micro_batches=costs.workload.micro_batches,
-        preferred_pp=preferred_pp,
+        layer_costs=[cost.forward_s + cost.backward_s for cost in outlook.costs.workload.layers],
+        micro_batches=outlook.costs.workload.micro_batches,
+        preferred_pp=max(len(route.hops) for route in situation.plan.routes),
         split_backward=situation.plan.split_backward,
     )
-    pp = len(plan.routes[0].hops)
-    dp = len(plan.workers) // pp
-    # Not of spares, whose state may be of a time that was given up.
-    reached = [situation.parked[worker].committed for worker in situation.plan.workers if worker in situation.parked]
-    repeated = max((situation.committed, *reached)) - step
+    if lost_layers and not placement_of(situation.held, plan.placement.num_layers).unheld_layers:
+        return _salvaged(situation, outlook, weighed, plan)
+    if not situation.checkpoints:
+        if lost_layers:
+            raise NoHolderError(lost_layers)
+        reasons = "; ".join(f"{each.policy}: {each.reason}" for each in weighed.candidates)
+        raise ControlError(f"nothing that the policy proposes can be done ({reasons}), and there is no checkpoint")
+    return _from_checkpoint(situation, weighed, plan, ceiling=default_limits(plan), policy="checkpoint")
+
+
+def _salvaged(situation: Situation, outlook: recovery.Situation, weighed: recovery.Decision, plan: Plan) -> Decision:
+    """A transition that failed has left copies of layers whose holders are all lost: go on with these."""
+    layers, cluster = outlook.costs.workload.layers, outlook.costs.cluster
+    held = placement_of(situation.held, len(layers))
+    plan = plan_in_roles(plan, plan_transfer(held, plan.placement, kinds=worker_kinds(cluster), layers=layers).roles)
+    first_step, vote = _resume_point(situation)
+    transition = _transition(situation, plan, outlook)
     return Decision(
         plan=plan,
+        ceiling=default_limits(plan),
+        first_step=first_step,
+        load="keep",
+        roll_forward=vote,
+        policy="salvage",
+        action=_in_words(situation.plan, plan, transition, outlook.lost, first_step, rolls=vote is not None),
+        transition=transition,
+        weighed=weighed,
+    )
+
+
+def _from_checkpoint(
+    situation: Situation,
+    weighed: recovery.Decision,
+    plan: Plan,
+    *,
+    ceiling: Mapping[int, InFlightLimit],
+    policy: str,
+) -> Decision:
+    if not situation.checkpoints:
+        raise ControlError(
+            f"{policy} begins anew from a checkpoint, and this run has no complete one: set checkpoint.every, or take "
+            "another recovery.policy"
+        )
+    step = situation.checkpoints[-1]
+    lost_layers = situation.plan.placement.without(
+        [worker for worker in situation.plan.workers if worker not in situation.live]
+    ).unheld_layers
+    reached = [situation.parked[worker].committed for worker in situation.plan.workers if worker in situation.parked]
+    repeated = max((situation.committed, *reached)) - step
+    why = f"nobody holds layers {_ranges(lost_layers)} any more: " if lost_layers else ""
+    return Decision(
+        plan=plan,
+        ceiling=ceiling,
         first_step=step,
         load=step,
         roll_forward=None,
-        policy="checkpoint",
+        policy=policy,
         action=(
-            f"nobody holds layers {_ranges(lost_layers)} any more: back to the checkpoint of step {step}, "
-            f"{dp} pipelines of {pp} stages; {repeated} step{'' if repeated == 1 else 's'} repeated"
+            f"{why}back to the checkpoint of step {step}, {_pipelines_in_words(plan)}; "
+            f"{_counted(repeated, 'step')} repeated"
         ),
+        weighed=weighed,
         lost_layers=lost_layers,
     )
 
 
-def _reroute_in_words(plan: Plan, before: Plan, lost: Sequence[int], first_step: int, *, rolls: bool) -> str:
+def _in_words(
+    before: Plan,
+    plan: Plan,
+    transition: PlannedTransition | None,
+    lost: Sequence[int],
+    first_step: int,
+    *,
+    rolls: bool,
+) -> str:
+    how = "applied" if rolls else "kept"
+    what = f"step {first_step - 1} {how}, " if rolls else ""
+    if transition is None:
+        return what + _rerouted_in_words(before, plan, lost, first_step)
+    messages = transition.transfer.messages
+    moved = (
+        f"{_counted(sum(len(message.layers) for message in messages), 'layer')} to "
+        f"{_counted(len({message.destination for message in messages}), 'worker')} "
+        f"in {_counted(len(transition.transfer.rounds), 'round')}"
+        if messages
+        else "no weights move"
+    )
+    return f"{what}{_pipelines_in_words(plan)}; {moved}; on with step {first_step}"
+
+
+def _rerouted_in_words(before: Plan, plan: Plan, lost: Sequence[int], first_step: int) -> str:
     moved = sum(1 for new, old in zip(plan.routes, before.routes, strict=True) if new.hops != old.hops)
     helpers = {
         hop.worker
@@ -132,15 +261,25 @@ def _reroute_in_words(plan: Plan, before: Plan, lost: Sequence[int], first_step:
         for hop in new.hops
         if hop not in old.hops
     }
-    how = "applied" if rolls else "kept"
-    what = f"step {first_step - 1} {how}, " if rolls else ""
     if not moved:
-        return f"{what}on with step {first_step} and the same routes"
+        return f"on with step {first_step} and the same routes"
     names = ", ".join(map(str, sorted(helpers)))
     return (
-        f"{what}{moved} micro-batches of worker{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} "
+        f"{moved} micro-batches of worker{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} "
         f"go through worker{'s' if len(helpers) > 1 else ''} {names}; no weights move; on with step {first_step}"
     )
+
+
+def _pipelines_in_words(plan: Plan) -> str:
+    """Write "2 pipelines of 4 stages, 1 of 3"; detours count as pipelines of their own."""
+    depths = Counter(len(hops) for hops in {route.hops for route in plan.routes})
+    (first, count), *others = sorted(depths.items(), key=lambda item: (-item[1], -item[0]))
+    words = [f"{_counted(count, 'pipeline')} of {_counted(first, 'stage')}"]
+    return ", ".join([*words, *(f"{count} of {depth}" for depth, count in others)])
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _ranges(layers: Sequence[int]) -> str:

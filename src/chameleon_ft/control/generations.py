@@ -12,8 +12,9 @@ from typing import Protocol
 from chameleon_ft.config import Timeouts
 from chameleon_ft.control.checkpoints import CheckpointCollector
 from chameleon_ft.control.decision import Decision, Situation
+from chameleon_ft.control.experience import Experience
 from chameleon_ft.control.members import Members
-from chameleon_ft.control.messages import Committed, Parked, PeerFailed, Stop, Vote
+from chameleon_ft.control.messages import Committed, Parked, PeerFailed, Stop, Switched, Vote
 from chameleon_ft.control.outage import Loss, Outage
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.suspicion import Suspicion
@@ -71,6 +72,7 @@ class Generations:
         recorder: Recorder,
         watchdog: Watchdog,
         checkpoints: CheckpointCollector,
+        experience: Experience,
         timeouts: Timeouts,
         store_port: int,
         last: int,
@@ -81,12 +83,14 @@ class Generations:
         self._recorder = recorder
         self._watchdog = watchdog
         self._checkpoints = checkpoints
+        self._experience = experience
         self._timeouts = timeouts
         self._store_port = store_port
         self.phase = Phase.GATHERING
         self.number = last
         self.committed = 0
         self._decision: Decision | None = None
+        self._in_force: Decision | None = None  # the last whose placement all survivors hold their part of
         self._last_vote: Vote | None = None
         self._parked: dict[int, Parked] = {}
         self._park_by = 0.0  # by the event loop's clock
@@ -96,7 +100,7 @@ class Generations:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force, or that was until this generation is stopped; None before the first."""
+        """The plan of the newest generation that has begun; None before the first."""
         return None if self._decision is None else self._decision.plan
 
     @property
@@ -116,6 +120,26 @@ class Generations:
             self._record_outage(None if status == "failed" else self._decision, stop=reason)
 
     # --- what workers say --------------------------------------------------------------------------------------------
+
+    def switched(self, message: Switched) -> None:
+        """A worker has seen that everyone holds its part of the new placement; the first to say so is recorded."""
+        if self.phase is not Phase.REGROUPING or self._outage.switched is not None:
+            return
+        assert self._decision is not None
+        assert self._decision.transition is not None
+        self._outage.switched = message
+        transfer = self._decision.transition.transfer
+        self._recorder.event(
+            "transition",
+            generation=self.number,
+            workers=len(self._decision.everyone),
+            layers=sum(len(each.layers) for each in transfer.messages),
+            messages=len(transfer.messages),
+            rounds=len(transfer.rounds),
+            planned_bytes=transfer.total_bytes,
+            moved_bytes=message.moved_bytes,
+            transfer_s=message.transfer_s,
+        )
 
     def started(self) -> None:
         """A worker of this generation is about to run its first operation."""
@@ -144,7 +168,7 @@ class Generations:
 
     def peer_failed(self, worker: int, message: PeerFailed) -> None:
         """A message of a worker has failed."""
-        known = self.plan is not None and message.peer in self.plan.workers
+        known = self._decision is not None and message.peer in self._decision.everyone
         self._suspicion.report(worker, message.peer if known else None, message.error)
         if self.phase in (Phase.TRAINING, Phase.REGROUPING):
             self._stop()
@@ -159,10 +183,11 @@ class Generations:
     def lost(self, loss: Loss) -> None:
         """Go on without a worker, which is fenced already."""
         self._outage.losses.append(loss)
+        self._experience.failed(len(self._members.live()), time.monotonic())
         if self.phase is Phase.STOPPING:
             self._parked.pop(loss.worker, None)
             self._proceed()
-        elif self.plan is not None and loss.worker in self.plan.workers:
+        elif self._decision is not None and self._is_needed(loss.worker, self._decision):
             if loss.worker not in self._finished:
                 self._stop()
         elif self.phase is Phase.TRAINING:
@@ -172,9 +197,14 @@ class Generations:
                 first_step=self.committed,
                 policy="none",
                 action="it was a spare: nothing changes",
+                transition=None,
                 lost_layers=(),
             )
             self._record_outage(spared)
+
+    def _is_needed(self, worker: int, decision: Decision) -> bool:
+        """Whether the generation cannot go on without a worker: one that trains, or takes part in its transition."""
+        return worker in (decision.everyone if self.phase is Phase.REGROUPING else decision.plan.workers)
 
     def overdue(self, now: float) -> Sequence[int]:
         """The workers that should have parked by `now`, by the event loop's clock."""
@@ -197,13 +227,18 @@ class Generations:
         """Once all survivors have parked, decide and tell everyone how to go on."""
         if self.phase is not Phase.STOPPING or not self._parked.keys() >= set(self._members.live()):
             return
-        assert self.plan is not None
-        if set(self._members.live()).issuperset(self.plan.workers) and self._blame():
+        assert self._decision is not None
+        if set(self._members.live()).issuperset(self._decision.everyone) and self._blame():
             return
         self._suspicion.dismiss()
         self._outage.stopped_at = time.time()
+        self._outage.switched = None
+        # Where one has switched, everybody has confirmed; where none has, everybody has what it had before.
+        if any(parked.placed == self.number - 1 for parked in self._parked.values()):
+            self._in_force = self._decision
+        assert self._in_force is not None
         situation = Situation(
-            plan=self.plan,
+            plan=self._in_force.plan,
             live=self._members.live(),
             parked=self._parked,
             committed=self.committed,
@@ -213,10 +248,20 @@ class Generations:
         try:
             if not situation.live:
                 raise ControlError("no worker is left")
-            decision = self._planner.go_on(situation, self._members.hosts())
+            decision = self._planner.go_on(
+                situation,
+                self._members.hosts(),
+                ceiling=self._in_force.ceiling,
+                phases=self._experience.phases,
+                repeat_s=self._watchdog.step_s / 2,
+                rate=self._experience.rate,
+            )
         except (NoHolderError, ControlError, ProfileError) as error:
             self._give_up(error)
             return
+        if decision.weighed is not None:
+            search_s = time.time() - self._outage.stopped_at
+            self._recorder.event("decision", generation=self.number, search_s=search_s, **decision.weighed.to_json())
         self._launch(decision)
         self._outage.decided_at = time.time()
 
@@ -252,6 +297,9 @@ class Generations:
             decision, self._members.hosts(), generation=self.number, store_port=self._store_port
         )
         self._decision = decision
+        if decision.transition is None:
+            self._in_force = decision
+        self._experience.live(len(self._members.live()), time.monotonic())
         self.committed = decision.first_step
         self._finished.clear()
         if decision.load != "keep":
@@ -273,3 +321,5 @@ class Generations:
             decision, generation=self.number, resumed_at=now, cause_of=self._owner.cause, stop=stop
         ):
             self._recorder.failure(record)
+            if decision is not None:
+                self._experience.resumed(record)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
+from chameleon_ft.config import FailurePhase
+from chameleon_ft.control.message_parts import BoundaryMessage, MessagePart, OperationTimes, Transition, Vote
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import Operation, OperationKind
@@ -39,6 +41,8 @@ __all__ = [
     "Spawn",
     "Started",
     "Stop",
+    "Switched",
+    "Transition",
     "Vote",
     "Welcome",
     "WorkerExited",
@@ -47,42 +51,10 @@ __all__ = [
 ]
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Vote(_Message):
-    """The sums that the vote of a step carries; with them any rank can apply that step."""
-
-    grad_square_sum: float
-    """Squared L2 norm of the summed, not yet averaged, gradient of the whole model."""
-    loss_sum: float
-    terms: int
-    """Loss terms of the global batch; the gradient and the loss are divided by it."""
-    samples: int
-    finish: bool
-    """Whether some rank was told to end the run after this step."""
-
-
-class OperationTimes(_Message):
-    """Median seconds of the operations that a worker ran in a step; 0 for a kind that it did not run."""
-
-    forward_s: float
-    backward_s: float
-    longest_s: float
-
-
-class BoundaryMessage(_Message):
-    """Shape and torch dtype name of what leaves a layer for one micro-batch."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
 # --- to the coordinator ----------------------------------------------------------------------------------------------
 
 
-class Hello(_Message):
+class Hello(MessagePart):
     """First message of a rank."""
 
     type: Literal["hello"] = "hello"
@@ -91,7 +63,7 @@ class Hello(_Message):
     pid: int
 
 
-class HostHello(_Message):
+class HostHello(MessagePart):
     """First message of a supervisor."""
 
     type: Literal["host_hello"] = "host_hello"
@@ -101,7 +73,7 @@ class HostHello(_Message):
     pid: int
 
 
-class WorkerExited(_Message):
+class WorkerExited(MessagePart):
     """A supervisor reaped a rank. `exit_code` is negative for a signal, as in `subprocess`."""
 
     type: Literal["worker_exited"] = "worker_exited"
@@ -109,7 +81,7 @@ class WorkerExited(_Message):
     exit_code: int
 
 
-class ProcessState(_Message):
+class ProcessState(MessagePart):
     """A supervisor's answer to a probe: whether a worker's process is stopped, so that it cannot answer itself."""
 
     type: Literal["process_state"] = "process_state"
@@ -118,7 +90,7 @@ class ProcessState(_Message):
     stopped: bool
 
 
-class Parked(_Message):
+class Parked(MessagePart):
     """A rank has left its operations and waits for `generation`."""
 
     type: Literal["parked"] = "parked"
@@ -129,9 +101,24 @@ class Parked(_Message):
     """Whether it holds the fully reduced gradient of step `committed`."""
     last_vote: Vote | None
     """The vote of the last step it applied."""
+    placed: int
+    """The generation whose placement it has switched to; 0 before the first."""
+    layers: tuple[int, ...]
+    """Layers whose state after `committed` steps it holds, ascending."""
 
 
-class Started(_Message):
+class Switched(MessagePart):
+    """A rank has seen that all hold their part of the new placement, and gives up the old one."""
+
+    type: Literal["switched"] = "switched"
+    generation: int
+    moved_bytes: int
+    """State that all workers together have received, in bytes."""
+    transfer_s: float
+    """Seconds from the time its communicators stood."""
+
+
+class Started(MessagePart):
     """A rank starts its first operation of the generation."""
 
     type: Literal["started"] = "started"
@@ -139,7 +126,7 @@ class Started(_Message):
     step: int
 
 
-class Committed(_Message):
+class Committed(MessagePart):
     """A rank has applied the update of `step`."""
 
     type: Literal["committed"] = "committed"
@@ -152,7 +139,7 @@ class Committed(_Message):
     times: OperationTimes
 
 
-class PeerFailed(_Message):
+class PeerFailed(MessagePart):
     """A message failed; `peer` is the other end, or None where a collective does not tell."""
 
     type: Literal["peer_failed"] = "peer_failed"
@@ -161,7 +148,7 @@ class PeerFailed(_Message):
     error: str
 
 
-class Position(_Message):
+class Position(MessagePart):
     """Answer to a probe: what the rank is doing and since when."""
 
     type: Literal["position"] = "position"
@@ -174,7 +161,7 @@ class Position(_Message):
     """Seconds it has been doing so."""
 
 
-class CheckpointSaved(_Message):
+class CheckpointSaved(MessagePart):
     """A rank has written `layers` of the checkpoint that resumes at `step`; `error` where it could not."""
 
     type: Literal["checkpoint_saved"] = "checkpoint_saved"
@@ -185,7 +172,7 @@ class CheckpointSaved(_Message):
     error: str | None = None
 
 
-class Finished(_Message):
+class Finished(MessagePart):
     """A rank has reached the end of its training, with `committed` steps applied and its checkpoint written."""
 
     type: Literal["finished"] = "finished"
@@ -193,27 +180,27 @@ class Finished(_Message):
     committed: int
 
 
-class Crashed(_Message):
+class Crashed(MessagePart):
     """A rank ends itself because of an error in what it was given to run."""
 
     type: Literal["crashed"] = "crashed"
     error: str
 
 
-class Inject(_Message):
+class Inject(MessagePart):
     """Make `worker` fail: at once, or in `phase` of step `step` or the first one after it."""
 
     type: Literal["inject"] = "inject"
     worker: int
     kind: Literal["kill", "hang", "disconnect"]
-    phase: Literal["forward", "backward", "sync", "vote", "optimizer", "recovery", "checkpoint"] | None = None
+    phase: FailurePhase | None = None
     step: int | None = None
 
 
 # --- from the coordinator --------------------------------------------------------------------------------------------
 
 
-class Welcome(_Message):
+class Welcome(MessagePart):
     """All that a rank needs to load what it trains."""
 
     type: Literal["welcome"] = "welcome"
@@ -225,13 +212,13 @@ class Welcome(_Message):
     """What leaves each layer."""
 
 
-class Run(_Message):
+class Run(MessagePart):
     """Form `generation` and train from `first_step` with this program."""
 
     type: Literal["run"] = "run"
     generation: int
     members: tuple[int, ...]
-    """Workers of the generation, ascending; a worker's rank in the world communicator is its index."""
+    """Workers that train, ascending; one that is not among them only takes part in the transition."""
     store_port: int
     """Port of the rendezvous store, on the coordinator's host."""
     first_step: int
@@ -244,6 +231,13 @@ class Run(_Message):
     """The vote of step ``first_step - 1``: a rank that has not applied that step yet does so first."""
     load: Literal["initial", "keep"] | int = "keep"
     """Where the layers' state comes from: fresh weights, what the rank holds, or the checkpoint of this step."""
+    transition: Transition | None = None
+    """With "keep", where the placement changes."""
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """Workers of the generation, ascending; a worker's rank in the world communicator is its index."""
+        return self.members if self.transition is None else self.transition.everyone
 
     @staticmethod
     def pack_operations(
@@ -278,48 +272,48 @@ class Run(_Message):
         return tuple(Segment(LayerRange(start, stop), holders) for start, stop, holders in self.segments)
 
 
-class Stop(_Message):
+class Stop(MessagePart):
     """The generation before `generation` is over: leave every operation and answer with `Parked`."""
 
     type: Literal["stop"] = "stop"
     generation: int
 
 
-class Finish(_Message):
+class Finish(MessagePart):
     """End the run after the current step, with a checkpoint."""
 
     type: Literal["finish"] = "finish"
 
 
-class Probe(_Message):
+class Probe(MessagePart):
     """A rank is to answer with its `Position`, a supervisor with a `ProcessState` for each of its ranks, at once."""
 
     type: Literal["probe"] = "probe"
     probe: int
 
 
-class Exit(_Message):
+class Exit(MessagePart):
     """End the process: the run is over, or this rank is no longer part of it."""
 
     type: Literal["exit"] = "exit"
     reason: str
 
 
-class Spawn(_Message):
+class Spawn(MessagePart):
     """A supervisor is to start these workers."""
 
     type: Literal["spawn"] = "spawn"
     workers: tuple[int, ...]
 
 
-class Kill(_Message):
+class Kill(MessagePart):
     """A supervisor is to end `worker` with SIGKILL."""
 
     type: Literal["kill"] = "kill"
     worker: int
 
 
-class Refused(_Message):
+class Refused(MessagePart):
     """Answer to a message that cannot be done."""
 
     type: Literal["refused"] = "refused"
@@ -333,6 +327,7 @@ Message: TypeAlias = (
     | ProcessState
     | Parked
     | Started
+    | Switched
     | Committed
     | PeerFailed
     | Position

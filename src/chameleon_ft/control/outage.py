@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chameleon_ft.control.decision import Decision
+from chameleon_ft.control.messages import Switched
 from chameleon_ft.observe import FailureRecord, NoticedBy
 
 __all__ = ["Loss", "Outage", "exit_in_words"]
@@ -49,6 +50,8 @@ class Outage:
     stopped_at: float = 0.0
     """When the last survivor had left its operation."""
     decided_at: float = 0.0
+    switched: Switched | None = None
+    """What the first worker said that saw the transition complete."""
 
     def records(
         self,
@@ -76,16 +79,25 @@ class Outage:
                 detect_s=None if loss.failed_at is None else max(0.0, loss.noticed_at - loss.failed_at),
                 stop_s=max(0.0, self.stopped_at - loss.noticed_at),
                 decide_s=max(0.0, self.decided_at - self.stopped_at),
-                regroup_s=max(0.0, resumed_at - self.decided_at),
+                regroup_s=max(0.0, resumed_at - self.decided_at - self._transfer_s),
+                transfer_s=self._transfer_s,
                 stall_s=resumed_at - (loss.noticed_at if loss.failed_at is None else loss.failed_at),
                 policy="stop" if decision is None else decision.policy,
                 action=stop if decision is None else decision.action,
                 generation=generation,
                 resume_step=loss.step if decision is None else decision.first_step,
                 lost_layers=() if decision is None else decision.lost_layers,
+                moved_bytes=0 if self.switched is None else self.switched.moved_bytes,
+                rounds=(
+                    0 if decision is None or decision.transition is None else len(decision.transition.transfer.rounds)
+                ),
             )
             for loss in self.losses
         ]
+
+    @property
+    def _transfer_s(self) -> float:
+        return 0.0 if self.switched is None else self.switched.transfer_s
 
 
 def exit_in_words(exit_code: int) -> str:

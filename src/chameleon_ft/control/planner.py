@@ -5,15 +5,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from chameleon_ft import recovery
+from chameleon_ft.cluster import Cluster
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decision import Decision, Situation, decide
 from chameleon_ft.control.job_info import JobInfo, OperationRate
-from chameleon_ft.control.messages import OperationTimes, Run
+from chameleon_ft.control.messages import OperationTimes, Run, Transition
+from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.profiles import Profile, costs_of_run
-from chameleon_ft.recovery import in_flight_ceiling
-from chameleon_ft.schedule import CostModel, best_program, check_program
+from chameleon_ft.recovery import FailureRate, in_flight_ceiling
+from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, check_program
 from chameleon_ft.sync import gradient_rounds, gradient_segments
 
 __all__ = ["Planner"]
@@ -34,13 +37,14 @@ class Planner:
         self._profile = profile
         self._plan = plan
         self._rates: dict[int, OperationRate] = {}
-        depth = config.parallel.pp if plan is None else max(len(route.hops) for route in plan.routes)
-        self._ceiling = in_flight_ceiling(range(config.workers), depth)
 
     def start(self, workers: Sequence[int], *, checkpoint: int | None) -> Decision:
         """Begin with the layout of the configuration, at `checkpoint` or with fresh weights at step 0."""
+        plan = self._layout(workers) if self._plan is None else self._plan
+        depth = max(len(route.hops) for route in plan.routes)
         return Decision(
-            plan=self._layout(workers) if self._plan is None else self._plan,
+            plan=plan,
+            ceiling=in_flight_ceiling(plan.workers, depth),
             first_step=0 if checkpoint is None else checkpoint,
             load="initial" if checkpoint is None else checkpoint,
             roll_forward=None,
@@ -65,9 +69,36 @@ class Planner:
             share = self._job.share(layer for layers in plan.placement.ranges_of(worker) for layer in layers)
             self._rates[worker] = OperationRate(times.forward_s / share, times.backward_s / share)
 
-    def go_on(self, situation: Situation, hosts: Mapping[int, str]) -> Decision:
-        """Decide what follows a loss; see `decide` for what it raises."""
-        return decide(situation, self._costs(hosts), ceiling=self._ceiling, preferred_pp=self._config.parallel.pp)
+    def go_on(
+        self,
+        situation: Situation,
+        hosts: Mapping[int, str],
+        *,
+        ceiling: Mapping[int, InFlightLimit],
+        phases: StallModel,
+        repeat_s: float,
+        rate: FailureRate,
+    ) -> Decision:
+        """Decide what follows a loss; see `decide` for what it raises.
+
+        Args:
+            ceiling: what the workers of the plan in force can keep at most.
+            phases: what the stall will take, transfers left out.
+            repeat_s: seconds of work of the interrupted step that is done again.
+            rate: how soon the next failure is to be expected.
+        """
+        costs = self._costs(hosts)
+        cluster = costs.cluster
+        live = tuple(worker for worker in cluster.workers if worker.id in situation.live)
+        outlook = recovery.Situation(
+            plan=situation.plan,
+            ceiling=ceiling,
+            costs=CostModel(costs.workload, Cluster(live, cluster.intra_host, cluster.inter_host)),
+            phases=phases,
+            repeat_s=repeat_s,
+            restart_s=self._config.recovery.restart_s,
+        )
+        return decide(situation, outlook, policy=self._config.recovery.policy, rate=rate)
 
     def orders(
         self, decision: Decision, hosts: Mapping[int, str], *, generation: int, store_port: int
@@ -78,7 +109,7 @@ class Planner:
         """
         plan = decision.plan
         costs = self._costs(hosts)
-        program = best_program(plan, costs, ceiling=self._ceiling).program
+        program = decision.program or best_program(plan, costs, ceiling=decision.ceiling).program
         check_program(program, plan)
         planned = GenerationPlan(
             generation=generation,
@@ -103,8 +134,9 @@ class Planner:
                 segments=segments,
                 roll_forward=decision.roll_forward,
                 load=decision.load,
+                transition=_part_in(decision, worker, costs),
             )
-            for worker in plan.workers
+            for worker in decision.everyone
         }
 
     def describe(self, plan: Plan, *, run: str, first_step: int, generation: int) -> RunInfo:
@@ -131,3 +163,15 @@ class Planner:
             statistics.median(rate.forward_s for rate in rates), statistics.median(rate.backward_s for rate in rates)
         )
         return self._job.costs(self._config, hosts, measured)
+
+
+def _part_in(decision: Decision, worker: int, costs: CostModel) -> Transition | None:
+    """What the transition, if there is one, asks of a worker."""
+    planned = decision.transition
+    if planned is None:
+        return None
+    return Transition(
+        everyone=planned.everyone,
+        keep=planned.keep[worker],
+        moves=planned.moves_of(worker, costs.workload.layers),
+    )

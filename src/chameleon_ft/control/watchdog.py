@@ -83,11 +83,16 @@ class Watchdog:
         self._progress_at += seconds
 
     @property
+    def step_s(self) -> float:
+        """Median time of recent steps; 0 before the first."""
+        return statistics.median(self._steps_s) if self._steps_s else 0.0
+
+    @property
     def _patience_s(self) -> float:
         # Before the first step nothing is known, and first steps are slow: heartbeats have to do.
         if not self._steps_s:
             return self.timeouts.collective_s
-        return max(_PATIENCE_MIN_S, _PATIENCE * statistics.median(self._steps_s))
+        return max(_PATIENCE_MIN_S, _PATIENCE * self.step_s)
 
     @property
     def _operation_limit_s(self) -> float:

@@ -99,7 +99,9 @@ class FailureRecord(_Record):
     decide_s: float
     """From there until the new plan was chosen."""
     regroup_s: float
-    """From there until the first operation of the step was run again."""
+    """From there until the first operation of the step was run again, but for `transfer_s`."""
+    transfer_s: float = 0.0
+    """In which layers moved to other workers, until all had confirmed that they hold theirs."""
     stall_s: float
     """All of it; without `detect_s` where that is None."""
     policy: str
@@ -112,6 +114,10 @@ class FailureRecord(_Record):
     """Step that training went on with; lower than `step` after a fall back to a checkpoint."""
     lost_layers: tuple[int, ...] = ()
     """Layers that lost their last holder."""
+    moved_bytes: int = 0
+    """State that workers received from others, in bytes."""
+    rounds: int = 0
+    """In which it was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

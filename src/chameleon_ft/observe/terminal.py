@@ -29,7 +29,13 @@ _NOTICED: dict[NoticedBy, str] = {
     "peer": "a peer could not exchange a message with it",
     "self": "it reported its own error",
 }
-_PHASES = {"detect_s": "detect", "stop_s": "stop", "decide_s": "decide", "regroup_s": "regroup"}
+_PHASES = {
+    "detect_s": "detect",
+    "stop_s": "stop",
+    "decide_s": "decide",
+    "regroup_s": "regroup",
+    "transfer_s": "transfer",
+}
 
 
 class TerminalView:
@@ -71,6 +77,8 @@ class TerminalView:
         if record.lost_layers:
             facts.add_row("lost", f"the last holder of layers {', '.join(map(str, record.lost_layers))}")
         facts.add_row("done", f"{record.policy}: {record.action}")
+        if record.rounds:
+            facts.add_row("moved", _moved(record))
         facts.add_row("stall", _stall(record))
         facts.add_row("goes on", f"at step {record.resume_step} in generation {record.generation}")
         title = Text(f"worker {record.worker} lost in step {record.step}", style="bold red")
@@ -145,10 +153,17 @@ def _layout(info: RunInfo) -> Table:
 
 
 def _stall(record: FailureRecord) -> str:
-    phases = (
-        f"{name} {getattr(record, field):.3f}" for field, name in _PHASES.items() if getattr(record, field) is not None
-    )
-    return f"{record.stall_s:.3f} s = {' + '.join(phases)}"
+    known = {name: getattr(record, field) for field, name in _PHASES.items()}
+    if not record.rounds:
+        del known["transfer"]
+    phases = " + ".join(f"{name} {seconds:.3f}" for name, seconds in known.items() if seconds is not None)
+    return f"{record.stall_s:.3f} s = {phases}"
+
+
+def _moved(record: FailureRecord) -> str:
+    rate = f", {record.moved_bytes / record.transfer_s / 1e6:,.0f} MB/s" if record.transfer_s else ""
+    rounds = f"{record.rounds} round{'' if record.rounds == 1 else 's'}"
+    return f"{record.moved_bytes / 1e6:,.1f} MB in {rounds} and {record.transfer_s:.3f} s{rate}"
 
 
 def _step_times(summary: Summary) -> str:

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from chameleon_ft.recovery.decision import Candidate, Course, Decision, decide
+from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.layout import in_flight_ceiling, largest_symmetric_layout
+from chameleon_ft.recovery.policies import POLICIES
+from chameleon_ft.recovery.precompute import PreparedDecisions, prepare_decisions
+from chameleon_ft.recovery.proposal import Proposal
+from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.search.detours import reroute
 
-__all__ = ["in_flight_ceiling", "largest_symmetric_layout", "reroute"]
+__all__ = [
+    "POLICIES",
+    "Candidate",
+    "Course",
+    "Decision",
+    "FailureRate",
+    "PreparedDecisions",
+    "Proposal",
+    "Situation",
+    "decide",
+    "in_flight_ceiling",
+    "largest_symmetric_layout",
+    "prepare_decisions",
+    "reroute",
+]

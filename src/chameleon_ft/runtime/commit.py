@@ -155,7 +155,7 @@ class Committer:
             dtype=torch.float64,
         )
         if len(members) > 1:
-            result = communicators.vote(ballot)
+            result = communicators.vote(ballot, members)
             self._faults.at("vote", self.committed)
             with self._activity.waiting("vote"):
                 result.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -32,13 +32,31 @@ class HeldLayers:
         self._job = job
         self._seed = seed
         self._device = device
-        self._modules = {layer: build_layer(job, layer, seed).to(device).train() for layer in sorted(layers)}
-        parameters = [p for module in self._modules.values() for p in module.parameters() if p.requires_grad]
-        self._optimizer = job.optimizer(parameters) if parameters else None
+        self._modules = {layer: self._built(layer) for layer in sorted(layers)}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._renew_optimizer()
 
     @property
     def layers(self) -> frozenset[int]:
         return frozenset(self._modules)
+
+    def take_in(self, layer: int, state: Mapping[str, Any]) -> None:
+        """Hold one more layer, with the state that `state_of` gave elsewhere; tensors of `state` may be kept."""
+        module = self._built(layer)
+        self._modules = dict(sorted({**self._modules, layer: module}.items()))
+        self._renew_optimizer()
+        self.restore(layer, state)
+
+    def keep_only(self, layers: Collection[int]) -> None:
+        """Let go of all other layers, and of their memory."""
+        if not self.layers.issubset(layers):
+            self._modules = {layer: module for layer, module in self._modules.items() if layer in layers}
+            self._renew_optimizer()
+
+    def drop_gradients(self) -> None:
+        """Let go of the gradients' memory, as far as nothing else needs it."""
+        for module in self._modules.values():
+            module.zero_grad(set_to_none=True)
 
     def forward(self, layers: LayerRange, boundary: Tensor, *, step: int, micro_batch: int) -> Tensor:
         """Run `layers` on one micro-batch, each with its own random key."""
@@ -60,9 +78,8 @@ class HeldLayers:
             return value
         assert self._optimizer is not None
         group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
-        if key == "step" and not (group.get("fused") or group.get("capturable")):
-            return value
-        return value.to(parameter.device)
+        on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+        return value.to("cpu" if on_host else parameter.device)
 
     def update(self, step: int) -> float:
         """Run the optimizer on the gradients as they are and return the learning rate of that step."""
@@ -74,18 +91,23 @@ class HeldLayers:
         self._optimizer.step()
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def snapshot(self, layer: int) -> LayerState:
-        """Copy a layer's parameters, persistent buffers and optimizer state to host memory."""
+    def state_of(self, layer: int) -> LayerState:
+        """A layer's parameters, persistent buffers and optimizer state: its own tensors, which training changes."""
         module = self._modules[layer]
-        state: LayerState = {f"module/{name}": _to_host(value) for name, value in module.state_dict().items()}
+        state: LayerState = {f"module/{name}": value for name, value in module.state_dict().items()}
         if self._optimizer is not None:
             for name, parameter in module.named_parameters():
                 for key, value in self._optimizer.state.get(parameter, {}).items():
-                    state[f"optimizer/{name}/{key}"] = _to_host(value) if isinstance(value, Tensor) else value
+                    state[f"optimizer/{name}/{key}"] = value
         return state
 
+    def snapshot(self, layer: int) -> LayerState:
+        """Copy what `state_of` gives to host memory."""
+        state = self.state_of(layer).items()
+        return {key: _to_host(value) if isinstance(value, Tensor) else value for key, value in state}
+
     def restore(self, layer: int, state: Mapping[str, Any]) -> None:
-        """Take over what `snapshot` gave for this layer."""
+        """Take over what `state_of` or `snapshot` gave for this layer."""
         module = self._modules[layer]
         weights = {key.removeprefix("module/"): value for key, value in state.items() if key.startswith("module/")}
         module.load_state_dict(weights)
@@ -98,6 +120,17 @@ class HeldLayers:
                 self._optimizer.state[parameter] = {
                     key: self._placed(key, value, parameter) for key, value in own.items()
                 }
+
+    def _built(self, layer: int) -> nn.Module:
+        return build_layer(self._job, layer, self._seed).to(self._device).train()
+
+    def _renew_optimizer(self) -> None:
+        """Make an optimizer for the parameters that are held now; what it kept for them stays."""
+        before = None if self._optimizer is None else self._optimizer.state
+        parameters = [p for module in self._modules.values() for p in module.parameters() if p.requires_grad]
+        self._optimizer = self._job.optimizer(parameters) if parameters else None
+        if self._optimizer is not None and before is not None:
+            self._optimizer.state.update({p: before[p] for p in parameters if p in before})
 
 
 class GradientBuffers:

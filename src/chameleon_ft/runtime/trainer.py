@@ -25,6 +25,8 @@ from chameleon_ft.control.messages import (
     Run,
     Started,
     Stop,
+    Switched,
+    Transition,
 )
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.job import BoundarySpec, Job
@@ -38,11 +40,13 @@ from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.executor import Executor, Pace, StepSums, channels_of
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.transition import Mover, channels_of_transition
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.sync import Segment
 
 __all__ = ["RankContext", "Trainer"]
 
+_POLL_S = 0.005
 _RECORDED_AFTER_A_CHANGE = 2  # steps of a new generation whose operations are recorded whatever their number
 
 
@@ -76,6 +80,10 @@ class Trainer:
         self._batches = Batches(context.job, context.config.batch, seed=context.config.seed, device=context.device)
         self._held: HeldLayers | None = None
         self._committer: Committer | None = None
+        self._placed = 0  # the generation whose placement it has switched to
+        self._mover = Mover(
+            context.worker, context.device, activity=activity, faults=faults, stand_ins=context.pace is not None
+        )
         self._has_parked = False
         self._timelines = TimelineLog(context.run.timeline_file(context.worker))
         self._writer = CheckpointWriter(
@@ -116,6 +124,8 @@ class Trainer:
                 committed=0 if committer is None else committer.committed,
                 reduced=committer is not None and committer.reduced,
                 last_vote=None if committer is None else committer.last_vote,
+                placed=self._placed,
+                layers=() if self._held is None else tuple(sorted(self._held.layers)),
             )
         )
 
@@ -125,15 +135,19 @@ class Trainer:
         if self._has_parked:
             self._faults.at("recovery", order.first_step)
         segments = order.unpack_segments()
-        committer = self._prepare(order, segments)
+        self._prepare(order, segments)
         communicators = self._context.new_communicators()
         if not self._client.enter(order.generation, communicators.interrupt):
             return
         try:
             with self._activity.waiting("regroup"):
                 communicators.open(self._membership(order, segments))
-            if self._train(order, committer, communicators):
-                self._finish(order, segments, committer)
+            if order.transition is not None:
+                self._change_placement(order, order.transition, segments, communicators)
+            if self._committer is None:
+                self._stand_by(order)
+            elif self._train(order, self._committer, communicators):
+                self._finish(order, segments, self._committer)
         except CommunicationError as error:
             if self._client.ended < order.generation:
                 self._client.send(PeerFailed(generation=order.generation, peer=error.peer, error=str(error)))
@@ -142,58 +156,114 @@ class Trainer:
             communicators.close()
             self._client.leave()
 
-    def _prepare(self, order: Run, segments: tuple[Segment, ...]) -> Committer:
-        """Bring layers, optimizer and gradients to the state in which `order.first_step` begins."""
+    def _prepare(self, order: Run, segments: tuple[Segment, ...]) -> None:
+        """Bring what this rank holds to the state in which `order.first_step` begins, or a transition to it does."""
+        if order.load != "keep":
+            self._load(order, segments)
+        elif order.transition is None or order.transition.keep:
+            self._catch_up(order)
+        if order.transition is None:
+            self._settle(order, segments)
+        else:
+            self._make_room(order, order.transition)
+
+    def _load(self, order: Run, segments: tuple[Segment, ...]) -> None:
+        """Begin anew, with fresh weights or from a checkpoint."""
         context = self._context
+        needed = self._layers_in(segments)
+        self._held = self._committer = None  # what is given up must not take memory beside what replaces it
+        with self._activity.waiting("loading layers"):
+            self._held = HeldLayers(context.job, needed, seed=context.config.seed, device=context.device)
+            if isinstance(order.load, int):
+                for layer in sorted(needed):
+                    self._held.restore(layer, read_layer(context.run.checkpoints, order.load, layer))
+
+    def _catch_up(self, order: Run) -> None:
+        """Apply the step before `order.first_step`, if this rank has not: its gradient is of the placement it has."""
+        committer = self._committer
+        if committer is None or committer.committed >= order.first_step:
+            return
+        if order.roll_forward is None or not committer.reduced or committer.committed + 1 < order.first_step:
+            raise ControlError(
+                f"worker {self._context.worker} has applied {committer.committed} steps and cannot go on with "
+                f"step {order.first_step}"
+            )
+        committer.apply(order.roll_forward)
+
+    def _make_room(self, order: Run, transition: Transition) -> None:
+        """Hold what must be kept until the switch, and nothing else, no gradient either."""
+        context = self._context
+        if self._held is None or not transition.keep:
+            self._held = self._committer = None
+            self._held = HeldLayers(context.job, (), seed=context.config.seed, device=context.device)
+        self._held.keep_only(transition.keep)
+        self._committer = self._new_committer(self._held, order, ())
+        self._held.drop_gradients()
+
+    def _change_placement(
+        self, order: Run, transition: Transition, segments: tuple[Segment, ...], communicators: Communicators
+    ) -> None:
+        """Receive and send layers, and switch once everyone has confirmed. Raises CommunicationError."""
+        assert self._held is not None
+        start = time.perf_counter()
+        moved_bytes = self._mover.carry_out(transition, self._held, communicators, step=order.first_step)
+        transfer_s = time.perf_counter() - start
+        self._faults.at("switch", order.first_step)
+        self._client.send(Switched(generation=order.generation, moved_bytes=moved_bytes, transfer_s=transfer_s))
+        self._settle(order, segments)
+
+    def _settle(self, order: Run, segments: tuple[Segment, ...]) -> None:
+        """From here on this rank is in the placement of the order's generation: with its layers, and no other ones."""
+        needed = self._layers_in(segments)
+        held = self._held
+        if held is None or not held.layers >= needed:
+            worker = self._context.worker
+            raise ControlError(f"worker {worker} is to keep layers that it does not hold: {sorted(needed)}")
+        self._placed = order.generation
+        if self._context.worker not in order.members:
+            self._held = self._committer = None
+            return
+        held.keep_only(needed)
+        self._committer = self._new_committer(held, order, segments)
+        if order.load == "keep" and order.roll_forward is not None:
+            self._checkpoint_if_due(order.generation, self._committer)
+
+    def _new_committer(self, held: HeldLayers, order: Run, segments: tuple[Segment, ...]) -> Committer:
         before = self._committer
-        if before is not None and order.load == "keep" and before.committed < order.first_step:
-            if order.roll_forward is None or not before.reduced or before.committed + 1 < order.first_step:
-                raise ControlError(
-                    f"worker {context.worker} has applied {before.committed} steps and cannot go on with "
-                    f"step {order.first_step}"
-                )
-            before.apply(order.roll_forward)
-        held = self._layers(order, segments)
-        self._held = held
-        rolled_forward = order.load == "keep" and order.roll_forward is not None
-        self._committer = Committer(
-            worker=context.worker,
+        committer = Committer(
+            worker=self._context.worker,
             held=held,
             buffers=GradientBuffers(held, segments),
-            clip_norm=context.job.clip_norm,
+            clip_norm=self._context.job.clip_norm,
             committed=order.first_step,
             activity=self._activity,
             faults=self._faults,
         )
         if before is not None and before.committed == order.first_step:
-            self._committer.last_vote = before.last_vote
-        if rolled_forward:
-            self._checkpoint_if_due(order.generation, self._committer)
-        return self._committer
+            committer.last_vote = before.last_vote
+        return committer
 
-    def _layers(self, order: Run, segments: tuple[Segment, ...]) -> HeldLayers:
-        context = self._context
-        needed = {layer for segment in segments if context.worker in segment.holders for layer in segment.layers}
-        if order.load == "keep" and self._held is not None and self._held.layers >= needed:
-            return self._held
-        if order.load == "keep":
-            raise ControlError(f"worker {context.worker} is to keep layers that it does not hold: {sorted(needed)}")
-        self._held = self._committer = None  # what is given up must not take memory beside what replaces it
-        with self._activity.waiting("loading layers"):
-            held = HeldLayers(context.job, needed, seed=context.config.seed, device=context.device)
-            if order.load != "initial":
-                for layer in sorted(needed):
-                    held.restore(layer, read_layer(context.run.checkpoints, order.load, layer))
-        return held
+    def _layers_in(self, segments: tuple[Segment, ...]) -> set[int]:
+        worker = self._context.worker
+        return {layer for segment in segments if worker in segment.holders for layer in segment.layers}
+
+    def _stand_by(self, order: Run) -> None:
+        """Without a part in the plan, wait until the generation is over; what others have begun with this rank ends."""
+        self._activity.idle("spare")
+        while self._client.ended < order.generation:
+            time.sleep(_POLL_S)
 
     def _membership(self, order: Run, segments: tuple[Segment, ...]) -> Membership:
         groups = dict.fromkeys(segment.holders for segment in segments if len(segment.holders) > 1)
+        channels = channels_of(self._context.worker, order.unpack_operations())
+        if order.transition is not None:
+            channels = tuple(sorted({*channels, *channels_of_transition(order.transition)}))
         return Membership(
             generation=order.generation,
             worker=self._context.worker,
-            members=order.members,
-            groups=tuple(groups),
-            channels=channels_of(self._context.worker, order.unpack_operations()),
+            members=order.everyone,
+            groups=tuple(dict.fromkeys((order.members, *groups))),
+            channels=channels,
             store=join_address(self._context.coordinator_host, order.store_port),
         )
 

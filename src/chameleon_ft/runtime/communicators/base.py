@@ -68,8 +68,11 @@ class Communicators(Protocol):
     def open(self, membership: Membership) -> None:
         """Connect with all members. Raises CommunicationError where that fails or is interrupted."""
 
-    def send(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
+    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         """Start sending a contiguous tensor, which must not be changed until it has arrived.
+
+        Where links are emulated, it takes the time of `stands_for_bytes`, and such messages of a worker go out one
+        after the other; by default that of its own bytes, as they are scaled there.
 
         Both ends of every message of a step have it behind them when the step's vote is complete: until then keep what
         this returns, then drop it. Waiting is possible and not needed.
@@ -85,8 +88,8 @@ class Communicators(Protocol):
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         """Start summing `tensor` in place over `group`, which is `members` or one of `groups`."""
 
-    def vote(self, ballot: Tensor) -> InFlight:
-        """Start summing a few numbers, in host memory, in place over all members."""
+    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
+        """Start summing a few numbers, in host memory, in place over `group`, which is as in `all_reduce`."""
 
     def interrupt(self) -> None:
         """Make every call that is blocked, and every later one, end with CommunicationError.

@@ -64,7 +64,7 @@ class GlooCommunicators:
             self._waiter = Waiter()
         self._raise_if_interrupted()
 
-    def send(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
+    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         tensor = tensor.cpu()
         try:
             work = self._groups[self._world].send([tensor], self._world.index(peer), tag)
@@ -90,8 +90,8 @@ class GlooCommunicators:
         self._reductions.append(work)
         return self._message(work, None, host, None if host is tensor else tensor)
 
-    def vote(self, ballot: Tensor) -> InFlight:
-        return self.all_reduce(ballot, self._world)
+    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
+        return self.all_reduce(ballot, group)
 
     def interrupt(self) -> None:
         now = time.monotonic()

@@ -43,11 +43,9 @@ class NcclCommunicators:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._channels: dict[Channel, Group] = {}
         self._worker = -1
-        self._members: tuple[int, ...] = ()
 
     def open(self, membership: Membership) -> None:
         self._worker = membership.worker
-        self._members = membership.members
         prefix = f"generation-{membership.generation}"
         try:
             store = open_store(membership.store, timeout_s=self._timeouts.rendezvous_s)
@@ -62,7 +60,7 @@ class NcclCommunicators:
         except RuntimeError as error:
             raise CommunicationError(None, f"the communicators cannot be formed: {error}") from None
 
-    def send(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
+    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         channel = Channel(self._worker, peer, tag % 2 == 0)
         try:
             return _Message(self._channels[channel].send([tensor], 1, tag), peer, self._interrupted)
@@ -84,8 +82,8 @@ class NcclCommunicators:
             raise CommunicationError(None, str(error)) from None
         return _Reduction(work, on_device, tensor, self._interrupted)
 
-    def vote(self, ballot: Tensor) -> InFlight:
-        return self.all_reduce(ballot, self._members)
+    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
+        return self.all_reduce(ballot, group)
 
     def interrupt(self) -> None:
         if self._interrupted.is_set():

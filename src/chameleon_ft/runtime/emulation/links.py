@@ -15,7 +15,7 @@ from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 
 __all__ = ["EmulatedLinks"]
 
-_STAMP_BYTES: Final = 8
+_STAMP_BYTES: Final = 16  # when a message is due, and how long it keeps its receiver from the next one
 
 
 class EmulatedLinks:
@@ -37,29 +37,48 @@ class EmulatedLinks:
         self._scale = scale
         self._worker = -1
         self._over = threading.Event()
+        # When the last of the messages that go one after the other has left, and has arrived.
+        self._sent_at = self._received_at = 0.0
 
     def open(self, membership: Membership) -> None:
         self._worker = membership.worker
         self._inner.open(membership)
 
-    def send(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
+    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
         link = self._cluster.link(self._worker, peer)
-        due = time.perf_counter() + link.message_s(tensor.nbytes * self._scale)
+        busy_s = 0.0
+        if stands_for_bytes is None:
+            due = time.perf_counter() + link.message_s(tensor.nbytes * self._scale)
+        else:
+            busy_s = stands_for_bytes / link.bytes_per_s
+            due = self._sent_at = max(time.perf_counter() + link.latency_s, self._sent_at) + busy_s
         packed = torch.empty(_STAMP_BYTES + tensor.nbytes, dtype=torch.uint8)
-        packed[:_STAMP_BYTES].view(torch.float64).fill_(due)
+        packed[:_STAMP_BYTES].view(torch.float64).copy_(torch.tensor([due, busy_s], dtype=torch.float64))
         packed[_STAMP_BYTES:].view(tensor.dtype).copy_(tensor.view(-1))
         return self._inner.send(packed, peer=peer, tag=tag)
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
         packed = torch.empty(_STAMP_BYTES + tensor.nbytes, dtype=torch.uint8)
-        return _Message(self._inner.receive(packed, peer=peer, tag=tag), packed, tensor, peer, self._over)
+        return _Message(self._inner.receive(packed, peer=peer, tag=tag), packed, tensor, peer, self)
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         ring_s = self._cluster.ring_all_reduce_s(group, tensor.nbytes * self._scale)
-        return _Reduction(self._inner, tensor, group, ring_s, self._over)
+        return _Reduction(self._inner, tensor, group, ring_s, self)
 
-    def vote(self, ballot: Tensor) -> InFlight:
-        return self._inner.vote(ballot)
+    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
+        return self._inner.vote(ballot, group)
+
+    def taken(self, due: float, busy_s: float) -> float:
+        """When a message that was due at `due` has been received, by one who receives one after the other."""
+        if busy_s:
+            due = self._received_at = max(due, self._received_at + busy_s)
+        return due
+
+    def sleep_until(self, due: float, peer: int | None) -> None:
+        """Sleep, and raise CommunicationError as soon as the generation is over."""
+        remaining = due - time.perf_counter()
+        if remaining > 0 and self._over.wait(remaining):
+            raise CommunicationError(peer, "the generation is over")
 
     def interrupt(self) -> None:
         self._over.set()
@@ -75,12 +94,12 @@ class _Message:
     packed: Tensor
     target: Tensor
     peer: int
-    over: threading.Event
+    links: EmulatedLinks
 
     def wait(self) -> None:
         self.inner.wait()
-        due = float(self.packed[:_STAMP_BYTES].view(torch.float64))
-        _sleep_until(due, self.over, self.peer)
+        due, busy_s = self.packed[:_STAMP_BYTES].view(torch.float64).tolist()
+        self.links.sleep_until(self.links.taken(due, busy_s), self.peer)
         self.target.copy_(self.packed[_STAMP_BYTES:].view(self.target.dtype).view_as(self.target))
 
 
@@ -90,14 +109,8 @@ class _Reduction:
     tensor: Tensor
     group: tuple[int, ...]
     ring_s: float
-    over: threading.Event
+    links: EmulatedLinks
 
     def wait(self) -> None:
         self.inner.all_reduce(self.tensor, self.group).wait()
-        _sleep_until(time.perf_counter() + self.ring_s, self.over, None)
-
-
-def _sleep_until(due: float, over: threading.Event, peer: int | None) -> None:
-    remaining = due - time.perf_counter()
-    if remaining > 0 and over.wait(remaining):
-        raise CommunicationError(peer, "the generation is over")
+        self.links.sleep_until(time.perf_counter() + self.ring_s, None)

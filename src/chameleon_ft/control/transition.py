@@ -1,0 +1,89 @@
+"""What a change of placement asks of each worker; docs/transition.md says why it is safe."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from chameleon_ft.errors import ControlError
+from chameleon_ft.estimate import state_bytes
+from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.transfer import Transfer, transfer_to
+from chameleon_ft.workload import LayerCost
+
+__all__ = ["PlannedTransition", "placement_of", "plan_transition"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTransition:
+    """The way from the placement in force to another one.
+
+    Attributes:
+        transfer: what moves.
+        everyone: workers that take part, ascending.
+        keep: worker -> the layers that it must not give up before the switch, ascending.
+    """
+
+    transfer: Transfer
+    everyone: tuple[int, ...]
+    keep: Mapping[int, tuple[int, ...]]
+
+    def moves_of(self, worker: int, layers: Sequence[LayerCost]) -> tuple[tuple[int, int, int, int, int], ...]:
+        """(round, source, destination, layer, bytes) of all that `worker` sends and receives, by rounds."""
+        return tuple(
+            (number, message.source, message.destination, layer, state_bytes(layers[layer]))
+            for number, messages in enumerate(self.transfer.rounds)
+            for message in messages
+            if worker in (message.source, message.destination)
+            for layer in message.layers
+        )
+
+
+def plan_transition(
+    in_force: Placement, new: Placement, *, held: Mapping[int, Collection[int]], layers: Sequence[LayerCost]
+) -> PlannedTransition | None:
+    """The transition to `new`; None where each worker holds in it what it holds in the placement in force.
+
+    Args:
+        in_force: the placement of which every worker holds its part; workers that are lost may be in it.
+        held: every live worker -> the layers whose state it holds, at the step to go on with.
+        layers: costs of all layers.
+
+    Raises:
+        NoHolderError: layers are held by no live worker.
+        ControlError: a worker does not hold its part of the placement in force, which the protocol rules out.
+    """
+    in_force = in_force.without([worker for worker in in_force.workers if worker not in held])
+    own = {worker: _layers_of(in_force, worker) for worker in held}
+    if lacking := [worker for worker in held if not own[worker] <= set(held[worker])]:
+        raise ControlError(f"workers {lacking} do not hold their layers of the placement in force: {held}")
+    if new == in_force:
+        return None
+    transfer = transfer_to(placement_of(held, new.num_layers), new, live=held, layers=layers)
+    everyone = sorted({*new.workers, *in_force.workers})
+    wanted = {worker: _layers_of(new, worker) for worker in everyone}
+    for message in transfer.messages:
+        wanted[message.source].update(message.layers)
+    return PlannedTransition(
+        transfer=transfer,
+        everyone=tuple(everyone),
+        keep=FrozenMap(
+            {worker: tuple(sorted(own[worker] | (wanted[worker] & set(held[worker])))) for worker in everyone}
+        ),
+    )
+
+
+def placement_of(held: Mapping[int, Collection[int]], num_layers: int) -> Placement:
+    """The placement in which each worker holds these layers; workers with none are left out."""
+    return Placement(num_layers, {worker: _ranges(layers) for worker, layers in held.items() if layers})
+
+
+def _ranges(layers: Collection[int]) -> tuple[LayerRange, ...]:
+    runs = groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0])
+    return tuple(LayerRange(run[0], run[-1] + 1) for run in ([layer for _, layer in group] for _, group in runs))
+
+
+def _layers_of(placement: Placement, worker: int) -> set[int]:
+    return {layer for layers in placement.ranges_of(worker) for layer in layers}

@@ -1,0 +1,193 @@
+"""Weighing: what a proposal costs and yields."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from chameleon_ft.cluster import Cluster
+from chameleon_ft.errors import NoHolderError
+from chameleon_ft.estimate import StepEstimate, SyncTiming, TransitionEstimate, estimate_step, state_bytes
+from chameleon_ft.plan import Plan
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.recovery.proposal import Proposal
+from chameleon_ft.recovery.situation import Situation
+from chameleon_ft.schedule import InFlightLimit, Program, best_program, default_limits
+from chameleon_ft.transfer import Transfer, transfer_s, transfer_to
+
+__all__ = ["Candidate", "Course", "weighed"]
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """All that is needed to carry out what was chosen.
+
+    Attributes:
+        plan: what is run.
+        ceiling: what its workers can keep at most.
+        program: what each worker runs in a step, by `best_program` with that ceiling.
+        transfer: what moves before; None where all is read from a checkpoint.
+    """
+
+    plan: Plan
+    ceiling: Mapping[int, InFlightLimit]
+    program: Program
+    transfer: Transfer | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What is predicted of a proposal. Without a plan, all figures but the samples are None.
+
+    Attributes:
+        policy: name of the proposal.
+        step_s: seconds of a step, gradients reduced after the program as the runtime does.
+        peak_bytes: what the worker that needs most holds at its worst moment.
+        stall_s: seconds in which nothing is gained: the phases of the stall, the transfer, and work of the interrupted
+            step that is done again.
+        transfer_s: seconds of these in which state moves; zero if it is read from a checkpoint.
+        moved_bytes: parameters and optimizer state that workers receive, or read.
+        samples: samples that are trained until the next failure, B max(0, D - stall_s) / step_s; zero if not feasible.
+        reason: why it cannot be chosen; None if it can.
+    """
+
+    policy: str
+    step_s: float | None = None
+    peak_bytes: int | None = None
+    stall_s: float | None = None
+    transfer_s: float | None = None
+    moved_bytes: int | None = None
+    samples: float = 0.0
+    reason: str | None = None
+
+    @property
+    def feasible(self) -> bool:
+        """Whether it can be chosen."""
+        return self.reason is None
+
+
+def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple[Candidate, Course | None]:
+    """What is predicted of a proposal, and how to carry it out if it is feasible."""
+    plan = proposal.plan
+    if plan is None:
+        return Candidate(policy=proposal.name, reason=proposal.reason), None
+    workload, cluster = situation.costs.workload, situation.costs.cluster
+    if gone := sorted(set(plan.workers).difference(situation.live)):
+        return Candidate(policy=proposal.name, reason=f"it needs workers that are not live: {gone}"), None
+    transfer: Transfer | None = None
+    if not proposal.from_checkpoint:
+        try:
+            transfer = transfer_to(situation.placement, plan.placement, live=situation.live, layers=workload.layers)
+        except NoHolderError as error:
+            return Candidate(policy=proposal.name, reason=str(error)), None
+    scheduled = _scheduled(proposal, plan, situation)
+    plan, estimate = scheduled.plan, scheduled.estimate
+    moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, cluster)
+    stall_s = _stall_s(proposal, scheduled, situation, moves_s)
+    reason = _too_large(estimate, situation) or _too_large_meanwhile(transfer, situation)
+    samples = workload.samples * max(0.0, horizon_s - stall_s) / estimate.step_s
+    candidate = Candidate(
+        policy=proposal.name,
+        step_s=estimate.step_s,
+        peak_bytes=max(memory.peak_bytes for memory in estimate.memory.values()),
+        stall_s=stall_s,
+        transfer_s=moves_s,
+        moved_bytes=_all_bytes(plan, situation) if transfer is None else transfer.total_bytes,
+        samples=0.0 if reason else samples,
+        reason=reason,
+    )
+    if reason:
+        return candidate, None
+    return candidate, Course(
+        plan=plan, ceiling=FrozenMap(scheduled.ceiling), program=scheduled.program, transfer=transfer
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheduled:
+    plan: Plan
+    ceiling: Mapping[int, InFlightLimit]
+    program: Program
+    estimate: StepEstimate
+
+
+def _scheduled(proposal: Proposal, plan: Plan, situation: Situation) -> _Scheduled:
+    """The program under the proposal's ceiling.
+
+    Where that does not fit, the one with as few in flight as 1F1B has, and if it does not either, the same with
+    recomputation on the workers that lack memory. So it is said of a plan what it would need at the least.
+    """
+    found = _under(proposal.ceiling, plan, situation)
+    if not found.estimate.over_capacity(situation.costs):
+        return found
+    few = {worker: InFlightLimit(limit.in_flight, limit.in_flight) for worker, limit in default_limits(plan).items()}
+    found = _under(few, plan, situation)
+    if missing := found.estimate.over_capacity(situation.costs):
+        return _under(few, replace(plan, recompute=plan.recompute.union(missing)), situation)
+    return found
+
+
+def _under(ceiling: Mapping[int, InFlightLimit], plan: Plan, situation: Situation) -> _Scheduled:
+    program = best_program(plan, situation.costs, ceiling=ceiling).program
+    estimate = estimate_step(plan, program, situation.costs, timing=SyncTiming.AFTER_PROGRAM)
+    return _Scheduled(plan, ceiling, program, estimate)
+
+
+def _stall_s(proposal: Proposal, scheduled: _Scheduled, situation: Situation, moves_s: float) -> float:
+    if proposal.from_checkpoint:
+        return situation.restart_s
+    limits = ((ceiling.get(w) for w in scheduled.plan.workers) for ceiling in (scheduled.ceiling, situation.ceiling))
+    if scheduled.plan == situation.plan and all(new == old for new, old in zip(*limits, strict=True)):
+        # Nobody is lost and all goes on as before: there is nothing to stop for.
+        return 0.0
+    return TransitionEstimate(phases=situation.phases, transfer_s=moves_s, repeat_s=situation.repeat_s).lost_s
+
+
+def _too_large(estimate: StepEstimate, situation: Situation) -> str | None:
+    missing = estimate.over_capacity(situation.costs)
+    return _short_of(missing, "in a step") if missing else None
+
+
+def _too_large_meanwhile(transfer: Transfer | None, situation: Situation) -> str | None:
+    """While state moves, a worker has what it held, gradients included, and beside it what it has received."""
+    if transfer is None:
+        return None
+    layers = situation.costs.workload.layers
+    held = {
+        worker: sum(state_bytes(layers[layer]) + layers[layer].gradient_bytes for own in ranges for layer in own)
+        for worker, ranges in situation.placement.ranges.items()
+    }
+    received: Counter[int] = Counter()
+    for message in transfer.messages:
+        received[message.destination] += message.num_bytes
+    missing = {
+        worker: short
+        for worker, num_bytes in received.items()
+        if (short := held.get(worker, 0) + num_bytes - _capacity(situation.costs.cluster, worker)) > 0
+    }
+    return _short_of(missing, "while layers move") if missing else None
+
+
+def _capacity(cluster: Cluster, worker: int) -> float:
+    known = cluster.worker(worker).memory_bytes
+    return float("inf") if known is None else known
+
+
+def _short_of(missing: Mapping[int, float], when: str) -> str:
+    worker = max(missing, key=lambda each: (missing[each], -each))
+    others = f", and {len(missing) - 1} others need more too" if len(missing) > 1 else ""
+    return f"memory: worker {worker} needs {_shown(missing[worker])} more {when}{others}"
+
+
+def _shown(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB // 100 else f"{num_bytes:,.0f} bytes"
+
+
+def _all_bytes(plan: Plan, situation: Situation) -> int:
+    layers = situation.costs.workload.layers
+    return sum(
+        state_bytes(layers[layer]) for ranges in plan.placement.ranges.values() for own in ranges for layer in own
+    )

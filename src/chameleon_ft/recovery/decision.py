@@ -1,0 +1,94 @@
+"""The decision: of all that policies propose, what trains the most samples until the next failure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.recovery._course import Candidate, Course, weighed
+from chameleon_ft.recovery.failure_rate import FailureRate
+from chameleon_ft.recovery.policies import policy_named
+from chameleon_ft.recovery.situation import Situation
+
+__all__ = ["Candidate", "Course", "Decision", "decide"]
+
+# Samples that differ by less are equal: sums were rounded in another order.
+_ROUNDING: Final = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was weighed, and what is done.
+
+    Attributes:
+        horizon_s: seconds until the next failure that were expected (D).
+        candidates: all that was weighed, in the order of the proposals.
+        chosen: the one of them that is carried out; None if none is feasible.
+        course: how to carry it out; None likewise.
+    """
+
+    horizon_s: float
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate | None
+    course: Course | None
+
+    def to_json(self) -> dict[str, object]:
+        """The fields of the event `decision`, but for the seconds that it took, which is for whoever has a clock."""
+        return {
+            "chosen": None if self.chosen is None else self.chosen.policy,
+            "horizon_s": self.horizon_s,
+            "candidates": [
+                {
+                    "policy": each.policy,
+                    "step_s": each.step_s,
+                    "stall_s": each.stall_s,
+                    "bytes": each.moved_bytes,
+                    "samples": each.samples,
+                    "feasible": each.feasible,
+                    "reason": each.reason,
+                }
+                for each in self.candidates
+            ],
+        }
+
+
+def decide(situation: Situation, policy: str, rate: FailureRate) -> Decision:
+    """Weigh what the policy proposes, and choose what trains the most samples until the next failure.
+
+    samples(D) = B max(0, D - stall) / step time, which is Eq. 8 of arXiv 2508.21613 times D. Of equals, that which
+    moves the fewest bytes; of equals still, what was proposed first. What does not fit the memory, in a step or while
+    layers move, or has layers that nobody holds, is listed with the reason and never chosen. Deterministic.
+
+    Args:
+        situation: what was running, and who is live.
+        policy: name of one of `POLICIES`.
+        rate: how soon the next failure is to be expected; the losses that led here are counted already.
+
+    Raises:
+        ConfigError: no policy has this name.
+        PlanError: no worker is live, or the workload has another number of layers than the plan.
+    """
+    propose = policy_named(policy)
+    if not situation.live:
+        raise PlanError("no worker is live; start at least one")
+    horizon_s = rate.horizon_s(len(situation.live))
+    both = [weighed(proposal, situation, horizon_s) for proposal in propose(situation, horizon_s)]
+    candidates = tuple(candidate for candidate, _ in both)
+    index = _best(candidates)
+    return Decision(
+        horizon_s=horizon_s,
+        candidates=candidates,
+        chosen=None if index is None else candidates[index],
+        course=None if index is None else both[index][1],
+    )
+
+
+def _best(candidates: Sequence[Candidate]) -> int | None:
+    feasible = [index for index, candidate in enumerate(candidates) if candidate.feasible]
+    if not feasible:
+        return None
+    most = max(candidates[index].samples for index in feasible)
+    equals = [index for index in feasible if candidates[index].samples >= most * (1 - _ROUNDING)]
+    return min(equals, key=lambda index: (candidates[index].moved_bytes or 0, index))

@@ -1,0 +1,153 @@
+"""Which losses come to the same: workers that can be exchanged without anything else becoming different.
+
+An exchange is a permutation of the live workers that maps everything a decision is made from to itself: the layers and
+limits of each worker, its speed and memory, who shares a host with whom, and how many micro-batches take which way.
+Times of operations, messages, reductions and transfers depend on nothing else, so if it maps worker a to worker b, then
+what is best after the loss of a, with all workers exchanged, can be run after the loss of b, and takes as long. Which
+micro-batch takes which way does not matter: none of them is different from another.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Hop
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.recovery.situation import Situation
+
+__all__ = ["LossClass", "is_exchange", "loss_classes"]
+
+_Colours: TypeAlias = dict[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossClass:
+    """Workers whose losses come to the same.
+
+    Attributes:
+        representative: one of them.
+        exchanges: for each of them, the representative too, an exchange that maps the representative to it: worker ->
+            worker, for all live ones.
+    """
+
+    representative: int
+    exchanges: Mapping[int, Mapping[int, int]]
+
+
+def loss_classes(situation: Situation) -> tuple[LossClass, ...]:
+    """The live workers of the plan in classes, ascending by their representatives, which are the lowest of each.
+
+    Every exchange has been checked, so those in a class are equivalent. Workers in different classes may be so too:
+    exchanges are looked for by refining colours, which can miss one where a plan is very regular.
+
+    Raises:
+        PlanError: a worker of the plan is lost already.
+    """
+    structure = _Structure(situation)
+    alike = structure.refined(structure.ranked(structure.own))
+    orders = {worker: structure.order(alike, first=worker) for worker in structure.own if structure.own[worker][0]}
+    exchanges: dict[int, dict[int, Mapping[int, int]]] = {}
+    for worker, order in sorted(orders.items()):
+        for representative, known in exchanges.items():
+            if alike[representative] == alike[worker]:
+                exchange = FrozenMap(dict(zip(orders[representative], order, strict=True)))
+                if structure.is_kept_by(exchange):
+                    known[worker] = exchange
+                    break
+        else:
+            exchanges[worker] = {worker: FrozenMap({each: each for each in sorted(structure.own)})}
+    return tuple(
+        LossClass(representative=representative, exchanges=FrozenMap(known))
+        for representative, known in exchanges.items()
+    )
+
+
+def is_exchange(exchange: Mapping[int, int], situation: Situation) -> bool:
+    """Whether it is a permutation of the live workers that maps all that decides to itself; see the module's text."""
+    return _Structure(situation).is_kept_by(exchange)
+
+
+class _Structure:
+    """What a decision is made from, as a graph of workers."""
+
+    def __init__(self, situation: Situation) -> None:
+        if situation.lost:
+            raise PlanError(f"workers of the plan are lost already: {situation.lost}; decide on that first")
+        plan, cluster = situation.plan, situation.costs.cluster
+        self.own: dict[int, tuple[Any, ...]] = {}
+        self._host_of = {worker.id: worker.host for worker in cluster.workers}
+        self._on_host: dict[str, list[int]] = defaultdict(list)
+        for worker in cluster.workers:
+            self._on_host[worker.host].append(worker.id)
+            limit = situation.ceiling.get(worker.id)
+            self.own[worker.id] = (
+                plan.placement.ranges_of(worker.id),
+                worker.speed,
+                -1 if worker.memory_bytes is None else worker.memory_bytes,
+                () if limit is None else (limit.in_flight, limit.kept),
+                worker.id in plan.recompute,
+            )
+        self._ways = Counter(route.hops for route in plan.routes)
+        self._on_ways: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for number, hops in enumerate(self._ways):
+            for position, hop in enumerate(hops):
+                self._on_ways[hop.worker].append((number, position))
+
+    def is_kept_by(self, exchange: Mapping[int, int]) -> bool:
+        """See `is_exchange`."""
+        if set(exchange) != set(self.own) or set(exchange.values()) != set(self.own):
+            return False
+        if any(self.own[worker] != self.own[other] for worker, other in exchange.items()):
+            return False
+        hosts = {(self._host_of[worker], self._host_of[other]) for worker, other in exchange.items()}
+        if len(hosts) > len(self._on_host):
+            return False
+        return self._ways == {
+            tuple(Hop(exchange[hop.worker], hop.layers) for hop in hops): share for hops, share in self._ways.items()
+        }
+
+    def order(self, colours: _Colours, *, first: int) -> list[int]:
+        """All workers, `first` told from its like before others are; equal structures are ordered alike mostly."""
+        colours = self._told_apart(colours, first)
+        while len(set(colours.values())) < len(colours):
+            sizes = Counter(colours.values())
+            colour = min(colour for colour, size in sizes.items() if size > 1)
+            colours = self._told_apart(colours, min(worker for worker in colours if colours[worker] == colour))
+        return sorted(colours, key=colours.__getitem__)
+
+    def _told_apart(self, colours: _Colours, worker: int) -> _Colours:
+        return self.refined({other: 2 * colour + (other != worker) for other, colour in colours.items()})
+
+    def refined(self, colours: _Colours) -> _Colours:
+        """Colours by which workers differ as well if those on their hosts do, or those on their ways."""
+        before = 0
+        while (different := len(set(colours.values()))) > before:
+            before = different
+            hosts = {host: sorted(map(colours.__getitem__, on)) for host, on in self._on_host.items()}
+            ways = [(share, [(colours[hop.worker], hop.layers) for hop in hops]) for hops, share in self._ways.items()]
+            colours = self.ranked(
+                {
+                    worker: (
+                        colour,
+                        hosts[self._host_of[worker]],
+                        sorted((position, ways[number]) for number, position in self._on_ways[worker]),
+                    )
+                    for worker, colour in colours.items()
+                }
+            )
+        return colours
+
+    @staticmethod
+    def ranked(keys: Mapping[int, Any]) -> _Colours:
+        """The rank of each worker's key."""
+        ranks: _Colours = {}
+        rank, last = -1, None
+        for worker in sorted(keys, key=keys.__getitem__):
+            if rank < 0 or keys[worker] != last:
+                rank, last = rank + 1, keys[worker]
+            ranks[worker] = rank
+        return ranks

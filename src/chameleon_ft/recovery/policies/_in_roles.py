@@ -1,0 +1,45 @@
+"""Plans on the workers for which least has to move."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from chameleon_ft.errors import NoHolderError
+from chameleon_ft.recovery.proposal import Proposal
+from chameleon_ft.recovery.situation import Situation
+from chameleon_ft.search import FoundPlan
+from chameleon_ft.transfer import Transfer, plan_in_roles, plan_transfer, worker_kinds
+
+
+def in_roles(name: str, plans: Sequence[FoundPlan], situation: Situation) -> list[Proposal]:
+    """Proposals with each plan, its workers exchanged for others of their kind, named `name`, `name`-2 and so on.
+
+    Workers take each other's places on their own host, where that makes no difference to the step; and on any host if
+    less has to move then, which may cost time in every step.
+    """
+    found: list[Proposal] = []
+    for each in plans:
+        try:
+            transfers = _transfers(each, situation)
+        except NoHolderError as error:
+            return [Proposal(name=name, reason=str(error))]
+        for transfer in transfers:
+            found.append(
+                Proposal(
+                    name=name if not found else f"{name}-{len(found) + 1}",
+                    plan=plan_in_roles(each.plan, transfer.roles),
+                    ceiling={transfer.roles[place]: limit for place, limit in each.ceiling.items()},
+                )
+            )
+    return found
+
+
+def _transfers(found: FoundPlan, situation: Situation) -> list[Transfer]:
+    cluster, layers = situation.costs.cluster, situation.costs.workload.layers
+    kinds: dict[int, Hashable] = worker_kinds(cluster)
+    at_home = {worker.id: (worker.host, kinds[worker.id]) for worker in cluster.workers}
+    near, anywhere = (
+        plan_transfer(situation.placement, found.plan.placement, kinds=kinds_of, layers=layers)
+        for kinds_of in (at_home, kinds)
+    )
+    return [near, anywhere] if anywhere.total_bytes < near.total_bytes else [near]

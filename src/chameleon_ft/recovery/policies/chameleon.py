@@ -1,0 +1,18 @@
+"""Everything there is: nothing moves, a little does, or all that it takes."""
+
+from __future__ import annotations
+
+from chameleon_ft.recovery.policies import mend, repartition, reroute
+from chameleon_ft.recovery.proposal import Proposal
+from chameleon_ft.recovery.situation import Situation
+
+__all__ = ["propose"]
+
+
+def propose(situation: Situation, horizon_s: float) -> list[Proposal]:
+    """What `reroute`, `mend` and `repartition` propose; the same plan with the same ceiling only once."""
+    found: list[Proposal] = []
+    for policy in (reroute, mend, repartition):
+        known = [(each.plan, each.ceiling) for each in found if each.plan is not None]
+        found += [each for each in policy.propose(situation, horizon_s) if (each.plan, each.ceiling) not in known]
+    return found

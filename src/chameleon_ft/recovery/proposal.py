@@ -1,0 +1,46 @@
+"""What a policy hands in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Plan
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.recovery.situation import Situation
+from chameleon_ft.schedule import InFlightLimit
+
+__all__ = ["Policy", "Proposal"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A plan to go on with, or why there is none of its kind.
+
+    Attributes:
+        name: what kind of plan it is; different for every proposal of a policy.
+        plan: the plan, on live workers; None where there is none.
+        ceiling: what its workers can keep at most; those that are left out are not bounded.
+        from_checkpoint: whether the state comes from a checkpoint, and not from other workers.
+        reason: why there is no plan; None where there is one.
+
+    Raises:
+        PlanError: both a plan and a reason, or neither.
+    """
+
+    name: str
+    plan: Plan | None = None
+    ceiling: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
+    from_checkpoint: bool = False
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ceiling", FrozenMap(self.ceiling))
+        if (self.plan is None) == (self.reason is None):
+            raise PlanError(f"proposal {self.name!r} needs either a plan or a reason why there is none")
+
+
+Policy: TypeAlias = Callable[[Situation, float], Sequence[Proposal]]
+"""Proposes plans for a situation, given the seconds until the next failure that are to be expected."""

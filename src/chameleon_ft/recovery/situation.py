@@ -1,0 +1,65 @@
+"""What a decision is made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.estimate import StallModel
+from chameleon_ft.plan import Placement, Plan
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.search import DEFAULT_EFFORT
+
+__all__ = ["Situation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What is known when workers were lost, have joined or have become slower.
+
+    Attributes:
+        plan: what was running, lost workers included.
+        ceiling: what its workers can keep at most; those that are left out are not bounded.
+        costs: what a step computes, and on whom: its cluster is that of all live workers, spares and new ones too.
+        phases: what the stall will take, transfers left out.
+        repeat_s: work of the interrupted step that is done again, in seconds; see `TransitionEstimate`.
+        restart_s: seconds that are lost if all go back to a checkpoint, steps that are repeated included.
+        effort: how much `find_plan` searches.
+
+    Raises:
+        ConfigError: seconds that are negative or not finite.
+    """
+
+    plan: Plan
+    ceiling: Mapping[int, InFlightLimit]
+    costs: CostModel
+    phases: StallModel
+    repeat_s: float
+    restart_s: float
+    effort: int | None = DEFAULT_EFFORT
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ceiling", FrozenMap(self.ceiling))
+        for name in ("repeat_s", "restart_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} must be zero or a positive number of seconds; got {value}")
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Who is there, ascending."""
+        return tuple(sorted(worker.id for worker in self.costs.cluster.workers))
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Workers of the plan that are gone, ascending."""
+        live = set(self.live)
+        return tuple(worker for worker in self.plan.workers if worker not in live)
+
+    @property
+    def placement(self) -> Placement:
+        """What the live workers hold. What a worker outside the plan may still have is of an earlier step."""
+        return self.plan.placement.without(self.lost)

@@ -1,0 +1,287 @@
+"""What is decided: that it is the best of what was proposed, can be run, fits, and is what is predicted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chameleon_ft.errors import ConfigError, NoHolderError, PlanError
+from chameleon_ft.estimate import SyncTiming, estimate_step, state_bytes
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
+from chameleon_ft.recovery import POLICIES, Candidate, Decision, FailureRate, Proposal, Situation, decide
+from chameleon_ft.recovery._course import weighed
+from chameleon_ft.recovery.decision import _best
+from chameleon_ft.schedule import InFlightLimit, check_program
+from tests.recovery.situations import after, arrived, layer, rate_of, situation, situations
+
+horizons_s = st.sampled_from([1.0, 6.0, 30.0, 1e4])
+
+
+@settings(max_examples=60, deadline=None)
+@given(now=situations(), policy=st.sampled_from(sorted(POLICIES)), horizon_s=horizons_s)
+def test_what_is_chosen_is_best_and_can_be_run(now: Situation, policy: str, horizon_s: float) -> None:
+    decision = decide(now, policy, rate_of(horizon_s, now))
+
+    assert decision.horizon_s == pytest.approx(horizon_s)
+    names = [each.policy for each in decision.candidates]
+    assert names
+    assert len(set(names)) == len(names)
+    samples = now.costs.workload.samples
+    for each in decision.candidates:
+        assert each.feasible == (each.reason is None)
+        if each.feasible:
+            assert each.stall_s is not None
+            assert each.step_s is not None
+            trained = samples * max(0.0, decision.horizon_s - each.stall_s) / each.step_s
+            assert each.samples == pytest.approx(trained, rel=1e-12)
+        else:
+            assert each.samples == 0
+    feasible = [each for each in decision.candidates if each.feasible]
+    if not feasible:
+        assert decision.chosen is None
+        assert decision.course is None
+        return
+    assert decision.chosen in feasible
+    assert decision.chosen.samples == pytest.approx(max(each.samples for each in feasible), rel=1e-9)
+    check_course(decision, now)
+
+
+def check_course(decision: Decision, now: Situation) -> None:
+    """That what was chosen can be carried out, and is what is predicted of it."""
+    chosen, course = decision.chosen, decision.course
+    assert chosen is not None
+    assert course is not None
+    assert set(course.plan.workers) <= set(now.live)
+    assert set(course.ceiling) <= set(now.live)
+    assert course.plan.micro_batches == now.plan.micro_batches
+    check_program(course.program, course.plan)
+    estimate = estimate_step(course.plan, course.program, now.costs, timing=SyncTiming.AFTER_PROGRAM)
+    assert estimate.step_s == pytest.approx(chosen.step_s, rel=1e-12)
+    assert estimate.over_capacity(now.costs) == {}
+    assert max(memory.peak_bytes for memory in estimate.memory.values()) == chosen.peak_bytes
+    wanted = {
+        worker: [number for own in held for number in own] for worker, held in course.plan.placement.ranges.items()
+    }
+    layers = now.costs.workload.layers
+    if course.transfer is None:
+        assert chosen.stall_s == now.restart_s
+        assert chosen.moved_bytes == sum(state_bytes(layers[number]) for held in wanted.values() for number in held)
+        return
+    assert course.transfer.total_bytes == chosen.moved_bytes
+    assert course.transfer.placement == course.plan.placement
+    held = arrived(now.placement, course.transfer.messages)
+    for worker, numbers in wanted.items():
+        assert set(numbers) <= set(held[worker])
+        assert len(set(held[worker])) == len(held[worker]), "a layer has arrived that was there"
+
+
+@settings(max_examples=40, deadline=None)
+@given(now=situations(), horizon_s=horizons_s)
+def test_chameleon_is_never_worse_than_what_it_is_made_of(now: Situation, horizon_s: float) -> None:
+    rate = rate_of(horizon_s, now)
+    best = decide(now, "chameleon", rate)
+    for policy in ("reroute", "mend", "repartition"):
+        one = decide(now, policy, rate)
+        if one.chosen is not None:
+            assert best.chosen is not None
+            assert best.chosen.samples >= one.chosen.samples * (1 - 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(now=situations(), policy=st.sampled_from(sorted(POLICIES)))
+def test_the_same_is_decided_again(now: Situation, policy: str) -> None:
+    rate = rate_of(100.0, now)
+    assert decide(now, policy, rate) == decide(now, policy, rate)
+
+
+def candidate(samples: float, moved_bytes: int, *, reason: str | None = None) -> Candidate:
+    return Candidate(policy="any", samples=samples, moved_bytes=moved_bytes, reason=reason)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "best"),
+    [
+        ([candidate(1.0, 0), candidate(2.0, 9)], 1),
+        ([candidate(2.0, 9), candidate(2.0, 3)], 1),
+        ([candidate(2.0, 3), candidate(2.0, 3)], 0),
+        # Rounding does not decide.
+        ([candidate(2.0 + 1e-12, 9), candidate(2.0, 3)], 1),
+        ([candidate(0.0, 9), candidate(0.0, 3)], 1),
+        ([candidate(2.0, 3, reason="no"), candidate(1.0, 3)], 1),
+        ([candidate(2.0, 3, reason="no")], None),
+    ],
+)
+def test_of_equals_that_which_moves_least_and_then_the_first(candidates: list[Candidate], best: int | None) -> None:
+    assert _best(candidates) == best
+
+
+def chosen(now: Situation, horizon_s: float) -> str | None:
+    decision = decide(now, "chameleon", rate_of(horizon_s, now))
+    return None if decision.chosen is None else decision.chosen.policy
+
+
+def test_weights_move_when_failures_are_rare_and_stay_when_they_are_frequent() -> None:
+    now = after(situation(dp=3, pp=2, share=8, layers=(layer(100),) * 8), 1)
+    # Nothing can be trained before the next failure, whatever is done: then nothing moves.
+    assert [chosen(now, horizon_s) for horizon_s in (1.0, 20.0, 1e5)] == ["reroute", "reroute", "repartition"]
+
+
+def test_where_memory_forbids_to_re_partition_it_reroutes() -> None:
+    layers = (layer(100),) * 6
+    # A stage of three layers needs 1,200 bytes of state and some for activations. Six layers do not fit, and of the two
+    # that each of three workers would hold, there is no room to receive one.
+    now = after(situation(dp=2, pp=2, share=6, layers=layers, memory_bytes=1_270), 3)
+    decision = decide(now, "chameleon", rate_of(1e6, now))
+    assert decision.chosen is not None
+    assert decision.chosen.policy == "reroute"
+    reasons = {each.policy: each.reason for each in decision.candidates}
+    assert reasons["reroute"] is None
+    assert "memory: worker 2 needs" in str(reasons["mend"])
+    assert "more while layers move" in str(reasons["repartition"])
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "reason"),
+    [
+        (700, None),
+        # What it holds (400 bytes with gradients) and what it receives (300) do not fit together.
+        (699, "memory: worker 0 needs 1 bytes more while layers move, and 1 others need more too"),
+    ],
+)
+def test_memory_counts_while_layers_move_too(memory_bytes: int, reason: str | None) -> None:
+    now = situation(dp=2, pp=2, layers=(layer(100), layer(100)), memory_bytes=memory_bytes)
+    exchanged = data_pipeline_plan(layer_costs=[1.0, 1.0], dp=2, pp=2, micro_batches=8, workers=(1, 0, 2, 3))
+    candidate, course = weighed(Proposal(name="exchange", plan=exchanged), now, 1e6)
+    assert candidate.peak_bytes is not None
+    assert candidate.peak_bytes < 600
+    assert candidate.moved_bytes == 600
+    assert candidate.reason == reason
+    assert (course is None) == (reason is not None)
+
+
+def with_memory(now: Situation, memory_bytes: int) -> Situation:
+    cluster = now.costs.cluster
+    workers = tuple(replace(worker, memory_bytes=memory_bytes) for worker in cluster.workers)
+    return replace(now, costs=replace(now.costs, cluster=replace(cluster, workers=workers)))
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_a_plan_that_needs_too_much_keeps_less_and_then_recomputes(split_backward: bool) -> None:
+    layers = (replace(layer(10), activation_bytes=40, weight_grad_bytes=40 if split_backward else 0),) * 8
+    now = after(situation(dp=3, pp=2, share=6, layers=layers, split_backward=split_backward), 0)
+    now = replace(now, ceiling={worker: InFlightLimit(9, 9) for worker in range(6)})
+    needed: list[int] = []
+    recomputed: list[bool] = []
+    memory_bytes = 1_000_000
+    while True:
+        tight = with_memory(now, memory_bytes)
+        decision = decide(tight, "reroute", rate_of(1e6, tight))
+        if decision.course is None:
+            break
+        check_course(decision, tight)
+        assert decision.chosen is not None
+        assert decision.chosen.peak_bytes is not None
+        needed.append(decision.chosen.peak_bytes)
+        recomputed.append(bool(decision.course.plan.recompute))
+        memory_bytes = decision.chosen.peak_bytes - 1
+    assert needed == sorted(needed, reverse=True)
+    assert recomputed[:2] == [False, False], "at first, less is kept"
+    if not split_backward:
+        assert recomputed[-1]
+    assert "more in a step" in str(decision.candidates[0].reason)
+
+
+def test_layers_that_nobody_holds_are_a_reason() -> None:
+    now = after(situation(dp=2, pp=2), 0, 2)
+    decision = decide(now, "chameleon", rate_of(1e6, now))
+    assert decision.chosen is None
+    assert decision.course is None
+    assert {each.policy for each in decision.candidates} == {"reroute", "mend", "repartition"}
+    assert all(each.reason == decision.candidates[0].reason for each in decision.candidates)
+    assert "no live worker holds layers 0, 1" in str(decision.candidates[0].reason)
+    assert decide(now, "restart", rate_of(1e6, now)).chosen is not None
+
+
+def test_gradients_are_reduced_when_the_program_has_ended() -> None:
+    now = situation(dp=1, pp=2, share=2, layers=(layer(100),) * 2)
+    whole, first, second = LayerRange(0, 2), LayerRange(0, 1), LayerRange(1, 2)
+    # Both workers have the second layer's gradients before worker 0 is done with the first layer.
+    plan = Plan(
+        Placement(2, {0: (whole,), 1: (second,)}),
+        (Route(0, (Hop(0, whole),)), Route(1, (Hop(0, first), Hop(1, second)))),
+    )
+    candidate, course = weighed(Proposal(name="shared", plan=plan), now, 1e6)
+    assert course is not None
+    after_s, overlapped_s = (
+        estimate_step(plan, course.program, now.costs, timing=timing).step_s
+        for timing in (SyncTiming.AFTER_PROGRAM, SyncTiming.OVERLAPPED)
+    )
+    assert overlapped_s < after_s == candidate.step_s
+
+
+def test_a_plan_of_workers_that_are_lost_cannot_be_run() -> None:
+    now = after(situation(dp=2, pp=2), 3)
+    candidate, course = weighed(Proposal(name="as-before", plan=now.plan), now, 1e6)
+    assert candidate == Candidate(policy="as-before", reason="it needs workers that are not live: [3]")
+    assert course is None
+
+
+def test_what_nobody_has_to_stop_for_costs_nothing() -> None:
+    now = situation(dp=2, pp=2, spares=1)
+    decision = decide(now, "reroute", rate_of(1e6, now))
+    assert decision.course is not None
+    assert decision.course.plan == now.plan
+    assert decision.candidates[0].stall_s == 0
+    lost = decide(after(now, 0), "reroute", rate_of(1e6, now)).candidates[0]
+    assert lost.stall_s == now.phases.total_s + now.repeat_s
+
+
+def test_a_worker_that_has_joined_is_taken_where_that_pays() -> None:
+    now = situation(dp=2, pp=2, share=8, spares=2)
+    assert chosen(now, 1.0) == "reroute"
+    decision = decide(now, "chameleon", rate_of(1e6, now))
+    assert decision.chosen is not None
+    assert decision.chosen.policy == "repartition"
+    assert decision.course is not None
+    assert len(decision.course.plan.workers) == 6
+
+
+def test_the_event_has_these_fields() -> None:
+    now = after(situation(dp=2, pp=2), 0)
+    decision = decide(now, "chameleon", rate_of(1e6, now))
+    record: dict[str, Any] = json.loads(json.dumps(decision.to_json()))
+    assert set(record) == {"chosen", "horizon_s", "candidates"}
+    assert record["chosen"] in [each["policy"] for each in record["candidates"]]
+    for each in record["candidates"]:
+        assert set(each) == {"policy", "step_s", "stall_s", "bytes", "samples", "feasible", "reason"}
+    alone = after(now, 2)
+    none = decide(alone, "chameleon", rate_of(1e6, alone)).to_json()
+    assert none["chosen"] is None
+    assert none["candidates"] == [
+        {
+            "policy": policy,
+            "step_s": None,
+            "stall_s": None,
+            "bytes": None,
+            "samples": 0.0,
+            "feasible": False,
+            "reason": str(NoHolderError([0, 1])),
+        }
+        for policy in ("reroute", "mend", "repartition")
+    ]
+
+
+def test_what_cannot_be_decided_is_refused() -> None:
+    now = situation(dp=2, pp=2)
+    rate = FailureRate(worker_mtbf_s=1.0, prior_failures=1.0)
+    with pytest.raises(ConfigError, match="there is no policy 'chamelion'; did you mean 'chameleon'"):
+        decide(now, "chamelion", rate)
+    with pytest.raises(PlanError, match="no worker is live"):
+        decide(after(now, 0, 1, 2, 3), "chameleon", rate)
+    with pytest.raises(ConfigError, match="repeat_s must be zero or a positive number"):
+        replace(now, repeat_s=-1.0)

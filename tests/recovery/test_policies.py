@@ -1,0 +1,313 @@
+"""What each policy proposes, against what is said of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import permutations, product
+from typing import get_args
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from chameleon_ft.cluster import Link
+from chameleon_ft.config import PolicyName
+from chameleon_ft.errors import PlanError
+from chameleon_ft.estimate import one_f_one_b_bound_s, pipeline_times, state_bytes
+from chameleon_ft.plan import Hop, LayerRange, Plan, data_pipeline_plan
+from chameleon_ft.recovery import POLICIES, Proposal, Situation, decide, largest_symmetric_layout
+from chameleon_ft.recovery.policies.paper import rerouted_s
+from chameleon_ft.search import InfeasibleError, find_plan, oobleck_plan, paper_plan, reroute
+from tests.recovery.situations import after, layer, rate_of, situation, situations
+
+
+def plan_of(now: Situation, policy: str, horizon_s: float = 1e6) -> Plan:
+    (only,) = POLICIES[policy](now, horizon_s)
+    assert only.plan is not None, only.reason
+    return only.plan
+
+
+def ways(plan: Plan) -> dict[tuple[int, ...], int]:
+    """Workers of each way, with its micro-batches."""
+    found: dict[tuple[int, ...], int] = {}
+    for route in plan.routes:
+        workers = tuple(hop.worker for hop in route.hops)
+        found[workers] = found.get(workers, 0) + 1
+    return found
+
+
+def moved_bytes(now: Situation, plan: Plan) -> int:
+    layers = now.costs.workload.layers
+    return sum(
+        state_bytes(layers[number])
+        for worker, held in plan.placement.ranges.items()
+        for own in held
+        for number in own
+        if worker not in now.placement.holders(number)
+    )
+
+
+def test_the_configuration_knows_all_of_them() -> None:
+    assert set(get_args(PolicyName)) == set(POLICIES)
+
+
+@settings(max_examples=60, deadline=None)
+@given(now=situations(), policy=st.sampled_from(sorted(POLICIES)), horizon_s=st.sampled_from([1.0, 1e5]))
+def test_every_proposal_is_a_plan_of_live_workers_or_a_reason(now: Situation, policy: str, horizon_s: float) -> None:
+    for each in POLICIES[policy](now, horizon_s):
+        assert (each.plan is None) == bool(each.reason)
+        if each.plan is not None:
+            assert set(each.plan.workers) <= set(now.live)
+            assert each.plan.micro_batches == now.plan.micro_batches
+            assert not each.plan.placement.unheld_layers
+
+
+def test_a_proposal_is_a_plan_or_a_reason() -> None:
+    with pytest.raises(PlanError, match="either a plan or a reason"):
+        Proposal(name="empty")
+
+
+@settings(max_examples=30, deadline=None)
+@given(now=situations())
+def test_to_reroute_is_what_the_search_does_and_moves_nothing(now: Situation) -> None:
+    assume(not now.placement.unheld_layers)
+    for policy in ("reroute", "recycle"):
+        plan = plan_of(now, policy)
+        assert plan == reroute(now.plan, now.lost, now.costs, ceiling=now.ceiling)
+        assert moved_bytes(now, plan) == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(now=situations())
+def test_to_re_partition_is_what_the_search_finds_and_no_other_roles_move_less(now: Situation) -> None:
+    assume(not now.placement.unheld_layers)
+    proposals = POLICIES["repartition"](now, 1e6)
+    assume(proposals[0].plan is not None)
+    found = find_plan(now.costs, current=now.placement, effort=now.effort)
+    hosts = {worker.id: worker.host for worker in now.costs.cluster.workers}
+    least, least_at_home = math.inf, math.inf
+    assume(len(now.live) <= 6)
+    places = found.best.plan.placement.ranges
+    for workers in permutations(now.live, len(places)):
+        taken = dict(zip(places, workers, strict=True))
+        held = {taken[place]: ranges for place, ranges in places.items()}
+        layers = now.costs.workload.layers
+        total = sum(
+            state_bytes(layers[number])
+            for worker, ranges in held.items()
+            for own in ranges
+            for number in own
+            if worker not in now.placement.holders(number)
+        )
+        least = min(least, total)
+        if all(hosts[place] == hosts[worker] for place, worker in taken.items()):
+            least_at_home = min(least_at_home, total)
+    first = proposals[0]
+    assert first.plan is not None
+    assert moved_bytes(now, first.plan) == least_at_home
+    if least < least_at_home:
+        assert proposals[1].plan is not None
+        assert moved_bytes(now, proposals[1].plan) == least
+    first_decision = decide(now, "repartition", rate_of(1e6, now)).candidates[0]
+    if first_decision.step_s is not None and first_decision.feasible:
+        # On their own hosts, workers take each other's places at no cost; only its program may be better.
+        assert first_decision.step_s <= found.best.step_s * (1 + 1e-9)
+
+
+def test_more_is_searched_where_a_small_effort_finds_nothing_that_fits() -> None:
+    now = after(situation(dp=2, pp=4, layers=(layer(100),) * 8, memory_bytes=900, effort=100), 1)
+    with pytest.raises(InfeasibleError, match="4 workers with 900 bytes each would do"):
+        find_plan(now.costs, current=now.placement, effort=100)
+    assert POLICIES["repartition"](now, 1e6)[0].plan is not None
+    # More would be in vain where too few are left.
+    few = after(now, 2, 3, 4, 5, 6)
+    (none,) = POLICIES["repartition"](few, 1e6)
+    assert "does not fit the memory of 2 workers" in str(none.reason)
+
+
+def test_chameleon_proposes_each_plan_once() -> None:
+    now = situation(dp=2, pp=2)
+    names = [each.name for each in POLICIES["chameleon"](now, 1e6)]
+    assert names[0] == "reroute"
+    assert "mend" not in names, "nothing is to be mended, so it would be the same plan"
+    assert [each.name for each in POLICIES["chameleon"](after(now, 0), 1e6)][:2] == ["reroute", "mend"]
+
+
+def test_only_a_broken_pipeline_is_mended() -> None:
+    before = situation(dp=3, pp=3, share=6, layers=(layer(10),) * 6)
+    now = after(before, 4)
+    plan = plan_of(now, "mend")
+    assert [len(workers) for workers in ways(plan)] == [3, 2, 3]
+    for worker in (0, 1, 2, 6, 7, 8):
+        assert plan.placement.ranges_of(worker) == before.plan.placement.ranges_of(worker)
+    assert plan.placement.ranges_of(3) == (LayerRange(0, 3),)
+    assert plan.placement.ranges_of(5) == (LayerRange(3, 6),)
+    assert ways(plan)[3, 5] < 6 < max(ways(plan).values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    dp=st.integers(2, 3),
+    pp=st.integers(1, 3),
+    share=st.integers(1, 3),
+    times_s=st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=4, max_size=4),
+    lost=st.integers(0, 1),
+    latency_s=st.sampled_from([0.0, 0.5]),
+)
+def test_no_other_shares_of_mended_pipelines_end_earlier(
+    dp: int, pp: int, share: int, times_s: list[float], lost: int, latency_s: float
+) -> None:
+    layers = tuple(layer(10, time_s) for time_s in times_s)
+    now = after(situation(dp=dp, pp=pp, share=share, layers=layers, link=Link(latency_s, 100.0)), lost)
+    plan = plan_of(now, "mend")
+    shares = {route.hops: 0 for route in plan.routes}
+    for route in plan.routes:
+        shares[route.hops] += 1
+    times = [pipeline_times(hops, now.costs) for hops in shares]
+
+    def end_s(split: tuple[int, ...]) -> float:
+        return max(one_f_one_b_bound_s(own, share) for own, share in zip(times, split, strict=True) if share)
+
+    everything = product(range(plan.micro_batches + 1), repeat=len(times))
+    least_s = min(end_s(split) for split in everything if sum(split) == plan.micro_batches)
+    assert end_s(tuple(shares.values())) == pytest.approx(least_s, rel=1e-9)
+
+
+def test_a_worker_that_has_come_back_fills_the_gap() -> None:
+    mended = plan_of(after(situation(dp=2, pp=3), 1), "mend")
+    now = replace(situation(dp=2, pp=3), plan=mended)
+    again = plan_of(now, "mend")
+    assert sorted(len(workers) for workers in ways(again)) == [3, 3]
+    assert set(again.workers) == set(range(6))
+    spare = after(situation(dp=2, pp=2, spares=1), 0)
+    plan = plan_of(spare, "mend")
+    assert list(ways(plan)) == [(4, 1), (2, 3)]
+    assert plan.placement.ranges_of(4) == spare.plan.placement.ranges_of(0)
+
+
+def test_there_is_nothing_to_mend_in_a_plan_with_detours() -> None:
+    before = situation(dp=2, pp=2)
+    rerouted = replace(before, plan=plan_of(after(before, 0), "reroute"))
+    (only,) = POLICIES["mend"](after(rerouted, 0, 3), 1e6)
+    assert only.plan is None
+    assert "detours" in str(only.reason)
+    nobody = after(situation(dp=2, pp=1, spares=0), 0)
+    assert list(ways(plan_of(nobody, "mend"))) == [(1,)]
+
+
+def test_a_replica_is_dropped_as_a_whole() -> None:
+    before = situation(dp=3, pp=2, share=4)
+    plan = plan_of(after(before, 2), "drop-replica")
+    assert ways(plan) == {(0, 1): 6, (4, 5): 6}
+    assert plan.workers == (0, 1, 4, 5)
+    # The survivor of one and that of another make a pipeline.
+    both = after(before, 2, 5)
+    plan = plan_of(both, "drop-replica")
+    assert ways(plan) == {(0, 1): 6, (3, 4): 6}
+    # Everybody is there again, but holds nothing.
+    back = replace(before, plan=plan_of(after(before, 2), "drop-replica"))
+    assert ways(plan_of(back, "drop-replica")) == {(0, 1): 4, (4, 5): 4, (2, 3): 4}
+    (none,) = POLICIES["drop-replica"](after(before, 0, 2, 4), 1e6)
+    assert none.reason == "every pipeline has lost a worker"
+    assert plan_of(before, "drop-replica") == before.plan
+
+
+def test_all_that_are_left_restart_in_the_largest_equal_layout() -> None:
+    now = after(situation(dp=3, pp=2), 0, 2, 4)
+    (only,) = POLICIES["restart"](now, 1e6)
+    assert only.from_checkpoint
+    assert only.plan == largest_symmetric_layout(
+        live=(1, 3, 5), layer_costs=[3.0] * 4, micro_batches=12, preferred_pp=2
+    )
+    (candidate,) = decide(now, "restart", rate_of(1e6, now)).candidates
+    assert candidate.stall_s == 100.0
+    assert candidate.transfer_s == 0
+
+
+def test_the_plan_of_oobleck_is_its_planners() -> None:
+    now = after(situation(dp=3, pp=2, layers=(layer(100),) * 6), 1)
+    baseline = oobleck_plan(now.costs, current=now.placement)
+    assert baseline is not None
+    (only,) = POLICIES["oobleck"](now, 1e6)
+    assert only.plan is not None
+    assert sorted(map(len, ways(only.plan))) == sorted(map(len, ways(baseline.found.plan)))
+    assert moved_bytes(now, only.plan) <= moved_bytes(now, baseline.found.plan)
+    (candidate,) = decide(now, "oobleck", rate_of(1e6, now)).candidates
+    assert candidate.step_s is not None
+    assert candidate.step_s <= baseline.found.step_s * (1 + 1e-9)
+    small = after(situation(dp=2, pp=2, layers=(layer(100),) * 4, memory_bytes=700), 0)
+    (none,) = POLICIES["oobleck"](small, 1e6)
+    assert none.plan is None
+    assert "no combination of templates" in str(none.reason)
+
+
+def test_the_papers_estimate_of_rerouting() -> None:
+    # (N_pp + N_m - 1 + N_m F_i / (N_dp - F_i)) (t_f + t_b), with two layers to a stage: t_f + t_b = 2 + 4.
+    before = situation(dp=4, pp=3, share=9)
+    assert rerouted_s(before) == (3 + 9 - 1) * 6
+    assert rerouted_s(after(before, 4)) == pytest.approx((3 + 9 - 1 + 9 / 3) * 6)
+    assert rerouted_s(after(before, 4, 6)) == pytest.approx((3 + 9 - 1 + 9 / 3 + 9 / 3) * 6)
+    assert rerouted_s(after(before, 4, 1)) == pytest.approx((3 + 9 - 1 + 2 * 9 / 2) * 6)
+    assert rerouted_s(after(before, 1, 4, 7, 10)) == math.inf
+    # What was rerouted before counts on.
+    once = after(before, 4)
+    twice = replace(once, plan=plan_of(once, "reroute"))
+    assert rerouted_s(after(twice, 4, 6)) == rerouted_s(after(before, 4, 6))
+
+
+def test_the_papers_estimate_on_unequal_pipelines() -> None:
+    # One pipeline of two stages of three layers, one of one stage: 9 (t_f + t_b) each, and 18.
+    layers = LayerRange(0, 6)
+    base = situation(dp=1, pp=2, share=4, layers=(layer(10),) * 6, spares=1)
+    routes = [*base.plan.routes[:3], replace(base.plan.routes[3], hops=(Hop(2, layers),))]
+    placement = replace(base.plan.placement, ranges={**base.plan.placement.ranges, 2: (layers,)})
+    now = replace(base, plan=Plan(placement, tuple(routes)))
+    # 1F1B of three micro-batches on two stages of 9 s: (2 + 3 - 1) 9.
+    assert rerouted_s(now) == 36
+    # Its one micro-batch goes over one live holder of each layer.
+    assert rerouted_s(after(now, 2)) == 36 + 18
+    assert rerouted_s(after(now, 0)) == 36 + 3 * 9
+    detoured = replace(now, plan=plan_of(after(now, 0), "reroute"))
+    assert ways(detoured.plan) == {(2, 1): 3, (2,): 1}
+    assert rerouted_s(after(detoured, 0)) == math.inf
+
+
+def test_the_papers_detours_are_shared_by_all_live_holders() -> None:
+    layers = LayerRange(0, 6)
+    base = situation(dp=2, pp=2, share=3, layers=(layer(10),) * 6, spares=1)
+    routes = (*base.plan.routes[:5], replace(base.plan.routes[5], hops=(Hop(4, layers),)))
+    placement = replace(base.plan.placement, ranges={**base.plan.placement.ranges, 4: (layers,)})
+    now = replace(base, plan=Plan(placement, routes))
+    # (2 + 3 - 1) 9 for the slowest pipeline; 3 (t_f + t_b) of worker 0 go over workers 2 and 4.
+    assert rerouted_s(after(now, 0)) == 36 + 3 * 9 / 2
+
+
+def test_the_paper_chooses_by_its_own_estimates() -> None:
+    now = after(situation(dp=3, pp=2, share=12, layers=(layer(1000),) * 6, link=Link(0.0, 100.0)), 1)
+    found = paper_plan(now.costs, current=now.placement)
+    assert found is not None
+    detour_s = rerouted_s(now)
+    assert found.estimate_s < detour_s
+    (moved,) = POLICIES["paper"](now, 1e9)
+    assert moved.name == "paper-repartition"
+    (candidate,) = decide(now, "paper", rate_of(1e9, now)).candidates
+    assert candidate.transfer_s
+    # (D - t_transition) / t_step of a re-partition equals D / t_step of rerouting here.
+    even_s = candidate.transfer_s / (1 - found.estimate_s / detour_s)
+    assert POLICIES["paper"](now, even_s * 1.001)[0].name == "paper-repartition"
+    assert POLICIES["paper"](now, even_s * 0.999)[0].name == "paper-reroute"
+
+
+def test_the_paper_takes_what_can_be_done() -> None:
+    # Of three workers, one would have to hold both layers.
+    now = after(situation(dp=2, pp=2, layers=(layer(100),) * 2, memory_bytes=700), 3)
+    assert POLICIES["paper"](now, 1e9)[0].name == "paper-reroute"
+    nobody = after(now, 1)
+    (none,) = POLICIES["paper"](nobody, 1e9)
+    assert (none.name, none.plan) == ("paper-repartition", None)
+
+
+def test_plans_of_the_start_are_proposed_again_by_whoever_is_asked() -> None:
+    now = situation(dp=2, pp=2)
+    assert plan_of(now, "recycle") == now.plan == data_pipeline_plan(layer_costs=[3.0] * 4, dp=2, pp=2, micro_batches=8)

@@ -1,0 +1,164 @@
+"""Real runs whose placement changes while they run: whatever fails when, the losses are those of the plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chameleon_ft.config import (
+    Batch,
+    Checkpoint,
+    FailureKind,
+    FailurePhase,
+    LlamaConfig,
+    Parallel,
+    Recovery,
+    Timeouts,
+    TrainConfig,
+)
+from chameleon_ft.control.inject import inject
+from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from tests.harness import (
+    Prompter,
+    assert_trained_as_if_nothing_failed,
+    fails,
+    in_thread,
+    resume_here,
+    small_config,
+    train_here,
+)
+
+pytestmark = pytest.mark.multiprocess
+
+WATCHFUL = Timeouts(heartbeat_s=2.0, watchdog_min_s=3.0, watchdog_factor=20.0, collective_s=60.0, rendezvous_s=90.0)
+
+
+def eight_workers(directory: Path, **changes: Any) -> TrainConfig:
+    """Two pipelines of four stages; six layers to be moved about."""
+    fields: dict[str, Any] = {
+        "workers": 8,
+        "parallel": Parallel(dp=2, pp=4),
+        "batch": Batch(micro_batches=8, micro_batch_size=1),
+        "model": LlamaConfig(dim=32, num_layers=4, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=16),
+        "recovery": Recovery(policy="repartition"),
+    }
+    return small_config(directory, **{**fields, **changes})
+
+
+def test_one_worker_of_eight(tmp_path: Path) -> None:
+    ended = train_here(eight_workers(tmp_path, failures=(fails(3, step=4),)), tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    (transition,) = ended.events("transition")
+    (failure,) = ended.failures
+    assert failure.policy.startswith("repartition")
+    assert failure.moved_bytes == transition["moved_bytes"] > 0
+    assert failure.rounds == transition["rounds"] > 0
+    # The model's parameters are all that the plan knew of; AdamW keeps two more numbers for each, and a counter.
+    assert transition["moved_bytes"] > 3 * transition["planned_bytes"]
+    assert failure.stall_s >= failure.transfer_s > 0
+
+
+@pytest.mark.parametrize("phase", ["optimizer", "backward", "vote"])  # it is rolled forward, back, or either
+def test_two_in_a_row(tmp_path: Path, phase: FailurePhase) -> None:
+    failures = (fails(3, step=3, phase=phase), fails(0, step=6, phase="backward"))
+    ended = train_here(eight_workers(tmp_path, failures=failures), tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    assert ended.lost == {0, 3}
+    assert len(ended.events("transition")) == 2
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    config = eight_workers(tmp_path, failures=(fails(1, step=4, phase="sync"), fails(6, step=4, phase="sync")))
+    ended = train_here(config, tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    assert ended.lost == {1, 6}
+
+
+@pytest.mark.parametrize("phase", ["recovery", "transfer", "confirm", "switch"])
+@pytest.mark.parametrize("worker", [2, 7])
+def test_a_kill_in_every_phase_of_a_transition(tmp_path: Path, phase: FailurePhase, worker: int) -> None:
+    failures = (fails(0, step=4, phase="vote"), fails(worker, step=4, phase=phase))
+    ended = train_here(eight_workers(tmp_path, failures=failures), tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    assert ended.lost == {0, worker}
+
+
+def test_kills_in_the_transition_after_a_transition_that_was_cut_short(tmp_path: Path) -> None:
+    failures = (
+        fails(0, step=4, phase="backward"),
+        fails(6, step=4, phase="transfer"),
+        fails(3, step=4, phase="switch"),
+        fails(1, step=7, phase="forward"),
+        fails(5, step=7, phase="confirm"),
+    )
+    config = eight_workers(
+        tmp_path, workers=12, parallel=Parallel(dp=4, pp=3), steps=12, checkpoint=Checkpoint(every=1), failures=failures
+    )
+    ended = train_here(config, tmp_path / "run")
+    assert ended.lost == {0, 1, 3, 5, 6}
+    assert_trained_as_if_nothing_failed(ended)
+
+
+@pytest.mark.parametrize(("phase", "kind"), [("transfer", "hang"), ("confirm", "disconnect")])
+def test_a_hang_or_a_cut_in_a_transition(tmp_path: Path, phase: FailurePhase, kind: FailureKind) -> None:
+    failures = (fails(0, step=4), fails(6, step=4, phase=phase, kind=kind))
+    ended = train_here(eight_workers(tmp_path, timeouts=WATCHFUL, failures=failures), tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    assert ended.lost == {0, 6}
+
+
+def test_dropout_and_checkpoints(tmp_path: Path) -> None:
+    config = eight_workers(
+        tmp_path,
+        model=LlamaConfig(dim=32, num_layers=4, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=16, dropout=0.2),
+        checkpoint=Checkpoint(every=2, keep=5),
+        failures=(fails(2, step=3, phase="optimizer"), fails(5, step=6, phase="backward")),
+    )
+    ended = train_here(config, tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    # That of step 4 is written by whom the first transition gave the layers to.
+    assert complete_checkpoints(ended.run.checkpoints) == [2, 4, 6, 8, 10]
+    resumed = resume_here(ended, steps=14, workers=4, parallel=Parallel(dp=2, pp=2))
+    assert_trained_as_if_nothing_failed(resumed)
+
+
+def test_without_a_last_holder_there_is_nothing_to_re_partition(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path,
+        workers=3,
+        parallel=Parallel(dp=1, pp=3),
+        checkpoint=Checkpoint(every=2),
+        recovery=Recovery(policy="repartition"),
+        failures=(fails(1, step=7),),
+    )
+    ended = train_here(config, tmp_path / "run")
+    (failure,) = ended.failures
+    assert (failure.policy, failure.rounds) == ("checkpoint", 0)
+    assert_trained_as_if_nothing_failed(ended, repeated_steps=7 - failure.resume_step)
+
+
+def test_workers_that_are_left_over_come_back(tmp_path: Path) -> None:
+    # After the first loss worker 0 is left over, after the second worker 3 too: together they make a pipeline again.
+    config = small_config(
+        tmp_path,
+        recovery=Recovery(policy="drop-replica"),
+        failures=(fails(1, step=3, phase="vote"), fails(2, step=6, phase="backward")),
+    )
+    ended = train_here(config, tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    assert {record.workers for record in ended.run.steps()} == {6, 4}
+    assert {hop[0] for route in ended.plans()[-1]["routes"] for hop in route} == {0, 3, 4, 5}
+
+
+def test_a_spare_may_be_lost_at_any_time(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path, steps=30, recovery=Recovery(policy="drop-replica"), failures=(fails(1, step=3, phase="sync"),)
+    )
+    run = RunDirectory(tmp_path / "run")
+    view = Prompter(at_step={6: in_thread(lambda: inject(run, worker=0, kind="kill", phase=None, step=None))})
+    ended = train_here(config, tmp_path / "run", view=view)
+    assert_trained_as_if_nothing_failed(ended)
+    assert [failure.worker for failure in ended.failures] == [1, 0]
+    assert len(ended.plans()) == 2, "training goes on"

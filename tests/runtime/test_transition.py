@@ -1,0 +1,353 @@
+"""Layers that move between workers: threads take the part of ranks, and queues that of the network."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from chameleon_ft.config import Failure, FailurePhase
+from chameleon_ft.control.messages import Transition
+from chameleon_ft.control.transition import PlannedTransition, placement_of, plan_transition
+from chameleon_ft.job import Job
+from chameleon_ft.observe import FaultLog
+from chameleon_ft.plan import LayerRange
+from chameleon_ft.runtime import layer_messages
+from chameleon_ft.runtime.activity import Activity
+from chameleon_ft.runtime.communicators import Channel, CommunicationError, Membership
+from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.layer_messages import receive_layer, send_layer, tensor_bytes
+from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers, LayerState
+from chameleon_ft.runtime.transition import Mover, channels_of_transition
+from chameleon_ft.sync import Segment
+from chameleon_ft.workload import LayerCost
+from tests.runtime.toy import SEED, toy_job
+
+LAYERS = 5
+CPU = torch.device("cpu")
+COSTS = tuple(LayerCost(f"layer {n}", 1.0, 1.0, 1.0, param_bytes=100 * (n + 1)) for n in range(LAYERS))
+Holders = Mapping[int, Sequence[int]]
+
+
+class Network:
+    """Carries what is sent to whoever receives it, in order; `spoil` may change it on its way."""
+
+    def __init__(self, spoil: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+        self.queues: dict[tuple[int, int, int], SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+        self.spoil = spoil
+        self.lock = threading.Lock()
+        self.ballots: list[Tensor] = []
+        self.full = threading.Event()
+        self.stood_for: list[int | None] = []
+
+    def queue(self, sender: int, receiver: int, tag: int) -> SimpleQueue[Tensor]:
+        with self.lock:
+            return self.queues[sender, receiver, tag]
+
+
+class Line:
+    """One worker's communicators in a `Network`."""
+
+    def __init__(self, network: Network, worker: int) -> None:
+        self.network = network
+        self.worker = worker
+
+    def open(self, membership: Membership) -> None: ...
+
+    def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> Any:
+        self.network.stood_for.append(stands_for_bytes)
+        self.network.queue(self.worker, peer, tag).put(self.network.spoil(tensor.clone()))
+        return Now(lambda: None)
+
+    def receive(self, tensor: Tensor, *, peer: int, tag: int) -> Any:
+        return Now(lambda: tensor.copy_(self.network.queue(peer, self.worker, tag).get(timeout=20)))
+
+    def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> Any:
+        raise AssertionError("nothing but votes is reduced here")
+
+    def vote(self, ballot: Tensor, group: tuple[int, ...]) -> Any:
+        network = self.network
+        with network.lock:
+            network.ballots.append(ballot)
+            if len(network.ballots) == len(group):
+                total = torch.stack(network.ballots).sum(dim=0)
+                for each in network.ballots:
+                    each.copy_(total)
+                network.full.set()
+
+        def wait() -> None:
+            if not network.full.wait(20):
+                raise CommunicationError(None, "not everybody has confirmed")
+
+        return Now(wait)
+
+    def interrupt(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Now:
+    """A message that is there when it is waited for."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self.then = then
+
+    def wait(self) -> None:
+        self.then()
+
+
+def trained(job: Job, layers: Sequence[int], *, steps: int = 3) -> HeldLayers:
+    """Layers after some steps; each layer's gradients depend on nothing but layer and step."""
+    held = HeldLayers(job, layers, seed=SEED, device=CPU)
+    for step in range(steps):
+        train(held, step)
+    return held
+
+
+def train(held: HeldLayers, step: int) -> None:
+    segments = [Segment(LayerRange(layer, layer + 1), (0,)) for layer in sorted(held.layers)]
+    GradientBuffers(held, segments)
+    for segment in segments:
+        random = torch.Generator().manual_seed(100 * step + segment.layers.start)
+        for parameter in held.parameters(segment.layers):
+            assert parameter.grad is not None
+            parameter.grad.copy_(torch.randn(parameter.shape, generator=random))
+    held.update(step)
+
+
+def assert_equal(one: LayerState, other: LayerState) -> None:
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, other[key]), key
+            assert (value.dtype, value.shape) == (other[key].dtype, other[key].shape), key
+        else:
+            assert value == other[key], key
+
+
+def transition_between(before: Holders, after: Holders) -> PlannedTransition:
+    live = {**dict.fromkeys(after, ()), **before}
+    planned = plan_transition(placement_of(before, LAYERS), placement_of(after, LAYERS), held=live, layers=COSTS)
+    assert planned is not None
+    return planned
+
+
+def part_of(planned: PlannedTransition, worker: int) -> Transition:
+    return Transition(everyone=planned.everyone, keep=planned.keep[worker], moves=planned.moves_of(worker, COSTS))
+
+
+def nobody_fails(worker: int, directory: Path) -> FaultInjector:
+    return FaultInjector(worker, (), log=FaultLog(directory / "faults.jsonl"), disconnect=lambda: None)
+
+
+def carry_out(
+    planned: PlannedTransition, states: Mapping[int, HeldLayers], network: Network, directory: Path
+) -> dict[int, Any]:
+    """Have all workers do their part; return what each returned, or raised."""
+
+    def one(worker: int) -> Any:
+        mover = Mover(worker, CPU, activity=Activity(), faults=nobody_fails(worker, directory))
+        try:
+            return mover.carry_out(part_of(planned, worker), states[worker], Line(network, worker), step=3)
+        except CommunicationError as error:
+            return error
+
+    with ThreadPoolExecutor(len(planned.everyone)) as pool:
+        return dict(zip(planned.everyone, pool.map(one, planned.everyone), strict=True))
+
+
+# --- one layer -------------------------------------------------------------------------------------------------------
+
+
+def passed_on(state: LayerState, network: Network | None = None) -> LayerState:
+    """What arrives when a state is sent."""
+    network = network or Network()
+    send_layer(state, Line(network, 0), peer=1, tag=2, num_bytes=7, device=CPU).wait()
+    return receive_layer(Line(network, 1), peer=0, tag=2, device=CPU)
+
+
+@pytest.mark.parametrize("piece_bytes", [8, 1 << 25])
+def test_a_layer_arrives_as_it_was_sent(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    monkeypatch.setattr(layer_messages, "_PIECE_BYTES", piece_bytes)
+    held = trained(toy_job(LAYERS), [1])
+    arrived = passed_on(held.state_of(1))
+    assert_equal(arrived, held.state_of(1))
+    assert any(key.endswith("/step") for key in arrived), "counters move as well"
+
+
+def test_any_values_of_an_optimizer_are_taken_along() -> None:
+    state: LayerState = {
+        "module/empty": torch.empty(0, 3),
+        "module/scalar": torch.tensor(1.5, dtype=torch.float64),
+        "module/odd": torch.arange(3, dtype=torch.uint8),
+        "module/flags": torch.tensor([True, False]),
+        "module/half": torch.tensor([[1.0, -2.0]], dtype=torch.bfloat16),
+        "module/turned": torch.arange(6.0).view(2, 3).t(),
+        "optimizer/w/step": 17,
+        "optimizer/w/history": [torch.ones(2).tolist(), None],
+    }
+    assert_equal(passed_on(state), state)
+    assert tensor_bytes(state) == 8 + 3 + 2 + 4 + 24
+    assert passed_on({}) == {}
+
+
+def test_emulated_links_carry_the_bytes_of_the_profile() -> None:
+    network = Network()
+    state = {"a": torch.ones(3), "b": torch.ones(9)}
+    send_layer(state, Line(network, 0), peer=1, tag=2, num_bytes=4000, device=CPU)
+    assert [stands_for for stands_for in network.stood_for if stands_for] == [1000, 3000]
+
+
+@pytest.mark.parametrize("piece_bytes", [64, 1 << 25])
+@pytest.mark.parametrize("number", [1, 2, -2, -1])  # the description, the first tensor, the last one, the checksums
+def test_a_layer_that_was_damaged_on_its_way_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, piece_bytes: int, number: int
+) -> None:
+    monkeypatch.setattr(layer_messages, "_PIECE_BYTES", piece_bytes)
+    held = trained(toy_job(LAYERS), [1])
+    network = Network()
+    send_layer(held.state_of(1), Line(network, 0), peer=1, tag=2, num_bytes=7, device=CPU)
+    queue = network.queue(0, 1, 2)
+    parts = [queue.get() for _ in range(queue.qsize())]
+    parts[number].view(torch.uint8)[0] ^= 1
+    for part in parts:
+        queue.put(part)
+    with pytest.raises(CommunicationError, match=r"worker 0 failed: .* another checksum") as caught:
+        receive_layer(Line(network, 1), peer=0, tag=2, device=CPU)
+    assert caught.value.peer == 0
+
+
+# --- layers that come and go -----------------------------------------------------------------------------------------
+
+
+def test_layers_come_and_go_while_the_others_train_on() -> None:
+    job = toy_job(LAYERS)
+    whole, part = trained(job, range(LAYERS)), trained(job, [0, 2, 4])
+    part.take_in(1, passed_on(whole.state_of(1)))
+    assert part.layers == {0, 1, 2, 4}
+    part.keep_only({1, 2, 4})
+    assert part.layers == {1, 2, 4}
+    for step in (3, 4):
+        train(whole, step)
+        train(part, step)
+    for layer in (1, 2, 4):
+        assert_equal(part.state_of(layer), whole.state_of(layer))
+
+
+def test_gradients_can_be_let_go_of() -> None:
+    held = trained(toy_job(LAYERS), [0, 1])
+    held.drop_gradients()
+    assert all(parameter.grad is None for parameter in held.parameters(LayerRange(0, 2)))
+
+
+def test_frozen_parameters_and_other_optimizers_move_too() -> None:
+    job = dataclasses.replace(toy_job(LAYERS), optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    source, target = trained(job, [1]), HeldLayers(job, (), seed=SEED, device=CPU)
+    with torch.no_grad():
+        source._modules[1].frozen.fill_(3.0)  # type: ignore[operator]
+    target.take_in(1, passed_on(source.state_of(1)))
+    train(source, 3)
+    train(target, 3)
+    assert_equal(target.state_of(1), source.state_of(1))
+
+
+# --- all workers -----------------------------------------------------------------------------------------------------
+
+
+def holders(workers: int = 4) -> st.SearchStrategy[dict[int, list[int]]]:
+    """Placements in which every layer has a holder."""
+    layer_sets = st.lists(st.sets(st.integers(0, workers - 1), min_size=1), min_size=LAYERS, max_size=LAYERS)
+
+    def by_worker(found: list[set[int]]) -> dict[int, list[int]]:
+        held: dict[int, list[int]] = defaultdict(list)
+        for layer, own in enumerate(found):
+            for worker in own:
+                held[worker].append(layer)
+        return dict(sorted(held.items()))
+
+    return layer_sets.map(by_worker)
+
+
+@settings(max_examples=40, deadline=None)
+@given(before=holders(), after=holders())
+def test_from_any_placement_to_any_other(
+    before: dict[int, list[int]], after: dict[int, list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if before == after:
+        assert (
+            plan_transition(placement_of(before, LAYERS), placement_of(after, LAYERS), held=before, layers=COSTS)
+            is None
+        )
+        return
+    job = toy_job(LAYERS)
+    reference = trained(job, range(LAYERS))
+    planned = transition_between(before, after)
+    states = {worker: trained(job, before.get(worker, [])) for worker in planned.everyone}
+    moved = carry_out(planned, states, Network(), tmp_path_factory.getbasetemp())
+    size = {layer: tensor_bytes(reference.state_of(layer)) for layer in range(LAYERS)}
+    expected = sum(size[layer] for worker, own in after.items() for layer in set(own) - set(before.get(worker, [])))
+    assert set(moved.values()) == {expected}, "everyone knows how much moved in all, and nothing moved twice"
+    for worker, held in states.items():
+        assert held.layers == {*before.get(worker, []), *after.get(worker, [])}, "nothing is dropped before the switch"
+        held.keep_only(after.get(worker, []))
+    train(reference, 3)
+    for held in states.values():
+        train(held, 3)
+        for layer in held.layers:
+            assert_equal(held.state_of(layer), reference.state_of(layer))
+
+
+def test_nobody_switches_when_one_has_not_received_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = threading.Event()
+
+    def spoil(tensor: Tensor) -> Tensor:
+        if tensor.numel() == 36 * 4 and not damaged.is_set():
+            damaged.set()
+            tensor[-1] ^= 1
+        return tensor
+
+    network = Network(spoil)
+    monkeypatch.setattr(network.full, "wait", lambda timeout: network.full.is_set())
+    job = toy_job(LAYERS)
+    planned = transition_between({0: [0, 1, 2, 3, 4], 1: [0]}, {0: [0, 2, 4], 1: [1, 3]})
+    states = {0: trained(job, range(LAYERS)), 1: trained(job, [0])}
+    found = carry_out(planned, states, network, tmp_path)
+    assert all(isinstance(result, CommunicationError) for result in found.values())
+    assert damaged.is_set()
+    assert states[0].layers >= {0, 1, 2, 3, 4}
+    assert states[1].layers == {0}, "what was damaged is not taken in"
+
+
+@pytest.mark.parametrize("phase", ["transfer", "confirm"])
+@pytest.mark.parametrize("worker", [0, 2])  # one that moves layers, one that only confirms
+def test_failures_of_the_phases_come_when_they_are_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: FailurePhase, worker: int
+) -> None:
+    failed: list[str] = []
+    monkeypatch.setattr(FaultInjector, "fail", lambda self, kind, *, phase, step: failed.append(f"{phase} of {step}"))
+    planned = transition_between({0: [0, 1], 1: [2, 3], 2: [4]}, {0: [0], 1: [1, 2, 3], 2: [4]})
+    states = {each: trained(toy_job(LAYERS), planned.keep[each]) for each in planned.everyone}
+    planning = Failure(step=2, worker=worker, phase=phase)
+    faults = {
+        each: FaultInjector(each, [planning], log=FaultLog(tmp_path / "faults.jsonl"), disconnect=lambda: None)
+        for each in states
+    }
+    monkeypatch.setattr("tests.runtime.test_transition.nobody_fails", lambda worker, directory: faults[worker])
+    carry_out(planned, states, Network(), tmp_path)
+    assert failed == [f"{phase} of 3"]
+
+
+def test_a_worker_needs_the_channels_of_what_it_sends_and_receives() -> None:
+    transition = Transition(everyone=(0, 1, 2), keep=(), moves=((0, 1, 0, 3, 9), (0, 0, 2, 1, 9), (1, 1, 0, 4, 9)))
+    assert channels_of_transition(transition) == (Channel(0, 2, True), Channel(1, 0, True))
