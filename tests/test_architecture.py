@@ -160,6 +160,8 @@ SURFACE = {
         "LlamaConfig",
         "Optimizer",
         "Parallel",
+        "PolicyName",
+        "Recovery",
         "RunConfig",
         "Timelines",
         "Timeouts",
@@ -322,7 +324,21 @@ SURFACE = {
         "worker_kinds",
         "workers_by_holding",
     ],
-    "recovery": ["in_flight_ceiling", "largest_symmetric_layout", "reroute"],
+    "recovery": [
+        "Candidate",
+        "Course",
+        "Decision",
+        "FailureRate",
+        "POLICIES",
+        "PreparedDecisions",
+        "Proposal",
+        "Situation",
+        "decide",
+        "in_flight_ceiling",
+        "largest_symmetric_layout",
+        "prepare_decisions",
+        "reroute",
+    ],
 }
 
 

@@ -135,7 +135,7 @@ def test_where_memory_forbids_to_re_partition_it_reroutes() -> None:
     layers = (layer(100),) * 6
     # A stage of three layers needs 1,200 bytes of state and some for activations. Six layers do not fit, and of the two
     # that each of three workers would hold, there is no room to receive one.
-    now = after(situation(dp=2, pp=2, share=6, layers=layers, memory_bytes=1_270), 3)
+    now = after(situation(dp=2, pp=2, share=6, layers=layers, memory_bytes=1_220), 3)
     decision = decide(now, "chameleon", rate_of(1e6, now))
     assert decision.chosen is not None
     assert decision.chosen.policy == "reroute"

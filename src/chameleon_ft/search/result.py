@@ -29,8 +29,8 @@ class FoundPlan:
     """A plan with what is predicted of it.
 
     Attributes:
-        name: what made it: "pipelines" for the search itself, "recut" where whole pipelines are kept as they are, else the
-            name it was handed in with.
+        name: what made it: "pipelines" for the search itself, "recut" where whole pipelines are kept as they are, else
+            the name it was handed in with.
         plan: the plan.
         ceiling: for each worker, what its memory lets it keep; `best_program` is to be given it.
         step_s: seconds until all operations have ended and all gradients are reduced; vote and update come on top.
