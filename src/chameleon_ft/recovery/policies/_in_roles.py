@@ -18,9 +18,11 @@ def in_roles(name: str, plans: Sequence[FoundPlan], situation: Situation) -> lis
     less has to move then, which may cost time in every step.
     """
     found: list[Proposal] = []
+    # A search may have found the same plan with other workers already.
+    least_bytes = min((each.moved_bytes for each in plans), default=0)
     for each in plans:
         try:
-            transfers = _transfers(each, situation)
+            transfers = _transfers(each, situation, least_bytes)
         except NoHolderError as error:
             return [Proposal(name=name, reason=str(error))]
         for transfer in transfers:
@@ -34,7 +36,7 @@ def in_roles(name: str, plans: Sequence[FoundPlan], situation: Situation) -> lis
     return found
 
 
-def _transfers(found: FoundPlan, situation: Situation) -> list[Transfer]:
+def _transfers(found: FoundPlan, situation: Situation, least_bytes: int) -> list[Transfer]:
     cluster, layers = situation.costs.cluster, situation.costs.workload.layers
     kinds: dict[int, Hashable] = worker_kinds(cluster)
     at_home = {worker.id: (worker.host, kinds[worker.id]) for worker in cluster.workers}
@@ -42,4 +44,4 @@ def _transfers(found: FoundPlan, situation: Situation) -> list[Transfer]:
         plan_transfer(situation.placement, found.plan.placement, kinds=kinds_of, layers=layers)
         for kinds_of in (at_home, kinds)
     )
-    return [near, anywhere] if anywhere.total_bytes < near.total_bytes else [near]
+    return [near, anywhere] if anywhere.total_bytes < min(near.total_bytes, least_bytes) else [near]
