@@ -130,6 +130,11 @@ class MixSearch:
             self._bound = self._bounded()
         return self._bound[0]
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether its bound has been worked out."""
+        return self._bound is not None
+
     def bound_mix(self) -> list[Share]:
         """The mix that comes closest to the bound."""
         return self._bounded()[1] if self._bound is None else self._bound[1]
@@ -173,25 +178,32 @@ class MixSearch:
         return Searched(mixes=tuple(mixes), complete=complete)
 
     def _bounded(self) -> tuple[float, list[Share]]:
-        if self._at(_AT_LAST_S, bounding=True)[0] < self._micro_batches:
-            return math.inf, []
         low, high = self._work_s, self._work_s * 1.05 or _NO_TIME_S
         total, mix = self._at(low, bounding=True)
         if total >= self._micro_batches:
             return low, mix
+        possible = False
         while self._at(high, bounding=True)[0] < self._micro_batches:
+            if high > _LIKELY * self._work_s and not possible:
+                possible = self._at(_AT_LAST_S, bounding=True)[0] >= self._micro_batches
+                if not possible:
+                    return math.inf, []
             low, high = high, high * (1.1 if high < _LIKELY * self._work_s else 2)
         return self._narrowed(low, high, bounding=True)
 
     def _next(self, low: float, best_s: float) -> tuple[float, list[Share]] | None:
         """The best mix for what is known, if it may take less than `best_s`, and a time that is certain by then."""
         high = best_s * (1 - _ROUNDING)
-        if self._at(min(high, _AT_LAST_S))[0] < self._micro_batches:
-            return None
-        if high == math.inf:
-            high = low * (1 + 2 * self._precision) or _NO_TIME_S
-            while self._at(high)[0] < self._micro_batches:
-                low, high = high, high * (1.05 if high < _LIKELY * self._work_s else 2)
+        if high < math.inf:
+            return None if self._at(high)[0] < self._micro_batches else self._narrowed(low, high)
+        high = low * (1 + 2 * self._precision) or _NO_TIME_S
+        possible = False
+        while self._at(high)[0] < self._micro_batches:
+            if high > _LIKELY * self._work_s and not possible:
+                possible = self._at(_AT_LAST_S)[0] >= self._micro_batches
+                if not possible:
+                    return None
+            low, high = high, high * (1.05 if high < _LIKELY * self._work_s else 2)
         return self._narrowed(low, high)
 
     def _narrowed(self, low: float, high: float, *, bounding: bool = False) -> tuple[float, list[Share]]:

@@ -187,7 +187,8 @@ class _Search:
         """What the searches find, the fastest first."""
         if self._effort is not None and self._with_sync and len(self._crew.kinds) == 1:
             # And those of least bound, which may be of few pipelines that leave workers idle.
-            searches = [*self._of_few_depths([search.timer for search in searches]), *searches[:_LEAST_BOUNDS]]
+            few = self._of_few_depths([search.timer for search in searches])
+            searches = [*few, *filter(self._is_cheap, searches[:_LEAST_BOUNDS])]
         found: list[_Placed] = []
         best_s = math.inf
         for search in searches:
@@ -215,6 +216,13 @@ class _Search:
             searches = [each for split in (True, False) for each in search._searches(split)]
             found += search._run(search._bounded(searches))
         return found
+
+    def _is_cheap(self, search: MixSearch) -> bool:
+        """Whether a look at the pipelines that make up its bound does not cost too much."""
+        return search.is_bounded and all(
+            _OPERATIONS_PER_HOP * len(share.shape) * share.micro_batches <= max(_DEAR, self._effort or 0) / _LOOKS
+            for share in search.bound_mix()
+        )
 
     def _of_few_depths(self, timers: Sequence[Timer]) -> list[MixSearch]:
         """Searches of pipelines of about equal depth, which promises that many gradients are reduced together.
