@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.search._bounds import Pipelines, SyncCost
 from chameleon_ft.search._kinds import Crew
-from chameleon_ft.search._mixes import shapes_of
+from chameleon_ft.search._shapes import shapes_of
 from tests.search.instances import instance, with_gradients
 
 

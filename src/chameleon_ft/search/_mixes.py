@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
 from typing import Final
 
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search._bounds import PipelineBounds, Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._mix import BoundedMix, Size, best_mix, mix_of_number
-from chameleon_ft.search._timed import TimedPipeline, Timer, look_effort
+from chameleon_ft.search._shapes import shapes_of, size_of
+from chameleon_ft.search._timed import TimedPipeline, Timer, is_dear, look_effort
 
 _ROUNDING: Final = 1e-9
 # Relative precision of a bisection when the search is not to be complete.
@@ -32,21 +32,12 @@ _LIKELY: Final = 1.8
 _NO_TIME_S: Final = 1e-9
 # When everything is done that can be done at all.
 _AT_LAST_S: Final = 1e300
-# With little effort: how many list schedules it should do for, and how much longer a step may be so that it does.
-_LOOKS: Final = 12
+# With little effort: how much longer a step may be so that it need not look at dear pipelines.
 _NOT_MUCH_LONGER: Final = (1.15, 1.3, 1.5)
 # With little effort: so many mixes in a row that are no better end a search.
 _IN_VAIN: Final = 2
 # How many times as deep one pipeline may be as the mean.
 _ALIKE: Final = 1.5
-# What a search may cost however little effort it is given.
-_DEAR: Final = 20_000
-# F, and B or I and W.
-_OPERATIONS_PER_HOP: Final = 3
-# Up to so many orders of kinds in a pipeline, all are looked at.
-_ALL_SHAPES: Final = 3_000
-# Beyond that, only pipelines of one kind, and of two kinds one after the other up to this depth.
-_MIXED_DEPTH: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +102,7 @@ class MixSearch:
         self._active = self.shapes
         # Shapes that a formula does not rule out get a closer look.
         self._opened: set[Shape] = set()
-        self._sizes = {shape: _size(shape, len(self._counts)) for shape in self.shapes}
+        self._sizes = {shape: size_of(shape, len(self._counts)) for shape in self.shapes}
         self._known: dict[tuple[Shape, int], tuple[float, TimedPipeline | None]] = {}
         # Seconds of a shape by micro-batches; infinite where it has turned out not to fit.
         self._replayed: dict[Shape, dict[int, float]] = {}
@@ -225,7 +216,6 @@ class MixSearch:
         are not much deeper or shallower: the more alike pipelines are, the more of their gradients can be reduced
         together.
         """
-        most = max(self._effort or 0, _DEAR) / _LOOKS
         everything = self.shapes
         ways = [everything]
         if self.numbers is not None:
@@ -239,7 +229,7 @@ class MixSearch:
             ]
         possible = False
         for shapes in ways:
-            self._active = [s for s in shapes if _OPERATIONS_PER_HOP * len(s) * self._most(s, time_s) <= most]
+            self._active = [s for s in shapes if not is_dear(len(s), self._most(s, time_s), self._effort)]
             if any(self._at(time_s * longer)[0] >= self._micro_batches for longer in _NOT_MUCH_LONGER):
                 possible = True
                 yield
@@ -340,20 +330,31 @@ class MixSearch:
                 continue
             least_s = bounds.least_s(shape, micro_batches)
             enough_s = least_s * (1 + (_ROUNDING if self._effort is None else _ENOUGH))
-            for stops in self._cuts(bounds, shape, micro_batches):
-                if best[0] <= enough_s or bounds.bound_s(shape, stops, micro_batches) >= best[0] * (1 - _ROUNDING):
-                    continue
-                timed = self.timer.sample(shape, stops, micro_batches, recompute=recompute, effort=self._look)
-                own_s = with_sync_s(timed, bounds)
-                if own_s < best[0]:
-                    best = own_s, timed
+            for stops in bounds.candidates(shape, micro_batches):
+                if best[0] > enough_s:
+                    best = self._better(best, bounds, shape, stops, micro_batches, recompute)
+            if self._effort is None and best[0] > enough_s:
+                for bound_s, stops in bounds.each(shape, micro_batches, best[0]):
+                    if bound_s >= best[0] * (1 - _ROUNDING):
+                        break
+                    best = self._better(best, bounds, shape, stops, micro_batches, recompute)
         return best
 
-    def _cuts(self, bounds: PipelineBounds, shape: Shape, micro_batches: int) -> Iterator[Stops]:
-        yield from bounds.candidates(shape, micro_batches)
-        if self._effort is None:
-            for _, stops in bounds.each(shape, micro_batches, math.inf):
-                yield stops
+    def _better(
+        self,
+        best: tuple[float, TimedPipeline | None],
+        bounds: PipelineBounds,
+        shape: Shape,
+        stops: Stops,
+        micro_batches: int,
+        recompute: bool,
+    ) -> tuple[float, TimedPipeline | None]:
+        """`best`, or a cut that is better."""
+        if bounds.bound_s(shape, stops, micro_batches) >= best[0] * (1 - _ROUNDING):
+            return best
+        timed = self.timer.sample(shape, stops, micro_batches, recompute=recompute, effort=self._look)
+        own_s = with_sync_s(timed, bounds)
+        return (own_s, timed) if own_s < best[0] else best
 
 
 def with_sync_s(timed: TimedPipeline, bounds: PipelineBounds) -> float:
@@ -369,41 +370,6 @@ def holds(pipelines: Pipelines, counts: Sequence[int], micro_batches: int) -> bo
     bounds = pipelines.bounds(SyncCost())
     best: dict[Size, int] = {}
     for shape in shapes_of(counts, pipelines.num_layers)[0]:
-        size = _size(shape, len(counts))
+        size = size_of(shape, len(counts))
         best[size] = max(bounds.most(shape, math.inf, micro_batches), best.get(size, 0))
     return best_mix(best, counts).bound >= micro_batches
-
-
-def _size(shape: Shape, kinds: int) -> Size:
-    return tuple(shape.count(kind) for kind in range(kinds))
-
-
-def shapes_of(counts: Sequence[int], layers: int) -> tuple[list[Shape], bool]:
-    """The shapes to look at, by depth, and whether these are all."""
-    deepest = min(sum(counts), layers)
-    if len(counts) == 1:
-        return [(0,) * depth for depth in range(1, deepest + 1)], True
-    if sum(len(counts) ** depth for depth in range(1, deepest + 1)) <= _ALL_SHAPES:
-        return [shape for depth in range(1, deepest + 1) for shape in _orders(depth, list(counts))], True
-    shapes = [(kind,) * depth for kind, count in enumerate(counts) for depth in range(1, min(count, layers) + 1)]
-    for first, second in permutations(range(len(counts)), 2):
-        for depth in range(2, min(layers, _MIXED_DEPTH) + 1):
-            shapes += [
-                (first,) * own + (second,) * (depth - own)
-                for own in range(1, depth)
-                if own <= counts[first] and depth - own <= counts[second]
-            ]
-    return shapes, False
-
-
-def _orders(depth: int, left: list[int]) -> Iterator[Shape]:
-    """All orders of so many workers out of those that are left."""
-    if depth == 0:
-        yield ()
-        return
-    for kind in range(len(left)):
-        if left[kind]:
-            left[kind] -= 1
-            for rest in _orders(depth - 1, left):
-                yield (kind, *rest)
-            left[kind] += 1

@@ -21,6 +21,18 @@ _POLISH: Final = 1 / 2
 LOOK: Final = 2_500
 
 
+# List schedules of a pipeline that effort should do for; what a search may cost however little effort it is given.
+_LOOKS: Final = 12
+_LEAST_EFFORT: Final = 20_000
+# F, and B or I and W.
+_OPERATIONS_PER_HOP: Final = 3
+
+
+def is_dear(depth: int, micro_batches: float, effort: int | None) -> bool:
+    """Whether to schedule a pipeline takes too much of a search's effort."""
+    return _OPERATIONS_PER_HOP * depth * micro_batches > max(effort or 0, _LEAST_EFFORT) / _LOOKS
+
+
 def look_effort(effort: int | None) -> int:
     """What a look at a pipeline may cost in a search of this effort, in operations to schedule."""
     return DEFAULT_EFFORT if effort is None else min(max(int(effort * _LOOK), LOOK), DEFAULT_EFFORT)

@@ -28,14 +28,14 @@ from chameleon_ft.search._placed import (
 )
 from chameleon_ft.search._recut import recut
 from chameleon_ft.search._sync import about, least_sync, numbers_of_pipelines
-from chameleon_ft.search._timed import TimedPipeline, Timer, look_effort, polish_effort
+from chameleon_ft.search._timed import TimedPipeline, Timer, is_dear, look_effort, polish_effort
 from chameleon_ft.search.infeasible import why_infeasible
 from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult
 
 __all__ = ["DEFAULT_EFFORT", "find_plan"]
 
 DEFAULT_EFFORT: Final = 20_000
-"""Operations that a search may schedule before it stops looking for something better; some tens of milliseconds."""
+"""About how many operations a search may schedule before it settles for what it has; some tenths of a second."""
 
 _ROUNDING: Final = 1e-9
 # Of every search so many mixes get workers; the best plan and its alternatives are chosen among them.
@@ -47,15 +47,9 @@ _CLOSE: Final = 1.05
 # With little effort, so many numbers of pipelines are tried out.
 _RUN: Final = 3
 _LEAST_BOUNDS: Final = 2
-# List schedules of a pipeline that effort should do for.
-_LOOKS: Final = 12
-# F, and B or I and W.
-_OPERATIONS_PER_HOP: Final = 3
 # With so many searches, and little effort, the bound may be too low by this share.
 _MANY: Final = 5
 _NEAR: Final = 0.002
-# What a search may cost however little effort it is given.
-_DEAR: Final = 20_000
 # Searches are begun with those that promise most by this many times what workers take that are never idle.
 _SOON: Final = 1.02
 
@@ -77,7 +71,8 @@ def find_plan(
         costs: what is to be computed, and who is left.
         current: which layers the live workers hold now; None if nothing is held yet, so that everything has to move.
         others: plans to compare with, by name, such as a rerouted one.
-        effort: operations to schedule, at most, before the search settles for what it has; None for no end.
+        effort: operations to schedule, about, before the search settles for what it has; None for no end. Bounds come
+            on top.
 
     Raises:
         InfeasibleError: no pipelines fit the memory of the workers, and none of `others` does.
@@ -219,10 +214,8 @@ class _Search:
 
     def _is_cheap(self, search: MixSearch) -> bool:
         """Whether a look at the pipelines that make up its bound does not cost too much."""
-        return search.is_bounded and all(
-            _OPERATIONS_PER_HOP * len(share.shape) * share.micro_batches <= max(_DEAR, self._effort or 0) / _LOOKS
-            for share in search.bound_mix()
-        )
+        mix = search.bound_mix() if search.is_bounded else []
+        return bool(mix) and not any(is_dear(len(share.shape), share.micro_batches, self._effort) for share in mix)
 
     def _of_few_depths(self, timers: Sequence[Timer]) -> list[MixSearch]:
         """Searches of pipelines of about equal depth, which promises that many gradients are reduced together.
@@ -236,8 +229,7 @@ class _Search:
         for timer in {id(timer): timer for timer in timers}.values():
             for depth in range(1, min(workers, timer.pipelines.num_layers) + 1):
                 share = micro_batches * depth / workers
-                dear = _OPERATIONS_PER_HOP * depth * share > max(_DEAR, self._effort or 0) / _LOOKS
-                if workers // depth <= micro_batches and not dear:
+                if workers // depth <= micro_batches and not is_dear(depth, share, self._effort):
                     sync = least_sync(cluster, about(max(1, workers // depth), cluster))
                     time_s = timer.mean_bound_s(depth, share, sync)
                     if time_s < math.inf:

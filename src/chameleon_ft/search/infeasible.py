@@ -54,7 +54,7 @@ def why_infeasible(costs: CostModel) -> InfeasibleError:
         return InfeasibleError(
             f"layer {largest} ({layers[largest].name!r}) needs {_shown(alone[largest])} for one micro-batch, but the "
             f"largest worker has {_shown(capacity)}: {_shown(alone[largest] - capacity)} short; use smaller "
-            "micro-batches, recomputation, tensor parallelism, or workers with more memory",
+            "micro-batches, tensor parallelism, or workers with more memory",
             layer=largest,
             missing_bytes=missing,
             workers_needed=None,
@@ -64,7 +64,7 @@ def why_infeasible(costs: CostModel) -> InfeasibleError:
     remedy = (
         f"{needed} workers with {_shown(capacity)} each would do"
         if needed is not None
-        else "no number of such workers would do; use smaller micro-batches or recomputation"
+        else "no number of such workers would do, even if they recompute; use smaller micro-batches"
     )
     return InfeasibleError(
         f"the model does not fit the memory of {count} worker{'s' if count > 1 else ''}: each needs "

@@ -16,7 +16,8 @@ class BoundFamily(StrEnum):
     """The plans that a bound holds for. In all of them, backward is fused in the whole plan or split in the whole plan.
 
     PIPELINES: every worker is one stage of one pipeline, or idle; a stage is able to keep the micro-batches that 1F1B
-    has in flight there. Any depths, cuts, shares, orders of workers and of operations.
+    has in flight there, and a pipeline recomputes as a whole or not at all. Any depths, cuts, shares, orders of workers
+    and of operations.
     PIPELINES_ANY_MEMORY: the same whatever memory they need, all workers taken to be as fast as the fastest.
     """
 
