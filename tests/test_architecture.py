@@ -206,6 +206,7 @@ SURFACE = {
         "GenerationPlan",
         "NoticedBy",
         "NullView",
+        "OutcomeRecord",
         "RecordedReduction",
         "RecordedStep",
         "Recorder",

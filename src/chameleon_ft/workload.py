@@ -86,6 +86,17 @@ class LayerCost:
         """Seconds of the backward, in one go or in halves, whichever takes less; bounds are made of it."""
         return min(self.backward_s, self.halves_s)
 
+    def slowed(self, factor: float) -> LayerCost:
+        """The same with every operation `factor` times as long."""
+        fused_s = self.fused_backward_s
+        return dataclasses.replace(
+            self,
+            forward_s=self.forward_s * factor,
+            input_grad_s=self.input_grad_s * factor,
+            weight_grad_s=self.weight_grad_s * factor,
+            fused_backward_s=None if fused_s is None else fused_s * factor,
+        )
+
     def recomputed(self, input_bytes: int) -> LayerCost:
         """The cost of the layer on a worker that keeps only the layer's input, and runs its forward again for B or I.
 

@@ -13,7 +13,12 @@ from chameleon_ft.observe.comparison import GenerationComparison
 
 __all__ = ["show"]
 
-_WORDS = {"profile": "its profile", "measured": "medians of its own operations", "assumed": "assumed costs"}
+_WORDS = {
+    "profile": "its profile",
+    "corrected": "its profile, corrected by earlier steps",
+    "measured": "medians of its own operations",
+    "assumed": "assumed costs",
+}
 
 
 def show(comparisons: Sequence[GenerationComparison], *, title: str) -> None:

@@ -24,8 +24,9 @@ __all__ = ["main"]
 class ReportArguments:
     """Lay the measured operations of a run over the predicted ones: error per step, and per kind of operation.
 
-    Predicted is what the run itself planned by: its profile, or where it had none the medians of its own operations,
-    which leaves the error of everything but the operations: waiting, messages, the gradients' sync.
+    Predicted is what the run itself planned by: its profile, corrected by what it had seen until then; or where it had
+    none the medians of its own operations, which leaves the error of everything but the operations: waiting, messages,
+    the gradients' sync.
     """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="Run directory.")]

@@ -38,6 +38,7 @@ from chameleon_ft.control.messages import (
     WorkerExited,
 )
 from chameleon_ft.control.outage import Loss, exit_in_words
+from chameleon_ft.control.outcome import Outcomes
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.server import Departure, Peer
 from chameleon_ft.control.watchdog import Watchdog
@@ -87,6 +88,7 @@ class Coordinator:
         self._faults = FaultLog(run.faults_file)
         self._watchdog = Watchdog(config.timeouts)
         self._planner = Planner(config, job, profile=profile, plan=plan)
+        self._outcomes = Outcomes(recorder.outcome)
         self._crashes: dict[int, str] = {}  # step -> the error that ended a worker in it
         self._checkpoints = CheckpointCollector(
             run.checkpoints, num_layers=job.num_layers, model=job.fingerprint, keep=config.checkpoint.keep
@@ -99,6 +101,7 @@ class Coordinator:
             watchdog=self._watchdog,
             checkpoints=self._checkpoints,
             experience=Experience(config.recovery),
+            outcomes=self._outcomes,
             timeouts=config.timeouts,
             store_port=store_port,
             # A run that goes on continues the numbers, for its records are kept by generation.
@@ -277,7 +280,7 @@ class Coordinator:
             return
         self._watchdog.operation(message.times.longest_s)
         if message.generation == self._generations.number:
-            self._planner.measure(worker.id, plan, message.times)
+            self._planner.measure(worker.id, message.times)
         if not self._generations.step_committed(message):
             return  # another worker was first
         vote = message.vote
@@ -294,6 +297,8 @@ class Coordinator:
                 generation=message.generation,
             )
         )
+        self._planner.stepped(message.step_s)
+        self._outcomes.committed(message.step_s, time.time())
 
     def _on_saved(self, message: CheckpointSaved) -> None:
         if message.error is not None:

@@ -60,6 +60,7 @@ class Decision:
         program: of the plan, where it is known already.
         weighed: all that was considered; None where there was nothing to choose.
         lost_layers: layers that nobody holds any more.
+        known: what it was made from, in JSON values.
     """
 
     plan: Plan
@@ -73,11 +74,16 @@ class Decision:
     program: Program | None = None
     weighed: recovery.Decision | None = None
     lost_layers: tuple[int, ...] = ()
+    known: Mapping[str, object] = field(default_factory=lambda: FrozenMap({}))
 
     @property
     def everyone(self) -> tuple[int, ...]:
         """The workers that have orders, ascending: those that train, and those that only send what they hold."""
         return self.plan.workers if self.transition is None else self.transition.everyone
+
+    def to_json(self) -> dict[str, object]:
+        """The fields of the event `decision`, but for its generation and the seconds that it took."""
+        return {**self.known, **({} if self.weighed is None else self.weighed.to_json())}
 
 
 def decide(situation: Situation, outlook: recovery.Situation, *, policy: str, rate: FailureRate) -> Decision:

@@ -16,6 +16,7 @@ from chameleon_ft.control.experience import Experience
 from chameleon_ft.control.members import Members
 from chameleon_ft.control.messages import Committed, Parked, PeerFailed, Stop, Switched, Vote
 from chameleon_ft.control.outage import Loss, Outage
+from chameleon_ft.control.outcome import Outcomes
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.suspicion import Suspicion
 from chameleon_ft.control.watchdog import Watchdog
@@ -73,6 +74,7 @@ class Generations:
         watchdog: Watchdog,
         checkpoints: CheckpointCollector,
         experience: Experience,
+        outcomes: Outcomes,
         timeouts: Timeouts,
         store_port: int,
         last: int,
@@ -84,6 +86,7 @@ class Generations:
         self._watchdog = watchdog
         self._checkpoints = checkpoints
         self._experience = experience
+        self._outcomes = outcomes
         self._timeouts = timeouts
         self._store_port = store_port
         self.phase = Phase.GATHERING
@@ -116,6 +119,7 @@ class Generations:
     def close(self, status: RunStatus, reason: str) -> None:
         """The run is over: record the losses of workers that had done their part, or before it could go on."""
         self.phase = Phase.OVER
+        self._outcomes.end()
         if self._outage.losses:
             self._record_outage(None if status == "failed" else self._decision, stop=reason)
 
@@ -129,6 +133,7 @@ class Generations:
         assert self._decision.transition is not None
         self._outage.switched = message
         transfer = self._decision.transition.transfer
+        self._planner.transferred(transfer, message.transfer_s, self._members.hosts())
         self._recorder.event(
             "transition",
             generation=self.number,
@@ -147,6 +152,7 @@ class Generations:
         if self.phase is not Phase.REGROUPING:
             return
         self.phase = Phase.TRAINING
+        self._outcomes.resumed(time.time())
         if self._outage.losses:
             self._record_outage(self._decision)
         self._outage = Outage()
@@ -237,6 +243,7 @@ class Generations:
         if any(parked.placed == self.number - 1 for parked in self._parked.values()):
             self._in_force = self._decision
         assert self._in_force is not None
+        phases, repeat_s = self._outage.stall_so_far(self._outcomes.since, self._experience.phases)
         situation = Situation(
             plan=self._in_force.plan,
             live=self._members.live(),
@@ -252,8 +259,8 @@ class Generations:
                 situation,
                 self._members.hosts(),
                 ceiling=self._in_force.ceiling,
-                phases=self._experience.phases,
-                repeat_s=self._watchdog.step_s / 2,
+                phases=phases,
+                repeat_s=repeat_s,
                 rate=self._experience.rate,
             )
         except (NoHolderError, ControlError, ProfileError) as error:
@@ -261,7 +268,14 @@ class Generations:
             return
         if decision.weighed is not None:
             search_s = time.time() - self._outage.stopped_at
-            self._recorder.event("decision", generation=self.number, search_s=search_s, **decision.weighed.to_json())
+            self._recorder.event("decision", generation=self.number, search_s=search_s, **decision.to_json())
+            self._outcomes.decided(
+                generation=self.number,
+                policy=decision.policy,
+                predicted=decision.weighed.chosen,
+                repeated_steps=max(0, self.committed - decision.first_step),
+                now=time.time(),
+            )
         self._launch(decision)
         self._outage.decided_at = time.time()
 

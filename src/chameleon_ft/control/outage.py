@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chameleon_ft.control.decision import Decision
 from chameleon_ft.control.messages import Switched
+from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import FailureRecord, NoticedBy
 
 __all__ = ["Loss", "Outage", "exit_in_words"]
@@ -52,6 +53,22 @@ class Outage:
     decided_at: float = 0.0
     switched: Switched | None = None
     """What the first worker said that saw the transition complete."""
+
+    def stall_so_far(self, since: float | None, expected: StallModel) -> tuple[StallModel, float]:
+        """The phases of the stall, those that are over as they were; and the work before it that is done again.
+
+        They sum up to all the time since `since`, when the last step was committed or the last decision made, and what
+        is still to come. The moment of a failure that is not known is taken to be as long ago as is expected.
+        """
+        since = self.stopped_at if since is None else since
+        noticed_at = min((loss.noticed_at for loss in self.losses if loss.noticed_at >= since), default=self.stopped_at)
+        failed_at = min(
+            (loss.failed_at for loss in self.losses if loss.failed_at is not None and loss.failed_at >= since),
+            default=max(since, noticed_at - expected.detect_s),
+        )
+        failed_at = min(failed_at, noticed_at)
+        phases = replace(expected, detect_s=noticed_at - failed_at, stop_s=max(0.0, self.stopped_at - noticed_at))
+        return phases, max(0.0, failed_at - since)
 
     def records(
         self,

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decision import Decision, Situation, decide
 from chameleon_ft.control.job_info import JobInfo, OperationRate
+from chameleon_ft.control.known import known
 from chameleon_ft.control.messages import OperationTimes, Run, Transition
+from chameleon_ft.control.observations import Corrections, Observations
 from chameleon_ft.estimate import StallModel
-from chameleon_ft.observe import GenerationPlan, RunInfo
+from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.profiles import Profile, costs_of_run
 from chameleon_ft.recovery import FailureRate, in_flight_ceiling
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, check_program
 from chameleon_ft.sync import gradient_rounds, gradient_segments
+from chameleon_ft.transfer import Transfer, transfer_s
 
 __all__ = ["Planner"]
 
 
 class Planner:
-    """Makes the decisions of one run, by the operation times that its workers report.
+    """Makes the decisions of one run, by the times of operations, steps and transfers that were observed in it.
 
     `profile` says what operations and links cost, `plan` what to start with; without them it is what workers report,
     and the layout of the configuration. In every call, `hosts` gives the host of each worker that has joined.
@@ -36,7 +39,7 @@ class Planner:
         self._job = job
         self._profile = profile
         self._plan = plan
-        self._rates: dict[int, OperationRate] = {}
+        self._seen = Observations(knows_layers=profile is not None)
 
     def start(self, workers: Sequence[int], *, checkpoint: int | None) -> Decision:
         """Begin with the layout of the configuration, at `checkpoint` or with fresh weights at step 0."""
@@ -63,11 +66,18 @@ class Planner:
             split_backward=parallel.split_backward,
         )
 
-    def measure(self, worker: int, plan: Plan, times: OperationTimes) -> None:
-        """Take in how long a worker's operations took in a step that it ran as part of `plan`."""
-        if worker in plan.workers and times.forward_s > 0 and times.backward_s > 0:
-            share = self._job.share(layer for layers in plan.placement.ranges_of(worker) for layer in layers)
-            self._rates[worker] = OperationRate(times.forward_s / share, times.backward_s / share)
+    def measure(self, worker: int, times: OperationTimes) -> None:
+        """Take in how long the operations of a worker of the plan took in a step."""
+        self._seen.operations(worker, times)
+
+    def stepped(self, step_s: float) -> None:
+        """Take in how long a step took."""
+        self._seen.step(step_s)
+
+    def transferred(self, transfer: Transfer, observed_s: float, hosts: Mapping[int, str]) -> None:
+        """Take in how long a transfer took."""
+        expected_s = transfer_s(transfer.rounds, self._reference(hosts).cluster)
+        self._seen.transfer(expected_s=expected_s, observed_s=observed_s)
 
     def go_on(
         self,
@@ -87,6 +97,7 @@ class Planner:
             repeat_s: seconds of work of the interrupted step that is done again.
             rate: how soon the next failure is to be expected.
         """
+        corrections = self._corrections(hosts)
         costs = self._costs(hosts)
         cluster = costs.cluster
         live = tuple(worker for worker in cluster.workers if worker.id in situation.live)
@@ -97,8 +108,11 @@ class Planner:
             phases=phases,
             repeat_s=repeat_s,
             restart_s=self._config.recovery.restart_s,
+            step_factor=corrections.step,
+            transfer_factor=corrections.transfer,
         )
-        return decide(situation, outlook, policy=self._config.recovery.policy, rate=rate)
+        decision = decide(situation, outlook, policy=self._config.recovery.policy, rate=rate)
+        return replace(decision, known=known(situation, outlook, rate, corrections))
 
     def orders(
         self, decision: Decision, hosts: Mapping[int, str], *, generation: int, store_port: int
@@ -117,8 +131,9 @@ class Planner:
             plan=plan,
             program=program,
             costs=costs,
-            costs_from="profile" if self._profile is not None else "measured" if self._rates else "assumed",
+            costs_from=self._costs_from,
         )
+        self._seen.begin(plan, program, self._reference(hosts))
         alone = (segment for segment in gradient_segments(plan.placement) if len(segment.holders) == 1)
         segments = tuple(
             (segment.layers.start, segment.layers.stop, segment.holders)
@@ -153,16 +168,34 @@ class Planner:
         )
 
     def _costs(self, hosts: Mapping[int, str]) -> CostModel:
+        """What the run knows now of what things cost."""
+        slow = Corrections(slow=self._seen.slow())
+        if self._profile is not None:
+            return replace(slow, operations=self._seen.both).applied(self._reference(hosts))
+        rates = self._seen.rates
+        # One rate for all but the slow: a worker that was slow in one step need not be slow in the next.
+        rate = OperationRate() if rates is None else OperationRate(*rates)
+        return slow.applied(self._job.costs(self._config, hosts, rate))
+
+    def _reference(self, hosts: Mapping[int, str]) -> CostModel:
+        """What observations are compared with: the profile, or where there is none a second for the whole model."""
         if self._profile is not None:
             return costs_of_run(self._config, self._profile, hosts)
-        rates = self._rates.values()
-        if not rates:
-            return self._job.costs(self._config, hosts, OperationRate())
-        # One rate for all: a worker that was slow in one step need not be slow in the next.
-        measured = OperationRate(
-            statistics.median(rate.forward_s for rate in rates), statistics.median(rate.backward_s for rate in rates)
+        return self._job.costs(self._config, hosts, OperationRate(forward_s=1.0, backward_s=1.0))
+
+    @property
+    def _costs_from(self) -> CostsFrom:
+        if self._profile is None:
+            return "assumed" if self._seen.rates is None else "measured"
+        return "profile" if self._seen.rates is None else "corrected"
+
+    def _corrections(self, hosts: Mapping[int, str]) -> Corrections:
+        return Corrections(
+            operations=1.0 if self._profile is None else self._seen.both,
+            step=self._seen.unexplained(self._costs(hosts)),
+            transfer=self._seen.transfers,
+            slow=self._seen.slow(),
         )
-        return self._job.costs(self._config, hosts, measured)
 
 
 def _part_in(decision: Decision, worker: int, costs: CostModel) -> Transition | None:

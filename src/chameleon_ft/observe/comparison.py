@@ -151,12 +151,13 @@ class _ObservedCosts(CostModel):
 
 def _compare(plan: GenerationPlan, steps: Sequence[MeasuredStep]) -> GenerationComparison:
     steps = steps[1:] or steps
-    costs = plan.costs if plan.costs_from == "profile" else _ObservedCosts(plan.costs, _medians(steps))
+    has_profile = plan.costs_from in ("profile", "corrected")
+    costs = plan.costs if has_profile else _ObservedCosts(plan.costs, _medians(steps))
     predicted = estimate_step(plan.plan, plan.program, costs, timing=SyncTiming.AFTER_PROGRAM)
     return GenerationComparison(
         generation=plan.generation,
         plan=plan,
-        costs_from=plan.costs_from if plan.costs_from == "profile" else "measured",
+        costs_from=plan.costs_from if has_profile else "measured",
         predicted=predicted,
         steps=tuple(steps),
         kinds=tuple(_kinds(predicted.timeline, steps)),

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from chameleon_ft.config import RunConfig, config_to_toml, load_config
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe.records import FailureRecord, StepRecord, Summary
+from chameleon_ft.observe.records import FailureRecord, OutcomeRecord, StepRecord, Summary
 
 __all__ = ["ControlAddress", "RunDirectory", "open_for_appending", "read_lines", "replace_file"]
 
@@ -186,6 +186,10 @@ class RunDirectory:
     def failures(self) -> list[FailureRecord]:
         """Read the failures in the order they were written."""
         return [FailureRecord.from_json(event) for event in self.events() if event["event"] == "failure"]
+
+    def outcomes(self) -> list[OutcomeRecord]:
+        """Read what came of the decisions, in the order it was written."""
+        return [OutcomeRecord.from_json(event) for event in self.events() if event["event"] == "outcome"]
 
     def write_summary(self, summary: Summary) -> None:
         """Write the summary, whole or not at all."""

@@ -19,8 +19,9 @@ from chameleon_ft.workload import Workload
 
 __all__ = ["CostsFrom", "GenerationPlan", "read_generation_plans"]
 
-CostsFrom = Literal["profile", "measured", "assumed"]
-"""Where the costs of a plan are from: the run's profile, operations of the run itself, or neither."""
+CostsFrom = Literal["profile", "corrected", "measured", "assumed"]
+"""Where the costs of a plan are from: the run's profile, the same corrected by operations of the run itself, those
+operations alone, or neither."""
 
 _OPERATION = re.compile(r"([FBIW])(\d+)\.(\d+)")
 

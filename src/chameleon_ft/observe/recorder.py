@@ -10,7 +10,7 @@ from typing import Any, Self, TextIO
 
 from chameleon_ft.observe.files import RunDirectory, open_for_appending
 from chameleon_ft.observe.plans import GenerationPlan
-from chameleon_ft.observe.records import FailureRecord, RunStatus, StepRecord, Summary, summarize
+from chameleon_ft.observe.records import FailureRecord, OutcomeRecord, RunStatus, StepRecord, Summary, summarize
 from chameleon_ft.observe.view import RunInfo, View
 
 __all__ = ["Recorder"]
@@ -56,6 +56,11 @@ class Recorder:
         self._write_event("failure", record.to_json())
         self._view.failure(record)
 
+    def outcome(self, record: OutcomeRecord) -> None:
+        """Record what came of a decision."""
+        self._write_event("outcome", record.to_json())
+        self._view.outcome(record)
+
     def event(self, name: str, **fields: Any) -> None:
         """Record anything else that happened; `fields` are JSON values."""
         self._write_event(name, fields)
@@ -67,6 +72,7 @@ class Recorder:
         summary = summarize(
             self.run.steps(),
             self.run.failures(),
+            self.run.outcomes(),
             samples_per_step=self.run.config().batch.samples,
             status=status,
             reason=reason,

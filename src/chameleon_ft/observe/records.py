@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["FailureRecord", "NoticedBy", "RunStatus", "StepRecord", "Summary", "summarize"]
+__all__ = ["FailureRecord", "NoticedBy", "OutcomeRecord", "RunStatus", "StepRecord", "Summary", "summarize"]
 
 NoticedBy = Literal["child", "connection", "heartbeat", "watchdog", "peer", "self"]
 """The detection paths: process reaped, connection closed, heartbeats stopped, no progress, a peer's message failed,
@@ -121,6 +121,46 @@ class FailureRecord(_Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeRecord(_Record):
+    """What came of a decision, beside what was predicted of it. Times are in seconds."""
+
+    generation: int
+    """Generation that the decision led to."""
+    policy: str
+    """What was chosen."""
+    steps: int
+    """Steps committed under it until now: ten, or fewer where something else came before."""
+    predicted_step_s: float | None
+    """None where nothing was predicted."""
+    measured_step_s: float
+    """Median of these steps; the first one is left out if there are others."""
+    predicted_stall_s: float | None
+    measured_stall_s: float
+    """From the last commit before it to the first operation after it, as it was predicted; repeated steps on top."""
+
+    @property
+    def step_error(self) -> float | None:
+        """By which share of the prediction the step took longer."""
+        return _relative(self.measured_step_s, self.predicted_step_s)
+
+    @property
+    def stall_error(self) -> float | None:
+        """By which share of the prediction the stall took longer."""
+        return _relative(self.measured_stall_s, self.predicted_stall_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values, with the errors that follow from them."""
+        return {**dataclasses.asdict(self), "step_error": self.step_error, "stall_error": self.stall_error}
+
+    def in_words(self) -> str:
+        """Write "predicted step 0.123 s, measured 0.125 s (+1.6%); predicted stall 0.2 s, measured 0.1 s (-50%)"."""
+        return (
+            f"{_compared('step', self.predicted_step_s, self.measured_step_s, self.step_error)}; "
+            f"{_compared('stall', self.predicted_stall_s, self.measured_stall_s, self.stall_error)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary(_Record):
     """What a run did, derived from its records. Times are in seconds."""
 
@@ -141,11 +181,17 @@ class Summary(_Record):
     """Median step time before the first failure; of all steps where there was none."""
     median_step_s_after: float | None
     """Median step time after the first failure, without the steps that a failure interrupted."""
+    outcomes: tuple[OutcomeRecord, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {**dataclasses.asdict(self), "outcomes": [outcome.to_json() for outcome in self.outcomes]}
 
 
 def summarize(
     steps: Sequence[StepRecord],
     failures: Sequence[FailureRecord],
+    outcomes: Sequence[OutcomeRecord] = (),
     *,
     samples_per_step: int,
     status: RunStatus,
@@ -172,12 +218,24 @@ def summarize(
         failures=tuple(failures),
         median_step_s_before=_median(r.step_s for r in steps if r.step < first_failure),
         median_step_s_after=_median(r.step_s for r in steps if r.step > first_failure and r.step not in interrupted),
+        outcomes=tuple(outcomes),
     )
 
 
 def _median(values: Iterable[float]) -> float | None:
     values = list(values)
     return statistics.median(values) if values else None
+
+
+def _relative(measured: float, predicted: float | None) -> float | None:
+    return measured / predicted - 1 if predicted else None
+
+
+def _compared(what: str, predicted_s: float | None, measured_s: float, error: float | None) -> str:
+    before = "" if predicted_s is None else f"predicted {what} {predicted_s:.3f} s, "
+    return f"{before}measured {'' if before else f'{what} '}{measured_s:.3f} s" + (
+        "" if error is None else f" ({error:+.1%})"
+    )
 
 
 def _frozen(value: Any) -> Any:

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chameleon_ft.observe.records import FailureRecord, NoticedBy, StepRecord, Summary
+from chameleon_ft.observe.records import FailureRecord, NoticedBy, OutcomeRecord, StepRecord, Summary
 from chameleon_ft.observe.view import RunInfo
 
 __all__ = ["TerminalView"]
@@ -84,6 +84,14 @@ class TerminalView:
         title = Text(f"worker {record.worker} lost in step {record.step}", style="bold red")
         self._print(Panel(facts, title=title, title_align="left", border_style="red", box=self._box, expand=False))
         self._print_column_heads()
+
+    def outcome(self, record: OutcomeRecord) -> None:
+        """Print one line: what was predicted of a decision, and what came."""
+        self._print(
+            Text(
+                f"after {record.steps} step{'' if record.steps == 1 else 's'} of {record.policy}: ", style="cyan"
+            ).append(record.in_words())
+        )
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Print the `message` of an event that has one; the others are for the file."""

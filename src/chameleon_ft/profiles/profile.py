@@ -169,19 +169,9 @@ class Profile:
         def slower(link: Link) -> Link:
             return Link(max(link.latency_s * factor, least_latency_s), link.bytes_per_s / factor)
 
-        layers = tuple(
-            dataclasses.replace(
-                layer,
-                forward_s=layer.forward_s * factor,
-                input_grad_s=layer.input_grad_s * factor,
-                weight_grad_s=layer.weight_grad_s * factor,
-                fused_backward_s=None if layer.fused_backward_s is None else layer.fused_backward_s * factor,
-            )
-            for layer in self.layers
-        )
         return dataclasses.replace(
             self,
-            layers=layers,
+            layers=tuple(layer.slowed(factor) for layer in self.layers),
             times=(),
             operation_overhead_s=self.operation_overhead_s * factor,
             intra_host=slower(self.intra_host),

@@ -44,7 +44,7 @@ class Candidate:
 
     Attributes:
         policy: name of the proposal.
-        step_s: seconds of a step, gradients reduced after the program as the runtime does.
+        step_s: seconds of a step, gradients reduced after the program as the runtime does, times `step_factor`.
         peak_bytes: what the worker that needs most holds at its worst moment.
         stall_s: seconds in which nothing is gained: the phases of the stall, the transfer, and work of the interrupted
             step that is done again.
@@ -85,13 +85,14 @@ def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple
             return Candidate(policy=proposal.name, reason=str(error)), None
     scheduled = _scheduled(proposal, plan, situation)
     plan, estimate = scheduled.plan, scheduled.estimate
-    moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, cluster)
+    step_s = estimate.step_s * situation.step_factor
+    moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, cluster) * situation.transfer_factor
     stall_s = _stall_s(proposal, scheduled, situation, moves_s)
     reason = _too_large(estimate, situation) or _too_large_meanwhile(transfer, situation)
-    samples = workload.samples * max(0.0, horizon_s - stall_s) / estimate.step_s
+    samples = workload.samples * max(0.0, horizon_s - stall_s) / step_s
     candidate = Candidate(
         policy=proposal.name,
-        step_s=estimate.step_s,
+        step_s=step_s,
         peak_bytes=max(memory.peak_bytes for memory in estimate.memory.values()),
         stall_s=stall_s,
         transfer_s=moves_s,

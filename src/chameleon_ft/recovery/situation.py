@@ -27,10 +27,13 @@ class Situation:
         phases: what the stall will take, transfers left out.
         repeat_s: work of the interrupted step that is done again, in seconds; see `TransitionEstimate`.
         restart_s: seconds that are lost if all go back to a checkpoint, steps that are repeated included.
+        step_factor: measured seconds of a step by those that its operations explain; every predicted step is as much
+            longer, whatever the plan.
+        transfer_factor: measured seconds of transfers by those that messages and links explain, likewise.
         effort: how much `find_plan` searches.
 
     Raises:
-        ConfigError: seconds that are negative or not finite.
+        ConfigError: seconds that are negative or not finite, or factors that are not positive.
     """
 
     plan: Plan
@@ -39,6 +42,8 @@ class Situation:
     phases: StallModel
     repeat_s: float
     restart_s: float
+    step_factor: float = 1.0
+    transfer_factor: float = 1.0
     effort: int | None = DEFAULT_EFFORT
 
     def __post_init__(self) -> None:
@@ -47,6 +52,10 @@ class Situation:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} must be zero or a positive number of seconds; got {value}")
+        for name in ("step_factor", "transfer_factor"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be a positive number; got {value}")
 
     @property
     def live(self) -> tuple[int, ...]:
