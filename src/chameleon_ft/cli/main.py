@@ -24,6 +24,7 @@ COMMANDS = {
     "profile": "Measure what layers, operations and links cost on this machine, or derive it for a known one.",
     "plan": "Predict what a step takes, in time and memory, before anything runs.",
     "report": "Lay the measured operations of a run over the predicted ones.",
+    "explain": "Retell each decision of a run: what was known, weighed and predicted, and what came.",
     "inject": "Make a worker of a live run fail.",
     "verify": "Repeat a run in one plain PyTorch loop and compare the losses.",
 }

@@ -6,15 +6,25 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["FailureRecord", "NoticedBy", "OutcomeRecord", "RunStatus", "StepRecord", "Summary", "summarize"]
+__all__ = ["NOTICED", "FailureRecord", "NoticedBy", "OutcomeRecord", "RunStatus", "StepRecord", "Summary", "summarize"]
 
 NoticedBy = Literal["child", "connection", "heartbeat", "watchdog", "peer", "self"]
 """The detection paths: process reaped, connection closed, heartbeats stopped, no progress, a peer's message failed,
 and the worker's own last words."""
+
+NOTICED: Final[Mapping[NoticedBy, str]] = {
+    "child": "its supervisor saw the process end",
+    "connection": "its control connection closed",
+    "heartbeat": "its heartbeats stopped",
+    "watchdog": "it made no progress",
+    "peer": "a peer could not exchange a message with it",
+    "self": "it reported its own error",
+}
+"""The detection paths in words."""
 
 RunStatus = Literal["finished", "interrupted", "failed"]
 

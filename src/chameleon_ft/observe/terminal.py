@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chameleon_ft.observe.records import FailureRecord, NoticedBy, OutcomeRecord, StepRecord, Summary
+from chameleon_ft.observe.records import NOTICED, FailureRecord, OutcomeRecord, StepRecord, Summary
 from chameleon_ft.observe.view import RunInfo
 
 __all__ = ["TerminalView"]
@@ -21,14 +21,6 @@ _PLAIN_WIDTH = 120  # of output that is no terminal and has no width of its own
 _MOST_PIPELINES_SHOWN = 16
 _INDENT = (0, 0, 0, 2)  # top, right, bottom, left
 
-_NOTICED: dict[NoticedBy, str] = {
-    "child": "its supervisor saw the process end",
-    "connection": "its control connection closed",
-    "heartbeat": "its heartbeats stopped",
-    "watchdog": "it made no progress",
-    "peer": "a peer could not exchange a message with it",
-    "self": "it reported its own error",
-}
 _PHASES = {
     "detect_s": "detect",
     "stop_s": "stop",
@@ -73,7 +65,7 @@ class TerminalView:
         """Print the banner of a failure: who, how it was noticed, what was done, and the stall by phase."""
         facts = _facts()
         facts.add_row("cause", record.cause)
-        facts.add_row("noticed", _NOTICED[record.noticed_by])
+        facts.add_row("noticed", NOTICED[record.noticed_by])
         if record.lost_layers:
             facts.add_row("lost", f"the last holder of layers {', '.join(map(str, record.lost_layers))}")
         facts.add_row("done", f"{record.policy}: {record.action}")

@@ -1,0 +1,125 @@
+"""The story of a run's decisions in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from chameleon_ft.cli._console import output
+from chameleon_ft.cli._explain_words import (
+    corrections_in_words,
+    duration,
+    megabytes,
+    rate_in_words,
+    stall_in_words,
+    why,
+)
+from chameleon_ft.cli._plan_view import seconds
+from chameleon_ft.observe.decisions import DecisionEvent, DecisionStory, WeighedCandidate
+from chameleon_ft.observe.records import NOTICED
+
+__all__ = ["show"]
+
+
+def show(stories: Sequence[DecisionStory], *, title: str, of: int) -> None:
+    """Print stories of a run that has `of` decisions in all."""
+    console, shape = output()
+    console.print(title, style="bold", soft_wrap=True, markup=False)
+    resumed = any(story.life > 1 for story in stories)
+    for story in stories:
+        when = datetime.fromtimestamp(story.decided.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        life = f", life {story.life} of the run" if resumed else ""
+        console.print()
+        console.print(
+            f"Decision {story.number} of {of}: in step {story.decided.step}, {when}{life}", style="bold", soft_wrap=True
+        )
+        console.print(_known(story))
+        console.print(_weighed(story.decided, shape))
+        console.print(_came(story))
+
+
+def _known(story: DecisionStory) -> Table:
+    decided = story.decided
+    facts = _facts()
+    facts.add_row("lost", _losses(story))
+    facts.add_row("in force", f"{decided.plan}; {decided.live} workers are left")
+    facts.add_row("expected", rate_in_words(decided.rate, live=decided.live, horizon_s=decided.horizon_s))
+    facts.add_row("stall", stall_in_words(decided.stall))
+    facts.add_row("corrected", corrections_in_words(decided.corrections))
+    return facts
+
+
+def _losses(story: DecisionStory) -> str:
+    if not story.decided.lost:
+        return "nobody"
+    known = {loss.worker: loss for loss in story.losses}
+    return escape(
+        "\n".join(
+            f"worker {worker}: {known[worker].cause}; {NOTICED[known[worker].noticed_by]}"
+            if worker in known
+            else f"worker {worker}"
+            for worker in story.decided.lost
+        )
+    )
+
+
+def _weighed(decided: DecisionEvent, shape: box.Box) -> Table:
+    table = Table(box=shape, title=f"weighed in {duration(decided.search_s)}", title_justify="left")
+    table.add_column("")
+    for name in ("step", "stall", "moves", "samples until then"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for each in decided.candidates:
+        chosen = each.policy == decided.chosen
+        table.add_row(*_row(each, chosen=chosen), style="bold" if chosen else None)
+    return table
+
+
+def _row(each: WeighedCandidate, *, chosen: bool) -> tuple[str, ...]:
+    return (
+        each.policy,
+        "-" if each.step_s is None else seconds(each.step_s),
+        "-" if each.stall_s is None else seconds(each.stall_s),
+        megabytes(each.moved_bytes),
+        f"{each.samples:,.0f}" if each.feasible else "-",
+        "chosen" if chosen else escape(each.reason or ""),
+    )
+
+
+def _came(story: DecisionStory) -> Table:
+    decided, outcome = story.decided, story.outcome
+    best = decided.best
+    facts = _facts()
+    facts.add_row("why", why(decided))
+    done = next((loss.action for loss in story.losses if loss.generation == decided.generation), None)
+    if story.policy is None:
+        facts.add_row("done", "nothing: the run ended")
+    else:
+        facts.add_row("done", escape(f"{story.policy}: {done}" if done else story.policy))
+    if best is not None and best.step_s is not None and best.stall_s is not None:
+        facts.add_row("predicted", f"step {best.step_s:.3f} s, stall {best.stall_s:.3f} s")
+    if outcome is None:
+        facts.add_row("came", "no step was committed under it, or none has been yet")
+    else:
+        steps = f"after {outcome.steps} step{'' if outcome.steps == 1 else 's'}"
+        facts.add_row(
+            "came",
+            f"step {outcome.measured_step_s:.3f} s{_share(outcome.step_error)}, "
+            f"stall {outcome.measured_stall_s:.3f} s{_share(outcome.stall_error)}, {steps}",
+        )
+    return facts
+
+
+def _share(error: float | None) -> str:
+    return "" if error is None else f" ({error:+.1%})"
+
+
+def _facts() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table

@@ -1,0 +1,108 @@
+"""Why a decision was made, in words."""
+
+from __future__ import annotations
+
+from chameleon_ft.observe.decisions import DecisionEvent, ObservedRate, StallParts, UsedCorrections, WeighedCandidate
+
+__all__ = ["corrections_in_words", "duration", "megabytes", "rate_in_words", "stall_in_words", "why"]
+
+_EQUAL = 1e-9  # relative; samples that differ by less are equal to the decision
+_NOTICEABLE_S = 5e-4  # of a stall
+
+
+def why(decision: DecisionEvent) -> str:
+    """Say by what the chosen candidate beat the second."""
+    best, second = decision.best, decision.second
+    if best is None:
+        return "nothing that was weighed could be done"
+    if second is None:
+        return "nothing else could be done"
+    if best.samples <= second.samples * (1 + _EQUAL):
+        bytes_ = (best.moved_bytes or 0, second.moved_bytes or 0)
+        closer = f"it moves {megabytes(bytes_[0])}, not {megabytes(bytes_[1])}" if bytes_[0] < bytes_[1] else ""
+        return f"as many samples as {second.policy}; {closer or 'it was proposed first'}"
+    gain = f"{best.samples / second.samples - 1:.1%} more" if second.samples else "more"
+    return f"{gain} samples than {second.policy}: {_difference(best, second, decision.horizon_s)}"
+
+
+def _difference(best: WeighedCandidate, second: WeighedCandidate, horizon_s: float) -> str:
+    assert best.step_s is not None
+    assert second.step_s is not None
+    assert best.stall_s is not None
+    assert second.stall_s is not None
+    more_stall_s = best.stall_s - second.stall_s
+    expected = f"the next failure is expected in {duration(horizon_s)}"
+    if best.step_s < second.step_s:
+        shorter = f"its steps are {1 - best.step_s / second.step_s:.1%} shorter"
+        if more_stall_s < _NOTICEABLE_S:
+            return f"{shorter}, and its stall is no longer"
+        moves = f"it moves {megabytes(best.moved_bytes)}, and " if best.moved_bytes else ""
+        return (
+            f"{moves}{shorter}, which makes up for {duration(more_stall_s)} more of stall "
+            f"{duration(_even_s(best, second))} after the loss; {expected}"
+        )
+    less = f"its stall is {duration(-more_stall_s)} shorter"
+    if best.step_s == second.step_s:
+        return less
+    return (
+        f"{less}, which the steps of {second.policy}, {1 - second.step_s / best.step_s:.1%} shorter, make up for only "
+        f"{duration(_even_s(best, second))} after the loss; {expected}"
+    )
+
+
+def _even_s(one: WeighedCandidate, other: WeighedCandidate) -> float:
+    """Seconds t after the loss when both have trained as much: (t - a) / s = (t - b) / r, stalls a, b, steps s, r."""
+    assert one.step_s is not None
+    assert other.step_s is not None
+    assert one.stall_s is not None
+    assert other.stall_s is not None
+    return (one.stall_s * other.step_s - other.stall_s * one.step_s) / (other.step_s - one.step_s)
+
+
+def rate_in_words(rate: ObservedRate, *, live: int, horizon_s: float) -> str:
+    """Say when the next failure is expected, and how that came: D = (w m + T) / (n (w + k))."""
+    before_s = rate.prior_failures * rate.worker_mtbf_s
+    return (
+        f"the next failure in {duration(horizon_s)} = ({duration(before_s)} + {duration(rate.worker_s)}) / "
+        f"({live} workers x ({rate.prior_failures:g} + {rate.failures} failure{'' if rate.failures == 1 else 's'})), "
+        "the prior first, then what was seen"
+    )
+
+
+def stall_in_words(stall: StallParts) -> str:
+    """Say what the stall was taken to be, transfers left out."""
+    total_s = stall.repeat_s + stall.detect_s + stall.stop_s + stall.decide_s + stall.regroup_s
+    return (
+        f"{total_s:.3f} s = repeat {stall.repeat_s:.3f} + detect {stall.detect_s:.3f} + stop {stall.stop_s:.3f} + "
+        f"decide {stall.decide_s:.3f} + regroup {stall.regroup_s:.3f}; transfers on top"
+    )
+
+
+def corrections_in_words(corrections: UsedCorrections) -> str:
+    """Say by what predictions had been corrected."""
+    words = [
+        f"{name} x {factor:.2f}"
+        for name, factor in (
+            ("operations", corrections.operations),
+            ("steps", corrections.step),
+            ("transfers", corrections.transfer),
+        )
+        if f"{factor:.2f}" != "1.00"
+    ]
+    words += [
+        f"worker {worker} at {speed:.2f} of the speed of others" for worker, speed in sorted(corrections.slow.items())
+    ]
+    return ", ".join(words) or "none"
+
+
+def megabytes(num_bytes: int | None) -> str:
+    """Bytes as the banner of a failure has them."""
+    return "-" if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit that reads best, from milliseconds to days."""
+    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
