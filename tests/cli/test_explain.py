@@ -1,0 +1,190 @@
+"""`chameleon explain`: the story of a run that was made by hand, word by word, and of a real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chameleon_ft.cli import main
+from chameleon_ft.cli._explain_words import duration, why
+from chameleon_ft.config import Batch, LlamaConfig, Parallel, Recovery, RunConfig
+from chameleon_ft.observe import RunDirectory
+from chameleon_ft.observe.decisions import DecisionEvent
+from tests.harness import assert_trained_as_if_nothing_failed, fails, small_config, train_here
+from tests.observe.test_decisions import came, decided, lost, planned, started, weighed
+
+STORY = """\
+
+Decision 1 of 1: in step 40, 2026-01-01 12:00:00 UTC
+lost       worker 5: SIGKILL; its supervisor saw the process end
+in force   4 pipelines of 2 stages; 7 workers are left
+expected   the next failure in 16.7 min = (3.8 h + 4.0 min) / (7 workers x (1 + 1 failure)), the prior first, then what
+           was seen
+stall      0.500 s = repeat 0.250 + detect 0.125 + stop 0.025 + decide 0.050 + regroup 0.050; transfers on top
+corrected  operations x 3.50, worker 3 at 0.50 of the speed of others
+weighed in 20 ms
++-----------------------------------------------------------------------------------+
+|             |   step |  stall |   moves | samples until then |                        |
+|-------------+--------+--------+---------+--------------------+------------------------|
+| reroute     | 500 ms | 500 ms |  0.0 MB |            199,900 |                        |
+| mend        |      - |      - |       - |                  - | the plan has [detours] |
+| repartition | 400 ms | 750 ms | 47.1 MB |            249,812 | chosen                 |
++-----------------------------------------------------------------------------------+
+why        25.0% more samples than reroute: it moves 47.1 MB, and its steps are 20.0% shorter, which makes up for 250 ms
+           more of stall 1.8 s after the loss; the next failure is expected in 16.7 min
+done       repartition: micro-batches 2, 3 of worker 3 go to worker 1
+predicted  step 0.400 s, stall 0.750 s
+came       step 0.410 s (+2.5%), stall 0.900 s (+20.0%), after 10 steps
+"""
+
+
+def write(folder: Path, *events: dict[str, Any]) -> str:
+    """Make a run of these events, and return where it is."""
+    run = RunDirectory.create(folder / "run", RunConfig(workers=8, parallel=Parallel(dp=4, pp=2)))
+    run.events_file.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return str(run.path)
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["explain", *arguments]) == 0
+    return "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + "\n"
+
+
+def one(generation: int = 2) -> list[dict[str, Any]]:
+    """The events of a decision and what belongs to it."""
+    return [decided(generation, 5), planned(generation, "repartition"), lost(5, generation), came(generation)]
+
+
+def test_the_story_of_a_decision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path, started(), *one())
+    assert told(capsys, run) == f"{run}\n{STORY}"
+
+
+def test_one_decision_of_several_in_several_lives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path, started(), *one(2), started(), *one(4))
+    assert told(capsys, run).count("Decision ") == 2
+    second = told(capsys, run, "--decision", "2")
+    assert "Decision 2 of 2: in step 40, 2026-01-01 12:00:00 UTC, life 2 of the run\n" in second
+    assert "Decision 1" not in second
+    (story,) = json.loads(told(capsys, run, "--decision", "2", "--json"))["decisions"]
+    assert (story["generation"], story["life"], story["outcome"]["steps"]) == (4, 2, 10)
+    assert story["why"].startswith("25.0% more samples than reroute: ")
+    assert main(["explain", run, "--decision", "3"]) == 2
+    assert "--decision 3: there is no such decision; this run has 1 to 2" in capsys.readouterr().err
+
+
+def test_what_is_not_known_yet_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path, started(), decided(2, 5), planned(2, "repartition"))
+    text = told(capsys, run)
+    assert "lost       worker 5\n" in text
+    assert "done       repartition\n" in text
+    assert "came       no step was committed under it, or none has been yet\n" in text
+
+
+def test_a_run_without_decisions_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path, started())
+    assert told(capsys, run) == f"{run}: there was nothing to decide; no worker was lost\n"
+    assert json.loads(told(capsys, run, "--json")) == {"decisions": []}
+    assert main(["explain", run, "--decision", "1"]) == 2
+    assert "there is no such decision; this run has none" in capsys.readouterr().err
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(tmp_path)]) == 2
+    assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event = decided(2, 5)
+    del event["stall"]
+    assert main(["explain", write(tmp_path, started(), event)]) == 2
+    assert "another version of chameleon" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("candidates", "chosen", "words"),
+    [
+        ([weighed("a", 0.5, 0.5, 0)], "a", "nothing else could be done"),
+        ([weighed("a", 0.5, 0.5, 0, reason="no")], None, "nothing that was weighed could be done"),
+        (
+            [weighed("a", 0.5, 0.5, 0), weighed("b", 0.5, 0.5, 0)],
+            "a",
+            "as many samples as b; it was proposed first",
+        ),
+        (
+            [weighed("a", 0.5, 0.5, 5_000_000), weighed("b", 0.5, 0.5, 1_000_000)],
+            "b",
+            "as many samples as a; it moves 1.0 MB, not 5.0 MB",
+        ),
+        (
+            [weighed("a", 0.5, 0.5, 0), weighed("b", 0.625, 0.5, 0)],
+            "a",
+            "25.0% more samples than b: its steps are 20.0% shorter, and its stall is no longer",
+        ),
+        (
+            [weighed("a", 0.5, 0.5, 0), weighed("b", 0.5, 200.4, 0)],
+            "a",
+            "25.0% more samples than b: its stall is 3.3 min shorter",
+        ),
+        (
+            # (t - 1) / 0.5 = (t - 900) / 0.25 at t = 1799 s.
+            [weighed("a", 0.5, 1.0, 0), weighed("b", 0.25, 900.0, 9)],
+            "a",
+            "399.5% more samples than b: its stall is 15.0 min shorter, which the steps of b, 50.0% shorter, make up "
+            "for only 30.0 min after the loss; the next failure is expected in 16.7 min",
+        ),
+        (
+            [weighed("a", 0.5, 1.0, 0), weighed("b", 0.25, 1000.0, 9)],
+            "a",
+            "more samples than b: its stall is 16.6 min shorter, which the steps of b, 50.0% shorter, make up "
+            "for only 33.3 min after the loss; the next failure is expected in 16.7 min",
+        ),
+    ],
+)
+def test_why_one_was_better_than_the_second(candidates: list[dict[str, Any]], chosen: str | None, words: str) -> None:
+    assert why(DecisionEvent.model_validate(decided(2, 5, chosen=chosen, candidates=candidates))) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0125, "12 ms"), (1.0, "1.0 s"), (119.0, "119.0 s"), (120.0, "2.0 min"), (1e4, "2.8 h"), (2e8, "2,314.8 days")],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+@pytest.mark.multiprocess
+def test_the_story_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small_config(
+        tmp_path,
+        workers=8,
+        steps=24,
+        parallel=Parallel(dp=2, pp=4),
+        batch=Batch(micro_batches=8, micro_batch_size=1),
+        model=LlamaConfig(dim=32, num_layers=4, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=16),
+        recovery=Recovery(policy="repartition"),
+        failures=(fails(3, step=4, phase="backward"), fails(0, step=20, phase="forward")),
+    )
+    ended = train_here(config, tmp_path / "run")
+    assert_trained_as_if_nothing_failed(ended)
+    first, second = json.loads(told(capsys, str(ended.run.path), "--json"))["decisions"]
+    assert (first["lost"], first["live"], first["step"], first["plan"]) == ([3], 7, 4, "2 pipelines of 4 stages")
+    assert (second["lost"], second["live"], second["step"]) == ([0], 6, 20)
+    assert (first["outcome"]["steps"], second["outcome"]["steps"]) == (10, 4)
+    for story, failure in zip((first, second), ended.failures, strict=True):
+        outcome = story["outcome"]
+        assert story["policy"] == story["chosen"] == outcome["policy"] == failure.policy
+        assert story["losses"] == [failure.to_json() | {"lost_layers": []}]
+        chosen = next(each for each in story["candidates"] if each["policy"] == story["chosen"])
+        assert (outcome["predicted_step_s"], outcome["predicted_stall_s"]) == (chosen["step_s"], chosen["stall_s"])
+        steps = [step for step in ended.run.steps() if step.generation == story["generation"]]
+        measured = sorted(step.step_s for step in steps[1 : outcome["steps"]])
+        assert measured[0] <= outcome["measured_step_s"] <= measured[-1]
+        # The banner's stall, and before it what the interrupted step had done.
+        assert outcome["measured_stall_s"] >= failure.stall_s - 1e-3
+    assert ended.summary["outcomes"] == [first["outcome"], second["outcome"]]
+    assert second["corrections"]["transfer"] > 0
+    assert told(capsys, str(ended.run.path)).count("\nwhy ") == 2

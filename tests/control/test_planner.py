@@ -1,0 +1,209 @@
+"""The planner's predictions, and what comes back to them of what was observed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from chameleon_ft.cluster import Link
+from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig
+from chameleon_ft.control.decision import Decision, Situation
+from chameleon_ft.control.messages import OperationTimes, Parked
+from chameleon_ft.control.planner import Planner
+from chameleon_ft.estimate import StallModel
+from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.profiles import Fingerprint, Profile
+from chameleon_ft.recovery import FailureRate
+from chameleon_ft.schedule import OperationKind
+from chameleon_ft.transfer import Message, Transfer
+from chameleon_ft.workload import LayerCost
+from tests.control.stage import JOB, LAYERS
+
+HOSTS = dict.fromkeys(range(6), "a host")
+PHASES = StallModel(detect_s=0.25, stop_s=0.25, decide_s=0.0, regroup_s=0.5)
+PROFILE = Profile(
+    name="four layers",
+    fingerprint=Fingerprint(model="four", micro_batch_size=2, dtype="", device="", threads=1, versions={}),
+    source="derived",
+    provenance="by hand",
+    layers=(LayerCost("layer", 0.01, 0.015, 0.005, param_bytes=64, gradient_bytes=64, output_bytes=64),) * LAYERS,
+    intra_host=Link(1e-5, 1e9),
+)
+
+
+def planner(*, profile: Profile | None = None, plan: Plan | None = None, policy: str = "chameleon") -> Planner:
+    config = RunConfig.model_validate(
+        {
+            "job": "a.job:job",
+            "workers": 6,
+            "parallel": Parallel(dp=3, pp=2),
+            "batch": Batch(micro_batches=12, micro_batch_size=2),
+            "recovery": Recovery.model_validate({"policy": policy}),
+        }
+    )
+    return Planner(config, JOB, profile=profile, plan=plan)
+
+
+def begin(by: Planner) -> Decision:
+    decision = by.start(range(6), checkpoint=None)
+    by.orders(decision, HOSTS, generation=1, store_port=1)
+    return decision
+
+
+def lose(by: Planner, decision: Decision, worker: int) -> Decision:
+    """What follows the loss of a worker."""
+    live = [each for each in range(6) if each != worker]
+    parked = {
+        each: Parked(
+            generation=2,
+            committed=7,
+            reduced=False,
+            last_vote=None,
+            placed=1,
+            layers=tuple(layer for own in decision.plan.placement.ranges_of(each) for layer in own),
+        )
+        for each in live
+    }
+    situation = Situation(plan=decision.plan, live=live, parked=parked, committed=7, last_vote=None, checkpoints=())
+    return by.go_on(
+        situation,
+        HOSTS,
+        ceiling=decision.ceiling,
+        phases=PHASES,
+        repeat_s=0.5,
+        rate=FailureRate(worker_mtbf_s=3600.0, prior_failures=1.0, failures=1, worker_s=60.0),
+    )
+
+
+def report(by: Planner, factors: Mapping[int, float], *, steps: int, forward_s: float, backward_s: float) -> None:
+    """Have workers 0 to 5 report operations that took so many times what is given."""
+    for _ in range(steps):
+        for worker in range(6):
+            factor = factors.get(worker, 1.0)
+            by.measure(
+                worker, OperationTimes(forward_s=factor * forward_s, backward_s=factor * backward_s, longest_s=1.0)
+            )
+
+
+def corrections(decision: Decision) -> dict[str, float]:
+    """The factors by which its predictions were corrected."""
+    found = decision.known["corrections"]
+    assert isinstance(found, dict)
+    return {name: factor for name, factor in found.items() if name != "slow"}
+
+
+def predictions(decision: Decision) -> dict[str, float]:
+    assert decision.weighed is not None
+    return {each.policy: each.step_s for each in decision.weighed.candidates if each.step_s is not None}
+
+
+def test_what_a_recomputing_worker_runs_again_is_not_counted_twice() -> None:
+    plan = data_pipeline_plan(layer_costs=[1.0] * LAYERS, dp=3, pp=2, micro_batches=12)
+    plain, recomputing = planner(plan=plan), planner(plan=replace(plan, recompute=frozenset(range(6))))
+    for by, again_s in ((plain, 0.0), (recomputing, 0.01)):
+        decision = begin(by)
+        # Two layers each, of 10 ms and 20 ms; of these one is run again, for the first and the last layer are not.
+        report(by, {}, steps=3, forward_s=0.02, backward_s=0.04 + again_s)
+        planned, _ = by.orders(decision, HOSTS, generation=2, store_port=1)
+        assert planned.costs_from == "measured"
+        for layer in planned.costs.workload.layers:
+            assert (layer.forward_s, layer.backward_s) == pytest.approx((0.01, 0.02))
+        operation = next(each for each in planned.program.of(0) if each.kind is OperationKind.BACKWARD)
+        assert planned.costs.operation_s(0, operation) == pytest.approx(0.04 + again_s)
+
+
+def test_with_a_profile_observed_operations_correct_every_prediction() -> None:
+    before = planner(profile=PROFILE)
+    uncorrected = predictions(lose(before, begin(before), 1))
+    by = planner(profile=PROFILE)
+    decision = begin(by)
+    report(by, {}, steps=4, forward_s=3 * 0.02, backward_s=3 * 0.04)
+    lost = lose(by, decision, 1)
+    assert corrections(lost) == pytest.approx({"operations": 3.0, "step": 1.0, "transfer": 1.0})
+    corrected = predictions(lost)
+    assert corrected.keys() == uncorrected.keys()
+    for policy, step_s in corrected.items():
+        assert step_s == pytest.approx(3 * uncorrected[policy], rel=0.02), "all but the messages"
+    assert by.orders(lost, HOSTS, generation=2, store_port=1)[0].costs_from == "corrected"
+    # What was corrected is not taken for what is to be compared with.
+    report(by, {}, steps=12, forward_s=3 * 0.02, backward_s=3 * 0.04)
+    assert corrections(lose(by, decision, 1))["operations"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("profile", [None, PROFILE], ids=["measured", "profile"])
+def test_what_operations_do_not_explain_makes_all_steps_longer(profile: Profile | None) -> None:
+    by = planner(profile=profile)
+    decision = begin(by)
+    report(by, {}, steps=4, forward_s=0.02, backward_s=0.04)
+    before = predictions(lose(by, decision, 1))
+    for _ in range(6):
+        by.stepped(1.0)
+    lost = lose(by, decision, 1)
+    after = predictions(lost)
+    assert corrections(lost)["step"] > 1
+    for policy, step_s in after.items():
+        assert step_s == pytest.approx(corrections(lost)["step"] * before[policy])
+
+
+@pytest.mark.parametrize("profile", [None, PROFILE], ids=["measured", "profile"])
+def test_decisions_go_round_a_worker_that_is_persistently_slower(profile: Profile | None) -> None:
+    by = planner(profile=profile, policy="repartition")
+    decision = begin(by)
+    report(by, {}, steps=11, forward_s=0.02, backward_s=0.04)
+    fair = shares(lose(by, decision, 1).plan)
+    report(by, {3: 4.0}, steps=1, forward_s=0.02, backward_s=0.04)
+    assert shares(lose(by, decision, 1).plan) == fair, "one slow step is none"
+    report(by, {3: 4.0}, steps=10, forward_s=0.02, backward_s=0.04)
+    lost = lose(by, decision, 1)
+    assert lost.known["corrections"] == {**corrections(lost), "slow": {"3": 0.25}}
+    found = shares(lost.plan)
+    assert found[3] < 0.75 * fair[3]
+    assert found[3] < min(found[worker] for worker in (0, 2, 4, 5))
+
+
+def shares(plan: Plan) -> dict[int, int]:
+    """Layers that pass through each worker in a step, all micro-batches together."""
+    found = dict.fromkeys(range(6), 0)
+    for route in plan.routes:
+        for hop in route.hops:
+            found[hop.worker] += len(hop.layers)
+    return found
+
+
+def test_transfers_that_took_longer_make_stalls_longer_where_something_moves() -> None:
+    by = planner(profile=PROFILE)
+    decision = begin(by)
+    before = lose(by, decision, 1)
+    moved = Transfer(
+        placement=decision.plan.placement,
+        roles={},
+        rounds=((Message(0, 1, (0,), 10**9),),),
+        least_largest_send_bytes=0,
+    )
+    by.transferred(moved, 5 * PROFILE.intra_host.message_s(10**9), HOSTS)
+    after = lose(by, decision, 1)
+    assert before.weighed is not None
+    assert after.weighed is not None
+    pairs = list(zip(before.weighed.candidates, after.weighed.candidates, strict=True))
+    assert any(old.moved_bytes for old, _ in pairs)
+    for old, new in pairs:
+        assert old.transfer_s is not None
+        assert new.transfer_s == pytest.approx(5 * old.transfer_s)
+        assert old.stall_s is not None
+        assert new.stall_s == pytest.approx(old.stall_s + 4 * old.transfer_s)
+
+
+def test_what_was_known_is_told() -> None:
+    by = planner(profile=PROFILE)
+    event = lose(by, begin(by), 1).to_json()
+    assert json.loads(json.dumps(event)) == event
+    assert (event["step"], event["lost"], event["live"], event["plan"]) == (7, [1], 5, "3 pipelines of 2 stages")
+    assert event["rate"] == {"failures": 1, "worker_s": 60.0, "prior_failures": 1.0, "worker_mtbf_s": 3600.0}
+    assert event["stall"] == {"repeat_s": 0.5, "detect_s": 0.25, "stop_s": 0.25, "decide_s": 0.0, "regroup_s": 0.5}
+    assert event["horizon_s"] == pytest.approx(3660 / (5 * 2))
+    rerouted = planner(policy="reroute")
+    decision = lose(rerouted, begin(rerouted), 1)
+    assert lose(rerouted, decision, 2).known["plan"] == "2 pipelines of 2 stages; 2 detours"
