@@ -59,6 +59,7 @@ class Decision:
         transition: how the placement changes; None where it does not.
         program: of the plan, where it is known already.
         weighed: all that was considered; None where there was nothing to choose.
+        prepared: whether that was before the loss; `program` has been checked then.
         lost_layers: layers that nobody holds any more.
     """
 
@@ -72,6 +73,7 @@ class Decision:
     transition: PlannedTransition | None = None
     program: Program | None = None
     weighed: recovery.Decision | None = None
+    prepared: bool = False
     lost_layers: tuple[int, ...] = ()
 
     @property
@@ -80,13 +82,21 @@ class Decision:
         return self.plan.workers if self.transition is None else self.transition.everyone
 
 
-def decide(situation: Situation, outlook: recovery.Situation, *, policy: str, rate: FailureRate) -> Decision:
+def decide(
+    situation: Situation,
+    outlook: recovery.Situation,
+    *,
+    policy: str,
+    rate: FailureRate,
+    prepared: recovery.Decision | None = None,
+) -> Decision:
     """Choose how to go on; where nothing that the policy proposes can be done, all return to the newest checkpoint.
 
     Args:
         outlook: the same situation in numbers: the plan in force, who is live, and what things cost.
         policy: name of a policy.
         rate: how soon the next failure is to be expected.
+        prepared: what was decided on this loss beforehand; None if nothing was.
 
     Raises:
         NoHolderError: layers are held by nobody and there is no checkpoint.
@@ -95,7 +105,7 @@ def decide(situation: Situation, outlook: recovery.Situation, *, policy: str, ra
     """
     if not outlook.lost:
         return _again(situation, outlook)
-    weighed = recovery.decide(outlook, policy, rate)
+    weighed = prepared or recovery.decide(outlook, policy, rate)
     if weighed.chosen is None or weighed.course is None:
         return _fall_back(situation, outlook, weighed)
     course = weighed.course
@@ -114,6 +124,7 @@ def decide(situation: Situation, outlook: recovery.Situation, *, policy: str, ra
         transition=transition,
         program=course.program,
         weighed=weighed,
+        prepared=prepared is not None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
@@ -16,7 +16,7 @@ from chameleon_ft.observe import GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.profiles import Profile, costs_of_run
 from chameleon_ft.recovery import FailureRate, in_flight_ceiling
-from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, check_program
+from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.sync import gradient_rounds, gradient_segments
 
 __all__ = ["Planner"]
@@ -69,36 +69,44 @@ class Planner:
             share = self._job.share(layer for layers in plan.placement.ranges_of(worker) for layer in layers)
             self._rates[worker] = OperationRate(times.forward_s / share, times.backward_s / share)
 
-    def go_on(
+    def outlook(
         self,
-        situation: Situation,
+        in_force: Decision,
+        live: Collection[int],
         hosts: Mapping[int, str],
         *,
-        ceiling: Mapping[int, InFlightLimit],
         phases: StallModel,
         repeat_s: float,
-        rate: FailureRate,
-    ) -> Decision:
-        """Decide what follows a loss; see `decide` for what it raises.
+    ) -> recovery.Situation:
+        """The situation in numbers, when only `live` are left of the workers.
 
         Args:
-            ceiling: what the workers of the plan in force can keep at most.
+            in_force: whose placement the workers hold.
             phases: what the stall will take, transfers left out.
             repeat_s: seconds of work of the interrupted step that is done again.
-            rate: how soon the next failure is to be expected.
         """
         costs = self._costs(hosts)
         cluster = costs.cluster
-        live = tuple(worker for worker in cluster.workers if worker.id in situation.live)
-        outlook = recovery.Situation(
-            plan=situation.plan,
-            ceiling=ceiling,
-            costs=CostModel(costs.workload, Cluster(live, cluster.intra_host, cluster.inter_host)),
+        workers = tuple(worker for worker in cluster.workers if worker.id in live)
+        return recovery.Situation(
+            plan=in_force.plan,
+            ceiling=in_force.ceiling,
+            costs=CostModel(costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host)),
             phases=phases,
             repeat_s=repeat_s,
             restart_s=self._config.recovery.restart_s,
         )
-        return decide(situation, outlook, policy=self._config.recovery.policy, rate=rate)
+
+    def go_on(
+        self,
+        situation: Situation,
+        outlook: recovery.Situation,
+        rate: FailureRate,
+        *,
+        prepared: recovery.Decision | None,
+    ) -> Decision:
+        """Decide what follows a loss; see `decide`, also for what it raises."""
+        return decide(situation, outlook, policy=self._config.recovery.policy, rate=rate, prepared=prepared)
 
     def orders(
         self, decision: Decision, hosts: Mapping[int, str], *, generation: int, store_port: int
@@ -110,7 +118,8 @@ class Planner:
         plan = decision.plan
         costs = self._costs(hosts)
         program = decision.program or best_program(plan, costs, ceiling=decision.ceiling).program
-        check_program(program, plan)
+        if not decision.prepared:
+            check_program(program, plan)
         planned = GenerationPlan(
             generation=generation,
             first_step=decision.first_step,
