@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help setup train test check
+.PHONY: help setup train test explore check
 
 help:
 	@echo "make train   train a small model on this machine, through two failures"
 	@echo "make test    run all tests"
+	@echo "make explore run the tests of one process with examples that are drawn anew"
 	@echo "make check   check format, lint and types"
 	@echo "make setup   only install everything into $(VENV)"
 
@@ -20,6 +21,9 @@ train: $(VENV)/.with-package
 
 test: $(VENV)/.with-dev
 	$(BIN)/python -m pytest
+
+explore: $(VENV)/.with-dev
+	$(BIN)/python -m pytest -m "not multiprocess" --hypothesis-profile=explore
 
 check: $(VENV)/.with-dev
 	$(BIN)/ruff format --check .

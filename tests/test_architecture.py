@@ -184,6 +184,7 @@ SURFACE = {
         "find_plan",
         "oobleck_plan",
         "paper_plan",
+        "recut_plan",
         "reroute",
     ],
     "profiles": [
@@ -335,6 +336,8 @@ SURFACE = {
         "Proposal",
         "Situation",
         "decide",
+        "decide_on_class",
+        "exchanged",
         "in_flight_ceiling",
         "largest_symmetric_layout",
         "prepare_decisions",

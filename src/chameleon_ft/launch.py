@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -43,6 +44,7 @@ from chameleon_ft.profiles import Profile, profile_of_run
 __all__ = ["coordinate", "supervise", "train", "work"]
 
 _POLL_S = 0.05
+_NICENESS = 10  # little beside ranks that compute on all cores, and enough to get on
 _EXIT_CODES: dict[RunStatus, int] = {"finished": 0, "failed": 1, "interrupted": 130}
 
 
@@ -97,7 +99,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
             _require_device(config, job)
         profile = _profile(config, job)
         plan = _plan(config, job)
-        with Recorder(run, TerminalView()) as recorder:
+        with Recorder(run, TerminalView()) as recorder, _background(context) as background:
             coordinator = Coordinator(
                 config=config,
                 run=run,
@@ -107,6 +109,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
                 plan=plan,
                 store_port=store_port,
                 resume=resume,
+                executor=background,
             )
             async with control_server(
                 coordinator,
@@ -215,6 +218,28 @@ def _fork_server() -> ForkServerContext:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
+
+
+@contextmanager
+def _background(context: ForkServerContext) -> Iterator[Executor]:
+    """A process for what takes long and is not urgent; it is ended without waiting for what it is at."""
+    executor = ProcessPoolExecutor(1, mp_context=context, initializer=_be_in_the_background)
+    pid = executor.submit(os.getpid)
+    try:
+        yield executor
+    finally:
+        with contextlib.suppress(BrokenExecutor, TimeoutError, ProcessLookupError):
+            os.kill(pid.result(timeout=0), signal.SIGKILL)
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _be_in_the_background() -> None:
+    from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
+
+    ignore_interrupts()
+    end_with_parent()
+    os.nice(_NICENESS)
+    _load_solvers()
 
 
 def _load_solvers() -> None:

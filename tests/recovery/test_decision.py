@@ -141,7 +141,7 @@ def test_where_memory_forbids_to_re_partition_it_reroutes() -> None:
     assert decision.chosen.policy == "reroute"
     reasons = {each.policy: each.reason for each in decision.candidates}
     assert reasons["reroute"] is None
-    assert "memory: worker 2 needs" in str(reasons["mend"])
+    assert "memory" in str(reasons["mend"])
     assert "more while layers move" in str(reasons["repartition"])
 
 

@@ -15,9 +15,10 @@ from chameleon_ft.estimate import estimate_sync
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import CostModel, Operation, Program, replay
 from chameleon_ft.search._arrange import by_pipeline, by_stage
+from chameleon_ft.search._effort import LOOK
 from chameleon_ft.search._kinds import Crew
 from chameleon_ft.search._placed import PlacedPipeline, synced_s
-from chameleon_ft.search._timed import LOOK, Timer
+from chameleon_ft.search._timed import Timer
 from tests.search.instances import instance
 from tests.search.oracle import cuts
 

@@ -13,22 +13,14 @@ from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, best_program
-from chameleon_ft.search._kinds import Crew
-from chameleon_ft.search._placed import found_plan
-from chameleon_ft.search._recut import recut
-from chameleon_ft.search._timed import LOOK, Timer
-from chameleon_ft.search.result import FoundPlan
+from chameleon_ft.search import FoundPlan, recut_plan
 from tests.search.instances import instance
 
 
-def recut_plan(costs: CostModel, *, dp: int, pp: int, lost: tuple[int, ...], split: bool) -> FoundPlan | None:
+def recut_after(costs: CostModel, *, dp: int, pp: int, lost: tuple[int, ...], split: bool) -> FoundPlan | None:
     before = data_pipeline_plan(layer_costs=[1.0] * len(costs.workload.layers), dp=dp, pp=pp, micro_batches=dp)
     live = CostModel(costs.workload, costs.cluster.without(lost))
-    crew = Crew.of(live.cluster)
-    timer = Timer(live, crew, split_backward=split)
-    micro_batches = costs.workload.micro_batches
-    pipelines = recut(before.placement, crew, timer, micro_batches=micro_batches, effort=LOOK)
-    return None if pipelines is None else found_plan("recut", pipelines, timer, before.placement)
+    return recut_plan(live, before.placement, split_backward=split)
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,7 +41,7 @@ def test_only_workers_of_broken_pipelines_receive_anything(seed: int, split: boo
     )
     lost = tuple(rng.sample(range(dp * pp), rng.randint(1, 2)))
     broken = {worker // pp for worker in lost}
-    found = recut_plan(costs, dp=dp, pp=pp, lost=lost, split=split)
+    found = recut_after(costs, dp=dp, pp=pp, lost=lost, split=split)
     rest = dp * pp - len(broken) * pp
     if found is None:
         assert len(broken) == dp
@@ -68,7 +60,7 @@ def test_only_workers_of_broken_pipelines_receive_anything(seed: int, split: boo
 def test_a_loss_of_a_preset_moves_less_than_a_stage_for_each_worker_that_is_left() -> None:
     workload = derive_workload(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=1, micro_batches=128)
     costs = CostModel(workload, device("h100-80g").cluster(32))
-    found = recut_plan(costs, dp=8, pp=4, lost=(5,), split=True)
+    found = recut_after(costs, dp=8, pp=4, lost=(5,), split=True)
     assert found is not None
     depths = sorted({len(route.hops) for route in found.plan.routes})
     assert depths == [3, 4]
@@ -79,6 +71,6 @@ def test_a_loss_of_a_preset_moves_less_than_a_stage_for_each_worker_that_is_left
 def test_few_micro_batches_of_deep_pipelines_are_no_matter_of_minutes() -> None:
     workload = derive_workload(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=1, micro_batches=2)
     costs = CostModel(workload, device("h100-80g").cluster(16))
-    found = recut_plan(costs, dp=2, pp=8, lost=(3,), split=True)
+    found = recut_after(costs, dp=2, pp=8, lost=(3,), split=True)
     assert found is not None
     assert {len(route.hops) for route in found.plan.routes} == {7, 8}

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import time
 import traceback
+from concurrent.futures import Executor
 from typing import Any
 
 from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.control.checkpoints import CheckpointCollector
 from chameleon_ft.control.experience import Experience
+from chameleon_ft.control.forethought import Forethought
 from chameleon_ft.control.generations import Generations, Phase
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.members import Members, Worker
@@ -64,7 +66,8 @@ class Coordinator:
     """Takes a run from its first worker to its end.
 
     All methods are called from the thread of the event loop; each runs to its end before the next message is looked at,
-    so that every decision sees one consistent state. `await wait()` returns the exit code.
+    so that every decision sees one consistent state. `await wait()` returns the exit code. In `executor`, decisions on
+    the losses that may come are made while training goes on; without it, each is made when the loss is there.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Coordinator:
         plan: Plan | None = None,
         store_port: int,
         resume: bool,
+        executor: Executor | None = None,
     ) -> None:
         self._config = config
         self._run = run
@@ -102,6 +106,9 @@ class Coordinator:
             checkpoints=self._checkpoints,
             experience=Experience(config.recovery),
             outcomes=self._outcomes,
+            forethought=None
+            if executor is None
+            else Forethought(config.recovery.policy, executor, prepared=self._on_prepared),
             timeouts=config.timeouts,
             store_port=store_port,
             # A run that goes on continues the numbers, for its records are kept by generation.
@@ -307,6 +314,10 @@ class Coordinator:
         if self._checkpoints.add(message):
             self._recorder.event("checkpoint", step=message.step)
             asyncio.get_running_loop().run_in_executor(None, self._checkpoints.prune)
+
+    def _on_prepared(self, losses: int, seconds: float, error: str | None) -> None:
+        number = self._generations.number
+        self._recorder.event("prepared", generation=number, losses=losses, prepare_s=seconds, error=error)
 
     def _end_of_training(self) -> None:
         if self._generations.committed < self._config.steps:

@@ -59,6 +59,7 @@ class Decision:
         transition: how the placement changes; None where it does not.
         program: of the plan, where it is known already.
         weighed: all that was considered; None where there was nothing to choose.
+        prepared: whether that was before the loss; `program` has been checked then.
         lost_layers: layers that nobody holds any more.
         known: what it was made from, in JSON values.
     """
@@ -73,6 +74,7 @@ class Decision:
     transition: PlannedTransition | None = None
     program: Program | None = None
     weighed: recovery.Decision | None = None
+    prepared: bool = False
     lost_layers: tuple[int, ...] = ()
     known: Mapping[str, object] = field(default_factory=lambda: FrozenMap({}))
 
@@ -83,16 +85,25 @@ class Decision:
 
     def to_json(self) -> dict[str, object]:
         """The fields of the event `decision`, but for its generation and the seconds that it took."""
-        return {**self.known, **({} if self.weighed is None else self.weighed.to_json())}
+        weighed = {} if self.weighed is None else self.weighed.to_json()
+        return {"prepared": self.prepared, **self.known, **weighed}
 
 
-def decide(situation: Situation, outlook: recovery.Situation, *, policy: str, rate: FailureRate) -> Decision:
+def decide(
+    situation: Situation,
+    outlook: recovery.Situation,
+    *,
+    policy: str,
+    rate: FailureRate,
+    prepared: recovery.Decision | None = None,
+) -> Decision:
     """Choose how to go on; where nothing that the policy proposes can be done, all return to the newest checkpoint.
 
     Args:
         outlook: the same situation in numbers: the plan in force, who is live, and what things cost.
         policy: name of a policy.
         rate: how soon the next failure is to be expected.
+        prepared: what was decided on this loss beforehand; None if nothing was.
 
     Raises:
         NoHolderError: layers are held by nobody and there is no checkpoint.
@@ -101,7 +112,7 @@ def decide(situation: Situation, outlook: recovery.Situation, *, policy: str, ra
     """
     if not outlook.lost:
         return _again(situation, outlook)
-    weighed = recovery.decide(outlook, policy, rate)
+    weighed = prepared or recovery.decide(outlook, policy, rate)
     if weighed.chosen is None or weighed.course is None:
         return _fall_back(situation, outlook, weighed)
     course = weighed.course
@@ -120,6 +131,7 @@ def decide(situation: Situation, outlook: recovery.Situation, *, policy: str, ra
         transition=transition,
         program=course.program,
         weighed=weighed,
+        prepared=prepared is not None,
     )
 
 

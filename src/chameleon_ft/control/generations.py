@@ -9,10 +9,12 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Protocol
 
+from chameleon_ft import recovery
 from chameleon_ft.config import Timeouts
 from chameleon_ft.control.checkpoints import CheckpointCollector
 from chameleon_ft.control.decision import Decision, Situation
 from chameleon_ft.control.experience import Experience
+from chameleon_ft.control.forethought import Forethought
 from chameleon_ft.control.members import Members
 from chameleon_ft.control.messages import Committed, Parked, PeerFailed, Stop, Switched, Vote
 from chameleon_ft.control.outage import Loss, Outage
@@ -21,8 +23,10 @@ from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.suspicion import Suspicion
 from chameleon_ft.control.watchdog import Watchdog
 from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
+from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import NoticedBy, Recorder, RunStatus
 from chameleon_ft.plan import Plan
+from chameleon_ft.recovery import FailureRate
 
 __all__ = ["Generations", "Owner", "Phase"]
 
@@ -75,6 +79,7 @@ class Generations:
         checkpoints: CheckpointCollector,
         experience: Experience,
         outcomes: Outcomes,
+        forethought: Forethought | None,
         timeouts: Timeouts,
         store_port: int,
         last: int,
@@ -87,6 +92,7 @@ class Generations:
         self._checkpoints = checkpoints
         self._experience = experience
         self._outcomes = outcomes
+        self._forethought = forethought
         self._timeouts = timeouts
         self._store_port = store_port
         self.phase = Phase.GATHERING
@@ -120,6 +126,8 @@ class Generations:
         """The run is over: record the losses of workers that had done their part, or before it could go on."""
         self.phase = Phase.OVER
         self._outcomes.end()
+        if self._forethought is not None:
+            self._forethought.drop()
         if self._outage.losses:
             self._record_outage(None if status == "failed" else self._decision, stop=reason)
 
@@ -165,6 +173,7 @@ class Generations:
         self._last_vote = message.vote
         self._suspicion.settle()
         self._watchdog.committed(asyncio.get_running_loop().time(), step_s=message.step_s)
+        self._foresee()
         return True
 
     def parked(self, worker: int, message: Parked) -> None:
@@ -255,14 +264,9 @@ class Generations:
         try:
             if not situation.live:
                 raise ControlError("no worker is left")
-            decision = self._planner.go_on(
-                situation,
-                self._members.hosts(),
-                ceiling=self._in_force.ceiling,
-                phases=phases,
-                repeat_s=repeat_s,
-                rate=self._experience.rate,
-            )
+            outlook, rate = self._outlook(self._in_force, phases, repeat_s)
+            prepared = None if self._forethought is None else self._forethought.look_up(outlook, rate)
+            decision = self._planner.go_on(situation, outlook, rate, prepared=prepared)
         except (NoHolderError, ControlError, ProfileError) as error:
             self._give_up(error)
             return
@@ -277,7 +281,25 @@ class Generations:
                 now=time.time(),
             )
         self._launch(decision)
-        self._outage.decided_at = time.time()
+
+    def _outlook(
+        self, in_force: Decision, phases: StallModel, repeat_s: float
+    ) -> tuple[recovery.Situation, FailureRate]:
+        outlook = self._planner.outlook(
+            in_force, self._members.live(), self._members.hosts(), phases=phases, repeat_s=repeat_s
+        )
+        return outlook, self._experience.rate
+
+    def _foresee(self) -> None:
+        """While all is well, have decisions prepared for the next loss."""
+        if self._forethought is None or self.phase is not Phase.TRAINING:
+            return
+        in_force = self._in_force
+        assert in_force is not None
+        if set(self._members.live()).issuperset(in_force.plan.workers):
+            self._forethought.expect(
+                lambda: self._outlook(in_force, self._experience.phases, self._watchdog.step_s / 2)
+            )
 
     def _blame(self) -> bool:
         """Messages failed, and yet everyone is there: give up who is in most of them, or try again if nobody is named.
@@ -311,6 +333,8 @@ class Generations:
             decision, self._members.hosts(), generation=self.number, store_port=self._store_port
         )
         self._decision = decision
+        if self._forethought is not None:
+            self._forethought.drop()
         if decision.transition is None:
             self._in_force = decision
         self._experience.live(len(self._members.live()), time.monotonic())
@@ -320,10 +344,11 @@ class Generations:
             self._checkpoints.forget(self.number)
         self.phase = Phase.REGROUPING
         self._watchdog.progress(asyncio.get_running_loop().time())
-        # Before anybody acts on it: what is recorded of a generation means nothing without its plan.
-        self._recorder.plan(planned, policy=decision.policy)
         for worker, order in told.items():
             self._members.send(worker, order)
+        self._outage.decided_at = time.time()
+        # Before any answer is looked at: what is recorded of a generation means nothing without its plan.
+        self._recorder.plan(planned, policy=decision.policy)
 
     def _record_outage(self, decision: Decision | None, *, stop: str = "") -> None:
         now = time.time()

@@ -125,6 +125,7 @@ class Observations:
     _steps: int = 0
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _step: float = 1.0
+    _estimated: tuple[Cluster, float, float] | None = None
     _slow: dict[int, float] = field(default_factory=dict)
     _transfers: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
@@ -137,6 +138,7 @@ class Observations:
         self._plan, self._program, self._reference = plan, program, reference
         self._expected.clear()
         self._has_begun.clear()
+        self._estimated = None
         self._steps = 0
         self._steps_s.clear()
 
@@ -205,10 +207,20 @@ class Observations:
 
         Before some steps of the plan were run: what it was before; 1 if there is nothing.
         """
-        if len(self._steps_s) >= _STEPS_NEEDED and self._plan is not None and self._program is not None:
-            estimate = estimate_step(self._plan, self._program, costs, timing=SyncTiming.AFTER_PROGRAM)
-            self._step = statistics.median(self._steps_s) / estimate.step_s
+        if len(self._steps_s) >= _STEPS_NEEDED:
+            self._step = statistics.median(self._steps_s) / self._estimate_s(costs)
         return self._step
+
+    def _estimate_s(self, costs: CostModel) -> float:
+        """Of the plan in force. It is replayed anew for other workers; with other times of layers it is in proportion."""
+        assert self._plan is not None
+        assert self._program is not None
+        work_s = math.fsum(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
+        if self._estimated is None or self._estimated[0] != costs.cluster:
+            estimate = estimate_step(self._plan, self._program, costs, timing=SyncTiming.AFTER_PROGRAM)
+            self._estimated = (costs.cluster, work_s, estimate.step_s)
+        _, then_s, step_s = self._estimated
+        return step_s * work_s / then_s
 
     def _expect(self, worker: int) -> _Expected | None:
         assert self._program is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from chameleon_ft import recovery
@@ -18,7 +18,7 @@ from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.profiles import Profile, costs_of_run
 from chameleon_ft.recovery import FailureRate, in_flight_ceiling
-from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, check_program
+from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.sync import gradient_rounds, gradient_segments
 from chameleon_ft.transfer import Transfer, transfer_s
 
@@ -79,40 +79,48 @@ class Planner:
         expected_s = transfer_s(transfer.rounds, self._reference(hosts).cluster)
         self._seen.transfer(expected_s=expected_s, observed_s=observed_s)
 
-    def go_on(
+    def outlook(
         self,
-        situation: Situation,
+        in_force: Decision,
+        live: Collection[int],
         hosts: Mapping[int, str],
         *,
-        ceiling: Mapping[int, InFlightLimit],
         phases: StallModel,
         repeat_s: float,
-        rate: FailureRate,
-    ) -> Decision:
-        """Decide what follows a loss; see `decide` for what it raises.
+    ) -> recovery.Situation:
+        """The situation in numbers, when only `live` are left of the workers.
 
         Args:
-            ceiling: what the workers of the plan in force can keep at most.
+            in_force: whose placement the workers hold.
             phases: what the stall will take, transfers left out.
             repeat_s: seconds of work of the interrupted step that is done again.
-            rate: how soon the next failure is to be expected.
         """
-        corrections = self._corrections(hosts)
         costs = self._costs(hosts)
         cluster = costs.cluster
-        live = tuple(worker for worker in cluster.workers if worker.id in situation.live)
-        outlook = recovery.Situation(
-            plan=situation.plan,
-            ceiling=ceiling,
-            costs=CostModel(costs.workload, Cluster(live, cluster.intra_host, cluster.inter_host)),
+        workers = tuple(worker for worker in cluster.workers if worker.id in live)
+        return recovery.Situation(
+            plan=in_force.plan,
+            ceiling=in_force.ceiling,
+            costs=CostModel(costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host)),
             phases=phases,
             repeat_s=repeat_s,
             restart_s=self._config.recovery.restart_s,
-            step_factor=corrections.step,
-            transfer_factor=corrections.transfer,
+            step_factor=self._seen.unexplained(costs),
+            transfer_factor=self._seen.transfers,
         )
-        decision = decide(situation, outlook, policy=self._config.recovery.policy, rate=rate)
-        return replace(decision, known=known(situation, outlook, rate, corrections))
+
+    def go_on(
+        self,
+        situation: Situation,
+        outlook: recovery.Situation,
+        rate: FailureRate,
+        *,
+        prepared: recovery.Decision | None,
+    ) -> Decision:
+        """Decide what follows a loss; see `decide`, also for what it raises."""
+        decision = decide(situation, outlook, policy=self._config.recovery.policy, rate=rate, prepared=prepared)
+        used = replace(self._corrections, step=outlook.step_factor, transfer=outlook.transfer_factor)
+        return replace(decision, known=known(situation, outlook, rate, used))
 
     def orders(
         self, decision: Decision, hosts: Mapping[int, str], *, generation: int, store_port: int
@@ -124,7 +132,8 @@ class Planner:
         plan = decision.plan
         costs = self._costs(hosts)
         program = decision.program or best_program(plan, costs, ceiling=decision.ceiling).program
-        check_program(program, plan)
+        if not decision.prepared:
+            check_program(program, plan)
         planned = GenerationPlan(
             generation=generation,
             first_step=decision.first_step,
@@ -169,13 +178,12 @@ class Planner:
 
     def _costs(self, hosts: Mapping[int, str]) -> CostModel:
         """What the run knows now of what things cost."""
-        slow = Corrections(slow=self._seen.slow())
         if self._profile is not None:
-            return replace(slow, operations=self._seen.both).applied(self._reference(hosts))
+            return self._corrections.applied(self._reference(hosts))
         rates = self._seen.rates
         # One rate for all but the slow: a worker that was slow in one step need not be slow in the next.
         rate = OperationRate() if rates is None else OperationRate(*rates)
-        return slow.applied(self._job.costs(self._config, hosts, rate))
+        return self._corrections.applied(self._job.costs(self._config, hosts, rate))
 
     def _reference(self, hosts: Mapping[int, str]) -> CostModel:
         """What observations are compared with: the profile, or where there is none a second for the whole model."""
@@ -189,13 +197,10 @@ class Planner:
             return "assumed" if self._seen.rates is None else "measured"
         return "profile" if self._seen.rates is None else "corrected"
 
-    def _corrections(self, hosts: Mapping[int, str]) -> Corrections:
-        return Corrections(
-            operations=1.0 if self._profile is None else self._seen.both,
-            step=self._seen.unexplained(self._costs(hosts)),
-            transfer=self._seen.transfers,
-            slow=self._seen.slow(),
-        )
+    @property
+    def _corrections(self) -> Corrections:
+        """Of what things cost; those of steps and transfers as a whole are in the outlook."""
+        return Corrections(operations=1.0 if self._profile is None else self._seen.both, slow=self._seen.slow())
 
 
 def _part_in(decision: Decision, worker: int, costs: CostModel) -> Transition | None:

@@ -6,7 +6,7 @@ from chameleon_ft.recovery.decision import Candidate, Course, Decision, decide
 from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.layout import in_flight_ceiling, largest_symmetric_layout
 from chameleon_ft.recovery.policies import POLICIES
-from chameleon_ft.recovery.precompute import PreparedDecisions, prepare_decisions
+from chameleon_ft.recovery.precompute import PreparedDecisions, decide_on_class, exchanged, prepare_decisions
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.search.detours import reroute
@@ -21,6 +21,8 @@ __all__ = [
     "Proposal",
     "Situation",
     "decide",
+    "decide_on_class",
+    "exchanged",
     "in_flight_ceiling",
     "largest_symmetric_layout",
     "prepare_decisions",

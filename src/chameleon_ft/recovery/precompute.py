@@ -14,7 +14,7 @@ from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import CostModel, Operation, Program
 from chameleon_ft.transfer import Message, Transfer, placement_in_roles, plan_in_roles
 
-__all__ = ["PreparedDecisions", "decisions_of_class", "prepare_decisions"]
+__all__ = ["PreparedDecisions", "decide_on_class", "exchanged", "prepare_decisions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +52,22 @@ def prepare_decisions(situation: Situation, policy: str, rate: FailureRate) -> P
     classes = loss_classes(situation)
     decisions: dict[int, Decision] = {}
     for each in classes:
-        decisions |= decisions_of_class(each, situation, policy, rate)
+        if (decision := decide_on_class(each, situation, policy, rate)) is not None:
+            decisions |= {worker: exchanged(decision, exchange) for worker, exchange in each.exchanges.items()}
     return PreparedDecisions(decisions=FrozenMap(dict(sorted(decisions.items()))), classes=classes)
 
 
-def decisions_of_class(losses: LossClass, situation: Situation, policy: str, rate: FailureRate) -> dict[int, Decision]:
-    """The decisions for the losses of one class only, for those who prepare in small pieces."""
+def decide_on_class(losses: LossClass, situation: Situation, policy: str, rate: FailureRate) -> Decision | None:
+    """The decision for the loss of the representative; None if nobody is left. For those who prepare piece by piece."""
     costs = situation.costs
     left = CostModel(costs.workload, costs.cluster.without([losses.representative]))
     if not left.cluster.workers:
-        return {}
-    decision = decide(replace(situation, costs=left), policy, rate.observed(failures=1))
-    return {worker: _exchanged(decision, exchange) for worker, exchange in losses.exchanges.items()}
+        return None
+    return decide(replace(situation, costs=left), policy, rate.observed(failures=1))
 
 
-def _exchanged(decision: Decision, exchange: Mapping[int, int]) -> Decision:
+def exchanged(decision: Decision, exchange: Mapping[int, int]) -> Decision:
+    """The same decision with workers exchanged: what is decided when another one of the class is lost."""
     if decision.course is None or all(worker == other for worker, other in exchange.items()):
         return decision
     return replace(decision, course=_course_of(decision.course, exchange))

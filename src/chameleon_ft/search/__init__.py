@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from chameleon_ft.search._effort import DEFAULT_EFFORT
 from chameleon_ft.search.baseline import BaselinePlan
 from chameleon_ft.search.detours import reroute
-from chameleon_ft.search.find import DEFAULT_EFFORT, find_plan
+from chameleon_ft.search.find import find_plan
 from chameleon_ft.search.infeasible import InfeasibleError
 from chameleon_ft.search.oobleck import oobleck_plan
 from chameleon_ft.search.paper import paper_plan
+from chameleon_ft.search.recut import recut_plan
 from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult
 
 __all__ = [
@@ -20,5 +22,6 @@ __all__ = [
     "find_plan",
     "oobleck_plan",
     "paper_plan",
+    "recut_plan",
     "reroute",
 ]

@@ -10,10 +10,11 @@ from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule.best import DEFAULT_EFFORT
 from chameleon_ft.search._bounds import Stops
+from chameleon_ft.search._effort import LOOK
 from chameleon_ft.search._kinds import Crew
 from chameleon_ft.search._memory import StageMemory, base_limit
 from chameleon_ft.search._placed import PlacedPipeline, found_plan, synced_s, ways_to_place
-from chameleon_ft.search._timed import LOOK, Timer
+from chameleon_ft.search._timed import Timer
 from chameleon_ft.search.result import FoundPlan
 
 # Of mixes that an estimate finds equal, the fewest pipelines have least to reduce, and the most the fewest messages.

@@ -16,10 +16,11 @@ from typing import Final
 
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search._bounds import PipelineBounds, Pipelines, Stops, SyncCost
+from chameleon_ft.search._effort import is_dear, look_effort
 from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._mix import BoundedMix, Size, best_mix, mix_of_number
 from chameleon_ft.search._shapes import shapes_of, size_of
-from chameleon_ft.search._timed import TimedPipeline, Timer, is_dear, look_effort
+from chameleon_ft.search._timed import TimedPipeline, Timer
 
 _ROUNDING: Final = 1e-9
 # Relative precision of a bisection when the search is not to be complete.

@@ -13,6 +13,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search._arrange import by_pipeline, by_stage
 from chameleon_ft.search._bounds import Stops
+from chameleon_ft.search._effort import polish_effort
 from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._timed import TimedPipeline, Timer, hops_of
 from chameleon_ft.search.result import FoundPlan
@@ -70,6 +71,20 @@ def synced_s(pipelines: Sequence[PlacedPipeline], costs: CostModel) -> float:
             free_s.update(dict.fromkeys(segment.holders, done_s))
             end_s = max(end_s, done_s)
     return end_s
+
+
+def polished(pipelines: Sequence[PlacedPipeline], timer: Timer, effort: int | None) -> tuple[PlacedPipeline, ...]:
+    """The same with the best program for every pipeline that would end last otherwise, in a search of this effort."""
+    programs = {id(each.timed): each for each in pipelines}
+    best: dict[int, TimedPipeline] = {}
+    last_s = 0.0
+    for key, each in sorted(programs.items(), key=lambda item: -item[1].timed.program_s):
+        if each.timed.program_s <= last_s:
+            break
+        best[key] = timer.moved(each.timed, each.workers, effort=polish_effort(effort))
+        last_s = max(last_s, best[key].program_s)
+    better = tuple(PlacedPipeline(best.get(id(each.timed), each.timed), each.workers) for each in pipelines)
+    return min((better, tuple(pipelines)), key=lambda each: synced_s(each, timer.costs))
 
 
 def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement | None) -> FoundPlan:

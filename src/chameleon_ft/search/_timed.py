@@ -6,41 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
 
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import CostModel, InFlightLimit, Program, best_program, replay
-from chameleon_ft.schedule.best import DEFAULT_EFFORT
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
-
-# Shares of a search's effort that a look at a pipeline may take, and the programs of those that are chosen; and the
-# least for a look: some 2 milliseconds.
-_LOOK: Final = 1 / 8
-_POLISH: Final = 1 / 2
-LOOK: Final = 2_500
-
-
-# List schedules of a pipeline that effort should do for; what a search may cost however little effort it is given.
-_LOOKS: Final = 12
-_LEAST_EFFORT: Final = 20_000
-# F, and B or I and W.
-_OPERATIONS_PER_HOP: Final = 3
-
-
-def is_dear(depth: int, micro_batches: float, effort: int | None) -> bool:
-    """Whether to schedule a pipeline takes too much of a search's effort."""
-    return _OPERATIONS_PER_HOP * depth * micro_batches > max(effort or 0, _LEAST_EFFORT) / _LOOKS
-
-
-def look_effort(effort: int | None) -> int:
-    """What a look at a pipeline may cost in a search of this effort, in operations to schedule."""
-    return DEFAULT_EFFORT if effort is None else min(max(int(effort * _LOOK), LOOK), DEFAULT_EFFORT)
-
-
-def polish_effort(effort: int | None) -> int:
-    """The same for the program of a pipeline that will be run."""
-    return DEFAULT_EFFORT if effort is None else min(max(int(effort * _POLISH), LOOK), DEFAULT_EFFORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +43,7 @@ class Timer:
 
     Attributes:
         costs: what everything takes.
+        crew: its workers by kind.
         pipelines: what pipelines can do at best.
         recomputing: the same for those that recompute; None where memory is no matter.
         spent: the effort so far, in operations that might be scheduled.
@@ -87,7 +58,7 @@ class Timer:
             dearer = CostModel(costs.workload.recomputed(), costs.cluster)
             self.recomputing = Pipelines(dearer, crew.kinds, split_backward=split_backward)
         self.spent = 0
-        self._crew = crew
+        self.crew = crew
         self._hosts = {worker.id: worker.host for worker in costs.cluster.workers}
         self._known: dict[tuple[object, ...], TimedPipeline] = {}
 
@@ -107,7 +78,7 @@ class Timer:
         self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool = False, effort: int
     ) -> TimedPipeline:
         """The pipeline on the first workers of its kinds."""
-        workers = self._crew.sample(shape)
+        workers = self.crew.sample(shape)
         return self.timed(workers, shape, stops, micro_batches, recompute=recompute, effort=effort)
 
     def timed(

@@ -14,6 +14,7 @@ from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, default_limits
 from chameleon_ft.search._bounds import SyncCost
+from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort, polish_effort
 from chameleon_ft.search._kinds import Crew, grouped
 from chameleon_ft.search._mix import is_exact
 from chameleon_ft.search._mixes import MixSearch, TimedMix
@@ -23,19 +24,17 @@ from chameleon_ft.search._placed import (
     has_gradients,
     in_roles,
     moved_bytes,
+    polished,
     synced_s,
     ways_to_place,
 )
-from chameleon_ft.search._recut import recut
 from chameleon_ft.search._sync import about, least_sync, numbers_of_pipelines
-from chameleon_ft.search._timed import TimedPipeline, Timer, is_dear, look_effort, polish_effort
+from chameleon_ft.search._timed import TimedPipeline, Timer
 from chameleon_ft.search.infeasible import why_infeasible
+from chameleon_ft.search.recut import recut
 from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult
 
-__all__ = ["DEFAULT_EFFORT", "find_plan"]
-
-DEFAULT_EFFORT: Final = 20_000
-"""About how many operations a search may schedule before it settles for what it has; some tenths of a second."""
+__all__ = ["find_plan"]
 
 _ROUNDING: Final = 1e-9
 # Of every search so many mixes get workers; the best plan and its alternatives are chosen among them.
@@ -285,30 +284,14 @@ class _Search:
         """With the whole pipelines of the current placement as they are, with split and with fused backward."""
         if self._current is None:
             return
-        effort = look_effort(self._effort)
         for timer in timers:
-            pipelines = recut(
-                self._current, self._crew, timer, micro_batches=self._costs.workload.micro_batches, effort=effort
-            )
+            pipelines = recut(self._current, timer, effort=look_effort(self._effort))
             if pipelines is not None:
-                polished = self._polished(_Placed(pipelines, timer, synced_s(pipelines, self._costs)))
-                yield found_plan("recut", polished.pipelines, timer, self._current)
+                yield found_plan("recut", polished(pipelines, timer, self._effort), timer, self._current)
 
     def _polished(self, placed: _Placed) -> _Placed:
-        """The same with the best program for every pipeline that would end last otherwise."""
-        programs = {id(each.timed): each for each in placed.pipelines}
-        best: dict[int, TimedPipeline] = {}
-        last_s = 0.0
-        for key, each in sorted(programs.items(), key=lambda item: -item[1].timed.program_s):
-            if each.timed.program_s <= last_s:
-                break
-            best[key] = placed.timer.moved(each.timed, each.workers, effort=polish_effort(self._effort))
-            last_s = max(last_s, best[key].program_s)
-        pipelines = tuple(
-            PlacedPipeline(best.get(id(each.timed), each.timed), each.workers) for each in placed.pipelines
-        )
-        step_s = synced_s(pipelines, self._costs)
-        return replace(placed, pipelines=pipelines, step_s=step_s) if step_s < placed.step_s else placed
+        pipelines = polished(placed.pipelines, placed.timer, self._effort)
+        return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, self._costs))
 
 
 def _bound_of_equals_s(costs: CostModel) -> float:

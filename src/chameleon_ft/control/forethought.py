@@ -1,0 +1,163 @@
+"""Decisions made before anything is lost, beside training, so that after a loss there is only one to be looked up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Final
+
+from chameleon_ft.plan import Plan
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.recovery import Decision, FailureRate, Situation, decide_on_class, exchanged
+from chameleon_ft.recovery.equivalence import LossClass, loss_classes
+from chameleon_ft.schedule import InFlightLimit, check_program
+
+__all__ = ["Forethought"]
+
+# Between two looks at whether what is prepared still holds, and while one decision after the other is turned into
+# those for the other workers of its class: the event loop has more urgent things to do.
+_LOOK_EVERY_S: Final = 1.0
+_PAUSE_S: Final = 0.005
+# Prepared anew when what a step computes, or how long it goes well, has become another by so much...
+_RENEWED: Final = 1.1
+# ...and not used any more, if it has not been prepared anew by then, when by so much.
+_USED: Final = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What decisions are asked about: everyone is there, and one more failure is to come."""
+
+    situation: Situation
+    rate: FailureRate
+
+    def is_like(self, other: _Question, *, tolerance: float) -> bool:
+        """Whether the same workers run the same plan, and what it costs and is worth differs by less."""
+        return (
+            self.plan_in_force == other.plan_in_force
+            and self.situation.live == other.situation.live
+            and _near(self.work_s, other.work_s, tolerance)
+            and _near(self.horizon_s, other.horizon_s, tolerance)
+        )
+
+    @property
+    def plan_in_force(self) -> tuple[Plan, FrozenMap[int, InFlightLimit]]:
+        return self.situation.plan, FrozenMap(self.situation.ceiling)
+
+    @property
+    def work_s(self) -> float:
+        return sum(layer.forward_s + layer.backward_s for layer in self.situation.costs.workload.layers)
+
+    @property
+    def horizon_s(self) -> float:
+        return self.rate.horizon_s(len(self.situation.live))
+
+
+@dataclass(slots=True)
+class Forethought:
+    """Prepares the decision for the loss of each single worker, and looks it up when one is lost.
+
+    All methods are called from the thread of the event loop, which is kept busy for some milliseconds at a time only.
+
+    Attributes:
+        policy: name of the policy that decides.
+        executor: where decisions are made; a process of its own, for they take seconds of a processor's time.
+        prepared: told (losses that have a decision, seconds that it took, error) when all are there, or, with what the
+            error was, that there will be none any more.
+    """
+
+    policy: str
+    executor: Executor
+    prepared: Callable[[int, float, str | None], None]
+    _asked: _Question | None = None
+    _decisions: dict[int, Decision] = field(default_factory=dict)
+    _work: asyncio.Task[None] | None = None
+    _looked_at: float = float("-inf")
+    _broken: bool = False
+
+    def expect(self, ask: Callable[[], tuple[Situation, FailureRate]]) -> None:
+        """See to it that decisions are there for what `ask` tells: the situation with everyone there, and the rate.
+
+        To be called often; it asks at most once a second, and does something where what was asked last is not near it.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._broken or now < self._looked_at + _LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        question = _Question(*ask())
+        if self._asked is not None and question.is_like(self._asked, tolerance=_RENEWED):
+            return
+        self.drop()
+        self._asked = question
+        self._looked_at = now
+        self._work = asyncio.create_task(self._prepare(question))
+
+    def look_up(self, situation: Situation, rate: FailureRate) -> Decision | None:
+        """What was decided for just this loss; None if nothing was, or it was for another situation.
+
+        Args:
+            situation: now, the loss included.
+            rate: likewise.
+        """
+        if self._asked is None or len(situation.lost) != 1:
+            return None
+        (lost,) = situation.lost
+        before = self._asked.situation
+        as_expected = (
+            situation.live == tuple(worker for worker in before.live if worker != lost)
+            and situation.plan == before.plan
+            and situation.ceiling == before.ceiling
+        )
+        now = _Question(situation, rate)
+        if not as_expected or not _near(now.work_s, self._asked.work_s, _USED):
+            return None
+        after = self._asked.rate.observed(failures=1).horizon_s(len(situation.live))
+        return self._decisions.get(lost) if _near(now.horizon_s, after, _USED) else None
+
+    def drop(self) -> None:
+        """What is prepared, or being prepared, is of no use any more: something has changed."""
+        if self._work is not None:
+            self._work.cancel()
+        self._work = self._asked = None
+        self._decisions = {}
+        self._looked_at = float("-inf")
+
+    async def _prepare(self, question: _Question) -> None:
+        loop = asyncio.get_running_loop()
+        began = time.monotonic()
+        try:
+            classes = await loop.run_in_executor(self.executor, loss_classes, question.situation)
+            for losses in _largest_first(classes):
+                decision = await loop.run_in_executor(
+                    self.executor, _decide, losses, question.situation, self.policy, question.rate
+                )
+                if decision is not None:
+                    for worker, exchange in losses.exchanges.items():
+                        self._decisions[worker] = exchanged(decision, exchange)
+                        await asyncio.sleep(_PAUSE_S)
+        except Exception as error:  # noqa: BLE001
+            # It is a help and no more: decisions are made when they are needed, then.
+            self._broken = True
+            self._decisions = {}
+            self.prepared(0, time.monotonic() - began, f"{type(error).__name__}: {error}")
+        else:
+            self.prepared(len(self._decisions), time.monotonic() - began, None)
+
+
+def _decide(losses: LossClass, situation: Situation, policy: str, rate: FailureRate) -> Decision | None:
+    """The decision, with its program checked, so that it can be handed out as it is."""
+    decision = decide_on_class(losses, situation, policy, rate)
+    if decision is not None and decision.course is not None:
+        check_program(decision.course.program, decision.course.plan)
+    return decision
+
+
+def _largest_first(classes: Iterable[LossClass]) -> list[LossClass]:
+    return sorted(classes, key=lambda losses: -len(losses.exchanges))
+
+
+def _near(a: float, b: float, tolerance: float) -> bool:
+    return max(a, b) <= tolerance * min(a, b)
