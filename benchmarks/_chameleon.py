@@ -11,16 +11,25 @@ from typing import Any
 
 from benchmarks._common import run_child, write_config
 from benchmarks._stamped_job import Stamp, read_stamps
-from chameleon_ft.config import Failure, RunConfig
+from chameleon_ft.config import Failure, PolicyName, RunConfig
 from chameleon_ft.observe import FailureRecord, FaultLog, RunDirectory
 
 __all__ = ["Recovery", "recovery_of", "train"]
 
 
-def train(config: RunConfig, *, run: Path, failures: Sequence[Failure] = (), timeout_s: float) -> RunDirectory:
+def train(
+    config: RunConfig,
+    *,
+    run: Path,
+    failures: Sequence[Failure] = (),
+    policy: PolicyName = "reroute",
+    timeout_s: float,
+) -> RunDirectory:
     """Run ``chameleon train`` to its end in the directory `run` and return it. Ends the benchmark where that fails."""
     run.parent.mkdir(parents=True, exist_ok=True)
-    file = write_config(config.model_copy(update={"failures": tuple(failures)}), run.with_suffix(".toml"))
+    recovery = config.recovery.model_copy(update={"policy": policy})
+    config = config.model_copy(update={"failures": tuple(failures), "recovery": recovery})
+    file = write_config(config, run.with_suffix(".toml"))
     command = [sys.executable, "-m", "chameleon_ft", "train", str(file), "--out", str(run)]
     run_child(command, log=run.with_suffix(".log"), timeout_s=timeout_s)
     return RunDirectory.open(run)

@@ -230,7 +230,7 @@ def _background(context: ForkServerContext) -> Iterator[Executor]:
     finally:
         with contextlib.suppress(BrokenExecutor, TimeoutError, ProcessLookupError):
             os.kill(pid.result(timeout=0), signal.SIGKILL)
-        executor.shutdown(wait=False, cancel_futures=True)
+        executor.shutdown(cancel_futures=True)
 
 
 def _be_in_the_background() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,25 @@ def test_one_worker_of_eight(tmp_path: Path) -> None:
     # The model's parameters are all that the plan knew of; AdamW keeps two more numbers for each, and a counter.
     assert transition["moved_bytes"] > 3 * transition["planned_bytes"]
     assert failure.stall_s >= failure.transfer_s > 0
+
+
+def test_a_decision_that_was_made_before_the_loss(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+
+    def kill_once_it_is_prepared() -> None:
+        while not any(event["event"] == "prepared" for event in run.events()):
+            time.sleep(0.05)
+        inject(run, worker=5, kind="kill", phase=None, step=None)
+
+    view = Prompter(at_step={2: in_thread(kill_once_it_is_prepared)})
+    config = eight_workers(tmp_path, steps=150, recovery=Recovery(policy="chameleon"))
+    ended = train_here(config, run.path, view=view)
+    assert_trained_as_if_nothing_failed(ended)
+    assert ended.events("prepared")[0]["losses"] == 8
+    (decision,) = ended.events("decision")
+    assert decision["prepared"]
+    (failure,) = ended.failures
+    assert (failure.worker, failure.policy) == (5, decision["chosen"])
 
 
 @pytest.mark.parametrize("phase", ["optimizer", "backward", "vote"])  # it is rolled forward, back, or either

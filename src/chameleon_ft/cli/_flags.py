@@ -100,8 +100,14 @@ def _flag(name: str, info: FieldInfo, defaults: Mapping[str, Any]) -> tuple[str,
     elif isinstance(default, str) and Path in _members_of(kind):
         default, form = Path(default), optional_argument("PATH", info.description or "")
     else:
-        form = tyro.conf.arg(help=info.description)
+        form = tyro.conf.arg(help=info.description, aliases=_short_flags(info))
     return name, Annotated[kind, form], dataclasses.field(default=default)
+
+
+def _short_flags(info: FieldInfo) -> list[str]:
+    """Names by which a flag may be given beside the one that says its section."""
+    extra = info.json_schema_extra
+    return [str(extra["flag"])] if isinstance(extra, dict) and "flag" in extra else []
 
 
 def _members_of(kind: Any) -> set[Any]:

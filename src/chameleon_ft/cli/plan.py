@@ -201,9 +201,12 @@ def _speeds(text: str) -> dict[int, float]:
     for part in filter(None, text.split(",")):
         worker, _, speed = part.partition("=")
         try:
-            speeds[int(worker)] = float(speed)
+            number, value = int(worker), float(speed)
         except ValueError:
             raise ConfigError(f"--slow {text}: should be WORKER=SPEED, such as 7=0.6, with commas between") from None
+        if number in speeds:
+            raise ConfigError(f"--slow {text}: names worker {number} twice; give it one speed")
+        speeds[number] = value
     return speeds
 
 

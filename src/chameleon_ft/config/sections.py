@@ -93,7 +93,9 @@ class Recovery(Section):
     """What to do when workers are lost or join, and what is taken to be known of failures before there were any."""
 
     policy: PolicyName = Field(
-        default="reroute", description="What may be done; chameleon weighs everything, see policies.md."
+        default="chameleon",
+        description="What may be done; chameleon weighs everything, see policies.md.",
+        json_schema_extra={"flag": "--policy"},
     )
     worker_mtbf_hours: float = Field(
         default=5_000.0, gt=0, description="Hours between two failures of one worker, as far as known beforehand."

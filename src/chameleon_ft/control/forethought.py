@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery import Decision, FailureRate, Situation, decide_on_class, exchanged
 from chameleon_ft.recovery.equivalence import LossClass, loss_classes
-from chameleon_ft.schedule import InFlightLimit, check_program
+from chameleon_ft.schedule import CostModel, InFlightLimit, check_program
 
 __all__ = ["Forethought"]
 
@@ -42,6 +42,12 @@ class _Question:
             and _near(self.work_s, other.work_s, tolerance)
             and _near(self.horizon_s, other.horizon_s, tolerance)
         )
+
+    def after(self, lost: int) -> _Question:
+        """The same once a worker is lost."""
+        costs = self.situation.costs
+        left = CostModel(costs.workload, costs.cluster.without([lost]))
+        return _Question(replace(self.situation, costs=left), self.rate.observed(failures=1))
 
     @property
     def plan_in_force(self) -> tuple[Plan, FrozenMap[int, InFlightLimit]]:
@@ -73,7 +79,8 @@ class Forethought:
     executor: Executor
     prepared: Callable[[int, float, str | None], None]
     _asked: _Question | None = None
-    _decisions: dict[int, Decision] = field(default_factory=dict)
+    # Each with what it is the answer to: older ones are there until they are made anew.
+    _decisions: dict[int, tuple[_Question, Decision]] = field(default_factory=dict)
     _work: asyncio.Task[None] | None = None
     _looked_at: float = float("-inf")
     _broken: bool = False
@@ -90,9 +97,9 @@ class Forethought:
         question = _Question(*ask())
         if self._asked is not None and question.is_like(self._asked, tolerance=_RENEWED):
             return
-        self.drop()
+        if self._work is not None:
+            self._work.cancel()
         self._asked = question
-        self._looked_at = now
         self._work = asyncio.create_task(self._prepare(question))
 
     def look_up(self, situation: Situation, rate: FailureRate) -> Decision | None:
@@ -102,20 +109,10 @@ class Forethought:
             situation: now, the loss included.
             rate: likewise.
         """
-        if self._asked is None or len(situation.lost) != 1:
+        if len(situation.lost) != 1 or situation.lost[0] not in self._decisions:
             return None
-        (lost,) = situation.lost
-        before = self._asked.situation
-        as_expected = (
-            situation.live == tuple(worker for worker in before.live if worker != lost)
-            and situation.plan == before.plan
-            and situation.ceiling == before.ceiling
-        )
-        now = _Question(situation, rate)
-        if not as_expected or not _near(now.work_s, self._asked.work_s, _USED):
-            return None
-        after = self._asked.rate.observed(failures=1).horizon_s(len(situation.live))
-        return self._decisions.get(lost) if _near(now.horizon_s, after, _USED) else None
+        asked, decision = self._decisions[situation.lost[0]]
+        return decision if _Question(situation, rate).is_like(asked.after(*situation.lost), tolerance=_USED) else None
 
     def drop(self) -> None:
         """What is prepared, or being prepared, is of no use any more: something has changed."""
@@ -136,7 +133,7 @@ class Forethought:
                 )
                 if decision is not None:
                     for worker, exchange in losses.exchanges.items():
-                        self._decisions[worker] = exchanged(decision, exchange)
+                        self._decisions[worker] = question, exchanged(decision, exchange)
                         await asyncio.sleep(_PAUSE_S)
         except Exception as error:  # noqa: BLE001
             # It is a help and no more: decisions are made when they are needed, then.
