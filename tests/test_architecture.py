@@ -341,6 +341,7 @@ SURFACE = {
         "in_flight_ceiling",
         "largest_symmetric_layout",
         "prepare_decisions",
+        "refreshed",
         "reroute",
     ],
 }

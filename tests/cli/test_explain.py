@@ -26,13 +26,13 @@ expected   the next failure in 16.7 min = (3.8 h + 4.0 min) / (7 workers x (1 + 
 stall      0.500 s = repeat 0.250 + detect 0.125 + stop 0.025 + decide 0.050 + regroup 0.050; transfers on top
 corrected  operations x 3.50, worker 3 at 0.50 of the speed of others
 weighed in 20 ms
-+-----------------------------------------------------------------------------------+
++---------------------------------------------------------------------------------------+
 |             |   step |  stall |   moves | samples until then |                        |
 |-------------+--------+--------+---------+--------------------+------------------------|
 | reroute     | 500 ms | 500 ms |  0.0 MB |            199,900 |                        |
 | mend        |      - |      - |       - |                  - | the plan has [detours] |
 | repartition | 400 ms | 750 ms | 47.1 MB |            249,812 | chosen                 |
-+-----------------------------------------------------------------------------------+
++---------------------------------------------------------------------------------------+
 why        25.0% more samples than reroute: it moves 47.1 MB, and its steps are 20.0% shorter, which makes up for 250 ms
            more of stall 1.8 s after the loss; the next failure is expected in 16.7 min
 done       repartition: micro-batches 2, 3 of worker 3 go to worker 1

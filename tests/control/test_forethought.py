@@ -63,17 +63,14 @@ def test_every_single_loss_has_the_decision_that_it_would_get() -> None:
 
 
 def _slower(now: Situation, factor: float) -> Situation:
-    layers = tuple(
-        replace(
-            each,
-            forward_s=each.forward_s * factor,
-            input_grad_s=each.input_grad_s * factor,
-            weight_grad_s=each.weight_grad_s * factor,
-            fused_backward_s=None if each.fused_backward_s is None else each.fused_backward_s * factor,
-        )
-        for each in now.costs.workload.layers
-    )
+    layers = tuple(each.slowed(factor) for each in now.costs.workload.layers)
     return replace(now, costs=CostModel(replace(now.costs.workload, layers=layers), now.costs.cluster))
+
+
+def _with_speed(now: Situation, speed: float) -> Situation:
+    first, *others = now.costs.cluster.workers
+    cluster = replace(now.costs.cluster, workers=(replace(first, speed=speed), *others))
+    return replace(now, costs=CostModel(now.costs.workload, cluster))
 
 
 @pytest.mark.parametrize(
@@ -82,12 +79,24 @@ def _slower(now: Situation, factor: float) -> Situation:
         (lambda now: now, RATE.observed(failures=1), True),
         (lambda now: _slower(now, 1.3), RATE.observed(failures=1), True),
         (lambda now: _slower(now, 1.6), RATE.observed(failures=1), False),
+        (lambda now: _with_speed(now, 0.8), RATE.observed(failures=1), True),
+        (lambda now: _with_speed(now, 0.5), RATE.observed(failures=1), False),
         (lambda now: now, RATE.observed(failures=3), False),
         (lambda now: after(now, 1), RATE.observed(failures=1), False),
         (lambda now: replace(now, plan=replace(now.plan, split_backward=True)), RATE.observed(failures=1), False),
         (lambda now: replace(now, ceiling={}), RATE.observed(failures=1), False),
     ],
-    ids=["as expected", "a bit slower", "much slower", "more failures", "two lost", "another plan", "other limits"],
+    ids=[
+        "as expected",
+        "a bit slower",
+        "much slower",
+        "one a bit slower",
+        "one much slower",
+        "more failures",
+        "two lost",
+        "another plan",
+        "other limits",
+    ],
 )
 def test_what_was_prepared_for_another_situation_is_not_used(
     change: Callable[[Situation], Situation], rate: FailureRate, found: bool

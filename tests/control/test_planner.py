@@ -14,7 +14,7 @@ from chameleon_ft.control.decision import Decision, Situation
 from chameleon_ft.control.messages import OperationTimes, Parked
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.estimate import StallModel
-from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile
 from chameleon_ft.recovery import FailureRate
 from chameleon_ft.schedule import OperationKind
@@ -68,14 +68,9 @@ def lose(by: Planner, decision: Decision, worker: int) -> Decision:
         for each in live
     }
     situation = Situation(plan=decision.plan, live=live, parked=parked, committed=7, last_vote=None, checkpoints=())
-    return by.go_on(
-        situation,
-        HOSTS,
-        ceiling=decision.ceiling,
-        phases=PHASES,
-        repeat_s=0.5,
-        rate=FailureRate(worker_mtbf_s=3600.0, prior_failures=1.0, failures=1, worker_s=60.0),
-    )
+    outlook = by.outlook(decision, live, HOSTS, phases=PHASES, repeat_s=0.5)
+    rate = FailureRate(worker_mtbf_s=3600.0, prior_failures=1.0, failures=1, worker_s=60.0)
+    return by.go_on(situation, outlook, rate, prepared=None)
 
 
 def report(by: Planner, factors: Mapping[int, float], *, steps: int, forward_s: float, backward_s: float) -> None:
@@ -180,7 +175,7 @@ def test_transfers_that_took_longer_make_stalls_longer_where_something_moves() -
     moved = Transfer(
         placement=decision.plan.placement,
         roles={},
-        rounds=((Message(0, 1, (0,), 10**9),),),
+        rounds=((Message(0, 1, LayerRange(0, 1), 10**9),),),
         least_largest_send_bytes=0,
     )
     by.transferred(moved, 5 * PROFILE.intra_host.message_s(10**9), HOSTS)

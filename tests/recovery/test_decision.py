@@ -15,7 +15,7 @@ from chameleon_ft.estimate import SyncTiming, estimate_step, state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
 from chameleon_ft.recovery import POLICIES, Candidate, Decision, FailureRate, Proposal, Situation, decide
 from chameleon_ft.recovery._course import weighed
-from chameleon_ft.recovery.decision import _best
+from chameleon_ft.recovery.decision import best_of
 from chameleon_ft.schedule import InFlightLimit, check_program
 from tests.recovery.situations import after, arrived, layer, rate_of, situation, situations
 
@@ -117,7 +117,7 @@ def candidate(samples: float, moved_bytes: int, *, reason: str | None = None) ->
     ],
 )
 def test_of_equals_that_which_moves_least_and_then_the_first(candidates: list[Candidate], best: int | None) -> None:
-    assert _best(candidates) == best
+    assert best_of(candidates) == best
 
 
 def chosen(now: Situation, horizon_s: float) -> str | None:

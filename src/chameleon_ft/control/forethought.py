@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.recovery import Decision, FailureRate, Situation, decide_on_class, exchanged
+from chameleon_ft.recovery import Decision, FailureRate, Situation, decide_on_class, exchanged, refreshed
 from chameleon_ft.recovery.equivalence import LossClass, loss_classes
 from chameleon_ft.schedule import CostModel, InFlightLimit, check_program
 
@@ -39,6 +40,7 @@ class _Question:
         return (
             self.plan_in_force == other.plan_in_force
             and self.situation.live == other.situation.live
+            and all(map(partial(_near, tolerance=tolerance), self.speeds, other.speeds))
             and _near(self.work_s, other.work_s, tolerance)
             and _near(self.horizon_s, other.horizon_s, tolerance)
         )
@@ -56,6 +58,10 @@ class _Question:
     @property
     def work_s(self) -> float:
         return sum(layer.forward_s + layer.backward_s for layer in self.situation.costs.workload.layers)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        return tuple(worker.speed for worker in self.situation.costs.cluster.workers)
 
     @property
     def horizon_s(self) -> float:
@@ -103,7 +109,7 @@ class Forethought:
         self._work = asyncio.create_task(self._prepare(question))
 
     def look_up(self, situation: Situation, rate: FailureRate) -> Decision | None:
-        """What was decided for just this loss; None if nothing was, or it was for another situation.
+        """What was decided for just this loss, with the figures of now; None if nothing was, or for something else.
 
         Args:
             situation: now, the loss included.
@@ -112,7 +118,10 @@ class Forethought:
         if len(situation.lost) != 1 or situation.lost[0] not in self._decisions:
             return None
         asked, decision = self._decisions[situation.lost[0]]
-        return decision if _Question(situation, rate).is_like(asked.after(*situation.lost), tolerance=_USED) else None
+        now = _Question(situation, rate)
+        if not now.is_like(asked.after(*situation.lost), tolerance=_USED):
+            return None
+        return refreshed(decision, before=asked.situation, now=situation, horizon_s=now.horizon_s)
 
     def drop(self) -> None:
         """What is prepared, or being prepared, is of no use any more: something has changed."""

@@ -212,7 +212,7 @@ class Observations:
         return self._step
 
     def _estimate_s(self, costs: CostModel) -> float:
-        """Of the plan in force. It is replayed anew for other workers; with other times of layers it is in proportion."""
+        """Of the plan in force. Replayed anew for other workers; with other times of layers it is in proportion."""
         assert self._plan is not None
         assert self._program is not None
         work_s = math.fsum(layer.forward_s + layer.backward_s for layer in costs.workload.layers)

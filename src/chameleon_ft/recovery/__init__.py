@@ -8,6 +8,7 @@ from chameleon_ft.recovery.layout import in_flight_ceiling, largest_symmetric_la
 from chameleon_ft.recovery.policies import POLICIES
 from chameleon_ft.recovery.precompute import PreparedDecisions, decide_on_class, exchanged, prepare_decisions
 from chameleon_ft.recovery.proposal import Proposal
+from chameleon_ft.recovery.refresh import refreshed
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.search.detours import reroute
 
@@ -26,5 +27,6 @@ __all__ = [
     "in_flight_ceiling",
     "largest_symmetric_layout",
     "prepare_decisions",
+    "refreshed",
     "reroute",
 ]

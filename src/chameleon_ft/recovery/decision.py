@@ -12,7 +12,7 @@ from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.policies import policy_named
 from chameleon_ft.recovery.situation import Situation
 
-__all__ = ["Candidate", "Course", "Decision", "decide"]
+__all__ = ["Candidate", "Course", "Decision", "best_of", "decide"]
 
 # Samples that differ by less are equal: sums were rounded in another order.
 _ROUNDING: Final = 1e-9
@@ -76,7 +76,7 @@ def decide(situation: Situation, policy: str, rate: FailureRate) -> Decision:
     horizon_s = rate.horizon_s(len(situation.live))
     both = [weighed(proposal, situation, horizon_s) for proposal in propose(situation, horizon_s)]
     candidates = tuple(candidate for candidate, _ in both)
-    index = _best(candidates)
+    index = best_of(candidates)
     return Decision(
         horizon_s=horizon_s,
         candidates=candidates,
@@ -85,7 +85,8 @@ def decide(situation: Situation, policy: str, rate: FailureRate) -> Decision:
     )
 
 
-def _best(candidates: Sequence[Candidate]) -> int | None:
+def best_of(candidates: Sequence[Candidate]) -> int | None:
+    """The index of the one that is chosen; None if none is feasible."""
     feasible = [index for index, candidate in enumerate(candidates) if candidate.feasible]
     if not feasible:
         return None
