@@ -77,8 +77,9 @@ def test_one_decision_of_several_in_several_lives(tmp_path: Path, capsys: pytest
 
 
 def test_what_is_not_known_yet_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write(tmp_path, started(), decided(2, 5), planned(2, "repartition"))
+    run = write(tmp_path, started(), decided(2, 5, prepared=True), planned(2, "repartition"))
     text = told(capsys, run)
+    assert "weighed before the loss, looked up in 20 ms\n" in text
     assert "lost       worker 5\n" in text
     assert "done       repartition\n" in text
     assert "came       no step was committed under it, or none has been yet\n" in text

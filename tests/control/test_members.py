@@ -18,6 +18,7 @@ from chameleon_ft.control.messages import BoundaryMessage, Exit, Hello, HostHell
 from chameleon_ft.control.outage import Loss, Outage, exit_in_words
 from chameleon_ft.control.server import Peer
 from chameleon_ft.errors import ConfigError, ControlError
+from chameleon_ft.estimate import StallModel
 from tests.control.stage import JOB, Puppet
 
 
@@ -110,6 +111,38 @@ def test_an_outage_is_timed_phase_by_phase() -> None:
     assert first.stall_s == 2.5
     assert (second.detect_s, second.stop_s, second.stall_s) == (None, 0.5, 1.5)
     assert (first.policy, first.action, first.resume_step, first.lost_layers) == ("stop", "why", 4, ())
+
+
+EXPECTED = StallModel(detect_s=2.0, stop_s=3.0, decide_s=0.5, regroup_s=0.25)
+
+
+def test_what_is_over_of_a_stall_is_known_when_it_is_decided() -> None:
+    outage = Outage([loss(), loss(worker=2, noticed_at=10.5, failed_at=None)], stopped_at=11.0)
+    phases, repeat_s = outage.stall_so_far(9.0, EXPECTED)
+    assert phases == StallModel(detect_s=0.5, stop_s=1.0, decide_s=0.5, regroup_s=0.25)
+    assert repeat_s == 0.5
+    # After another decision, only what has come since.
+    phases, repeat_s = outage.stall_so_far(10.25, EXPECTED)
+    assert (phases.detect_s, phases.stop_s, repeat_s) == (0.25, 0.5, 0.0)
+
+
+def test_the_moment_of_a_failure_that_is_not_known_is_guessed() -> None:
+    outage = Outage([loss(failed_at=None)], stopped_at=11.0)
+    phases, repeat_s = outage.stall_so_far(7.0, EXPECTED)
+    assert (phases.detect_s, phases.stop_s, repeat_s) == (2.0, 1.0, 1.0)
+    phases, repeat_s = outage.stall_so_far(None, EXPECTED)
+    assert (phases.detect_s, phases.stop_s, repeat_s) == (0.0, 0.0, 0.0)
+
+
+@given(*[st.floats(0, 100) for _ in range(4)], st.booleans())
+def test_what_is_over_adds_up_to_the_time_that_has_passed(
+    since: float, failed: float, noticed: float, stopped: float, known: bool
+) -> None:
+    outage = Outage([loss(noticed_at=noticed, failed_at=failed if known else None)], stopped_at=stopped)
+    phases, repeat_s = outage.stall_so_far(since, EXPECTED)
+    assert min(phases.detect_s, phases.stop_s, repeat_s) >= 0
+    if since <= noticed <= stopped:
+        assert phases.detect_s + phases.stop_s + repeat_s == pytest.approx(stopped - since)
 
 
 @given(*[st.floats(0, 100) for _ in range(4)])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from chameleon_ft.observe import FailureRecord, RunInfo, StepRecord
+from chameleon_ft.observe import FailureRecord, OutcomeRecord, RunInfo, StepRecord
 
-__all__ = ["failure_record", "run_info", "step_record"]
+__all__ = ["failure_record", "outcome_record", "run_info", "step_record"]
 
 
 def step_record(step: int, *, loss: float = 2.0, step_s: float = 0.5, samples: int = 16) -> StepRecord:
@@ -36,6 +36,18 @@ def failure_record(step: int, *, worker: int = 3, detect_s: float | None = 0.01)
         action="micro-batches 2, 3 of worker 3 go to worker 1",
         generation=1,
         resume_step=step,
+    )
+
+
+def outcome_record(*, steps: int = 10) -> OutcomeRecord:
+    return OutcomeRecord(
+        generation=2,
+        policy="repartition",
+        steps=steps,
+        predicted_step_s=0.4,
+        measured_step_s=0.41,
+        predicted_stall_s=0.75,
+        measured_stall_s=0.9,
     )
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import OutcomeRecord
 from chameleon_ft.observe.decisions import decision_stories
-from tests.observe.records import failure_record
+from tests.observe.records import failure_record, outcome_record
 
 
 def started() -> dict[str, Any]:
@@ -45,6 +44,7 @@ def decided(
         "event": "decision",
         "generation": generation,
         "search_s": 0.02,
+        "prepared": False,
         "step": 40,
         "lost": list(lost),
         "live": 7,
@@ -72,17 +72,8 @@ def lost(worker: int, generation: int) -> dict[str, Any]:
     return {**failure_record(40, worker=worker).to_json(), "event": "failure", "generation": generation}
 
 
-def came(generation: int, *, steps: int = 10) -> dict[str, Any]:
-    record = OutcomeRecord(
-        generation=generation,
-        policy="repartition",
-        steps=steps,
-        predicted_step_s=0.4,
-        measured_step_s=0.41,
-        predicted_stall_s=0.75,
-        measured_stall_s=0.9,
-    )
-    return {"time": 1.0, "event": "outcome", **record.to_json()}
+def came(generation: int) -> dict[str, Any]:
+    return {"time": 1.0, "event": "outcome", **outcome_record().to_json(), "generation": generation}
 
 
 def test_what_belongs_to_a_decision_is_found() -> None:

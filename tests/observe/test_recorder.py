@@ -10,7 +10,7 @@ import pytest
 
 from chameleon_ft.config import TrainConfig
 from chameleon_ft.observe import NullView, Recorder, RunDirectory
-from tests.observe.records import failure_record, run_info, step_record
+from tests.observe.records import failure_record, outcome_record, run_info, step_record
 
 
 @pytest.fixture
@@ -63,10 +63,13 @@ def test_the_summary_has_the_fields_that_are_promised(run: RunDirectory) -> None
     with recorder(run) as records:
         records.step(step_record(0))
         records.failure(failure_record(0))
+        records.outcome(outcome_record())
         records.finish("finished", reason="done")
     data = json.loads(run.summary_file.read_text())
     assert {"steps", "final_loss", "samples_seen", "samples_lost", "samples_repeated", "failures"} <= set(data)
     assert {"median_step_s_before", "median_step_s_after", "status", "reason"} <= set(data)
+    assert run.outcomes() == [outcome_record()]
+    assert data["outcomes"] == [outcome_record().to_json()]
     phases = {"detect_s", "stop_s", "decide_s", "regroup_s", "stall_s"}
     assert {"worker", "step", "cause", "policy"} | phases <= set(data["failures"][0])
 

@@ -7,22 +7,35 @@ import json
 import pytest
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import FailureRecord, StepRecord, Summary, summarize
-from tests.observe.records import failure_record, step_record
+from chameleon_ft.observe import FailureRecord, OutcomeRecord, StepRecord, Summary, summarize
+from tests.observe.records import failure_record, outcome_record, step_record
 
 
 def summary(steps: list[StepRecord], failures: list[FailureRecord]) -> Summary:
     return summarize(steps, failures, samples_per_step=16, status="finished", reason="done")
 
 
-@pytest.mark.parametrize("record", [step_record(3), failure_record(3), failure_record(3, detect_s=None)])
-def test_a_record_comes_back_from_json(record: StepRecord | FailureRecord) -> None:
+@pytest.mark.parametrize(
+    "record", [step_record(3), failure_record(3), failure_record(3, detect_s=None), outcome_record()]
+)
+def test_a_record_comes_back_from_json(record: StepRecord | FailureRecord | OutcomeRecord) -> None:
     assert type(record).from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
 def test_the_rate_is_written_and_derived() -> None:
     data = step_record(0).to_json()
     assert data["tokens_per_s"] == data["tokens"] / data["step_s"]
+
+
+def test_an_outcome_has_its_errors_and_words() -> None:
+    record = outcome_record()
+    data = record.to_json()
+    assert (data["step_error"], data["stall_error"]) == (pytest.approx(0.025), pytest.approx(0.2))
+    assert record.in_words() == (
+        "predicted step 0.400 s, measured 0.410 s (+2.5%); predicted stall 0.750 s, measured 0.900 s (+20.0%)"
+    )
+    result = summarize([], [], [record], samples_per_step=16, status="finished", reason="done")
+    assert result.to_json()["outcomes"] == [data]
 
 
 def test_a_line_without_a_field_is_refused() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from chameleon_ft.observe import FailureRecord, NoticedBy, summarize
 from chameleon_ft.observe.terminal import TerminalView
-from tests.observe.records import failure_record, run_info, step_record
+from tests.observe.records import failure_record, outcome_record, run_info, step_record
 
 
 def shown(*, terminal: bool = False, failure: FailureRecord | None = None) -> str:
@@ -24,6 +24,8 @@ def shown(*, terminal: bool = False, failure: FailureRecord | None = None) -> st
     view.event("refused", {"reason": "for the file only"})
     view.event("checkpoint", {"message": "step 1 is written to [here]"})
     view.failure(failure)
+    view.outcome(outcome_record(steps=1))
+    view.outcome(outcome_record())
     view.finished(
         summarize([step_record(0, loss=2.5)], [failure], samples_per_step=16, status="finished", reason="all is done")
     )
@@ -44,6 +46,8 @@ def test_it_tells_the_run_from_beginning_to_end() -> None:
         "its supervisor saw the process end",
         "reroute: micro-batches 2, 3 of worker 3 go to worker 1",
         "0.133 s = detect 0.010 + stop 0.020 + decide 0.003 + regroup 0.100",
+        "after 1 step of repartition: predicted step 0.400 s, measured 0.410 s (+2.5%)",
+        "after 10 steps of repartition: predicted step",
         "all is done",
         "16 seen, 0 lost, 0 repeated",
     ):

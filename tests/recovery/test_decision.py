@@ -283,5 +283,7 @@ def test_what_cannot_be_decided_is_refused() -> None:
         decide(now, "chamelion", rate)
     with pytest.raises(PlanError, match="no worker is live"):
         decide(after(now, 0, 1, 2, 3), "chameleon", rate)
+    with pytest.raises(ConfigError, match="step_factor must be a positive number"):
+        replace(situation(dp=2, pp=2), step_factor=0.0)
     with pytest.raises(ConfigError, match="repeat_s must be zero or a positive number"):
         replace(now, repeat_s=-1.0)

@@ -68,7 +68,8 @@ def _losses(story: DecisionStory) -> str:
 
 
 def _weighed(decided: DecisionEvent, shape: box.Box) -> Table:
-    table = Table(box=shape, title=f"weighed in {duration(decided.search_s)}", title_justify="left")
+    how = "weighed before the loss, looked up in" if decided.prepared else "weighed in"
+    table = Table(box=shape, title=f"{how} {duration(decided.search_s)}", title_justify="left")
     table.add_column("")
     for name in ("step", "stall", "moves", "samples until then"):
         table.add_column(name, justify="right")

@@ -72,6 +72,7 @@ class DecisionEvent(_Part):
     time: float
     generation: int
     search_s: float
+    prepared: bool
     step: int
     lost: tuple[int, ...]
     live: int
