@@ -578,3 +578,61 @@ async def test_parking_is_not_taken_for_the_answer_to_a_later_stop(stage: Stage)
     stage.say(stage.ranks[0], Parked(generation=7, committed=3, reduced=False, last_vote=None, placed=6, layers=(0, 1)))
     assert stage.ended is None
     assert not stage.ranks[0].count(Stop)
+
+
+# --- what comes of decisions -----------------------------------------------------------------------------------------
+
+
+@scene(steps=40)
+async def test_what_came_of_a_decision_is_recorded_after_ten_steps(stage: Stage) -> None:
+    stage.train()
+    stage.reap(1)
+    failure = go_on(stage, 2)
+    for step in range(3, 12):
+        stage.commit(step, step_s=0.2)
+    assert stage.events("outcome") == []
+    stage.commit(12, step_s=0.2)
+    (outcome,) = stage.events("outcome")
+    (decision,) = stage.events("decision")
+    (chosen,) = decision["candidates"]
+    assert (outcome["generation"], outcome["policy"], outcome["steps"]) == (2, "reroute", 10)
+    assert (outcome["predicted_step_s"], outcome["predicted_stall_s"]) == (chosen["step_s"], chosen["stall_s"])
+    assert outcome["measured_step_s"] == 0.2
+    assert outcome["measured_stall_s"] >= failure.stall_s - 1e-3
+    assert (decision["step"], decision["lost"], decision["live"]) == (3, [1], 3)
+    past_s = decision["stall"]["repeat_s"] + decision["stall"]["detect_s"] + decision["stall"]["stop_s"]
+    assert past_s <= chosen["stall_s"]
+
+
+@scene(steps=40)
+async def test_what_steps_take_corrects_the_next_prediction(stage: Stage) -> None:
+    stage.train()
+    stage.reap(1)
+    go_on(stage, 2)
+    for step in range(3, 8):
+        stage.commit(step, step_s=100.0)
+    stage.reap(0)
+    go_on(stage, 3, 8)
+    first, second = stage.events("decision")
+    assert first["corrections"] == {"operations": 1.0, "step": 1.0, "transfer": 1.0, "slow": {}}
+    assert second["corrections"]["step"] > 100
+    assert second["candidates"][0]["step_s"] > 100
+    assert [outcome["steps"] for outcome in stage.events("outcome")] == [5], "the first one has ended early"
+
+
+@scene(steps=40)
+async def test_of_a_fall_back_to_a_checkpoint_nothing_was_predicted(stage: Stage) -> None:
+    stage.train()
+    stage.save(2, 0, 0, 1)
+    stage.save(2, 1, 2, 3)
+    stage.reap(1)
+    stage.reap(3)
+    go_on(stage, 2)
+    stage.commit(2, step_s=0.3)
+    stage.coordinator.end("interrupted", "enough")
+    assert await stage.coordinator.wait() == "interrupted"
+    (outcome,) = stage.events("outcome")
+    (decision,) = stage.events("decision")
+    assert (decision["chosen"], outcome["policy"], outcome["predicted_stall_s"]) == (None, "checkpoint", None)
+    assert (outcome["steps"], outcome["measured_step_s"]) == (1, 0.3)
+    assert outcome["measured_stall_s"] >= 0.1, "the step that is run again is lost"
