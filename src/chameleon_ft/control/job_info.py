@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -78,10 +78,6 @@ class JobInfo:
             threads=config.threads if config.device == "cpu" else 0,
             versions=dict(self.versions),
         )
-
-    def share(self, layers: Iterable[int]) -> float:
-        """Return which part of the whole model's cost these layers are."""
-        return math.fsum(self.relative_costs[layer] for layer in layers) / math.fsum(self.relative_costs)
 
     def costs(self, config: RunConfig, hosts: Mapping[int, str], rate: OperationRate) -> CostModel:
         """Return the cost model of this job on the workers of `hosts`, worker -> host."""
