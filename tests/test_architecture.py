@@ -278,7 +278,7 @@ SURFACE = {
         "model_shape",
         "state_policy",
     ],
-    "sync": ["Segment", "SyncRounds", "gradient_rounds", "gradient_segments"],
+    "sync": ["Segment", "SyncRounds", "gradient_rounds", "gradient_segments", "issue_points"],
     "estimate": [
         "MemoryUse",
         "MessageBuffers",
@@ -286,7 +286,6 @@ SURFACE = {
         "StallModel",
         "StepEstimate",
         "SyncEstimate",
-        "SyncTiming",
         "TimedReduction",
         "TransitionEstimate",
         "WorkerMemory",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -20,12 +21,13 @@ from chameleon_ft.recovery import reroute
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
 from chameleon_ft.runtime.commit import Committer
-from chameleon_ft.runtime.communicators import Membership
+from chameleon_ft.runtime.communicators import Communicators, Membership
 from chameleon_ft.runtime.executor import Executor
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.schedule import Operation, best_program, check_program
-from chameleon_ft.sync import Segment, gradient_segments
+from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments
 from tests.runtime.ranks import Ranks, opened
 from tests.runtime.toy import SEED, PlainStep, toy_job, train_plainly
 from tests.strategies import equal_costs, plans
@@ -54,6 +56,20 @@ class Task:
     batch: Batch
     clip_norm: float | None
     constant_at: int | None
+    late: bool
+
+
+class Late(Reductions):
+    """Reductions that are issued at the end of the program, as far as a worker has operations."""
+
+    def __init__(self, buffers: GradientBuffers, operations: Sequence[Operation], communicators: Communicators) -> None:
+        super().__init__(buffers, operations, communicators)
+        self._last = len(operations)
+
+    def after(self, count: int) -> None:
+        if count == self._last:
+            for each in range(count + 1):
+                super().after(each)
 
 
 def take_part(task: Task) -> list[PlainStep]:
@@ -73,7 +89,8 @@ def take_part(task: Task) -> list[PlainStep]:
         faults=faults,
     )
     done = []
-    with opened(task.membership) as communicators:
+    with ExitStack() as stack:
+        communicators = stack.enter_context(opened(task.membership))
         executor = Executor(
             job=job,
             held=held,
@@ -84,10 +101,12 @@ def take_part(task: Task) -> list[PlainStep]:
             activity=Activity(),
             faults=faults,
         )
+        kind = Late if task.late else Reductions
+        reductions = stack.enter_context(kind(committer.buffers, task.operations, communicators))
         for step in range(STEPS):
             committer.buffers.zero()
-            sums = executor.run(step, task.operations)
-            applied = committer.commit(sums, communicators, task.membership.members, finish=False)
+            sums = executor.run(step, task.operations, after=reductions.after)
+            applied = committer.commit(sums, reductions, communicators, task.membership.members, finish=False)
             assert applied.vote.samples == task.batch.samples
             done.append(
                 PlainStep(
@@ -112,7 +131,7 @@ def _trained(held: HeldLayers, layers: list[int]) -> dict[tuple[int, str], tuple
 
 
 def trained(
-    ranks: Ranks, plan: Plan, *, clip_norm: float | None = None, constant_at: int | None = None
+    ranks: Ranks, plan: Plan, *, clip_norm: float | None = None, constant_at: int | None = None, late: bool = False
 ) -> list[list[PlainStep]]:
     """The steps of every worker of a plan whose workers are 0, 1, 2, ..."""
     layers = plan.placement.num_layers
@@ -121,11 +140,12 @@ def trained(
         plan, equal_costs(layers=layers, micro_batches=plan.micro_batches, workers=max(plan.workers) + 1)
     ).program
     check_program(program, plan)
-    segments = tuple(gradient_segments(plan.placement))
+    alone = (segment for segment in gradient_segments(plan.placement) if len(segment.holders) == 1)
+    segments = (*gradient_rounds(plan.placement).order, *alone)
     groups = dict.fromkeys(segment.holders for segment in segments if len(segment.holders) > 1)
     memberships = ranks.memberships(tuple(groups), members=plan.workers)
     tasks = [
-        (Task(membership, program.of(membership.worker), segments, layers, batch, clip_norm, constant_at),)
+        (Task(membership, program.of(membership.worker), segments, layers, batch, clip_norm, constant_at, late),)
         for membership in memberships
     ]
     assert plan.workers == tuple(range(len(tasks))), "rank i plays worker i"
@@ -184,8 +204,7 @@ def test_any_plan(ranks: Ranks, plan: Plan, clip: bool, recompute: set[int]) -> 
     assert_same_as_plain(ranks, renumbered(plan), clip_norm=0.05 if clip else None)
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_a_plan_with_everything_at_once(ranks: Ranks, split: bool) -> None:
+def everything_at_once(*, split: bool) -> Plan:
     """Pipelines of 1, 2 and 3 stages, a worker with two ranges, detours, and a hop cut in two."""
     placement = Placement(
         6,
@@ -202,7 +221,7 @@ def test_a_plan_with_everything_at_once(ranks: Ranks, split: bool) -> None:
     def route(micro_batch: int, *hops: tuple[int, int, int]) -> Route:
         return Route(micro_batch, tuple(Hop(worker, LayerRange(start, stop)) for worker, start, stop in hops))
 
-    plan = Plan(
+    return Plan(
         placement,
         (
             route(0, (0, 0, 2), (1, 2, 4), (0, 4, 6)),
@@ -215,7 +234,19 @@ def test_a_plan_with_everything_at_once(ranks: Ranks, split: bool) -> None:
         ),
         split,
     )
-    assert_same_as_plain(ranks, plan, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_plan_with_everything_at_once(ranks: Ranks, split: bool) -> None:
+    assert_same_as_plain(ranks, everything_at_once(split=split), clip_norm=0.1)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_reducing_beside_the_backward_changes_no_bit(ranks: Ranks, split: bool) -> None:
+    plan = everything_at_once(split=split)
+    late, overlapped = (trained(ranks, plan, clip_norm=0.1, late=late) for late in (True, False))
+    for expected, found in zip(late, overlapped, strict=True):
+        assert_same_bits(expected, found)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -239,11 +270,15 @@ def test_recomputing_changes_no_bit(ranks: Ranks, split: bool) -> None:
     kept = trained(ranks, plan, clip_norm=0.1)
     again = trained(ranks, dataclasses.replace(plan, recompute=frozenset({0, 1, 4, 5})), clip_norm=0.1)
     for expected, found in zip(kept, again, strict=True):
-        for before, after in zip(expected, found, strict=True):
-            assert (before.loss, before.grad_norm) == (after.loss, after.grad_norm)
-            for key, weight in before.weights.items():
-                assert torch.equal(weight, after.weights[key])
-                assert torch.equal(before.gradients[key], after.gradients[key])
+        assert_same_bits(expected, found)
+
+
+def assert_same_bits(expected: list[PlainStep], found: list[PlainStep]) -> None:
+    for before, after in zip(expected, found, strict=True):
+        assert (before.loss, before.grad_norm) == (after.loss, after.grad_norm)
+        for key, weight in before.weights.items():
+            assert torch.equal(weight, after.weights[key])
+            assert torch.equal(before.gradients[key], after.gradients[key])
 
 
 def test_more_micro_batches_than_a_rank_keeps_in_memory(ranks: Ranks) -> None:

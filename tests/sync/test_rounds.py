@@ -32,6 +32,13 @@ def test_with_one_range_a_worker_the_rounds_are_the_fewest(placement: Placement)
     assert gradient_rounds(placement).excess == 0
 
 
+@given(placements(several_ranges=True))
+def test_rounds_begin_with_the_highest_layers(placement: Placement) -> None:
+    tops = [segments[-1].layers.stop for segments in gradient_rounds(placement).rounds]
+
+    assert tops == sorted(tops, reverse=True)
+
+
 def test_equal_pipelines_need_one_round() -> None:
     stages = (LayerRange(0, 2), LayerRange(2, 4))
     found = gradient_rounds(Placement(4, {worker: (stages[worker % 2],) for worker in range(6)}))

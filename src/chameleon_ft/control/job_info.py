@@ -93,6 +93,7 @@ class JobInfo:
                 input_grad_s=rate.backward_s / 2 * cost / total,
                 weight_grad_s=rate.backward_s / 2 * cost / total,
                 param_bytes=param_bytes,
+                gradient_bytes=param_bytes,
                 output_bytes=boundary_bytes,
             )
             for index, (cost, param_bytes, boundary_bytes) in enumerate(

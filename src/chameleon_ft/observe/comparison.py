@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import StepEstimate, SyncTiming, estimate_step
+from chameleon_ft.estimate import StepEstimate, estimate_step
 from chameleon_ft.observe.lanes import Lane, WorkerReduction
 from chameleon_ft.observe.plans import CostsFrom, GenerationPlan
 from chameleon_ft.observe.timelines import RecordedStep
@@ -152,7 +152,7 @@ class _ObservedCosts(CostModel):
 def _compare(plan: GenerationPlan, steps: Sequence[MeasuredStep]) -> GenerationComparison:
     steps = steps[1:] or steps
     costs = plan.costs if plan.costs_from == "profile" else _ObservedCosts(plan.costs, _medians(steps))
-    predicted = estimate_step(plan.plan, plan.program, costs, timing=SyncTiming.AFTER_PROGRAM)
+    predicted = estimate_step(plan.plan, plan.program, costs)
     return GenerationComparison(
         generation=plan.generation,
         plan=plan,

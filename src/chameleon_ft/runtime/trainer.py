@@ -40,6 +40,7 @@ from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.executor import Executor, Pace, StepSums, channels_of
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.runtime.transition import Mover, channels_of_transition
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.sync import Segment
@@ -283,7 +284,18 @@ class Trainer:
             faults=self._faults,
             pace=context.pace,
         )
-        finish = False
+        with Reductions(committer.buffers, operations, communicators) as reductions:
+            return self._run_steps(order, committer, communicators, executor, reductions)
+
+    def _run_steps(
+        self,
+        order: Run,
+        committer: Committer,
+        communicators: Communicators,
+        executor: Executor,
+        reductions: Reductions,
+    ) -> bool:
+        context, operations, finish = self._context, order.unpack_operations(), False
         self._client.send(Started(generation=order.generation, step=committer.committed))
         while committer.committed < context.config.steps and not finish:
             if self._client.ended >= order.generation:
@@ -291,8 +303,8 @@ class Trainer:
             step, start, began_at = committer.committed, time.perf_counter(), time.time()
             committer.reduced = False
             committer.buffers.zero()
-            sums = executor.run(step, operations)
-            applied = committer.commit(sums, communicators, order.members, finish=self._client.finishing)
+            sums = executor.run(step, operations, after=reductions.after)
+            applied = committer.commit(sums, reductions, communicators, order.members, finish=self._client.finishing)
             sums.under_way.clear()  # the vote is complete, and so is every message
             self._report(order, committer, applied, sums, time.perf_counter() - start)
             if self._is_recorded(step, order):

@@ -65,6 +65,8 @@ def synced_s(pipelines: Sequence[PlacedPipeline], costs: CostModel) -> float:
     end_s = program_s
     for segments in gradient_rounds(placement).rounds:
         for segment in segments:
+            if not any(costs.workload.layers[layer].gradient_bytes for layer in segment.layers):
+                continue
             start_s = max(free_s[worker] for worker in segment.holders)
             done_s = start_s + _reduction_s(segment, classes, costs, hosts)
             free_s.update(dict.fromkeys(segment.holders, done_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -37,24 +37,26 @@ class SyncRounds:
 
 
 def gradient_rounds(placement: Placement) -> SyncRounds:
-    """The rounds in which the gradients of a placement are reduced.
+    """The rounds in which the gradients of a placement are reduced; the highest layers are in the first.
+
+    A backward goes from high layers to low, so that the gradients of these are complete first.
 
     Where every worker holds one contiguous range, the workers of a segment that two others have in common hold all
-    between them too: the conflicts are a proper interval graph, and the first free round from left to right makes the
+    between them too: the conflicts are a proper interval graph, and the first free round from right to left makes the
     fewest rounds. Otherwise DSATUR (Brelaz 1979), which need not.
 
     Raises:
         NoHolderError: a layer has no holder.
     """
-    segments = [segment for segment in gradient_segments(placement) if len(segment.holders) > 1]
+    segments = [segment for segment in reversed(gradient_segments(placement)) if len(segment.holders) > 1]
     fewest = max(Counter(worker for segment in segments for worker in segment.holders).values(), default=0)
     conflicts = _conflicts(segments)
     one_range = all(len(placement.ranges_of(worker)) == 1 for worker in placement.workers)
-    colours = _left_to_right(conflicts) if one_range else _dsatur(conflicts)
-    rounds: list[list[Segment]] = [[] for _ in range(max(colours, default=-1) + 1)]
+    colours = _in_turn(conflicts) if one_range else _dsatur(conflicts)
+    rounds: dict[int, list[Segment]] = defaultdict(list)
     for segment, colour in zip(segments, colours, strict=True):
         rounds[colour].append(segment)
-    return SyncRounds(tuple(map(tuple, rounds)), fewest)
+    return SyncRounds(tuple(tuple(reversed(together)) for together in rounds.values()), fewest)
 
 
 def _conflicts(segments: Sequence[Segment]) -> list[set[int]]:
@@ -68,7 +70,7 @@ def _conflicts(segments: Sequence[Segment]) -> list[set[int]]:
     return conflicts
 
 
-def _left_to_right(conflicts: Sequence[set[int]]) -> list[int]:
+def _in_turn(conflicts: Sequence[set[int]]) -> list[int]:
     colours: list[int] = []
     for index, others in enumerate(conflicts):
         taken = {colours[other] for other in others if other < index}
