@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from chameleon_ft.config import LlamaConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.models.build import boundary_specs, build_layer, param_bytes, seed_forward
+from chameleon_ft.models.build import blank_layer, boundary_specs, build_layer, param_bytes, seed_forward
 from chameleon_ft.models.llama import llama_layers, next_token_loss
 
 CONFIG = LlamaConfig(
@@ -47,6 +47,41 @@ def test_a_layer_has_the_same_weights_whenever_it_is_built() -> None:
 
     for one, other in zip(first, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+class Keeping(nn.Module):
+    """Keeps something beside its state, made as it is told."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        nn.init.normal_(self.weight)
+        self.register_buffer("kept", make(self.weight.detach()), persistent=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda weight: torch.arange(3.0), lambda weight: weight.clone(), lambda weight: torch.randn(3)],
+    ids=["fixed", "of the weights", "drawn"],
+)
+def test_a_layer_without_its_state_has_all_the_rest(make: Callable[[Tensor], Tensor]) -> None:
+    job = make_job([lambda: Keeping(make)], Zeros(3))
+    state = torch.default_generator.get_state()
+
+    blank, built = blank_layer(job, 0, 7), build_layer(job, 0, 7)
+
+    assert torch.equal(torch.default_generator.get_state(), state)
+    assert torch.equal(blank.get_buffer("kept"), built.get_buffer("kept"))
+
+
+def test_a_layer_whose_state_comes_from_elsewhere_is_not_drawn() -> None:
+    for layer in range(4):
+        blank, built = blank_layer(LLAMA, layer, 7), build_layer(LLAMA, layer, 7)
+
+        assert all(parameter.isnan().all() for parameter in blank.parameters() if parameter.ndim == 2)
+        blank.load_state_dict(built.state_dict())
+        for (name, one), (_, other) in zip(blank.named_buffers(), built.named_buffers(), strict=True):
+            assert torch.equal(one, other), name
 
 
 def test_layers_and_seeds_differ_in_their_weights() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
     from chameleon_ft.job import Job
 
-__all__ = ["boundary_specs", "build_layer", "param_bytes", "seed_forward"]
+__all__ = ["blank_layer", "boundary_specs", "build_layer", "param_bytes", "seed_forward"]
 
 
 def build_layer(job: Job, layer: int, seed: int) -> nn.Module:
@@ -26,6 +28,21 @@ def build_layer(job: Job, layer: int, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(init_key(seed, layer))
         return job.layers[layer]()
+
+
+def blank_layer(job: Job, layer: int, seed: int) -> nn.Module:
+    """Build layer `layer` on the CPU for a state that comes from elsewhere: its parameters may hold anything.
+
+    Drawing them is what takes the time. Where anything but the parameters is drawn, or made of them, they are drawn.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(init_key(seed, layer))
+        before = torch.default_generator.get_state()
+        with _NothingDrawn():
+            module = job.layers[layer]()
+        if torch.equal(before, torch.default_generator.get_state()) and not _has_blank_buffers(module):
+            return module
+    return build_layer(job, layer, seed)
 
 
 def seed_forward(seed: int, *, step: int, micro_batch: int, layer: int, device: torch.device | None = None) -> None:
@@ -82,6 +99,27 @@ def param_bytes(job: Job) -> tuple[int, ...]:
         if id(factory) not in known:
             known[id(factory)] = sum(parameter.nbytes for parameter in _build_on_meta(job, layer).parameters())
     return tuple(known[id(factory)] for factory in job.layers)
+
+
+class _NothingDrawn(TorchDispatchMode):
+    """Parameters that would be filled with random numbers are marked as blank instead."""
+
+    _FILLS = frozenset({torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._FILLS and isinstance(args[0], torch.nn.Parameter) and args[0].is_floating_point():
+            return args[0].fill_(math.nan)
+        return func(*args, **(kwargs or {}))
+
+
+def _has_blank_buffers(module: nn.Module) -> bool:
+    """Whether a buffer that is no part of the state was made of a parameter that is blank."""
+    return any(
+        buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if name in part._non_persistent_buffers_set
+    )
 
 
 def _first_input(job: Job) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.job import Job
-from chameleon_ft.models.build import build_layer, seed_forward
+from chameleon_ft.models.build import blank_layer, build_layer, seed_forward
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.sync import Segment
 
@@ -32,7 +32,7 @@ class HeldLayers:
         self._job = job
         self._seed = seed
         self._device = device
-        self._modules = {layer: self._built(layer) for layer in sorted(layers)}
+        self._modules = {layer: build_layer(job, layer, seed).to(device).train() for layer in sorted(layers)}
         self._optimizer: torch.optim.Optimizer | None = None
         self._renew_optimizer()
 
@@ -42,7 +42,7 @@ class HeldLayers:
 
     def take_in(self, layer: int, state: Mapping[str, Any]) -> None:
         """Hold one more layer, with the state that `state_of` gave elsewhere; tensors of `state` may be kept."""
-        module = self._built(layer)
+        module = blank_layer(self._job, layer, self._seed).to(self._device).train()
         self._modules = dict(sorted({**self._modules, layer: module}.items()))
         self._renew_optimizer()
         self.restore(layer, state)
@@ -120,9 +120,6 @@ class HeldLayers:
                 self._optimizer.state[parameter] = {
                     key: self._placed(key, value, parameter) for key, value in own.items()
                 }
-
-    def _built(self, layer: int) -> nn.Module:
-        return build_layer(self._job, layer, self._seed).to(self._device).train()
 
     def _renew_optimizer(self) -> None:
         """Make an optimizer for the parameters that are held now; what it kept for them stays."""

@@ -174,10 +174,11 @@ class Trainer:
         needed = self._layers_in(segments)
         self._held = self._committer = None  # what is given up must not take memory beside what replaces it
         with self._activity.waiting("loading layers"):
-            self._held = HeldLayers(context.job, needed, seed=context.config.seed, device=context.device)
+            fresh = () if isinstance(order.load, int) else needed
+            self._held = HeldLayers(context.job, fresh, seed=context.config.seed, device=context.device)
             if isinstance(order.load, int):
                 for layer in sorted(needed):
-                    self._held.restore(layer, read_layer(context.run.checkpoints, order.load, layer))
+                    self._held.take_in(layer, read_layer(context.run.checkpoints, order.load, layer))
 
     def _catch_up(self, order: Run) -> None:
         """Apply the step before `order.first_step`, if this rank has not: its gradient is of the placement it has."""
