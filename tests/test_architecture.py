@@ -278,7 +278,15 @@ SURFACE = {
         "model_shape",
         "state_policy",
     ],
-    "sync": ["Segment", "SyncRounds", "gradient_rounds", "gradient_segments", "issue_points"],
+    "sync": [
+        "Segment",
+        "SyncRounds",
+        "gradient_rounds",
+        "gradient_segments",
+        "issue_points",
+        "segment_bytes",
+        "tied_segments",
+    ],
     "estimate": [
         "MemoryUse",
         "MessageBuffers",

@@ -27,7 +27,7 @@ from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.schedule import Operation, best_program, check_program
-from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments
+from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from tests.runtime.ranks import Ranks, opened
 from tests.runtime.toy import SEED, PlainStep, toy_job, train_plainly
 from tests.strategies import equal_costs, plans
@@ -57,6 +57,7 @@ class Task:
     clip_norm: float | None
     constant_at: int | None
     late: bool
+    tied: bool
 
 
 class Late(Reductions):
@@ -74,9 +75,10 @@ class Late(Reductions):
 
 def take_part(task: Task) -> list[PlainStep]:
     """Train some steps as a rank does; return the global loss and norm, and the gradients and weights held here."""
-    job = toy_job(task.layers, clip_norm=task.clip_norm, constant_at=task.constant_at)
+    job = toy_job(task.layers, clip_norm=task.clip_norm, constant_at=task.constant_at, tied=task.tied)
     worker = task.membership.worker
-    held_layers = sorted(layer for segment in task.segments if worker in segment.holders for layer in segment.layers)
+    own = (segment for segment in task.segments if worker in segment.holders and not segment.tied)
+    held_layers = sorted(layer for segment in own for layer in segment.layers)
     held = HeldLayers(job, held_layers, seed=SEED, device=CPU)
     faults = FaultInjector(worker, (), log=FaultLog(None), disconnect=lambda: None)  # type: ignore[arg-type]
     committer = Committer(
@@ -131,7 +133,13 @@ def _trained(held: HeldLayers, layers: list[int]) -> dict[tuple[int, str], tuple
 
 
 def trained(
-    ranks: Ranks, plan: Plan, *, clip_norm: float | None = None, constant_at: int | None = None, late: bool = False
+    ranks: Ranks,
+    plan: Plan,
+    *,
+    clip_norm: float | None = None,
+    constant_at: int | None = None,
+    late: bool = False,
+    tied: bool = False,
 ) -> list[list[PlainStep]]:
     """The steps of every worker of a plan whose workers are 0, 1, 2, ..."""
     layers = plan.placement.num_layers
@@ -140,12 +148,14 @@ def trained(
         plan, equal_costs(layers=layers, micro_batches=plan.micro_batches, workers=max(plan.workers) + 1)
     ).program
     check_program(program, plan)
-    alone = (segment for segment in gradient_segments(plan.placement) if len(segment.holders) == 1)
-    segments = (*gradient_rounds(plan.placement).order, *alone)
+    shared = [(0, layers - 1)] if tied else []
+    every = (*gradient_segments(plan.placement), *tied_segments(plan.placement, shared))
+    alone = (segment for segment in every if len(segment.holders) == 1)
+    segments = (*gradient_rounds(plan.placement, shared).order, *alone)
     groups = dict.fromkeys(segment.holders for segment in segments if len(segment.holders) > 1)
     memberships = ranks.memberships(tuple(groups), members=plan.workers)
     tasks = [
-        (Task(membership, program.of(membership.worker), segments, layers, batch, clip_norm, constant_at, late),)
+        (Task(membership, program.of(membership.worker), segments, layers, batch, clip_norm, constant_at, late, tied),)
         for membership in memberships
     ]
     assert plan.workers == tuple(range(len(tasks))), "rank i plays worker i"
@@ -154,12 +164,17 @@ def trained(
 
 
 def assert_same_as_plain(
-    ranks: Ranks, plan: Plan, *, clip_norm: float | None = None, constant_at: int | None = None
+    ranks: Ranks,
+    plan: Plan,
+    *,
+    clip_norm: float | None = None,
+    constant_at: int | None = None,
+    tied: bool = False,
 ) -> None:
-    job = toy_job(plan.placement.num_layers, clip_norm=clip_norm, constant_at=constant_at)
+    job = toy_job(plan.placement.num_layers, clip_norm=clip_norm, constant_at=constant_at, tied=tied)
     batch = Batch(micro_batches=plan.micro_batches, micro_batch_size=2)
     expected = train_plainly(job, batch, STEPS)
-    for steps in trained(ranks, plan, clip_norm=clip_norm, constant_at=constant_at):
+    for steps in trained(ranks, plan, clip_norm=clip_norm, constant_at=constant_at, tied=tied):
         for found, plain in zip(steps, expected, strict=True):
             assert found.loss == pytest.approx(plain.loss, rel=1e-5)
             assert found.terms == plain.terms
@@ -197,11 +212,17 @@ def renumbered(plan: Plan) -> Plan:
 
 
 @settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(plan=plans(max_micro_batches=8), clip=st.booleans(), recompute=st.sets(st.integers(0, MOST_RANKS - 1)))
-def test_any_plan(ranks: Ranks, plan: Plan, clip: bool, recompute: set[int]) -> None:
+@given(
+    plan=plans(max_micro_batches=8),
+    clip=st.booleans(),
+    tied=st.booleans(),
+    recompute=st.sets(st.integers(0, MOST_RANKS - 1)),
+)
+def test_any_plan(ranks: Ranks, plan: Plan, clip: bool, tied: bool, recompute: set[int]) -> None:
     assume(len(plan.workers) <= MOST_RANKS)
+    tied = tied and plan.placement.num_layers > 1
     plan = dataclasses.replace(plan, recompute=frozenset(recompute.intersection(plan.workers)))
-    assert_same_as_plain(ranks, renumbered(plan), clip_norm=0.05 if clip else None)
+    assert_same_as_plain(ranks, renumbered(plan), clip_norm=0.05 if clip else None, tied=tied)
 
 
 def everything_at_once(*, split: bool) -> Plan:
@@ -237,8 +258,9 @@ def everything_at_once(*, split: bool) -> Plan:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_a_plan_with_everything_at_once(ranks: Ranks, split: bool) -> None:
-    assert_same_as_plain(ranks, everything_at_once(split=split), clip_norm=0.1)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plan_with_everything_at_once(ranks: Ranks, split: bool, tied: bool) -> None:
+    assert_same_as_plain(ranks, everything_at_once(split=split), clip_norm=0.1, tied=tied)
 
 
 @pytest.mark.parametrize("split", [False, True])

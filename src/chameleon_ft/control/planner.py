@@ -17,7 +17,7 @@ from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.profiles import Profile, costs_of_run
 from chameleon_ft.recovery import FailureRate, in_flight_ceiling
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, check_program
-from chameleon_ft.sync import gradient_rounds, gradient_segments
+from chameleon_ft.sync import gradient_rounds, gradient_segments, tied_segments
 
 __all__ = ["Planner"]
 
@@ -119,10 +119,12 @@ class Planner:
             costs=costs,
             costs_from="profile" if self._profile is not None else "measured" if self._rates else "assumed",
         )
-        alone = (segment for segment in gradient_segments(plan.placement) if len(segment.holders) == 1)
+        tied = costs.workload.tied_layers
+        every = (*gradient_segments(plan.placement), *tied_segments(plan.placement, tied))
+        alone = (segment for segment in every if len(segment.holders) == 1)
         segments = tuple(
-            (segment.layers.start, segment.layers.stop, segment.holders)
-            for segment in (*gradient_rounds(plan.placement).order, *alone)
+            (segment.layers.start, segment.layers.stop, segment.holders, segment.tied)
+            for segment in (*gradient_rounds(plan.placement, tied).order, *alone)
         )
         return planned, {
             worker: Run(
@@ -154,7 +156,7 @@ class Planner:
 
     def _costs(self, hosts: Mapping[int, str]) -> CostModel:
         if self._profile is not None:
-            return costs_of_run(self._config, self._profile, hosts)
+            return self._job.with_tied(costs_of_run(self._config, self._profile, hosts))
         rates = self._rates.values()
         if not rates:
             return self._job.costs(self._config, hosts, OperationRate())

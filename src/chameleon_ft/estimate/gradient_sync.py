@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel, OperationKind, Timeline
-from chameleon_ft.sync import Segment, SyncRounds, gradient_rounds
+from chameleon_ft.sync import Segment, SyncRounds, gradient_rounds, segment_bytes
 
 __all__ = ["SyncEstimate", "TimedReduction", "estimate_sync", "reduction_s"]
 
@@ -58,13 +58,13 @@ def estimate_sync(placement: Placement, timeline: Timeline, costs: CostModel) ->
         NoHolderError: a layer has no holder.
         PlanError: the workload has another number of layers than the placement.
     """
-    rounds = gradient_rounds(placement)
+    rounds = gradient_rounds(placement, costs.workload.tied_layers)
     ready = _Ready(timeline)
     free_s: dict[int, float] = {}
     reductions: list[TimedReduction] = []
     for number, segments in enumerate(rounds.rounds):
         for segment in segments:
-            if not _gradient_bytes(segment, costs):
+            if not segment_bytes(segment, costs.workload):
                 continue
             start_s = max(max(free_s.get(worker, 0.0), ready.at(worker, segment)) for worker in segment.holders)
             end_s = start_s + reduction_s(segment, costs)
@@ -75,11 +75,7 @@ def estimate_sync(placement: Placement, timeline: Timeline, costs: CostModel) ->
 
 def reduction_s(segment: Segment, costs: CostModel) -> float:
     """Seconds of a ring all-reduce of the segment's gradients: 2 (n - 1) alpha + 2 (n - 1) / n * bytes / beta."""
-    return costs.cluster.ring_all_reduce_s(segment.holders, _gradient_bytes(segment, costs))
-
-
-def _gradient_bytes(segment: Segment, costs: CostModel) -> int:
-    return sum(layer.gradient_bytes for layer in costs.workload.layers[segment.layers.start : segment.layers.stop])
+    return costs.cluster.ring_all_reduce_s(segment.holders, segment_bytes(segment, costs.workload))
 
 
 class _Ready:
@@ -95,5 +91,7 @@ class _Ready:
 
     def at(self, worker: int, segment: Segment) -> float:
         made: Mapping[tuple[int, int], float] = self._last_s.get(worker, {})
-        first, stop = segment.layers.start, segment.layers.stop
-        return max((end_s for (start, end), end_s in made.items() if start < stop and first < end), default=0.0)
+        return max(
+            (end_s for (start, stop), end_s in made.items() if any(start <= layer < stop for layer in segment.made_by)),
+            default=0.0,
+        )

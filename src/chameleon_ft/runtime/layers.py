@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -68,6 +67,14 @@ class HeldLayers:
     def parameters(self, layers: LayerRange) -> list[nn.Parameter]:
         """The trained parameters of `layers`, in order."""
         return [p for layer in layers for p in self._modules[layer].parameters() if p.requires_grad]
+
+    def tied(self, layers: Collection[int]) -> list[list[nn.Parameter]]:
+        """The trained parameters that exactly these layers share: of each, the copies in layers that are held."""
+        groups = (
+            [self._modules[layer].get_parameter(name) for layer, name in copies if layer in self._modules]
+            for copies in self._job.tied_with(layers)
+        )
+        return [copies for copies in groups if copies and copies[0].requires_grad]
 
     def _placed(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
         """Put a value of the optimizer's state where the optimizer keeps it: with its parameter, but for the counter.
@@ -133,12 +140,26 @@ class HeldLayers:
 class GradientBuffers:
     """The gradients of the held layers as views into one flat buffer for each segment and element type.
 
-    Autograd accumulates into the views in place, so that a segment is reduced without being gathered first.
+    Autograd accumulates into the views in place, so that a segment is reduced without being gathered first. The copies
+    of a tied parameter have one view together, which sums their gradients.
     """
 
     def __init__(self, held: HeldLayers, segments: Sequence[Segment]) -> None:
-        self.segments = tuple(segment for segment in segments if held.layers.issuperset(segment.layers))
-        self._buffers = {segment: _flat_gradients(held.parameters(segment.layers)) for segment in self.segments}
+        self.segments = tuple(
+            segment
+            for segment in segments
+            if (not held.layers.isdisjoint(segment.tied) if segment.tied else held.layers.issuperset(segment.layers))
+        )
+        tied = {segment: held.tied(segment.tied) for segment in self.segments if segment.tied}
+        elsewhere = {id(copy) for groups in tied.values() for copies in groups for copy in copies}
+        self._buffers = {
+            segment: _flat_gradients(
+                tied[segment]
+                if segment.tied
+                else [[p] for p in held.parameters(segment.layers) if id(p) not in elsewhere]
+            )
+            for segment in self.segments
+        }
 
     def of(self, segment: Segment) -> tuple[Tensor, ...]:
         """The flat buffers of a segment, one for each element type of its parameters."""
@@ -167,16 +188,19 @@ class GradientBuffers:
             yield from buffers
 
 
-def _flat_gradients(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
+def _flat_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> tuple[Tensor, ...]:
+    """Give the copies of each parameter, mostly there is one, their view."""
     buffers: list[Tensor] = []
-    by_type = sorted(parameters, key=lambda p: str(p.dtype))
-    for dtype, group in groupby(by_type, key=attrgetter("dtype")):
+    by_type = sorted(parameters, key=lambda copies: str(copies[0].dtype))
+    for dtype, group in groupby(by_type, key=lambda copies: copies[0].dtype):
         same = list(group)
-        buffer = torch.zeros(sum(p.numel() for p in same), dtype=dtype, device=same[0].device)
+        buffer = torch.zeros(sum(copies[0].numel() for copies in same), dtype=dtype, device=same[0][0].device)
         offset = 0
-        for parameter in same:
-            parameter.grad = buffer[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
+        for copies in same:
+            size = copies[0].numel()
+            for copy in copies:
+                copy.grad = buffer[offset : offset + size].view_as(copy)
+            offset += size
         buffers.append(buffer)
     return tuple(buffers)
 

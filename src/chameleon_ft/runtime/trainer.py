@@ -247,7 +247,8 @@ class Trainer:
 
     def _layers_in(self, segments: tuple[Segment, ...]) -> set[int]:
         worker = self._context.worker
-        return {layer for segment in segments if worker in segment.holders for layer in segment.layers}
+        own = (segment for segment in segments if worker in segment.holders and not segment.tied)
+        return {layer for segment in own for layer in segment.layers}
 
     def _stand_by(self, order: Run) -> None:
         """Without a part in the plan, wait until the generation is over; what others have begun with this rank ends."""
@@ -392,7 +393,7 @@ class Trainer:
                 layer: self._held.snapshot(layer)
                 for segment in committer.buffers.segments
                 for layer in segment.layers
-                if segment.holders[layer % len(segment.holders)] == self._context.worker
+                if not segment.tied and segment.holders[layer % len(segment.holders)] == self._context.worker
             }
         self._writer.submit(generation, committer.committed, layers)
 

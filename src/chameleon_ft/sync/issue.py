@@ -28,7 +28,7 @@ def issue_points(operations: Sequence[Operation], segments: Sequence[Segment]) -
             (
                 number
                 for number, operation in enumerate(operations, start=1)
-                if operation.kind in _ADDS_TO_GRADIENTS and any(layer in operation.layers for layer in segment.layers)
+                if operation.kind in _ADDS_TO_GRADIENTS and any(layer in operation.layers for layer in segment.made_by)
             ),
             default=0,
         )
