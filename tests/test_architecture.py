@@ -236,7 +236,7 @@ SURFACE = {
         "ProfileError",
         "ProgramError",
     ],
-    "workload": ["LayerCost", "Workload", "is_recomputed"],
+    "workload": ["LayerCost", "TiedParameters", "Workload", "is_recomputed"],
     "cluster": ["Cluster", "Link", "Worker"],
     "plan": ["Hop", "LayerRange", "Placement", "Plan", "Route", "data_pipeline_plan", "split_layers"],
     "schedule": [

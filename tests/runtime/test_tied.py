@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from chameleon_ft.config import Checkpoint, LlamaConfig, Parallel, Recovery, TrainConfig
+from chameleon_ft.config import Batch, Checkpoint, LlamaConfig, Parallel, Recovery, TrainConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.batch import load_micro_batch
 from chameleon_ft.job import load_job
@@ -70,7 +70,12 @@ def assert_copies_are_equal(ended: Ended) -> None:
 def test_a_tied_model_goes_through_kills(tmp_path: Path, policy: Any) -> None:
     failures = (fails(0, step=3, phase="backward"), fails(3, step=6, phase="sync"))
     config = tied_config(
-        tmp_path, workers=8, parallel=Parallel(dp=4, pp=2), recovery=Recovery(policy=policy), failures=failures
+        tmp_path,
+        workers=8,
+        parallel=Parallel(dp=4, pp=2),
+        batch=Batch(micro_batches=8, micro_batch_size=2),
+        recovery=Recovery(policy=policy),
+        failures=failures,
     )
 
     ended = train_here(config, tmp_path / "run")
