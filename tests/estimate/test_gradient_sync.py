@@ -14,8 +14,8 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import estimate_sync, reduction_s
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import CostModel, OperationKind, Timeline, list_schedule, replay
-from chameleon_ft.sync import Segment, gradient_segments
-from chameleon_ft.workload import LayerCost, Workload
+from chameleon_ft.sync import Segment, gradient_segments, segment_bytes
+from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 from tests.strategies import Planned, Shape, equal_costs, pipelines, planned
 
 
@@ -101,6 +101,34 @@ def test_the_first_stage_reduces_last_and_alone_is_exposed() -> None:
     assert [reduction.round for reduction in found.reductions] == [0, 0, 0]
     assert found.reductions[0].start_s > found.reductions[1].start_s > found.reductions[2].start_s
     assert found.exposed_s == pytest.approx(2 * 0.125)
+
+
+def test_what_is_tied_is_reduced_once_by_all_that_hold_a_copy() -> None:
+    plan = pipelines(Shape(dp=2, pp=2, share=4))
+    costs = equal_costs(layers=2, micro_batches=8, workers=4, latency_s=0.125, gradient_bytes=8)
+    tied = CostModel(dataclasses.replace(costs.workload, tied=(TiedParameters((0, 1), 3),)), costs.cluster)
+    timeline = replay(list_schedule(plan, costs), costs)
+
+    found = estimate_sync(plan.placement, timeline, tied)
+
+    assert [
+        (r.segment.made_by, r.segment.holders, segment_bytes(r.segment, tied.workload)) for r in found.reductions
+    ] == [
+        ((0,), (0, 2), 5),
+        ((1,), (1, 3), 5),
+        ((0, 1), (0, 1, 2, 3), 3),
+    ]
+    assert found.exposed_s == pytest.approx(2 * 0.125 + 6 * 0.125)
+
+
+def test_whose_parameters_are_all_tied_has_nothing_else_to_reduce() -> None:
+    plan = pipelines(Shape(dp=2, pp=2, share=4))
+    costs = equal_costs(layers=2, micro_batches=8, workers=4, gradient_bytes=8)
+    tied = CostModel(dataclasses.replace(costs.workload, tied=(TiedParameters((0, 1), 8),)), costs.cluster)
+
+    found = estimate_sync(plan.placement, replay(list_schedule(plan, costs), costs), tied)
+
+    assert [reduction.segment.tied for reduction in found.reductions] == [(0, 1)]
 
 
 def cluster_costs(*, hosts: list[str], gradient_bytes: int) -> CostModel:
