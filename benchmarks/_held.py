@@ -25,6 +25,7 @@ from chameleon_ft.runtime.communicators import Membership
 from chameleon_ft.runtime.executor import Executor
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import gradient_segments
 
@@ -112,12 +113,13 @@ class Alone:
             faults=faults,
         )
         self._load_earlier(batches)
-        for step in range(_STEPS):
-            committer.reduced = False
-            committer.buffers.zero()
-            sums = executor.run(step, self.operations)
-            committer.commit(sums, communicators, members, finish=False)
-            sums.under_way.clear()  # the vote is complete
+        with Reductions(committer.buffers, self.operations, communicators) as reductions:
+            for step in range(_STEPS):
+                committer.reduced = False
+                committer.buffers.zero()
+                sums = executor.run(step, self.operations, after=reductions.after)
+                committer.commit(sums, reductions, communicators, members, finish=False)
+                sums.under_way.clear()  # the vote is complete
 
     def _load_earlier(self, batches: Batches) -> None:
         """Ask for what the steps before have asked for, which is still at hand."""

@@ -21,7 +21,7 @@ from benchmarks import _chameleon
 from benchmarks._common import ROOT, Bar, Report, Spread, add_most_others, new_folder, report_arguments
 from benchmarks._neighbours import Neighbours, progress
 from chameleon_ft.config import STAND_IN_JOB, Batch, Emulation, Parallel, RunConfig, Timelines
-from chameleon_ft.estimate import SyncTiming, estimate_step
+from chameleon_ft.estimate import estimate_step
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
 from chameleon_ft.profiles import Profile, costs_of_run, profile_of_run
@@ -170,7 +170,7 @@ def _run(given: argparse.Namespace, case: Case, path: Path) -> Outcome:
     config = _config(given, case.workers).model_copy(update={"plan": plan})
     run = _chameleon.train(config, run=path, timeout_s=given.timeout)
     (planned,) = read_generation_plans(run.plans).values()
-    predicted = estimate_step(planned.plan, planned.program, planned.costs, timing=SyncTiming.AFTER_PROGRAM)
+    predicted = estimate_step(planned.plan, planned.program, planned.costs)
     return Outcome(case=case, predicted_s=predicted.step_s, measured=_measured(run))
 
 

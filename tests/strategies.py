@@ -53,9 +53,10 @@ def equal_costs(
     input_grad_s: float = 1.0,
     weight_grad_s: float = 1.0,
     latency_s: float = 0.0,
+    gradient_bytes: int = 0,
 ) -> CostModel:
     """The cost model of equal layers on equal workers."""
-    cost = LayerCost("layer", forward_s, input_grad_s, weight_grad_s)
+    cost = LayerCost("layer", forward_s, input_grad_s, weight_grad_s, gradient_bytes=gradient_bytes)
     link = Link(latency_s, math.inf)
     return CostModel(
         Workload((cost,) * layers, micro_batches, 1),

@@ -238,7 +238,7 @@ SURFACE = {
         "ProfileError",
         "ProgramError",
     ],
-    "workload": ["LayerCost", "Workload", "is_recomputed"],
+    "workload": ["LayerCost", "TiedParameters", "Workload", "is_recomputed"],
     "cluster": ["Cluster", "Link", "Worker"],
     "plan": ["Hop", "LayerRange", "Placement", "Plan", "Route", "data_pipeline_plan", "split_layers"],
     "schedule": [
@@ -280,7 +280,15 @@ SURFACE = {
         "model_shape",
         "state_policy",
     ],
-    "sync": ["Segment", "SyncRounds", "gradient_rounds", "gradient_segments"],
+    "sync": [
+        "Segment",
+        "SyncRounds",
+        "gradient_rounds",
+        "gradient_segments",
+        "issue_points",
+        "segment_bytes",
+        "tied_segments",
+    ],
     "estimate": [
         "MemoryUse",
         "MessageBuffers",
@@ -288,7 +296,6 @@ SURFACE = {
         "StallModel",
         "StepEstimate",
         "SyncEstimate",
-        "SyncTiming",
         "TimedReduction",
         "TransitionEstimate",
         "WorkerMemory",

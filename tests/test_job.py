@@ -54,6 +54,27 @@ def test_a_job_counts_one_term_for_each_sample_and_takes_layers_for_alike() -> N
     assert make_job(layer_costs=[1, 2.5]).relative_costs == (1.0, 2.5)
 
 
+@pytest.mark.parametrize(
+    ("tied", "message"),
+    [
+        ([((0, "weight"),)], "in two layers or more"),
+        ([((0, "weight"), (0, "bias"))], "each layer once"),
+        ([((0, "weight"), (2, "weight"))], "the layers are 0 to 1"),
+        ([((0, "weight"), (1, "weight")), ((0, "bias"), (1, "weight"))], "a parameter twice"),
+    ],
+)
+def test_what_is_tied_is_in_different_layers_and_in_one_group(tied: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_job(tied=tied)
+
+
+def test_what_layers_share_is_found_by_these_layers() -> None:
+    job = make_job(tied=[[(1, "weight"), (0, "weight")]])
+
+    assert job.tied_with({0, 1}) == (((1, "weight"), (0, "weight")),)
+    assert job.tied_with({0}) == ()
+
+
 def test_a_class_is_a_factory() -> None:
     assert make_job(layers=[nn.Identity]).num_layers == 1
 

@@ -11,7 +11,7 @@ import pytest
 from chameleon_ft import errors
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ChameleonError, ConfigError, DataError, NoHolderError, PlanError
-from chameleon_ft.workload import LayerCost, Workload
+from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
 LAYER = LayerCost("block 3", 1.0, 0.75, 0.5)
 LINK = Link(0.5, 100.0)
@@ -41,6 +41,10 @@ def test_a_missing_holder_keeps_its_layers_across_processes() -> None:
             "forward_s of layer 'a' must be zero or a positive number of seconds; got",
         ),
         (lambda: LayerCost("a", 0, math.nan, 0), "input_grad_s of layer 'a'"),
+        (lambda: TiedParameters((1,), 4), "of two layers or more"),
+        (lambda: TiedParameters((2, 1), 4), "ascending"),
+        (lambda: TiedParameters((0, 1), -4), "gradient_bytes tied between layers"),
+        (lambda: Workload((LAYER,), 1, 1, tied=(TiedParameters((0, 1), 4),)), "there are only 1 layers"),
         (lambda: LayerCost("a", 0, 0, math.inf), "weight_grad_s of layer 'a'"),
         (lambda: LayerCost("a", 0, 0, 0, output_bytes=-1), "output_bytes of layer 'a' .* of bytes"),
         (lambda: Workload((), 1, 1), "at least one layer"),

@@ -32,10 +32,12 @@ class Link:
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def ring_all_reduce_s(self, num_bytes: float, workers: int) -> float:
-        """Seconds of an all-reduce of `num_bytes` round a ring of `workers`; zero for a single one.
+        """Seconds of an all-reduce of `num_bytes` round a ring of `workers`; zero for a single one, and of nothing.
 
         2 (n - 1) steps, each of which passes on an n-th of the bytes (Patarasuk and Yuan 2009).
         """
+        if not num_bytes:
+            return 0.0
         return 2 * (workers - 1) * self.message_s(num_bytes / workers)
 
 

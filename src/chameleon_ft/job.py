@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -89,6 +89,8 @@ class Job:
             the optimizer's own.
         clip_norm: the largest global L2 norm of the gradient; above it the gradient is scaled down. None: no clipping.
         layer_costs: relative cost of running each layer, by which layers are shared out; None: all alike.
+        tied: parameters that layers share: for each, the (layer, name in the layer) of all its copies. The first says
+            how they begin; the gradient of all is that of all together, so that they stay equal and are one parameter.
         boundaries: for a model whose layers cannot be run on torch's meta device: (micro-batch size) -> what
             leaves each layer. None: found by running the layers on the meta device.
 
@@ -104,6 +106,7 @@ class Job:
     learning_rate: Callable[[int], float] | None = None
     clip_norm: float | None = None
     layer_costs: Sequence[float] | None = None
+    tied: Sequence[Sequence[tuple[int, str]]] = ()
     boundaries: Callable[[int], Sequence[BoundarySpec]] | None = None
 
     def __post_init__(self) -> None:
@@ -128,10 +131,16 @@ class Job:
             raise ConfigError(f"`clip_norm` is {self.clip_norm}: it must be positive, or None for no clipping")
         if self.layer_costs is not None:
             object.__setattr__(self, "layer_costs", _checked_costs(self.layer_costs, len(self.layers)))
+        object.__setattr__(self, "tied", _checked_tied(self.tied, len(self.layers)))
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def tied_with(self, layers: Collection[int]) -> tuple[tuple[tuple[int, str], ...], ...]:
+        """The copies, by (layer, name), of each parameter that exactly these layers share."""
+        wanted = set(layers)
+        return tuple(tuple(copies) for copies in self.tied if {layer for layer, _ in copies} == wanted)
 
     @property
     def relative_costs(self) -> tuple[float, ...]:
@@ -193,6 +202,22 @@ def _require_factory(index: int, factory: object) -> None:
 def _require_callable(name: str, value: object) -> None:
     if not callable(value):
         raise ConfigError(f"`{name}` is {type(value).__name__}: it must be a function")
+
+
+def _checked_tied(
+    tied: Sequence[Sequence[tuple[int, str]]], num_layers: int
+) -> tuple[tuple[tuple[int, str], ...], ...]:
+    groups = tuple(tuple(copies) for copies in tied)
+    for copies in groups:
+        layers = [layer for layer, _ in copies]
+        if len(layers) < 2 or len(set(layers)) < len(layers):
+            raise ConfigError(f"`tied` has {copies}: give (layer, name) in two layers or more, each layer once")
+        if not all(0 <= layer < num_layers for layer in layers):
+            raise ConfigError(f"`tied` has {copies}: the layers are 0 to {num_layers - 1}")
+    every = [copy for copies in groups for copy in copies]
+    if len(set(every)) < len(every):
+        raise ConfigError("`tied` has a parameter twice: put all copies of it into one group")
+    return groups
 
 
 def _checked_costs(costs: Sequence[float], num_layers: int) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.batch import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job, load_job
-from chameleon_ft.models.build import build_layer, seed_forward
+from chameleon_ft.models.build import build_layer, seed_forward, tie
 from chameleon_ft.observe import RunDirectory, StepRecord
 
 __all__ = ["StepComparison", "Verification", "repeat_run"]
@@ -124,7 +124,8 @@ class _PlainLoop:
         # What emulated devices compute is computed on the CPU.
         self._device = torch.device("cpu" if config.device == "emulated" else config.device)
         self._layers = [build_layer(job, layer, config.seed).to(self._device) for layer in range(job.num_layers)]
-        self._parameters = [parameter for layer in self._layers for parameter in layer.parameters()]
+        tie(job, self._layers)
+        self._parameters = list(nn.ModuleList(self._layers).parameters())
         self._optimizer = job.optimizer(self._parameters)
         self._order = SampleOrder(len(job.dataset), config.seed)
 

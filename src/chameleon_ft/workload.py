@@ -9,7 +9,7 @@ from typing import Final
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["LayerCost", "Workload", "is_recomputed"]
+__all__ = ["LayerCost", "TiedParameters", "Workload", "is_recomputed"]
 
 _BYTES: Final = (
     "param_bytes",
@@ -115,6 +115,27 @@ class LayerCost:
 
 
 @dataclass(frozen=True, slots=True)
+class TiedParameters:
+    """Parameters that several layers share, and of which each of them holds a copy.
+
+    Attributes:
+        layers: these layers, ascending.
+        gradient_bytes: of one copy; they are in the `gradient_bytes` of each of the layers too.
+
+    Raises:
+        ConfigError: fewer than two layers, or not in ascending order, or a negative size.
+    """
+
+    layers: tuple[int, ...]
+    gradient_bytes: int
+
+    def __post_init__(self) -> None:
+        if len(self.layers) < 2 or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise ConfigError(f"tied parameters are of two layers or more, each once, ascending; got {self.layers}")
+        _check_amount(self.gradient_bytes, f"gradient_bytes tied between layers {self.layers}", "bytes")
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """One optimizer step: `micro_batches` passes of `micro_batch_size` samples through `layers`.
 
@@ -123,15 +144,17 @@ class Workload:
         micro_batches: micro-batches in the global batch (M), over all pipelines.
         micro_batch_size: samples in one micro-batch.
         operation_overhead_s: fixed seconds that every operation costs whatever its layers, on any worker.
+        tied: what layers share, each set of layers at most once.
 
     Raises:
-        ConfigError: no layers, or a count below one, or a negative overhead.
+        ConfigError: no layers, or a count below one, or a negative overhead, or layers that are tied and do not exist.
     """
 
     layers: tuple[LayerCost, ...]
     micro_batches: int
     micro_batch_size: int
     operation_overhead_s: float = 0.0
+    tied: tuple[TiedParameters, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -140,6 +163,14 @@ class Workload:
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field} must be at least 1; got {getattr(self, field)}")
         _check_amount(self.operation_overhead_s, "operation_overhead_s", "seconds")
+        for each in self.tied:
+            if each.layers[-1] >= len(self.layers):
+                raise ConfigError(f"layers {each.layers} are tied, and there are only {len(self.layers)} layers")
+
+    @property
+    def tied_layers(self) -> tuple[tuple[int, ...], ...]:
+        """The sets of layers that share something."""
+        return tuple(each.layers for each in self.tied)
 
     @property
     def samples(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chameleon_ft.cli import main
-from chameleon_ft.estimate import SyncTiming, estimate_step, paper, pipeline_times
+from chameleon_ft.estimate import estimate_step, paper, pipeline_times
 from chameleon_ft.plan import Plan
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.profiles import derived_profile, write_profile
@@ -40,7 +40,7 @@ def test_a_preset_is_predicted_as_the_estimates_say(capsys: pytest.CaptureFixtur
     workload = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=32)
     costs = CostModel(workload, rates.cluster(8))
     layout = Plan.from_json(json.dumps(found["plan"]))
-    estimate = estimate_step(layout, best_program(layout, costs).program, costs, timing=SyncTiming.AFTER_PROGRAM)
+    estimate = estimate_step(layout, best_program(layout, costs).program, costs)
     assert found["step_s"] == pytest.approx(estimate.step_s)
     assert found["bound_s"] == pytest.approx(estimate.bound_s)
     assert found["bound_s"] <= found["program_s"] <= found["step_s"]

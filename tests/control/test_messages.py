@@ -72,7 +72,7 @@ def test_a_program_comes_back_as_it_was_sent(planned: Planned, recompute: bool) 
             store_port=1,
             first_step=3,
             operations=Run.pack_operations(program.of(worker)),
-            segments=tuple((s.layers.start, s.layers.stop, s.holders) for s in segments),
+            segments=tuple((s.layers.start, s.layers.stop, s.holders, s.tied) for s in segments),
         )
         received = decode(encode(order))
         assert isinstance(received, Run)

@@ -13,7 +13,7 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.control.messages import OperationTimes
 from chameleon_ft.control.observations import Corrections, Observations
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import SyncTiming, estimate_step
+from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, OperationKind, Program, best_program
@@ -203,7 +203,7 @@ def test_a_kind_of_operation_that_was_not_run_says_nothing() -> None:
 
 def test_what_operations_do_not_explain_of_a_step() -> None:
     seen = begun()
-    step_s = estimate_step(plan(), program(plan()), costs(), timing=SyncTiming.AFTER_PROGRAM).step_s
+    step_s = estimate_step(plan(), program(plan()), costs()).step_s
     for each in (50.0, 1.25, 1.25):
         seen.step(each * step_s)
     assert seen.unexplained(costs()) == 1, "two steps after the first are too few"

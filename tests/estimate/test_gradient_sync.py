@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.estimate import SyncTiming, estimate_sync, reduction_s
+from chameleon_ft.estimate import estimate_sync, reduction_s
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import CostModel, OperationKind, Timeline, list_schedule, replay
-from chameleon_ft.sync import Segment, gradient_segments
-from chameleon_ft.workload import LayerCost, Workload
+from chameleon_ft.sync import Segment, gradient_segments, segment_bytes
+from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 from tests.strategies import Planned, Shape, equal_costs, pipelines, planned
-
-BOTH = list(SyncTiming)
 
 
 @st.composite
@@ -43,35 +41,37 @@ def gradients_complete_s(timeline: Timeline, worker: int, segment: Segment) -> f
     return max(ends, default=0.0)
 
 
-@given(with_gradients(), st.sampled_from(BOTH))
-def test_a_reduction_waits_for_its_gradients_and_for_the_one_before(case: Planned, timing: SyncTiming) -> None:
+@given(with_gradients())
+def test_a_reduction_waits_for_its_gradients_and_for_the_one_before(case: Planned) -> None:
     timeline = replay(list_schedule(case.plan, case.costs), case.costs)
 
-    found = estimate_sync(case.plan.placement, timeline, case.costs, timing=timing)
+    found = estimate_sync(case.plan.placement, timeline, case.costs)
 
-    shared = [segment for segment in gradient_segments(case.plan.placement) if len(segment.holders) > 1]
+    layers = case.costs.workload.layers
+    shared = [
+        segment
+        for segment in gradient_segments(case.plan.placement)
+        if len(segment.holders) > 1 and any(layers[layer].gradient_bytes for layer in segment.layers)
+    ]
     assert sorted((r.segment for r in found.reductions), key=lambda s: s.layers) == shared
     free_s: dict[int, float] = defaultdict(float)
     for reduction in found.reductions:
         segment = reduction.segment
         waits_for = [gradients_complete_s(timeline, worker, segment) for worker in segment.holders]
-        if timing is SyncTiming.AFTER_PROGRAM:
-            waits_for = [max((t.end_s for t in timeline.of(worker)), default=0.0) for worker in segment.holders]
         assert reduction.start_s == max([*waits_for, *(free_s[worker] for worker in segment.holders)])
         assert reduction.end_s == reduction.start_s + reduction_s(segment, case.costs)
         free_s.update(dict.fromkeys(segment.holders, reduction.end_s))
     assert found.exposed_s == max(0.0, max(free_s.values(), default=0.0) - timeline.step_s)
 
 
-@given(with_gradients())
-def test_overlap_never_makes_a_step_longer(case: Planned) -> None:
+@given(planned())
+def test_without_gradients_nothing_is_reduced(case: Planned) -> None:
     timeline = replay(list_schedule(case.plan, case.costs), case.costs)
 
-    overlapped, after = (
-        estimate_sync(case.plan.placement, timeline, case.costs, timing=timing).exposed_s for timing in BOTH
-    )
+    found = estimate_sync(case.plan.placement, timeline, case.costs)
 
-    assert overlapped <= after
+    assert found.reductions == ()
+    assert found.exposed_s == 0.0
 
 
 def test_the_ring_has_its_closed_form() -> None:
@@ -93,7 +93,7 @@ def test_the_slowest_link_of_the_ring_sets_the_pace() -> None:
 
 def test_the_first_stage_reduces_last_and_alone_is_exposed() -> None:
     plan = pipelines(Shape(dp=2, pp=3, share=4))
-    costs = equal_costs(layers=3, micro_batches=8, workers=6, latency_s=0.125)
+    costs = equal_costs(layers=3, micro_batches=8, workers=6, latency_s=0.125, gradient_bytes=1)
     timeline = replay(list_schedule(plan, costs), costs)
 
     found = estimate_sync(plan.placement, timeline, costs)
@@ -101,6 +101,34 @@ def test_the_first_stage_reduces_last_and_alone_is_exposed() -> None:
     assert [reduction.round for reduction in found.reductions] == [0, 0, 0]
     assert found.reductions[0].start_s > found.reductions[1].start_s > found.reductions[2].start_s
     assert found.exposed_s == pytest.approx(2 * 0.125)
+
+
+def test_what_is_tied_is_reduced_once_by_all_that_hold_a_copy() -> None:
+    plan = pipelines(Shape(dp=2, pp=2, share=4))
+    costs = equal_costs(layers=2, micro_batches=8, workers=4, latency_s=0.125, gradient_bytes=8)
+    tied = CostModel(dataclasses.replace(costs.workload, tied=(TiedParameters((0, 1), 3),)), costs.cluster)
+    timeline = replay(list_schedule(plan, costs), costs)
+
+    found = estimate_sync(plan.placement, timeline, tied)
+
+    assert [
+        (r.segment.made_by, r.segment.holders, segment_bytes(r.segment, tied.workload)) for r in found.reductions
+    ] == [
+        ((0,), (0, 2), 5),
+        ((1,), (1, 3), 5),
+        ((0, 1), (0, 1, 2, 3), 3),
+    ]
+    assert found.exposed_s == pytest.approx(2 * 0.125 + 6 * 0.125)
+
+
+def test_whose_parameters_are_all_tied_has_nothing_else_to_reduce() -> None:
+    plan = pipelines(Shape(dp=2, pp=2, share=4))
+    costs = equal_costs(layers=2, micro_batches=8, workers=4, gradient_bytes=8)
+    tied = CostModel(dataclasses.replace(costs.workload, tied=(TiedParameters((0, 1), 8),)), costs.cluster)
+
+    found = estimate_sync(plan.placement, replay(list_schedule(plan, costs), costs), tied)
+
+    assert [reduction.segment.tied for reduction in found.reductions] == [(0, 1)]
 
 
 def cluster_costs(*, hosts: list[str], gradient_bytes: int) -> CostModel:

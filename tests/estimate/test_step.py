@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.estimate import SyncTiming, estimate_step
+from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, list_schedule, replay
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_named_with_what_is_missing() -> None:
         Cluster(workers, costs.cluster.intra_host, costs.cluster.inter_host),
     )
 
-    found = estimate_step(plan, list_schedule(plan, costs), costs, timing=SyncTiming.AFTER_PROGRAM)
+    found = estimate_step(plan, list_schedule(plan, costs), costs)
 
     assert found.over_capacity(costs) == {1: 3}
 

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from chameleon_ft.config import LlamaConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.models.build import boundary_specs, build_layer, param_bytes, seed_forward
+from chameleon_ft.models.build import (
+    blank_layer,
+    boundary_specs,
+    build_layer,
+    param_bytes,
+    seed_forward,
+    tie,
+    tied_bytes,
+)
 from chameleon_ft.models.llama import llama_layers, next_token_loss
 
 CONFIG = LlamaConfig(
@@ -47,6 +55,41 @@ def test_a_layer_has_the_same_weights_whenever_it_is_built() -> None:
 
     for one, other in zip(first, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+class Keeping(nn.Module):
+    """Keeps something beside its state, made as it is told."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        nn.init.normal_(self.weight)
+        self.register_buffer("kept", make(self.weight.detach()), persistent=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda weight: torch.arange(3.0), lambda weight: weight.clone(), lambda weight: torch.randn(3)],
+    ids=["fixed", "of the weights", "drawn"],
+)
+def test_a_layer_without_its_state_has_all_the_rest(make: Callable[[Tensor], Tensor]) -> None:
+    job = make_job([lambda: Keeping(make)], Zeros(3))
+    state = torch.default_generator.get_state()
+
+    blank, built = blank_layer(job, 0, 7), build_layer(job, 0, 7)
+
+    assert torch.equal(torch.default_generator.get_state(), state)
+    assert torch.equal(blank.get_buffer("kept"), built.get_buffer("kept"))
+
+
+def test_a_layer_whose_state_comes_from_elsewhere_is_not_drawn() -> None:
+    for layer in range(4):
+        blank, built = blank_layer(LLAMA, layer, 7), build_layer(LLAMA, layer, 7)
+
+        assert all(parameter.isnan().all() for parameter in blank.parameters() if parameter.ndim == 2)
+        blank.load_state_dict(built.state_dict())
+        for (name, one), (_, other) in zip(blank.named_buffers(), built.named_buffers(), strict=True):
+            assert torch.equal(one, other), name
 
 
 def test_layers_and_seeds_differ_in_their_weights() -> None:
@@ -166,3 +209,51 @@ def test_parameter_bytes_are_those_of_the_built_layers() -> None:
     expected = [sum(p.nbytes for p in build_layer(LLAMA, layer, 0).parameters()) for layer in range(4)]
 
     assert list(param_bytes(LLAMA)) == expected
+
+
+# --- tied parameters -------------------------------------------------------------------------------------------------
+
+
+def tied_job(*names: str) -> Job:
+    layers: list[Callable[[], nn.Module]] = [
+        lambda: nn.Embedding(6, 4),
+        lambda: nn.Linear(4, 4),
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6)),
+    ]
+    return make_job(layers, Zeros(3, dtype=torch.int64), tied=[((0, names[0]), (2, names[1]))])
+
+
+def test_copies_of_a_parameter_begin_alike_and_all_the_rest_as_ever() -> None:
+    job = tied_job("weight", "1.weight")
+    plain = make_job(job.layers, Zeros(3, dtype=torch.int64))
+
+    built = [build_layer(job, layer, 7) for layer in range(3)]
+
+    assert torch.equal(built[2].get_parameter("1.weight"), built[0].get_parameter("weight"))
+    for layer, module in enumerate(built):
+        for name, parameter in build_layer(plain, layer, 7).named_parameters():
+            if (layer, name) != (2, "1.weight"):
+                assert torch.equal(module.get_parameter(name), parameter)
+
+
+def test_a_whole_model_has_one_parameter_of_what_is_tied() -> None:
+    job = tied_job("weight", "1.weight")
+    layers = [build_layer(job, layer, 7) for layer in range(3)]
+
+    tie(job, layers)
+
+    assert layers[2].get_parameter("1.weight") is layers[0].get_parameter("weight")
+    assert tied_bytes(job) == {(0, 2): 6 * 4 * 4}
+    assert tied_bytes(LLAMA) == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("weight", "2.weight"), "`tied` names the parameter '2.weight' of layer 2"),
+        (("weight", "1.bias"), "these differ in shape, type or in whether they are trained"),
+    ],
+)
+def test_what_cannot_be_one_parameter_is_refused(names: tuple[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tied_bytes(tied_job(*names))

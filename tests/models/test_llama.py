@@ -8,13 +8,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from chameleon_ft.config import LlamaConfig
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.job import Job
+from chameleon_ft.models.build import tie
 from chameleon_ft.models.hugging_face import from_hugging_face, to_hugging_face
-from chameleon_ft.models.llama import Block, Embedding, Head, layer_flops, llama_layers, next_token_loss, num_parameters
+from chameleon_ft.models.llama import (
+    Block,
+    Embedding,
+    Head,
+    layer_flops,
+    llama_layers,
+    next_token_loss,
+    num_parameters,
+    tied_parameters,
+)
 
 GROUPED = LlamaConfig(vocab_size=97, dim=48, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=80, seq_len=24)
+TIED = GROUPED.model_copy(update={"tie_embeddings": True})
 UNGROUPED = GROUPED.model_copy(update={"num_kv_heads": 6, "rope_theta": 500_000.0, "norm_eps": 1e-3})
 
 
@@ -32,7 +45,7 @@ def reference_model(config: LlamaConfig) -> Any:
             max_position_embeddings=config.seq_len,
             rms_norm_eps=config.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=False,
+            tie_word_embeddings=config.tie_embeddings,
             attn_implementation="eager",
         )
     )
@@ -47,6 +60,23 @@ def load_layers(config: LlamaConfig, model: Any) -> list[nn.Module]:
     for index, layer in enumerate(layers):
         layer.load_state_dict(from_hugging_face(model.state_dict(), index, config.num_layers))
     return layers
+
+
+def tied_layers(config: LlamaConfig, model: Any) -> list[nn.Module]:
+    layers = load_layers(config, model)
+    tie(job_of(config), layers)
+    return layers
+
+
+def job_of(config: LlamaConfig) -> Job:
+    ids = torch.zeros(4, config.seq_len, dtype=torch.int64)
+    return Job(
+        layers=llama_layers(config),
+        loss=next_token_loss,
+        dataset=TensorDataset(ids, ids),
+        optimizer=torch.optim.SGD,
+        tied=tied_parameters(config),
+    )
 
 
 def random_tokens(config: LlamaConfig, *shape: int) -> Tensor:
@@ -81,6 +111,33 @@ def test_logits_and_gradients_are_those_of_transformers(config: LlamaConfig) -> 
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()), msg=name)
 
 
+def test_a_tied_model_is_that_of_transformers_with_tied_embeddings() -> None:
+    model = reference_model(TIED)
+    layers = tied_layers(TIED, model)
+    window = random_tokens(TIED, 3, TIED.seq_len + 1)
+    ids, targets = window[:, :-1], window[:, 1:]
+
+    logits = run(layers, ids)
+    next_token_loss(logits, targets).backward()
+    expected = model(ids).logits
+    nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    ours, theirs = layers[-1].get_parameter("output.weight"), _gradient(model.lm_head.weight)
+    assert ours is layers[0].get_parameter("tokens.weight")
+    torch.testing.assert_close(_gradient(ours), theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+    assert num_parameters(TIED) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_head_that_was_saved_tied_is_the_embedding() -> None:
+    model = reference_model(TIED)
+    saved = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+    head = from_hugging_face(saved, TIED.num_layers + 1, TIED.num_layers)
+
+    assert torch.equal(head["output.weight"], model.model.embed_tokens.weight)
+
+
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
@@ -107,7 +164,7 @@ def test_weights_go_to_transformers_names_and_back() -> None:
 def test_weights_of_another_shape_are_refused_with_what_is_missing() -> None:
     state = to_hugging_face({0: Embedding(GROUPED).state_dict()}, GROUPED.num_layers)
 
-    with pytest.raises(ConfigError, match=r"layer 4: missing .*lm_head"):
+    with pytest.raises(ConfigError, match=r"layer 4: missing .*model.norm"):
         from_hugging_face(state, 4, GROUPED.num_layers)
     with pytest.raises(ConfigError, match="no layer 5"):
         from_hugging_face(state, 5, GROUPED.num_layers)

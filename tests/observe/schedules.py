@@ -32,7 +32,11 @@ def scheduled(
 ) -> Scheduled:
     """Equal pipelines, of which some workers are lost; a forward takes 1 s and a backward 2 s."""
     costs = equal_costs(
-        layers=shape.pp, micro_batches=shape.dp * shape.share, workers=shape.dp * shape.pp, latency_s=latency_s
+        layers=shape.pp,
+        micro_batches=shape.dp * shape.share,
+        workers=shape.dp * shape.pp,
+        latency_s=latency_s,
+        gradient_bytes=1,
     )
     plan = reroute(pipelines(shape, split_backward=split_backward), lost, costs)
     whole = tuple(tuple(range(d * shape.pp, (d + 1) * shape.pp)) for d in range(shape.dp))

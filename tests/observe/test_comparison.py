@@ -10,7 +10,7 @@ import pytest
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import SyncTiming, estimate_step
+from chameleon_ft.estimate import estimate_step
 from chameleon_ft.observe import (
     CostsFrom,
     GenerationPlan,
@@ -56,7 +56,7 @@ def planned(
 
 def recorded(plan: GenerationPlan, step: int, *, factor: float = 1.0, overhead_s: float = 0.5) -> list[RecordedStep]:
     """A step that ran just as predicted but for a factor, on workers whose clocks start at different times."""
-    estimate = estimate_step(plan.plan, plan.program, plan.costs, timing=SyncTiming.AFTER_PROGRAM)
+    estimate = estimate_step(plan.plan, plan.program, plan.costs)
     found = []
     for worker in plan.plan.workers:
         began = 0.125 * worker
@@ -123,7 +123,7 @@ def test_what_ran_as_predicted_has_no_error_but_the_vote() -> None:
 
     (found,) = compare_generations({1: plan}, steps)
 
-    predicted_s = estimate_step(plan.plan, plan.program, plan.costs, timing=SyncTiming.AFTER_PROGRAM).step_s
+    predicted_s = estimate_step(plan.plan, plan.program, plan.costs).step_s
     assert [step.step for step in found.steps] == [4, 5], "the first does everything for the first time"
     assert found.measured_s == pytest.approx(predicted_s + 0.5)
     assert found.error == pytest.approx(predicted_s / (predicted_s + 0.5) - 1)

@@ -28,6 +28,8 @@ from chameleon_ft.presets import (
     state_policy,
 )
 from chameleon_ft.schedule import CostModel, list_schedule
+from chameleon_ft.workload import TiedParameters
+from tests.presets.shapes import gpt
 
 # One operation a nanosecond and memory that costs nothing: seconds are operations.
 COUNTER = Device(
@@ -185,3 +187,17 @@ def test_a_cluster_of_a_device_has_its_links_and_memory() -> None:
     assert cluster.link(0, 7) == device("a100-80g").intra_host
     assert cluster.link(7, 8) == device("a100-80g").inter_host
     assert {worker.memory_bytes for worker in cluster.workers} == {80 * 10**9}
+
+
+def test_a_tied_embedding_is_held_twice_and_reduced_once() -> None:
+    shape = gpt(hidden=64, blocks=2, heads=4, seq_len=32, vocab=100)
+
+    workload = derive_workload(shape, device("h100-80g"), micro_batch_size=1, micro_batches=4)
+
+    (tied,) = workload.tied
+    element_bytes = STATE_POLICIES["bf16-master"].gradients.num_bytes
+    assert tied == TiedParameters((0, 3), 100 * 64 * element_bytes)
+    reduced = sum(layer.gradient_bytes for layer in workload.layers) - tied.gradient_bytes
+    assert reduced == shape.num_params * element_bytes
+    untied = dataclasses.replace(shape, tied_embeddings=False)
+    assert derive_workload(untied, device("h100-80g"), micro_batch_size=1, micro_batches=4).tied == ()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError, NoHolderError, PlanError
-from chameleon_ft.estimate import SyncTiming, estimate_step, state_bytes
+from chameleon_ft.estimate import estimate_step, state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
 from chameleon_ft.recovery import POLICIES, Candidate, Decision, FailureRate, Proposal, Situation, decide
 from chameleon_ft.recovery._course import weighed
@@ -60,7 +60,7 @@ def check_course(decision: Decision, now: Situation) -> None:
     assert set(course.ceiling) <= set(now.live)
     assert course.plan.micro_batches == now.plan.micro_batches
     check_program(course.program, course.plan)
-    estimate = estimate_step(course.plan, course.program, now.costs, timing=SyncTiming.AFTER_PROGRAM)
+    estimate = estimate_step(course.plan, course.program, now.costs)
     assert estimate.step_s == pytest.approx(chosen.step_s, rel=1e-12)
     assert estimate.over_capacity(now.costs) == {}
     assert max(memory.peak_bytes for memory in estimate.memory.values()) == chosen.peak_bytes
@@ -207,7 +207,7 @@ def test_layers_that_nobody_holds_are_a_reason() -> None:
     assert decide(now, "restart", rate_of(1e6, now)).chosen is not None
 
 
-def test_gradients_are_reduced_when_the_program_has_ended() -> None:
+def test_gradients_are_reduced_while_the_program_still_runs() -> None:
     now = situation(dp=1, pp=2, share=2, layers=(layer(100),) * 2)
     whole, first, second = LayerRange(0, 2), LayerRange(0, 1), LayerRange(1, 2)
     # Both workers have the second layer's gradients before worker 0 is done with the first layer.
@@ -217,11 +217,10 @@ def test_gradients_are_reduced_when_the_program_has_ended() -> None:
     )
     candidate, course = weighed(Proposal(name="shared", plan=plan), now, 1e6)
     assert course is not None
-    after_s, overlapped_s = (
-        estimate_step(plan, course.program, now.costs, timing=timing).step_s
-        for timing in (SyncTiming.AFTER_PROGRAM, SyncTiming.OVERLAPPED)
-    )
-    assert overlapped_s < after_s == candidate.step_s
+    sync = estimate_step(plan, course.program, now.costs).sync
+    (reduction,) = sync.reductions
+    assert reduction.start_s < sync.program_s
+    assert candidate.step_s == sync.end_s < sync.program_s + reduction.end_s - reduction.start_s
 
 
 def test_a_plan_of_workers_that_are_lost_cannot_be_run() -> None:

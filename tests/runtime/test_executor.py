@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -20,12 +21,13 @@ from chameleon_ft.recovery import reroute
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
 from chameleon_ft.runtime.commit import Committer
-from chameleon_ft.runtime.communicators import Membership
+from chameleon_ft.runtime.communicators import Communicators, Membership
 from chameleon_ft.runtime.executor import Executor
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.schedule import Operation, best_program, check_program
-from chameleon_ft.sync import Segment, gradient_segments
+from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from tests.runtime.ranks import Ranks, opened
 from tests.runtime.toy import SEED, PlainStep, toy_job, train_plainly
 from tests.strategies import equal_costs, plans
@@ -54,13 +56,29 @@ class Task:
     batch: Batch
     clip_norm: float | None
     constant_at: int | None
+    late: bool
+    tied: bool
+
+
+class Late(Reductions):
+    """Reductions that are issued at the end of the program, as far as a worker has operations."""
+
+    def __init__(self, buffers: GradientBuffers, operations: Sequence[Operation], communicators: Communicators) -> None:
+        super().__init__(buffers, operations, communicators)
+        self._last = len(operations)
+
+    def after(self, count: int) -> None:
+        if count == self._last:
+            for each in range(count + 1):
+                super().after(each)
 
 
 def take_part(task: Task) -> list[PlainStep]:
     """Train some steps as a rank does; return the global loss and norm, and the gradients and weights held here."""
-    job = toy_job(task.layers, clip_norm=task.clip_norm, constant_at=task.constant_at)
+    job = toy_job(task.layers, clip_norm=task.clip_norm, constant_at=task.constant_at, tied=task.tied)
     worker = task.membership.worker
-    held_layers = sorted(layer for segment in task.segments if worker in segment.holders for layer in segment.layers)
+    own = (segment for segment in task.segments if worker in segment.holders and not segment.tied)
+    held_layers = sorted(layer for segment in own for layer in segment.layers)
     held = HeldLayers(job, held_layers, seed=SEED, device=CPU)
     faults = FaultInjector(worker, (), log=FaultLog(None), disconnect=lambda: None)  # type: ignore[arg-type]
     committer = Committer(
@@ -73,7 +91,8 @@ def take_part(task: Task) -> list[PlainStep]:
         faults=faults,
     )
     done = []
-    with opened(task.membership) as communicators:
+    with ExitStack() as stack:
+        communicators = stack.enter_context(opened(task.membership))
         executor = Executor(
             job=job,
             held=held,
@@ -84,10 +103,12 @@ def take_part(task: Task) -> list[PlainStep]:
             activity=Activity(),
             faults=faults,
         )
+        kind = Late if task.late else Reductions
+        reductions = stack.enter_context(kind(committer.buffers, task.operations, communicators))
         for step in range(STEPS):
             committer.buffers.zero()
-            sums = executor.run(step, task.operations)
-            applied = committer.commit(sums, communicators, task.membership.members, finish=False)
+            sums = executor.run(step, task.operations, after=reductions.after)
+            applied = committer.commit(sums, reductions, communicators, task.membership.members, finish=False)
             assert applied.vote.samples == task.batch.samples
             done.append(
                 PlainStep(
@@ -112,7 +133,13 @@ def _trained(held: HeldLayers, layers: list[int]) -> dict[tuple[int, str], tuple
 
 
 def trained(
-    ranks: Ranks, plan: Plan, *, clip_norm: float | None = None, constant_at: int | None = None
+    ranks: Ranks,
+    plan: Plan,
+    *,
+    clip_norm: float | None = None,
+    constant_at: int | None = None,
+    late: bool = False,
+    tied: bool = False,
 ) -> list[list[PlainStep]]:
     """The steps of every worker of a plan whose workers are 0, 1, 2, ..."""
     layers = plan.placement.num_layers
@@ -121,11 +148,14 @@ def trained(
         plan, equal_costs(layers=layers, micro_batches=plan.micro_batches, workers=max(plan.workers) + 1)
     ).program
     check_program(program, plan)
-    segments = tuple(gradient_segments(plan.placement))
+    shared = [(0, layers - 1)] if tied else []
+    every = (*gradient_segments(plan.placement), *tied_segments(plan.placement, shared))
+    alone = (segment for segment in every if len(segment.holders) == 1)
+    segments = (*gradient_rounds(plan.placement, shared).order, *alone)
     groups = dict.fromkeys(segment.holders for segment in segments if len(segment.holders) > 1)
     memberships = ranks.memberships(tuple(groups), members=plan.workers)
     tasks = [
-        (Task(membership, program.of(membership.worker), segments, layers, batch, clip_norm, constant_at),)
+        (Task(membership, program.of(membership.worker), segments, layers, batch, clip_norm, constant_at, late, tied),)
         for membership in memberships
     ]
     assert plan.workers == tuple(range(len(tasks))), "rank i plays worker i"
@@ -134,12 +164,17 @@ def trained(
 
 
 def assert_same_as_plain(
-    ranks: Ranks, plan: Plan, *, clip_norm: float | None = None, constant_at: int | None = None
+    ranks: Ranks,
+    plan: Plan,
+    *,
+    clip_norm: float | None = None,
+    constant_at: int | None = None,
+    tied: bool = False,
 ) -> None:
-    job = toy_job(plan.placement.num_layers, clip_norm=clip_norm, constant_at=constant_at)
+    job = toy_job(plan.placement.num_layers, clip_norm=clip_norm, constant_at=constant_at, tied=tied)
     batch = Batch(micro_batches=plan.micro_batches, micro_batch_size=2)
     expected = train_plainly(job, batch, STEPS)
-    for steps in trained(ranks, plan, clip_norm=clip_norm, constant_at=constant_at):
+    for steps in trained(ranks, plan, clip_norm=clip_norm, constant_at=constant_at, tied=tied):
         for found, plain in zip(steps, expected, strict=True):
             assert found.loss == pytest.approx(plain.loss, rel=1e-5)
             assert found.terms == plain.terms
@@ -177,15 +212,20 @@ def renumbered(plan: Plan) -> Plan:
 
 
 @settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(plan=plans(max_micro_batches=8), clip=st.booleans(), recompute=st.sets(st.integers(0, MOST_RANKS - 1)))
-def test_any_plan(ranks: Ranks, plan: Plan, clip: bool, recompute: set[int]) -> None:
+@given(
+    plan=plans(max_micro_batches=8),
+    clip=st.booleans(),
+    tied=st.booleans(),
+    recompute=st.sets(st.integers(0, MOST_RANKS - 1)),
+)
+def test_any_plan(ranks: Ranks, plan: Plan, clip: bool, tied: bool, recompute: set[int]) -> None:
     assume(len(plan.workers) <= MOST_RANKS)
+    tied = tied and plan.placement.num_layers > 1
     plan = dataclasses.replace(plan, recompute=frozenset(recompute.intersection(plan.workers)))
-    assert_same_as_plain(ranks, renumbered(plan), clip_norm=0.05 if clip else None)
+    assert_same_as_plain(ranks, renumbered(plan), clip_norm=0.05 if clip else None, tied=tied)
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_a_plan_with_everything_at_once(ranks: Ranks, split: bool) -> None:
+def everything_at_once(*, split: bool) -> Plan:
     """Pipelines of 1, 2 and 3 stages, a worker with two ranges, detours, and a hop cut in two."""
     placement = Placement(
         6,
@@ -202,7 +242,7 @@ def test_a_plan_with_everything_at_once(ranks: Ranks, split: bool) -> None:
     def route(micro_batch: int, *hops: tuple[int, int, int]) -> Route:
         return Route(micro_batch, tuple(Hop(worker, LayerRange(start, stop)) for worker, start, stop in hops))
 
-    plan = Plan(
+    return Plan(
         placement,
         (
             route(0, (0, 0, 2), (1, 2, 4), (0, 4, 6)),
@@ -215,7 +255,20 @@ def test_a_plan_with_everything_at_once(ranks: Ranks, split: bool) -> None:
         ),
         split,
     )
-    assert_same_as_plain(ranks, plan, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plan_with_everything_at_once(ranks: Ranks, split: bool, tied: bool) -> None:
+    assert_same_as_plain(ranks, everything_at_once(split=split), clip_norm=0.1, tied=tied)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_reducing_beside_the_backward_changes_no_bit(ranks: Ranks, split: bool) -> None:
+    plan = everything_at_once(split=split)
+    late, overlapped = (trained(ranks, plan, clip_norm=0.1, late=late) for late in (True, False))
+    for expected, found in zip(late, overlapped, strict=True):
+        assert_same_bits(expected, found)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -239,11 +292,15 @@ def test_recomputing_changes_no_bit(ranks: Ranks, split: bool) -> None:
     kept = trained(ranks, plan, clip_norm=0.1)
     again = trained(ranks, dataclasses.replace(plan, recompute=frozenset({0, 1, 4, 5})), clip_norm=0.1)
     for expected, found in zip(kept, again, strict=True):
-        for before, after in zip(expected, found, strict=True):
-            assert (before.loss, before.grad_norm) == (after.loss, after.grad_norm)
-            for key, weight in before.weights.items():
-                assert torch.equal(weight, after.weights[key])
-                assert torch.equal(before.gradients[key], after.gradients[key])
+        assert_same_bits(expected, found)
+
+
+def assert_same_bits(expected: list[PlainStep], found: list[PlainStep]) -> None:
+    for before, after in zip(expected, found, strict=True):
+        assert (before.loss, before.grad_norm) == (after.loss, after.grad_norm)
+        for key, weight in before.weights.items():
+            assert torch.equal(weight, after.weights[key])
+            assert torch.equal(before.gradients[key], after.gradients[key])
 
 
 def test_more_micro_batches_than_a_rank_keeps_in_memory(ranks: Ranks) -> None:

@@ -27,6 +27,7 @@ from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.executor import StepSums
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.sync import Segment
 from tests.runtime.toy import SEED, toy_job
 
@@ -170,7 +171,8 @@ def committer(held: HeldLayers, tmp_path: Path, *, clip_norm: float | None, comm
 
 
 def alone(committer: Committer, sums: StepSums, *, finish: bool = False) -> Any:
-    return committer.commit(sums, NOBODY, (0,), finish=finish)
+    with Reductions(committer.buffers, (), NOBODY) as reductions:
+        return committer.commit(sums, reductions, NOBODY, (0,), finish=finish)
 
 
 NOBODY: Communicators = None  # type: ignore[assignment]  # a worker alone speaks with nobody
@@ -244,8 +246,12 @@ class Deaf:
 
 def test_a_vote_without_everybody_is_none(tmp_path: Path) -> None:
     commit = committer(held_layers(), tmp_path, clip_norm=None)
-    with pytest.raises(CommunicationError, match="the vote counted 1 of 2 workers"):
-        commit.commit(StepSums(loss=1.0, terms=1, samples=1), Deaf(), (0, 1), finish=False)  # type: ignore[arg-type]
+    deaf: Communicators = Deaf()  # type: ignore[assignment]
+    with (
+        Reductions(commit.buffers, (), deaf) as reductions,
+        pytest.raises(CommunicationError, match="the vote counted 1 of 2 workers"),
+    ):
+        commit.commit(StepSums(loss=1.0, terms=1, samples=1), reductions, deaf, (0, 1), finish=False)
     assert commit.committed == 0
     assert commit.reduced, "it holds what it takes to follow, should another one have applied the step"
 

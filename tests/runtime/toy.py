@@ -65,8 +65,8 @@ def loss_terms(targets: Tensor) -> int:
     return int((targets >= 0).sum())
 
 
-def toy_job(layers: int, *, clip_norm: float | None = None, constant_at: int | None = None) -> Job:
-    """A job of any number of layers; with one layer it is all in one."""
+def toy_job(layers: int, *, clip_norm: float | None = None, constant_at: int | None = None, tied: bool = False) -> Job:
+    """A job of any number of layers; with one layer it is all in one. Tied, its first and its last share a matrix."""
     head = partial(nn.Linear, WIDTH, IDS)
     kinds: list[Callable[[], nn.Module]] = [Mixed, nn.ReLU, Mixed]
     inner = [kinds[layer % 3] for layer in range(layers - 2)]
@@ -85,6 +85,7 @@ def toy_job(layers: int, *, clip_norm: float | None = None, constant_at: int | N
         optimizer=partial(torch.optim.AdamW, lr=0.05, eps=1e-2),  # where gradients are rounding, no sign of theirs
         learning_rate=lambda step: 0.05 / (step + 1),
         clip_norm=clip_norm,
+        tied=(((0, "weight"), (layers - 1, "weight")),) if tied else (),
     )
 
 
@@ -102,13 +103,16 @@ class PlainStep:
 def train_plainly(job: Job, batch: Batch, steps: int) -> list[PlainStep]:
     """The loop that anybody would write, with the keys of the job's random numbers."""
     layers = [build_layer(job, layer, SEED).train() for layer in range(job.num_layers)]
+    if job.tied:
+        layers[-1].weight = layers[0].weight
     named = {
         (number, name): parameter
         for number, layer in enumerate(layers)
         for name, parameter in layer.named_parameters()
         if parameter.requires_grad
     }
-    optimizer = job.optimizer(list(named.values()))
+    parameters = list({id(parameter): parameter for parameter in named.values()}.values())
+    optimizer = job.optimizer(parameters)
     order = SampleOrder(len(job.dataset), SEED)
     done = []
     for step in range(steps):
@@ -123,15 +127,15 @@ def train_plainly(job: Job, batch: Batch, steps: int) -> list[PlainStep]:
             value.backward()
             total += value.item()
             terms += job.loss_terms(targets)
-        for parameter in named.values():
+        for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad /= terms
         norm = torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in named.values()])
+            torch.stack([torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters])
         )
         if job.clip_norm is not None:
-            nn.utils.clip_grad_norm_(named.values(), job.clip_norm)
+            nn.utils.clip_grad_norm_(parameters, job.clip_norm)
         gradients = {key: p.grad.clone() for key, p in named.items() if p.grad is not None}
         assert job.learning_rate is not None
         for group in optimizer.param_groups:

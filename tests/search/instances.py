@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.workload import LayerCost, Workload
+from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
 
 def instance(
@@ -58,8 +58,11 @@ def instance(
 
 
 def with_gradients(costs: CostModel, rng: random.Random) -> CostModel:
-    """The same with something to reduce, most of it in no matter which layers."""
+    """The same with something to reduce, most of it in no matter which layers; the first and last may share some."""
     layers = tuple(
         dataclasses.replace(layer, gradient_bytes=rng.choice([0, 1, 10, 90])) for layer in costs.workload.layers
     )
-    return CostModel(dataclasses.replace(costs.workload, layers=layers), costs.cluster)
+    last = len(layers) - 1
+    least = min(layers[0].gradient_bytes, layers[last].gradient_bytes)
+    tied = (TiedParameters((0, last), rng.choice([least, least // 2])),) if last and rng.random() < 0.4 else ()
+    return CostModel(dataclasses.replace(costs.workload, layers=layers, tied=tied), costs.cluster)

@@ -6,10 +6,11 @@ from itertools import combinations
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import LayerRange, Placement
-from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments
+from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from tests.strategies import placements
 
 
@@ -30,6 +31,33 @@ def test_every_segment_with_company_is_reduced_once_and_no_worker_twice_in_a_rou
 @given(placements(several_ranges=False))
 def test_with_one_range_a_worker_the_rounds_are_the_fewest(placement: Placement) -> None:
     assert gradient_rounds(placement).excess == 0
+
+
+@given(placements(several_ranges=True))
+def test_rounds_begin_with_the_highest_layers(placement: Placement) -> None:
+    tops = [segments[-1].layers.stop for segments in gradient_rounds(placement).rounds]
+
+    assert tops == sorted(tops, reverse=True)
+
+
+@given(placements(several_ranges=True), st.data())
+def test_tied_parameters_are_reduced_by_all_that_hold_a_copy(placement: Placement, data: st.DataObject) -> None:
+    most = placement.num_layers - 1
+    layers = tuple(sorted(data.draw(st.sets(st.integers(0, most), min_size=min(2, most + 1), max_size=3))))
+    tied = [layers] if len(layers) > 1 else []
+
+    found = gradient_rounds(placement, tied)
+
+    plain = [segment for segment in gradient_segments(placement) if len(segment.holders) > 1]
+    shared = [segment for segment in tied_segments(placement, tied) if len(segment.holders) > 1]
+    assert sorted(found.order, key=lambda segment: (segment.tied, segment.layers)) == [*plain, *shared]
+    for segment in shared:
+        assert set(segment.holders) == {worker for layer in layers for worker in placement.holders(layer)}
+    for segments in found.rounds:
+        assert list(segments) == sorted(segments, key=lambda segment: segment.layers)
+        for one, other in combinations(segments, 2):
+            assert not set(one.holders) & set(other.holders)
+    assert found.excess >= 0
 
 
 def test_equal_pipelines_need_one_round() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from chameleon_ft.cli._plan_case import PlanCase
 from chameleon_ft.cli._plan_fit import Misfit, find_misfit
 from chameleon_ft.errors import ConfigError, NoHolderError
-from chameleon_ft.estimate import StepEstimate, SyncTiming, cluster_bound_s, estimate_step
+from chameleon_ft.estimate import StepEstimate, cluster_bound_s, estimate_step
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
 from chameleon_ft.recovery import reroute
@@ -251,4 +251,4 @@ def _prediction(
 
 def _estimate(plan: Plan, costs: CostModel, ceiling: Mapping[int, InFlightLimit] | None) -> StepEstimate:
     program = best_program(plan, costs, ceiling=ceiling).program
-    return estimate_step(plan, program, costs, timing=SyncTiming.AFTER_PROGRAM)
+    return estimate_step(plan, program, costs)

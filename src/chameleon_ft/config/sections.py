@@ -199,6 +199,9 @@ class LlamaConfig(Section):
     rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary position frequencies.")
     norm_eps: float = Field(default=1e-5, gt=0, description="Term that keeps the RMS norm from dividing by zero.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of activations dropped in training.")
+    tie_embeddings: bool = Field(
+        default=False, description="Whether the head's matrix is that of the embedding: one parameter in two layers."
+    )
 
     @property
     def partition_layers(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from chameleon_ft.control.messages import BoundaryMessage
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.profiles import Fingerprint
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.workload import LayerCost, Workload
+from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
 __all__ = ["JobInfo", "OperationRate"]
 
@@ -45,6 +46,7 @@ class JobInfo:
         boundaries: what leaves each layer for one micro-batch.
         boundary_bytes: its size.
         param_bytes: bytes of each layer's parameters.
+        tied: parameters that layers share.
         device: what computes, as it calls itself; empty where this host has no such device.
         versions: package -> version, of what has an influence on how long operations take.
     """
@@ -55,6 +57,7 @@ class JobInfo:
     boundaries: tuple[BoundaryMessage, ...]
     boundary_bytes: tuple[int, ...]
     param_bytes: tuple[int, ...]
+    tied: tuple[TiedParameters, ...] = ()
     device: str = ""
     versions: Mapping[str, str] = FrozenMap({})
 
@@ -65,7 +68,8 @@ class JobInfo:
     @property
     def fingerprint(self) -> str:
         """Equal for jobs whose layers have parameters and boundaries of the same sizes; kept with checkpoints."""
-        sizes = json.dumps([self.param_bytes, [[b.shape, b.dtype] for b in self.boundaries]])
+        tied = [[[each.layers, each.gradient_bytes] for each in self.tied]] if self.tied else []
+        sizes = json.dumps([self.param_bytes, [[b.shape, b.dtype] for b in self.boundaries], *tied])
         return blake2b(sizes.encode(), digest_size=16).hexdigest()
 
     def profiled_as(self, config: RunConfig) -> Fingerprint:
@@ -89,6 +93,7 @@ class JobInfo:
                 input_grad_s=rate.backward_s / 2 * cost / total,
                 weight_grad_s=rate.backward_s / 2 * cost / total,
                 param_bytes=param_bytes,
+                gradient_bytes=param_bytes,
                 output_bytes=boundary_bytes,
             )
             for index, (cost, param_bytes, boundary_bytes) in enumerate(
@@ -97,6 +102,10 @@ class JobInfo:
         )
         workers = tuple(Worker(worker, host) for worker, host in sorted(hosts.items()))
         return CostModel(
-            Workload(layers, config.batch.micro_batches, config.batch.micro_batch_size),
+            Workload(layers, config.batch.micro_batches, config.batch.micro_batch_size, tied=self.tied),
             Cluster(workers, _LOOPBACK, _LOOPBACK),
         )
+
+    def with_tied(self, costs: CostModel) -> CostModel:
+        """Return a profile's cost model of this job, which knows of each layer alone, with what its layers share."""
+        return CostModel(dataclasses.replace(costs.workload, tied=self.tied), costs.cluster)

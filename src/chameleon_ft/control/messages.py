@@ -224,9 +224,9 @@ class Run(MessagePart):
     first_step: int
     operations: tuple[tuple[str, int, int, int, int, int | None, int | None, bool, bool, bool], ...]
     """This worker's program; see `pack_operations`."""
-    segments: tuple[tuple[int, int, tuple[int, ...]], ...]
-    """(first layer, layer after the last, holders) of every gradient segment, in the order all workers issue them;
-    those with one holder, which need no message, come last."""
+    segments: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
+    """(first layer, layer after the last, holders, layers that share it where it is tied) of every gradient segment, in
+    the order all workers issue them; those with one holder, which need no message, come last."""
     roll_forward: Vote | None = None
     """The vote of step ``first_step - 1``: a rank that has not applied that step yet does so first."""
     load: Literal["initial", "keep"] | int = "keep"
@@ -269,7 +269,7 @@ class Run(MessagePart):
 
     def unpack_segments(self) -> tuple[Segment, ...]:
         """Return the gradient segments of the whole model."""
-        return tuple(Segment(LayerRange(start, stop), holders) for start, stop, holders in self.segments)
+        return tuple(Segment(LayerRange(start, stop), holders, tied) for start, stop, holders, tied in self.segments)
 
 
 class Stop(MessagePart):

@@ -17,7 +17,7 @@ from typing import Final
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.control.messages import OperationTimes
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import SyncTiming, estimate_step
+from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
@@ -217,7 +217,7 @@ class Observations:
         assert self._program is not None
         work_s = math.fsum(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
         if self._estimated is None or self._estimated[0] != costs.cluster:
-            estimate = estimate_step(self._plan, self._program, costs, timing=SyncTiming.AFTER_PROGRAM)
+            estimate = estimate_step(self._plan, self._program, costs)
             self._estimated = (costs.cluster, work_s, estimate.step_s)
         _, then_s, step_s = self._estimated
         return step_s * work_s / then_s

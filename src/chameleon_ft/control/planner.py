@@ -19,7 +19,7 @@ from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.profiles import Profile, costs_of_run
 from chameleon_ft.recovery import FailureRate, in_flight_ceiling
 from chameleon_ft.schedule import CostModel, best_program, check_program
-from chameleon_ft.sync import gradient_rounds, gradient_segments
+from chameleon_ft.sync import gradient_rounds, gradient_segments, tied_segments
 from chameleon_ft.transfer import Transfer, transfer_s
 
 __all__ = ["Planner"]
@@ -143,10 +143,12 @@ class Planner:
             costs_from=self._costs_from,
         )
         self._seen.begin(plan, program, self._reference(hosts))
-        alone = (segment for segment in gradient_segments(plan.placement) if len(segment.holders) == 1)
+        tied = costs.workload.tied_layers
+        every = (*gradient_segments(plan.placement), *tied_segments(plan.placement, tied))
+        alone = (segment for segment in every if len(segment.holders) == 1)
         segments = tuple(
-            (segment.layers.start, segment.layers.stop, segment.holders)
-            for segment in (*gradient_rounds(plan.placement).order, *alone)
+            (segment.layers.start, segment.layers.stop, segment.holders, segment.tied)
+            for segment in (*gradient_rounds(plan.placement, tied).order, *alone)
         )
         return planned, {
             worker: Run(
@@ -188,7 +190,7 @@ class Planner:
     def _reference(self, hosts: Mapping[int, str]) -> CostModel:
         """What observations are compared with: the profile, or where there is none a second for the whole model."""
         if self._profile is not None:
-            return costs_of_run(self._config, self._profile, hosts)
+            return self._job.with_tied(costs_of_run(self._config, self._profile, hosts))
         return self._job.costs(self._config, hosts, OperationRate(forward_s=1.0, backward_s=1.0))
 
     @property

@@ -14,7 +14,7 @@ from chameleon_ft.estimate.bounds import (
     total_work_bound_s,
 )
 from chameleon_ft.estimate.cluster_bound import cluster_bound_s
-from chameleon_ft.estimate.gradient_sync import SyncEstimate, SyncTiming, TimedReduction, estimate_sync, reduction_s
+from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync, reduction_s
 from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory
 from chameleon_ft.estimate.stages import PipelineTimes, pipeline_times
 from chameleon_ft.estimate.step import StepEstimate, estimate_step
@@ -27,7 +27,6 @@ __all__ = [
     "StallModel",
     "StepEstimate",
     "SyncEstimate",
-    "SyncTiming",
     "TimedReduction",
     "TransitionEstimate",
     "WorkerMemory",

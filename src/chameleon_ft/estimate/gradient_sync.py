@@ -1,23 +1,15 @@
-"""When gradients are reduced: segment by segment, in rounds, after the backward or during its tail."""
+"""When gradients are reduced: segment by segment, in rounds, during the tail of the backward."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel, OperationKind, Timeline
-from chameleon_ft.sync import Segment, SyncRounds, gradient_rounds
+from chameleon_ft.sync import Segment, SyncRounds, gradient_rounds, segment_bytes
 
-__all__ = ["SyncEstimate", "SyncTiming", "TimedReduction", "estimate_sync", "reduction_s"]
-
-
-class SyncTiming(StrEnum):
-    """When a worker starts to reduce: each segment once its gradients are complete, or all after its last operation."""
-
-    OVERLAPPED = "overlapped"
-    AFTER_PROGRAM = "after-program"
+__all__ = ["SyncEstimate", "TimedReduction", "estimate_sync", "reduction_s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +27,7 @@ class SyncEstimate:
     """The reductions of a step.
 
     Attributes:
-        reductions: in the order in which workers issue them.
+        reductions: in the order in which workers issue them; segments without gradients are not among them.
         rounds: how they are arranged, with the fewest rounds that there could be.
         program_s: end of the last operation.
     """
@@ -47,33 +39,33 @@ class SyncEstimate:
     @property
     def end_s(self) -> float:
         """When all gradients are reduced and all operations done."""
-        return max((reduction.end_s for reduction in self.reductions), default=self.program_s)
+        return max([self.program_s, *(reduction.end_s for reduction in self.reductions)])
 
     @property
     def exposed_s(self) -> float:
         """Seconds by which it makes the step longer."""
-        return max(0.0, self.end_s - self.program_s)
+        return self.end_s - self.program_s
 
 
-def estimate_sync(
-    placement: Placement, timeline: Timeline, costs: CostModel, *, timing: SyncTiming = SyncTiming.OVERLAPPED
-) -> SyncEstimate:
+def estimate_sync(placement: Placement, timeline: Timeline, costs: CostModel) -> SyncEstimate:
     """When each segment is reduced, given when the operations end.
 
     A worker reduces one segment after the other, in the order (round, first layer), while it computes; a reduction
-    starts when all its holders have come to it, and with `SyncTiming.OVERLAPPED` have the segment's gradients from all
-    their micro-batches. Reductions do not slow down operations or messages.
+    starts when all its holders have come to it and have the segment's gradients from all their micro-batches. Where
+    there are no gradients, nothing is done. Reductions do not slow down operations or messages.
 
     Raises:
         NoHolderError: a layer has no holder.
         PlanError: the workload has another number of layers than the placement.
     """
-    rounds = gradient_rounds(placement)
-    ready = _Ready(timeline, timing)
+    rounds = gradient_rounds(placement, costs.workload.tied_layers)
+    ready = _Ready(timeline)
     free_s: dict[int, float] = {}
     reductions: list[TimedReduction] = []
     for number, segments in enumerate(rounds.rounds):
         for segment in segments:
+            if not segment_bytes(segment, costs.workload):
+                continue
             start_s = max(max(free_s.get(worker, 0.0), ready.at(worker, segment)) for worker in segment.holders)
             end_s = start_s + reduction_s(segment, costs)
             free_s.update(dict.fromkeys(segment.holders, end_s))
@@ -83,27 +75,23 @@ def estimate_sync(
 
 def reduction_s(segment: Segment, costs: CostModel) -> float:
     """Seconds of a ring all-reduce of the segment's gradients: 2 (n - 1) alpha + 2 (n - 1) / n * bytes / beta."""
-    layers = costs.workload.layers[segment.layers.start : segment.layers.stop]
-    return costs.cluster.ring_all_reduce_s(segment.holders, sum(layer.gradient_bytes for layer in layers))
+    return costs.cluster.ring_all_reduce_s(segment.holders, segment_bytes(segment, costs.workload))
 
 
 class _Ready:
     """When a worker has the gradients of a segment."""
 
-    def __init__(self, timeline: Timeline, timing: SyncTiming) -> None:
-        self._timing = timing
-        self._end_s: dict[int, float] = {}
+    def __init__(self, timeline: Timeline) -> None:
         # For each worker and range of layers that it runs, the end of the last operation that makes gradients.
         self._last_s: dict[int, dict[tuple[int, int], float]] = {}
         for timed in timeline.operations:
-            self._end_s[timed.worker] = max(timed.end_s, self._end_s.get(timed.worker, 0.0))
             if timed.operation.kind in (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD):
                 layers = timed.operation.layers
                 self._last_s.setdefault(timed.worker, {})[layers.start, layers.stop] = timed.end_s
 
     def at(self, worker: int, segment: Segment) -> float:
-        if self._timing is SyncTiming.AFTER_PROGRAM:
-            return self._end_s.get(worker, 0.0)
         made: Mapping[tuple[int, int], float] = self._last_s.get(worker, {})
-        first, stop = segment.layers.start, segment.layers.stop
-        return max((end_s for (start, end), end_s in made.items() if start < stop and first < end), default=0.0)
+        return max(
+            (end_s for (start, stop), end_s in made.items() if any(start <= layer < stop for layer in segment.made_by)),
+            default=0.0,
+        )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chameleon_ft.estimate.bounds import plan_bound_s
-from chameleon_ft.estimate.gradient_sync import SyncEstimate, SyncTiming, estimate_sync
+from chameleon_ft.estimate.gradient_sync import SyncEstimate, estimate_sync
 from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
@@ -70,7 +70,6 @@ def estimate_step(
     program: Program,
     costs: CostModel,
     *,
-    timing: SyncTiming = SyncTiming.OVERLAPPED,
     buffers: MessageBuffers = MessageBuffers(),  # noqa: B008 - frozen
 ) -> StepEstimate:
     """The prediction for one step of `program`, which is one of `plan`.
@@ -88,7 +87,7 @@ def estimate_step(
     return StepEstimate(
         timeline=timeline,
         bound_s=plan_bound_s(plan, costs),
-        sync=estimate_sync(plan.placement, timeline, costs, timing=timing),
+        sync=estimate_sync(plan.placement, timeline, costs),
         memory=FrozenMap(program_memory(program, plan.placement, costs.workload, buffers)),
         busy_s=FrozenMap(busy_s),
     )

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec
 from chameleon_ft.keys import init_key, step_key
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
     from chameleon_ft.job import Job
 
-__all__ = ["boundary_specs", "build_layer", "param_bytes", "seed_forward"]
+__all__ = ["blank_layer", "boundary_specs", "build_layer", "param_bytes", "seed_forward", "tie", "tied_bytes"]
 
 
 def build_layer(job: Job, layer: int, seed: int) -> nn.Module:
@@ -23,9 +27,52 @@ def build_layer(job: Job, layer: int, seed: int) -> nn.Module:
 
     Torch's CPU generator is left as it was found.
     """
+    module = _drawn(job, layer, seed)
+    for copies in job.tied:
+        (first, first_name), *others = copies
+        for name in (name for other, name in others if other == layer):
+            with torch.no_grad():
+                module.get_parameter(name).copy_(_drawn(job, first, seed).get_parameter(first_name))
+    return module
+
+
+def tie(job: Job, layers: Sequence[nn.Module]) -> None:
+    """Let the layers of a whole model, first to last, share what they have copies of: the same parameter objects."""
+    for (first, first_name), *others in job.tied:
+        for layer, name in others:
+            path, _, leaf = name.rpartition(".")
+            setattr(layers[layer].get_submodule(path), leaf, layers[first].get_parameter(first_name))
+
+
+def tied_bytes(job: Job) -> dict[tuple[int, ...], int]:
+    """The bytes of what layers share, by the layers, ascending; nothing is allocated.
+
+    Raises:
+        ConfigError: a tied parameter does not exist, or is not of the shape and type of its first copy.
+    """
+    found: dict[tuple[int, ...], int] = {}
+    for copies in job.tied:
+        parameters = [_named_on_meta(job, layer, name) for layer, name in copies]
+        if len({(p.shape, p.dtype, p.requires_grad) for p in parameters}) > 1:
+            raise ConfigError(f"`tied` has {copies}: these differ in shape, type or in whether they are trained")
+        layers = tuple(sorted(layer for layer, _ in copies))
+        found[layers] = found.get(layers, 0) + parameters[0].nbytes
+    return found
+
+
+def blank_layer(job: Job, layer: int, seed: int) -> nn.Module:
+    """Build layer `layer` on the CPU for a state that comes from elsewhere: its parameters may hold anything.
+
+    Drawing them is what takes the time. Where anything but the parameters is drawn, or made of them, they are drawn.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(init_key(seed, layer))
-        return job.layers[layer]()
+        before = torch.default_generator.get_state()
+        with _NothingDrawn():  # type: ignore[no-untyped-call]
+            module = job.layers[layer]()
+        if torch.equal(before, torch.default_generator.get_state()) and not _has_blank_buffers(module):
+            return module
+    return build_layer(job, layer, seed)
 
 
 def seed_forward(seed: int, *, step: int, micro_batch: int, layer: int, device: torch.device | None = None) -> None:
@@ -82,6 +129,40 @@ def param_bytes(job: Job) -> tuple[int, ...]:
         if id(factory) not in known:
             known[id(factory)] = sum(parameter.nbytes for parameter in _build_on_meta(job, layer).parameters())
     return tuple(known[id(factory)] for factory in job.layers)
+
+
+class _NothingDrawn(TorchDispatchMode):
+    """Parameters that would be filled with random numbers are marked as blank instead."""
+
+    _FILLS = frozenset({torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._FILLS and isinstance(args[0], torch.nn.Parameter) and args[0].is_floating_point():
+            return args[0].fill_(math.nan)
+        return func(*args, **(kwargs or {}))
+
+
+def _has_blank_buffers(module: nn.Module) -> bool:
+    """Whether a buffer that is no part of the state was made of a parameter that is blank."""
+    return any(
+        buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if name in part._non_persistent_buffers_set
+    )
+
+
+def _drawn(job: Job, layer: int, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(init_key(seed, layer))
+        return job.layers[layer]()
+
+
+def _named_on_meta(job: Job, layer: int, name: str) -> nn.Parameter:
+    try:
+        return _build_on_meta(job, layer).get_parameter(name)
+    except AttributeError as error:
+        raise ConfigError(f"`tied` names the parameter {name!r} of layer {layer}: {error}") from None
 
 
 def _first_input(job: Job) -> Tensor:

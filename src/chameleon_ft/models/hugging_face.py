@@ -26,6 +26,8 @@ _BLOCK = {
 }
 _HEAD = {"norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
 
+_TIED = _HEAD["output.weight"]
+
 
 def to_hugging_face(layer_states: Mapping[int, Mapping[str, Tensor]], num_blocks: int) -> dict[str, Tensor]:
     """The state dicts of layers, by layer number, as (part of) one of ``LlamaForCausalLM``; the tensors are shared.
@@ -45,9 +47,11 @@ def from_hugging_face(state: Mapping[str, Tensor], layer: int, num_blocks: int) 
     """The state dict of one layer, out of that of a whole ``LlamaForCausalLM``; the tensors are shared.
 
     Raises:
-        ConfigError: `state` lacks a tensor of the layer. A head tied to the embedding has to be saved untied.
+        ConfigError: `state` lacks a tensor of the layer.
     """
     names = _names(layer, num_blocks)
+    if layer == num_blocks + 1 and _TIED not in state:
+        names = {**names, "output.weight": _EMBEDDING["tokens.weight"]}  # a tied head is not saved apart
     _require_same(set(names.values()), set(names.values()) & set(state), f"the weights for layer {layer}")
     return {name: state[theirs] for name, theirs in names.items()}
 

@@ -1,8 +1,8 @@
 """A Llama as a list of layers: embedding, transformer blocks, head. Each is built alone, by whoever holds it.
 
 Grouped-query attention with rotary positions, root-mean-square norms and SwiGLU feed-forward, all without biases; the
-head is not tied to the embedding, so that no two layers share a parameter. Parameters correspond one to one to those of
-transformers' ``LlamaForCausalLM`` (see `chameleon_ft.models.hugging_face`).
+head may be tied to the embedding (`tied_parameters`). Parameters correspond one to one to those of transformers'
+``LlamaForCausalLM`` (see `chameleon_ft.models.hugging_face`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from chameleon_ft.config import LlamaConfig
 
-__all__ = ["Block", "Embedding", "Head", "layer_flops", "llama_layers", "next_token_loss", "num_parameters"]
+__all__ = [
+    "Block",
+    "Embedding",
+    "Head",
+    "layer_flops",
+    "llama_layers",
+    "next_token_loss",
+    "num_parameters",
+    "tied_parameters",
+]
 
 _INIT_STD = 0.02
 
@@ -128,6 +137,13 @@ def llama_layers(config: LlamaConfig) -> tuple[Callable[[], nn.Module], ...]:
     return (partial(Embedding, config), *(block for _ in range(config.num_layers)), partial(Head, config))
 
 
+def tied_parameters(config: LlamaConfig) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """What layers share, as a job has it: nothing, or the matrix of the embedding and of the head."""
+    if not config.tie_embeddings:
+        return ()
+    return (((0, "tokens.weight"), (config.partition_layers - 1, "output.weight")),)
+
+
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy in float32, summed: logits (batch, time, vocab_size), targets (batch, time) -> scalar."""
     return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
@@ -138,7 +154,8 @@ def num_parameters(config: LlamaConfig) -> int:
     kv_dim = config.num_kv_heads * (config.dim // config.num_heads)
     attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
     block = attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
-    return config.num_layers * block + 2 * config.vocab_size * config.dim + config.dim
+    matrices = 1 if config.tie_embeddings else 2
+    return config.num_layers * block + matrices * config.vocab_size * config.dim + config.dim
 
 
 def layer_flops(config: LlamaConfig) -> tuple[float, ...]:

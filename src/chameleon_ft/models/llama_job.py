@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from chameleon_ft.data.corpus import load_tokens
 from chameleon_ft.data.windows import TokenWindows
 from chameleon_ft.job import Job
-from chameleon_ft.models.llama import layer_flops, llama_layers, next_token_loss
+from chameleon_ft.models.llama import layer_flops, llama_layers, next_token_loss, tied_parameters
 from chameleon_ft.optim import adamw, warmup_cosine
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def llama_job(config: TrainConfig) -> Job:
         ),
         clip_norm=optimizer.clip_norm or None,
         layer_costs=layer_flops(config.model),
+        tied=tied_parameters(config.model),
     )
 
 

@@ -70,10 +70,13 @@ class _Layer(nn.Module):
     def __init__(self, params: int, width: int) -> None:
         super().__init__()
         self._width = width
-        self.weight = nn.Parameter(torch.empty(max(params, 1)).uniform_(-1, 1))
+        # What has no gradients in the profile has none to reduce here.
+        self.weight = nn.Parameter(torch.empty(params).uniform_(-1, 1)) if params else None
 
     def forward(self, boundary: Tensor) -> Tensor:
-        moved = boundary.mean(dim=-1, keepdim=True) + torch.tanh(self.weight).mean()
+        moved = boundary.mean(dim=-1, keepdim=True)
+        if self.weight is not None:
+            moved = moved + torch.tanh(self.weight).mean()
         return moved.expand(-1, self._width).contiguous()
 
 

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.estimate import StepEstimate, SyncTiming, estimate_step
+from chameleon_ft.estimate import StepEstimate, estimate_step
 from chameleon_ft.observe.lanes import Lane, WorkerReduction
 from chameleon_ft.observe.plans import CostsFrom, GenerationPlan
 from chameleon_ft.observe.timelines import RecordedStep
@@ -153,7 +153,7 @@ def _compare(plan: GenerationPlan, steps: Sequence[MeasuredStep]) -> GenerationC
     steps = steps[1:] or steps
     has_profile = plan.costs_from in ("profile", "corrected")
     costs = plan.costs if has_profile else _ObservedCosts(plan.costs, _medians(steps))
-    predicted = estimate_step(plan.plan, plan.program, costs, timing=SyncTiming.AFTER_PROGRAM)
+    predicted = estimate_step(plan.plan, plan.program, costs)
     return GenerationComparison(
         generation=plan.generation,
         plan=plan,

@@ -18,7 +18,7 @@ from chameleon_ft.presets.dtypes import STATE_POLICIES, StatePolicy
 from chameleon_ft.presets.execution import Execution, Recompute
 from chameleon_ft.presets.flops import TokenWork, layer_work
 from chameleon_ft.presets.shape import ModelShape
-from chameleon_ft.workload import LayerCost, Workload
+from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
 __all__ = ["derive_workload"]
 
@@ -51,7 +51,7 @@ def derive_workload(
         raise ConfigError(f"micro_batch_size must be at least 1; got {micro_batch_size}")
     execution.check(shape)
     deriving = _Deriving(shape, device, execution, state, tokens=micro_batch_size * shape.seq_len)
-    workload = Workload(deriving.layers(), micro_batches, micro_batch_size)
+    workload = Workload(deriving.layers(), micro_batches, micro_batch_size, tied=deriving.tied())
     return workload.recomputed() if execution.recompute is Recompute.FULL else workload
 
 
@@ -101,6 +101,13 @@ class _Deriving:
             crosses=False,
         )
         return (embedding, *blocks, head)
+
+    def tied(self) -> tuple[TiedParameters, ...]:
+        shape = self._shape
+        if not shape.tied_embeddings:
+            return ()
+        own_params = -(-shape.vocab * shape.hidden // self._execution.tp)
+        return (TiedParameters((0, shape.blocks + 1), own_params * self._state.gradients.num_bytes),)
 
     def _layer(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.estimate import StepEstimate, SyncTiming, TransitionEstimate, estimate_step, state_bytes
+from chameleon_ft.estimate import StepEstimate, TransitionEstimate, estimate_step, state_bytes
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery.proposal import Proposal
@@ -44,7 +44,7 @@ class Candidate:
 
     Attributes:
         policy: name of the proposal.
-        step_s: seconds of a step, gradients reduced after the program as the runtime does, times `step_factor`.
+        step_s: seconds of a step, until all gradients are reduced, times `step_factor`.
         peak_bytes: what the worker that needs most holds at its worst moment.
         stall_s: seconds in which nothing is gained: the phases of the stall, the transfer, and work of the interrupted
             step that is done again.
@@ -133,7 +133,7 @@ def _scheduled(proposal: Proposal, plan: Plan, situation: Situation) -> _Schedul
 
 def _under(ceiling: Mapping[int, InFlightLimit], plan: Plan, situation: Situation) -> _Scheduled:
     program = best_program(plan, situation.costs, ceiling=ceiling).program
-    estimate = estimate_step(plan, program, situation.costs, timing=SyncTiming.AFTER_PROGRAM)
+    estimate = estimate_step(plan, program, situation.costs)
     return _Scheduled(plan, ceiling, program, estimate)
 
 

@@ -1,5 +1,6 @@
 """The commit of a step: reduce the gradients, vote, apply.
 
+Reductions begin while the program still runs (`chameleon_ft.runtime.reductions`); the commit waits for what is left.
 The vote is one all-reduce over all workers of the generation. It completes anywhere only if every worker has put in its
 share, and a worker does so only once it holds all its reduced gradients. So when any worker has applied a step, every
 other one is able to.
@@ -20,9 +21,9 @@ from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.executor import StepSums
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
-from chameleon_ft.sync import Segment
+from chameleon_ft.runtime.reductions import Reductions, TimedReduction
 
-__all__ = ["AppliedStep", "CommitTimes", "Committer", "NotFiniteError", "TimedReduction"]
+__all__ = ["AppliedStep", "CommitTimes", "Committer", "NotFiniteError"]
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -39,15 +40,6 @@ class AppliedStep:
     grad_norm: float
     """Global L2 norm of the mean gradient, before clipping."""
     lr: float
-
-
-@dataclass(frozen=True, slots=True)
-class TimedReduction:
-    """When the all-reduce of a segment was issued and when it was found done, by `time.perf_counter`."""
-
-    segment: Segment
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +85,21 @@ class Committer:
         self.times: CommitTimes | None = None
 
     def commit(
-        self, sums: StepSums, communicators: Communicators, members: tuple[int, ...], *, finish: bool
+        self,
+        sums: StepSums,
+        reductions: Reductions,
+        communicators: Communicators,
+        members: tuple[int, ...],
+        *,
+        finish: bool,
     ) -> AppliedStep:
         """Take the step that was just executed to its end. Raises CommunicationError, NotFiniteError."""
-        reductions = self._reduce(communicators)
+        reduced = self._reduce(reductions)
         reduced_s = time.perf_counter()
         vote = self._vote(sums, communicators, members, finish=finish)
         voted_s = time.perf_counter()
         applied = self.apply(vote)
-        self.times = CommitTimes(reductions, (reduced_s, voted_s), time.perf_counter())
+        self.times = CommitTimes(reduced, (reduced_s, voted_s), time.perf_counter())
         return applied
 
     def apply(self, vote: Vote) -> AppliedStep:
@@ -131,23 +129,14 @@ class Committer:
         self.last_vote = vote
         return AppliedStep(vote, grad_norm, lr)
 
-    def _reduce(self, communicators: Communicators) -> tuple[TimedReduction, ...]:
+    def _reduce(self, reductions: Reductions) -> tuple[TimedReduction, ...]:
+        """Wait for the reductions, all of which have been issued by the end of the program."""
         self._activity.begin("sync")
-        start_s = time.perf_counter()
-        reductions = [
-            (segment, communicators.all_reduce(buffer, segment.holders))
-            for segment in self.buffers.segments
-            if len(segment.holders) > 1
-            for buffer in self.buffers.of(segment)
-        ]
         self._faults.at("sync", self.committed)
-        times = []
         with self._activity.waiting("sync"):
-            for segment, reduction in reductions:
-                reduction.wait()
-                times.append(TimedReduction(segment, start_s, time.perf_counter()))
+            reduced = reductions.finish()
         self.reduced = True
-        return tuple(times)
+        return reduced
 
     def _vote(self, sums: StepSums, communicators: Communicators, members: tuple[int, ...], *, finish: bool) -> Vote:
         ballot = torch.tensor(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -87,9 +87,12 @@ class Executor:
         self._faults = faults
         self._pace = pace
 
-    def run(self, step: int, operations: Sequence[Operation]) -> StepSums:
-        """Run all operations of `step` in order, accumulating gradients. Raises CommunicationError."""
-        return _StepExecution(self, step, operations).run()
+    def run(self, step: int, operations: Sequence[Operation], *, after: Callable[[int], None]) -> StepSums:
+        """Run all operations of `step` in order, accumulating gradients. Raises CommunicationError.
+
+        `after` is called with the number of operations that have been run: 0 before the first, and after each.
+        """
+        return _StepExecution(self, step, operations).run(after)
 
 
 class _StepExecution:
@@ -109,7 +112,8 @@ class _StepExecution:
         self._sends: list[tuple[InFlight, Tensor]] = []
         self._fault_at = _middle_of_each_kind(operations)
 
-    def run(self) -> StepSums:
+    def run(self, after: Callable[[int], None]) -> StepSums:
+        after(0)
         for index, operation in enumerate(self._operations):
             if index in self._fault_at:
                 self._executor._faults.at(self._fault_at[index], self._step)
@@ -122,6 +126,7 @@ class _StepExecution:
             self._sums.spans.append((operation.kind, start, time.perf_counter()))
             if result is not None:
                 self._pass_on(operation, result)
+            after(index + 1)
         self._sums.under_way = self._sends
         self._sums.loss = float(torch.stack(self._losses).sum(dtype=torch.float64)) if self._losses else 0.0
         return self._sums

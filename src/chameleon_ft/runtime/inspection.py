@@ -13,10 +13,11 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.messages import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import Job, load_job
-from chameleon_ft.models.build import boundary_specs, param_bytes
+from chameleon_ft.models.build import boundary_specs, param_bytes, tied_bytes
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.runtime.device import device_name
 from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
+from chameleon_ft.workload import TiedParameters
 
 __all__ = ["inspect_job", "inspection_main"]
 
@@ -48,8 +49,9 @@ def inspect_job(config: RunConfig) -> JobInfo:
         )
     boundaries = boundary_specs(job, config.batch.micro_batch_size)
     sizes = param_bytes(job)
+    tied = tied_bytes(job)
     return JobInfo(
-        model=_model_in_words(config, job, sum(sizes)),
+        model=_model_in_words(config, job, sum(sizes) - sum((len(layers) - 1) * size for layers, size in tied.items())),
         data=_data_in_words(config, job),
         relative_costs=job.relative_costs,
         boundaries=tuple(
@@ -57,6 +59,7 @@ def inspect_job(config: RunConfig) -> JobInfo:
         ),
         boundary_bytes=tuple(spec.num_bytes for spec in boundaries),
         param_bytes=sizes,
+        tied=tuple(TiedParameters(layers, num_bytes) for layers, num_bytes in tied.items()),
         device=_device_name(config),
         versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),
     )

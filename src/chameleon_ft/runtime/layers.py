@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from chameleon_ft.job import Job
-from chameleon_ft.models.build import build_layer, seed_forward
+from chameleon_ft.models.build import blank_layer, build_layer, seed_forward
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.sync import Segment
 
@@ -32,7 +31,7 @@ class HeldLayers:
         self._job = job
         self._seed = seed
         self._device = device
-        self._modules = {layer: self._built(layer) for layer in sorted(layers)}
+        self._modules = {layer: build_layer(job, layer, seed).to(device).train() for layer in sorted(layers)}
         self._optimizer: torch.optim.Optimizer | None = None
         self._renew_optimizer()
 
@@ -42,7 +41,7 @@ class HeldLayers:
 
     def take_in(self, layer: int, state: Mapping[str, Any]) -> None:
         """Hold one more layer, with the state that `state_of` gave elsewhere; tensors of `state` may be kept."""
-        module = self._built(layer)
+        module = blank_layer(self._job, layer, self._seed).to(self._device).train()
         self._modules = dict(sorted({**self._modules, layer: module}.items()))
         self._renew_optimizer()
         self.restore(layer, state)
@@ -68,6 +67,14 @@ class HeldLayers:
     def parameters(self, layers: LayerRange) -> list[nn.Parameter]:
         """The trained parameters of `layers`, in order."""
         return [p for layer in layers for p in self._modules[layer].parameters() if p.requires_grad]
+
+    def tied(self, layers: Collection[int]) -> list[list[nn.Parameter]]:
+        """The trained parameters that exactly these layers share: of each, the copies in layers that are held."""
+        groups = (
+            [self._modules[layer].get_parameter(name) for layer, name in copies if layer in self._modules]
+            for copies in self._job.tied_with(layers)
+        )
+        return [copies for copies in groups if copies and copies[0].requires_grad]
 
     def _placed(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
         """Put a value of the optimizer's state where the optimizer keeps it: with its parameter, but for the counter.
@@ -121,9 +128,6 @@ class HeldLayers:
                     key: self._placed(key, value, parameter) for key, value in own.items()
                 }
 
-    def _built(self, layer: int) -> nn.Module:
-        return build_layer(self._job, layer, self._seed).to(self._device).train()
-
     def _renew_optimizer(self) -> None:
         """Make an optimizer for the parameters that are held now; what it kept for them stays."""
         before = None if self._optimizer is None else self._optimizer.state
@@ -136,12 +140,26 @@ class HeldLayers:
 class GradientBuffers:
     """The gradients of the held layers as views into one flat buffer for each segment and element type.
 
-    Autograd accumulates into the views in place, so that a segment is reduced without being gathered first.
+    Autograd accumulates into the views in place, so that a segment is reduced without being gathered first. The copies
+    of a tied parameter have one view together, which sums their gradients.
     """
 
     def __init__(self, held: HeldLayers, segments: Sequence[Segment]) -> None:
-        self.segments = tuple(segment for segment in segments if held.layers.issuperset(segment.layers))
-        self._buffers = {segment: _flat_gradients(held.parameters(segment.layers)) for segment in self.segments}
+        self.segments = tuple(
+            segment
+            for segment in segments
+            if (not held.layers.isdisjoint(segment.tied) if segment.tied else held.layers.issuperset(segment.layers))
+        )
+        tied = {segment: held.tied(segment.tied) for segment in self.segments if segment.tied}
+        elsewhere = {id(copy) for groups in tied.values() for copies in groups for copy in copies}
+        self._buffers = {
+            segment: _flat_gradients(
+                tied[segment]
+                if segment.tied
+                else [[p] for p in held.parameters(segment.layers) if id(p) not in elsewhere]
+            )
+            for segment in self.segments
+        }
 
     def of(self, segment: Segment) -> tuple[Tensor, ...]:
         """The flat buffers of a segment, one for each element type of its parameters."""
@@ -170,16 +188,19 @@ class GradientBuffers:
             yield from buffers
 
 
-def _flat_gradients(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
+def _flat_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> tuple[Tensor, ...]:
+    """Give the copies of each parameter, mostly there is one, their view."""
     buffers: list[Tensor] = []
-    by_type = sorted(parameters, key=lambda p: str(p.dtype))
-    for dtype, group in groupby(by_type, key=attrgetter("dtype")):
+    by_type = sorted(parameters, key=lambda copies: str(copies[0].dtype))
+    for dtype, group in groupby(by_type, key=lambda copies: copies[0].dtype):
         same = list(group)
-        buffer = torch.zeros(sum(p.numel() for p in same), dtype=dtype, device=same[0].device)
+        buffer = torch.zeros(sum(copies[0].numel() for copies in same), dtype=dtype, device=same[0][0].device)
         offset = 0
-        for parameter in same:
-            parameter.grad = buffer[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
+        for copies in same:
+            size = copies[0].numel()
+            for copy in copies:
+                copy.grad = buffer[offset : offset + size].view_as(copy)
+            offset += size
         buffers.append(buffer)
     return tuple(buffers)
 

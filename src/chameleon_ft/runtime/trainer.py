@@ -40,6 +40,7 @@ from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.executor import Executor, Pace, StepSums, channels_of
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.runtime.transition import Mover, channels_of_transition
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.sync import Segment
@@ -173,10 +174,11 @@ class Trainer:
         needed = self._layers_in(segments)
         self._held = self._committer = None  # what is given up must not take memory beside what replaces it
         with self._activity.waiting("loading layers"):
-            self._held = HeldLayers(context.job, needed, seed=context.config.seed, device=context.device)
+            fresh = () if isinstance(order.load, int) else needed
+            self._held = HeldLayers(context.job, fresh, seed=context.config.seed, device=context.device)
             if isinstance(order.load, int):
                 for layer in sorted(needed):
-                    self._held.restore(layer, read_layer(context.run.checkpoints, order.load, layer))
+                    self._held.take_in(layer, read_layer(context.run.checkpoints, order.load, layer))
 
     def _catch_up(self, order: Run) -> None:
         """Apply the step before `order.first_step`, if this rank has not: its gradient is of the placement it has."""
@@ -245,7 +247,8 @@ class Trainer:
 
     def _layers_in(self, segments: tuple[Segment, ...]) -> set[int]:
         worker = self._context.worker
-        return {layer for segment in segments if worker in segment.holders for layer in segment.layers}
+        own = (segment for segment in segments if worker in segment.holders and not segment.tied)
+        return {layer for segment in own for layer in segment.layers}
 
     def _stand_by(self, order: Run) -> None:
         """Without a part in the plan, wait until the generation is over; what others have begun with this rank ends."""
@@ -283,7 +286,18 @@ class Trainer:
             faults=self._faults,
             pace=context.pace,
         )
-        finish = False
+        with Reductions(committer.buffers, operations, communicators) as reductions:
+            return self._run_steps(order, committer, communicators, executor, reductions)
+
+    def _run_steps(
+        self,
+        order: Run,
+        committer: Committer,
+        communicators: Communicators,
+        executor: Executor,
+        reductions: Reductions,
+    ) -> bool:
+        context, operations, finish = self._context, order.unpack_operations(), False
         self._client.send(Started(generation=order.generation, step=committer.committed))
         while committer.committed < context.config.steps and not finish:
             if self._client.ended >= order.generation:
@@ -291,8 +305,8 @@ class Trainer:
             step, start, began_at = committer.committed, time.perf_counter(), time.time()
             committer.reduced = False
             committer.buffers.zero()
-            sums = executor.run(step, operations)
-            applied = committer.commit(sums, communicators, order.members, finish=self._client.finishing)
+            sums = executor.run(step, operations, after=reductions.after)
+            applied = committer.commit(sums, reductions, communicators, order.members, finish=self._client.finishing)
             sums.under_way.clear()  # the vote is complete, and so is every message
             self._report(order, committer, applied, sums, time.perf_counter() - start)
             if self._is_recorded(step, order):
@@ -379,7 +393,7 @@ class Trainer:
                 layer: self._held.snapshot(layer)
                 for segment in committer.buffers.segments
                 for layer in segment.layers
-                if segment.holders[layer % len(segment.holders)] == self._context.worker
+                if not segment.tied and segment.holders[layer % len(segment.holders)] == self._context.worker
             }
         self._writer.submit(generation, committer.committed, layers)
 

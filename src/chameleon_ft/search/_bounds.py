@@ -82,7 +82,7 @@ class Pipelines:
         self.num_layers = len(costs.workload.layers)
         self.memory = StageMemory(costs.workload, split_backward=split_backward)
         self.times = tuple(stage_times(costs, kind, split_backward=split_backward) for kind in kinds)
-        self.gradient_bytes = gradient_bytes(costs.workload.layers)
+        self.gradient_bytes = gradient_bytes(costs.workload)
         self.has_gradients = bool(self.gradient_bytes[0, -1])
         self.closed_form = ClosedForm(costs, kinds, split_backward=split_backward)
         self._bounds: dict[SyncCost, PipelineBounds] = {}

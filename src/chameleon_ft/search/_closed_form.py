@@ -42,7 +42,14 @@ class ClosedForm:
         # Fused backwards of the stages before come after it. What is to be reduced does not wait for them.
         self._ahead = forward if split_backward else 1.0
         self._ahead_of_sync = forward
-        self._bytes_per_s = min((layer.gradient_bytes / own_s for layer, own_s in busy), default=0.0)
+        # What is tied may be reduced for several layers of a stage at once.
+        own_bytes = [layer.gradient_bytes for layer in layers]
+        for each in costs.workload.tied:
+            for number in each.layers:
+                own_bytes[number] -= each.gradient_bytes
+        self._bytes_per_s = min(
+            (size / own_s for size, own_s in zip(own_bytes, work_s, strict=True) if own_s), default=0.0
+        )
         self._largest_s = _largest_stage_s(work_s)
         self._last: dict[tuple[Shape, float], int] = {}
 

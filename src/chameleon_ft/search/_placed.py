@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from chameleon_ft.search._effort import polish_effort
 from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._timed import TimedPipeline, Timer, hops_of
 from chameleon_ft.search.result import FoundPlan
-from chameleon_ft.sync import Segment, gradient_rounds
+from chameleon_ft.sync import Segment, gradient_rounds, segment_bytes
 from chameleon_ft.transfer import Holding, assign_roles, holdings_of, missing_layers
 
 
@@ -51,12 +52,14 @@ def synced_s(pipelines: Sequence[PlacedPipeline], costs: CostModel) -> float:
     Workers with equal stages of equal programs do everything at the same time, so a few stand for all.
     """
     program_s = max(each.timed.program_s for each in pipelines)
-    if len(pipelines) < 2 or not has_gradients(costs):
+    tied = costs.workload.tied_layers
+    if (len(pipelines) < 2 and not tied) or not has_gradients(costs):
         return program_s
     classes: dict[int, list[PlacedPipeline]] = {}
     for each in pipelines:
         classes.setdefault(id(each.timed), []).append(each)
-    few = [each for members in classes.values() for each in members[:2]]
+    # With tied parameters the number of rounds may depend on how many there are.
+    few = [each for members in classes.values() for each in (members if tied else members[:2])]
     placement = Placement(
         len(costs.workload.layers),
         {hop.worker: (hop.layers,) for each in few for hop in hops_of(each.workers, each.timed.stops)},
@@ -64,8 +67,10 @@ def synced_s(pipelines: Sequence[PlacedPipeline], costs: CostModel) -> float:
     free_s = {worker: end_s for each in few for worker, end_s in zip(each.workers, each.timed.ends_s, strict=True)}
     hosts = {worker.id: worker.host for worker in costs.cluster.workers}
     end_s = program_s
-    for segments in gradient_rounds(placement).rounds:
+    for segments in gradient_rounds(placement, tied).rounds:
         for segment in segments:
+            if not segment_bytes(segment, costs.workload):
+                continue
             start_s = max(free_s[worker] for worker in segment.holders)
             done_s = start_s + _reduction_s(segment, classes, costs, hosts)
             free_s.update(dict.fromkeys(segment.holders, done_s))
@@ -166,14 +171,13 @@ def moved_bytes(placement: Placement, costs: CostModel, current: Placement | Non
 def _reduction_s(
     segment: Segment, classes: dict[int, list[PlacedPipeline]], costs: CostModel, hosts: dict[int, str]
 ) -> float:
-    """A ring over the holder that every pipeline has of the segment; the slowest link that is in it sets the pace."""
+    """A ring over the holders that every pipeline has of the segment; the slowest link that is in it sets the pace."""
     holders: list[str] = []
     for members in classes.values():
         stops = members[0].timed.stops
-        position = next(number for number, stop in enumerate(stops) if segment.layers.start < stop)
-        holders += [hosts[each.workers[position]] for each in members]
-    layers = costs.workload.layers[segment.layers.start : segment.layers.stop]
-    return _ring_s(holders, sum(layer.gradient_bytes for layer in layers), costs.cluster)
+        positions = {bisect_right(stops, layer) for layer in segment.tied or (segment.layers.start,)}
+        holders += [hosts[each.workers[position]] for each in members for position in positions]
+    return _ring_s(holders, segment_bytes(segment, costs.workload), costs.cluster)
 
 
 def _ring_s(hosts: Sequence[str], num_bytes: int, cluster: Cluster) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search._kinds import Kind
-from chameleon_ft.workload import LayerCost
+from chameleon_ft.workload import LayerCost, Workload
 
 # By start (0 to L) and stop (0 to L); infinite where a stage would have no layers.
 Seconds: TypeAlias = NDArray[np.float64]
@@ -73,10 +73,14 @@ def stage_times(costs: CostModel, kind: Kind, *, split_backward: bool) -> StageT
     )
 
 
-def gradient_bytes(layers: Sequence[LayerCost]) -> Seconds:
-    """Bytes of the gradients of each stage."""
-    sums = np.concatenate([[0.0], np.cumsum([float(layer.gradient_bytes) for layer in layers])])
+def gradient_bytes(workload: Workload) -> Seconds:
+    """Bytes of the gradients of each stage; those of tied parameters once."""
+    sums = np.concatenate([[0.0], np.cumsum([float(layer.gradient_bytes) for layer in workload.layers])])
     found: Seconds = sums[np.newaxis, :] - sums[:, np.newaxis]
+    for tied in workload.tied:
+        before = np.searchsorted(np.array(tied.layers), np.arange(len(sums)))
+        copies = np.maximum(before[np.newaxis, :] - before[:, np.newaxis], 1)
+        found -= (copies - 1) * float(tied.gradient_bytes)
     return found
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from chameleon_ft.plan.placement import Placement
-from chameleon_ft.sync.segments import Segment, gradient_segments
+from chameleon_ft.sync.segments import Segment, gradient_segments, tied_segments
 
 __all__ = ["SyncRounds", "gradient_rounds"]
 
@@ -36,25 +36,32 @@ class SyncRounds:
         return len(self.rounds) - self.fewest
 
 
-def gradient_rounds(placement: Placement) -> SyncRounds:
-    """The rounds in which the gradients of a placement are reduced.
+def gradient_rounds(placement: Placement, tied: Iterable[tuple[int, ...]] = ()) -> SyncRounds:
+    """The rounds in which the gradients of a placement are reduced; the highest layers are in the first.
+
+    A backward goes from high layers to low, so that the gradients of these are complete first.
 
     Where every worker holds one contiguous range, the workers of a segment that two others have in common hold all
-    between them too: the conflicts are a proper interval graph, and the first free round from left to right makes the
-    fewest rounds. Otherwise DSATUR (Brelaz 1979), which need not.
+    between them too: the conflicts are a proper interval graph, and the first free round from right to left makes the
+    fewest rounds. Otherwise DSATUR (Brelaz 1979), which need not. Parameters that layers share are complete when the
+    lowest of them is; `tied` are the sets of these layers.
 
     Raises:
         NoHolderError: a layer has no holder.
     """
-    segments = [segment for segment in gradient_segments(placement) if len(segment.holders) > 1]
+    every = [*reversed(gradient_segments(placement)), *tied_segments(placement, tied)]
+    segments = [segment for segment in every if len(segment.holders) > 1]
     fewest = max(Counter(worker for segment in segments for worker in segment.holders).values(), default=0)
     conflicts = _conflicts(segments)
     one_range = all(len(placement.ranges_of(worker)) == 1 for worker in placement.workers)
-    colours = _left_to_right(conflicts) if one_range else _dsatur(conflicts)
-    rounds: list[list[Segment]] = [[] for _ in range(max(colours, default=-1) + 1)]
+    one_range = one_range and not any(segment.tied for segment in segments)
+    colours = _in_turn(conflicts) if one_range else _dsatur(conflicts)
+    rounds: dict[int, list[Segment]] = defaultdict(list)
     for segment, colour in zip(segments, colours, strict=True):
         rounds[colour].append(segment)
-    return SyncRounds(tuple(map(tuple, rounds)), fewest)
+    return SyncRounds(
+        tuple(tuple(sorted(together, key=lambda segment: segment.layers)) for together in rounds.values()), fewest
+    )
 
 
 def _conflicts(segments: Sequence[Segment]) -> list[set[int]]:
@@ -68,7 +75,7 @@ def _conflicts(segments: Sequence[Segment]) -> list[set[int]]:
     return conflicts
 
 
-def _left_to_right(conflicts: Sequence[set[int]]) -> list[int]:
+def _in_turn(conflicts: Sequence[set[int]]) -> list[int]:
     colours: list[int] = []
     for index, others in enumerate(conflicts):
         taken = {colours[other] for other in others if other < index}

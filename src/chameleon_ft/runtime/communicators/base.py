@@ -86,7 +86,11 @@ class Communicators(Protocol):
         """
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
-        """Start summing `tensor` in place over `group`, which is `members` or one of `groups`."""
+        """Start summing `tensor` in place over `group`, which is `members` or one of `groups`.
+
+        Everyone issues those that it takes part in in one order. They are waited for in that order too, by the
+        training thread or by one other thread at the same time as the training thread waits for something else.
+        """
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
         """Start summing a few numbers, in host memory, in place over `group`, which is as in `all_reduce`."""
@@ -94,7 +98,7 @@ class Communicators(Protocol):
     def interrupt(self) -> None:
         """Make every call that is blocked, and every later one, end with CommunicationError.
 
-        Called by the control thread, as often as it takes until the training thread has come back.
+        Called from any thread, as often as it takes until those that wait have come back.
         """
 
     def close(self) -> None:

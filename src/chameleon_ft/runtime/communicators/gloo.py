@@ -17,6 +17,7 @@ from chameleon_ft.runtime.communicators.waiter import Waiter
 
 __all__ = ["GlooCommunicators"]
 
+_MESSAGES, _REDUCTIONS = 0, 1  # the waiters: gradients are reduced while messages are waited for
 _CALL_OFF_AFTER_S = 0.05  # what ends with its connection ends within milliseconds of it
 
 
@@ -33,7 +34,7 @@ class GlooCommunicators:
         self._sockets = SocketTracker()
         self._interrupted_at: float | None = None
         self._lock = threading.Lock()
-        self._waiter: Waiter | None = None
+        self._waiters: tuple[Waiter, ...] = ()
         self._groups: dict[tuple[int, ...], Group] = {}
         self._reductions: list[Work] = []
         self._world: tuple[int, ...] = ()
@@ -61,7 +62,7 @@ class GlooCommunicators:
             self._sockets.settle()
         self._world = membership.members
         with self._lock:
-            self._waiter = Waiter()
+            self._waiters = (Waiter(), Waiter())
         self._raise_if_interrupted()
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
@@ -81,17 +82,10 @@ class GlooCommunicators:
         return self._message(work, peer, arriving, None if arriving is tensor else tensor)
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
-        host = tensor.cpu()
-        try:
-            work = self._groups[group].allreduce([host])
-        except RuntimeError as error:
-            raise CommunicationError(None, str(error)) from None
-        self._reductions = [earlier for earlier in self._reductions if not earlier.is_completed()]
-        self._reductions.append(work)
-        return self._message(work, None, host, None if host is tensor else tensor)
+        return self._reduce(tensor, group, _REDUCTIONS)
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
-        return self.all_reduce(ballot, group)
+        return self._reduce(ballot, group, _MESSAGES)
 
     def interrupt(self) -> None:
         now = time.monotonic()
@@ -100,24 +94,33 @@ class GlooCommunicators:
         self._sockets.shut_down()
         if now - self._interrupted_at > _CALL_OFF_AFTER_S:
             with self._lock:
-                if self._waiter is not None:
-                    self._waiter.call_off()
+                for waiter in self._waiters:
+                    waiter.call_off()
 
     def close(self) -> None:
         # First the connections, so that the groups' destructors find nothing to wait for.
         self._sockets.close()
         with self._lock:
-            waiter, self._waiter = self._waiter, None
-        if waiter is not None:
+            waiters, self._waiters = self._waiters, ()
+        for waiter in waiters:
             waiter.stop()
-        dead = _Dead(self._groups, self._reductions, waiter)
+        dead = _Dead(self._groups, self._reductions, waiters)
         self._groups, self._reductions = {}, []
         if not dead.at_rest(within_s=_CALL_OFF_AFTER_S):
             _DEAD.append(dead)
 
-    def _message(self, work: Work, peer: int | None, host: Tensor, target: Tensor | None = None) -> InFlight:
-        assert self._waiter is not None
-        return _Message(work, peer, host, target, self._waiter)
+    def _reduce(self, tensor: Tensor, group: tuple[int, ...], waiter: int) -> InFlight:
+        host = tensor.cpu()
+        try:
+            work = self._groups[group].allreduce([host])
+        except RuntimeError as error:
+            raise CommunicationError(None, str(error)) from None
+        self._reductions = [earlier for earlier in self._reductions if not earlier.is_completed()]
+        self._reductions.append(work)
+        return _Message(work, None, host, None if host is tensor else tensor, self._waiters[waiter])
+
+    def _message(self, work: Work, peer: int, host: Tensor, target: Tensor | None = None) -> InFlight:
+        return _Message(work, peer, host, target, self._waiters[_MESSAGES])
 
     def _raise_if_interrupted(self) -> None:
         if self._interrupted_at is not None:
@@ -157,13 +160,13 @@ class _Dead:
 
     groups: dict[tuple[int, ...], Group]
     reductions: list[Work]
-    waiter: Waiter | None
+    waiters: tuple[Waiter, ...]
 
     def at_rest(self, *, within_s: float = 0.0) -> bool:
         deadline = time.monotonic() + within_s
-        if self.waiter is not None:
-            self.waiter.join(within_s)
-            if self.waiter.asleep:
+        for waiter in self.waiters:
+            waiter.join(max(0.0, deadline - time.monotonic()))
+            if waiter.asleep:
                 return False
         while not all(reduction.is_completed() for reduction in self.reductions):
             if time.monotonic() >= deadline:

@@ -9,7 +9,8 @@ Written to what is known of NCCL's behaviour in failures, and not yet run on har
 - To interrupt is to abort all communicators at the same time, from threads: one after the other, an abort may wait for
   a kernel that only another abort would end.
 - A wait orders GPU streams and does not block the host. What a kernel leaves behind when it is aborted is not data, so
-  a reduction counts only if the host has seen it end while nothing was interrupted.
+  a reduction counts only if the host has seen it end while nothing was interrupted. It sees that on a stream of its
+  own: the backward that goes on must not be ordered behind the reduction.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class NcclCommunicators:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._channels: dict[Channel, Group] = {}
         self._worker = -1
+        self._watching = torch.cuda.Stream(self._device)
 
     def open(self, membership: Membership) -> None:
         self._worker = membership.worker
@@ -80,7 +82,7 @@ class NcclCommunicators:
             work = self._groups[group].allreduce([on_device])
         except RuntimeError as error:
             raise CommunicationError(None, str(error)) from None
-        return _Reduction(work, on_device, tensor, self._interrupted)
+        return _Reduction(work, on_device, tensor, self._watching, self._interrupted)
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
         return self.all_reduce(ballot, group)
@@ -140,12 +142,14 @@ class _Reduction:
     work: Work
     on_device: Tensor
     target: Tensor
+    watching: torch.cuda.Stream
     interrupted: threading.Event
 
     def wait(self) -> None:
         try:
-            self.work.wait()
-            torch.cuda.current_stream(self.on_device.device).synchronize()
+            with torch.cuda.stream(self.watching):
+                self.work.wait()
+            self.watching.synchronize()
         except RuntimeError as error:
             raise CommunicationError(None, str(error)) from None
         if self.interrupted.is_set():
