@@ -25,6 +25,7 @@ from chameleon_ft.control.messages import (
     OperationTimes,
     Parked,
     Run,
+    Spawn,
     Started,
     Vote,
     WorkerExited,
@@ -111,7 +112,9 @@ class Stage:
 
     def join(self, worker: int) -> Puppet:
         puppet = Puppet(f"worker {worker}")
-        self.say(puppet, Hello(worker=worker, host="10.0.0.1", pid=100 + worker))
+        spawned = [m for m in self.host.sent if isinstance(m, Spawn) and worker in m.workers]
+        life = spawned[-1].lives[spawned[-1].workers.index(worker)] if spawned else 0
+        self.say(puppet, Hello(worker=worker, host="10.0.0.1", pid=100 + worker, life=life))
         self.ranks[worker] = puppet
         return puppet
 

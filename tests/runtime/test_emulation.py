@@ -111,7 +111,7 @@ class _Done:
 
 
 def linked(wire: Wire, worker: int, *, scale: int = 1) -> EmulatedLinks:
-    found = EmulatedLinks(wire, cluster(), scale=scale)
+    found = EmulatedLinks(wire, lambda members: cluster(), scale=scale)
     members = (0, 1, 2)
     found.open(Membership(generation=1, worker=worker, members=members, groups=(), channels=(), store=""))
     return found

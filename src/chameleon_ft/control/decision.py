@@ -13,11 +13,33 @@ from chameleon_ft.control.transition import PlannedTransition, placement_of, pla
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.recovery import FailureRate, largest_symmetric_layout
+from chameleon_ft.recovery import STAY, FailureRate, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import plan_in_roles, plan_transfer, worker_kinds
 
-__all__ = ["Decision", "Situation", "decide"]
+__all__ = ["Decision", "Prepared", "Situation", "decide"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What was weighed while training went on.
+
+    Attributes:
+        plan: what was running.
+        live: who was there, ascending.
+        decision: on how to go on with these.
+        search_s: seconds that it took.
+    """
+
+    plan: Plan
+    live: tuple[int, ...]
+    decision: recovery.Decision
+    search_s: float
+
+    @property
+    def is_change(self) -> bool:
+        """Whether it is better to stop for it than to go on as before."""
+        return self.decision.chosen is not None and self.decision.chosen.policy != STAY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +53,8 @@ class Situation:
         committed: steps known to be applied by some worker, alive or not.
         last_vote: the vote of step ``committed - 1``, where a worker has reported it.
         checkpoints: steps that complete checkpoints resume at, ascending.
+        newcomers: those of the live workers that have come since the last decision.
+        prepared: what was weighed before everyone parked, if anything was.
     """
 
     plan: Plan
@@ -39,6 +63,8 @@ class Situation:
     committed: int
     last_vote: Vote | None
     checkpoints: Sequence[int]
+    newcomers: Collection[int] = ()
+    prepared: Prepared | None = None
 
     @property
     def held(self) -> dict[int, tuple[int, ...]]:
@@ -83,6 +109,8 @@ class Decision:
 def decide(situation: Situation, outlook: recovery.Situation, *, policy: str, rate: FailureRate) -> Decision:
     """Choose how to go on; where nothing that the policy proposes can be done, all return to the newest checkpoint.
 
+    There is nothing to choose where nobody is lost and nobody has come: the same plan is tried again.
+
     Args:
         outlook: the same situation in numbers: the plan in force, who is live, and what things cost.
         policy: name of a policy.
@@ -93,9 +121,13 @@ def decide(situation: Situation, outlook: recovery.Situation, *, policy: str, ra
         ControlError: nothing else can be done, and there is no checkpoint; or the survivors' states do not fit
             together, which the commit protocol rules out.
     """
-    if not outlook.lost:
+    if not outlook.lost and not situation.newcomers:
         return _again(situation, outlook)
-    weighed = recovery.decide(outlook, policy, rate)
+    prepared = situation.prepared
+    if prepared is not None and (prepared.plan, prepared.live) == (outlook.plan, outlook.live):
+        weighed = prepared.decision
+    else:
+        weighed = recovery.decide(outlook, policy, rate)
     if weighed.chosen is None or weighed.course is None:
         return _fall_back(situation, outlook, weighed)
     course = weighed.course

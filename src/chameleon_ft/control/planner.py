@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
@@ -79,7 +79,7 @@ class Planner:
         repeat_s: float,
         rate: FailureRate,
     ) -> Decision:
-        """Decide what follows a loss; see `decide` for what it raises.
+        """Decide what follows a loss, or what to do with those who have come; see `decide` for what it raises.
 
         Args:
             ceiling: what the workers of the plan in force can keep at most.
@@ -87,18 +87,40 @@ class Planner:
             repeat_s: seconds of work of the interrupted step that is done again.
             rate: how soon the next failure is to be expected.
         """
+        outlook = self.outlook(situation.plan, situation.live, hosts, ceiling=ceiling, phases=phases, repeat_s=repeat_s)
+        return decide(situation, outlook, policy=self.policy, rate=rate)
+
+    def outlook(
+        self,
+        plan: Plan,
+        workers: Collection[int],
+        hosts: Mapping[int, str],
+        *,
+        ceiling: Mapping[int, InFlightLimit],
+        phases: StallModel,
+        repeat_s: float,
+    ) -> recovery.Situation:
+        """What a decision is made from when `plan` was running and these workers are live; see `go_on`."""
         costs = self._costs(hosts)
         cluster = costs.cluster
-        live = tuple(worker for worker in cluster.workers if worker.id in situation.live)
-        outlook = recovery.Situation(
-            plan=situation.plan,
+        live = tuple(worker for worker in cluster.workers if worker.id in workers)
+        return recovery.Situation(
+            plan=plan,
             ceiling=ceiling,
             costs=CostModel(costs.workload, Cluster(live, cluster.intra_host, cluster.inter_host)),
             phases=phases,
             repeat_s=repeat_s,
             restart_s=self._config.recovery.restart_s,
         )
-        return decide(situation, outlook, policy=self._config.recovery.policy, rate=rate)
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy of the run."""
+        return self._config.recovery.policy
+
+    def require_costs(self, hosts: Mapping[int, str]) -> None:
+        """Raise ProfileError where the run's profile does not say what a step costs on these workers."""
+        self._costs(hosts)
 
     def orders(
         self, decision: Decision, hosts: Mapping[int, str], *, generation: int, store_port: int

@@ -40,7 +40,9 @@ _EXIT_GRACE_S = 5.0  # a rank that is told to exit has nothing left to do
 class RankEntry(Protocol):
     """What a rank's process runs."""
 
-    def __call__(self, *, coordinator: str, token: str, worker: int, host: str, local_index: int) -> None: ...
+    def __call__(
+        self, *, coordinator: str, token: str, worker: int, life: int, host: str, local_index: int
+    ) -> None: ...
 
 
 class Supervisor:
@@ -70,7 +72,8 @@ class Supervisor:
         self._host = host or local_address_towards(coordinator)
         self._context = context
         self._entry = entry
-        self._ranks: dict[int, BaseProcess] = {}
+        self._ranks: dict[tuple[int, int], BaseProcess] = {}  # by worker and life
+        self._places: dict[int, int] = {}  # worker -> its number on this host, in all its lives
         self._told_to_exit = False
         self._reports: set[asyncio.Task[None]] = set()
 
@@ -111,17 +114,20 @@ class Supervisor:
         with contextlib.suppress(ConnectionClosed):
             async for text in connection:
                 match message := decode(text):
-                    case Spawn(workers=workers):
-                        for index, worker in enumerate(workers):
-                            await asyncio.to_thread(self._spawn, worker, index)
-                            self._watch(worker, connection)
+                    case Spawn(workers=workers, lives=lives):
+                        for worker, life in zip(workers, lives, strict=True):
+                            await asyncio.to_thread(self._spawn, worker, life)
+                            self._watch(worker, life, connection)
                     case Kill(worker=worker):
-                        if worker in self._ranks:
-                            _kill(self._ranks[worker])
+                        # A life that comes later has not been asked for yet: orders come one after the other.
+                        for (number, _), rank in self._ranks.items():
+                            if number == worker:
+                                _kill(rank)
                     case Probe(probe=probe):
-                        for worker, rank in self._ranks.items():
+                        for (worker, life), rank in list(self._ranks.items()):
                             if rank.pid is not None and rank.is_alive():
-                                state = ProcessState(probe=probe, worker=worker, stopped=_is_stopped(rank.pid))
+                                stopped = _is_stopped(rank.pid)
+                                state = ProcessState(probe=probe, worker=worker, life=life, stopped=stopped)
                                 await connection.send(encode(state))
                     case Exit():
                         self._told_to_exit = True
@@ -131,7 +137,7 @@ class Supervisor:
                     case _:
                         raise ControlError(f"a supervisor does not expect {message.type!r}")
 
-    def _spawn(self, worker: int, index: int) -> None:
+    def _spawn(self, worker: int, life: int) -> None:
         rank = self._context.Process(
             target=self._entry,
             name=f"chameleon-worker-{worker}",
@@ -139,24 +145,26 @@ class Supervisor:
                 "coordinator": self._coordinator,
                 "token": self._token,
                 "worker": worker,
+                "life": life,
                 "host": self._host,
-                "local_index": index,
+                # In a later life on the accelerator of the first one.
+                "local_index": self._places.setdefault(worker, len(self._places)),
             },
         )
         rank.start()
-        self._ranks[worker] = rank
+        self._ranks[worker, life] = rank
 
-    def _watch(self, worker: int, connection: ClientConnection) -> None:
+    def _watch(self, worker: int, life: int, connection: ClientConnection) -> None:
         """Have the event loop reap a rank the moment it ends, and tell the coordinator."""
         loop = asyncio.get_running_loop()
-        rank = self._ranks[worker]
+        rank = self._ranks[worker, life]
 
         def reap() -> None:
             loop.remove_reader(rank.sentinel)
             rank.join()
-            report = loop.create_task(
-                _try_to_send(connection, WorkerExited(worker=worker, exit_code=rank.exitcode or 0))
-            )
+            del self._ranks[worker, life]
+            exited = WorkerExited(worker=worker, life=life, exit_code=rank.exitcode or 0)
+            report = loop.create_task(_try_to_send(connection, exited))
             self._reports.add(report)  # the loop itself keeps no task alive
             report.add_done_callback(self._reports.discard)
 

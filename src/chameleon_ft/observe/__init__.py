@@ -16,7 +16,15 @@ from chameleon_ft.observe.faults import FaultLog
 from chameleon_ft.observe.files import ControlAddress, RunDirectory
 from chameleon_ft.observe.plans import CostsFrom, GenerationPlan, read_generation_plans
 from chameleon_ft.observe.recorder import Recorder
-from chameleon_ft.observe.records import FailureRecord, NoticedBy, RunStatus, StepRecord, Summary, summarize
+from chameleon_ft.observe.records import (
+    FailureRecord,
+    JoinRecord,
+    NoticedBy,
+    RunStatus,
+    StepRecord,
+    Summary,
+    summarize,
+)
 from chameleon_ft.observe.timelines import RecordedReduction, RecordedStep, TimelineLog, read_recorded_steps
 from chameleon_ft.observe.view import NullView, RunInfo, View
 
@@ -26,6 +34,7 @@ __all__ = [
     "FailureRecord",
     "FaultLog",
     "GenerationPlan",
+    "JoinRecord",
     "NoticedBy",
     "NullView",
     "RecordedReduction",

@@ -10,7 +10,7 @@ from typing import Any, Self, TextIO
 
 from chameleon_ft.observe.files import RunDirectory, open_for_appending
 from chameleon_ft.observe.plans import GenerationPlan
-from chameleon_ft.observe.records import FailureRecord, RunStatus, StepRecord, Summary, summarize
+from chameleon_ft.observe.records import FailureRecord, JoinRecord, RunStatus, StepRecord, Summary, summarize
 from chameleon_ft.observe.view import RunInfo, View
 
 __all__ = ["Recorder"]
@@ -55,6 +55,11 @@ class Recorder:
         """Record a lost worker, once training goes on without it or the run ends."""
         self._write_event("failure", record.to_json())
         self._view.failure(record)
+
+    def join(self, record: JoinRecord) -> None:
+        """Record a stop for workers that have come, once training goes on."""
+        self._write_event("join", record.to_json())
+        self._view.join(record)
 
     def event(self, name: str, **fields: Any) -> None:
         """Record anything else that happened; `fields` are JSON values."""

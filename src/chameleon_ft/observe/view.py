@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from chameleon_ft.observe.records import FailureRecord, StepRecord, Summary
+from chameleon_ft.observe.records import FailureRecord, JoinRecord, StepRecord, Summary
 
 __all__ = ["NullView", "RunInfo", "View"]
 
@@ -48,6 +48,9 @@ class View(Protocol):
     def failure(self, record: FailureRecord) -> None:
         """A worker was lost, and what to do about it is done."""
 
+    def join(self, record: JoinRecord) -> None:
+        """There was a stop for workers that have come."""
+
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Something else happened."""
 
@@ -65,6 +68,9 @@ class NullView:
         """Show nothing."""
 
     def failure(self, record: FailureRecord) -> None:
+        """Show nothing."""
+
+    def join(self, record: JoinRecord) -> None:
         """Show nothing."""
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:

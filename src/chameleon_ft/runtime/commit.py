@@ -93,12 +93,18 @@ class Committer:
         self.times: CommitTimes | None = None
 
     def commit(
-        self, sums: StepSums, communicators: Communicators, members: tuple[int, ...], *, finish: bool
+        self,
+        sums: StepSums,
+        communicators: Communicators,
+        members: tuple[int, ...],
+        *,
+        finish: bool,
+        pause: bool = False,
     ) -> AppliedStep:
         """Take the step that was just executed to its end. Raises CommunicationError, NotFiniteError."""
         reductions = self._reduce(communicators)
         reduced_s = time.perf_counter()
-        vote = self._vote(sums, communicators, members, finish=finish)
+        vote = self._vote(sums, communicators, members, finish=finish, pause=pause)
         voted_s = time.perf_counter()
         applied = self.apply(vote)
         self.times = CommitTimes(reductions, (reduced_s, voted_s), time.perf_counter())
@@ -149,17 +155,19 @@ class Committer:
         self.reduced = True
         return tuple(times)
 
-    def _vote(self, sums: StepSums, communicators: Communicators, members: tuple[int, ...], *, finish: bool) -> Vote:
+    def _vote(
+        self, sums: StepSums, communicators: Communicators, members: tuple[int, ...], *, finish: bool, pause: bool
+    ) -> Vote:
+        square_sum = self.buffers.square_sum(self._worker)
         ballot = torch.tensor(
-            [self.buffers.square_sum(self._worker), sums.loss, sums.terms, sums.samples, float(finish), 1.0],
-            dtype=torch.float64,
+            [square_sum, sums.loss, sums.terms, sums.samples, float(finish), float(pause), 1.0], dtype=torch.float64
         )
         if len(members) > 1:
             result = communicators.vote(ballot, members)
             self._faults.at("vote", self.committed)
             with self._activity.waiting("vote"):
                 result.wait()
-        grad_square_sum, loss_sum, terms, samples, finishing, well = ballot.tolist()
+        grad_square_sum, loss_sum, terms, samples, finishing, pausing, well = ballot.tolist()
         if round(well) != len(members):
             raise CommunicationError(None, f"the vote counted {well:g} of {len(members)} workers")
         return Vote(
@@ -168,4 +176,5 @@ class Committer:
             terms=round(terms),
             samples=round(samples),
             finish=finishing > 0,
+            pause=pausing > 0,
         )
