@@ -188,7 +188,9 @@ class Stage:
 
     def reap(self, worker: int, exit_code: int = -9) -> None:
         """Have the host reap a worker."""
-        self.say(self.host, WorkerExited(worker=worker, exit_code=exit_code))
+        spawned = [m for m in self.host.sent if isinstance(m, Spawn) and worker in m.workers]
+        life = len(spawned) or 1
+        self.say(self.host, WorkerExited(worker=worker, life=life, exit_code=exit_code))
 
     def depart(self, puppet: Puppet, how: Departure = "connection") -> None:
         """Have a puppet's connection end."""

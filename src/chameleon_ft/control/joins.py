@@ -58,6 +58,7 @@ class Joins:
 
     def add(self, peer: Peer, hello: Hello) -> Worker:
         """Take in a rank that comes while the run goes on. Raises ControlError that says why it cannot be."""
+        self._members.require_number(hello.worker)
         self._respawns.require_welcome(hello.worker)
         try:
             self._planner.require_costs({**self._members.hosts(), hello.worker: hello.host})

@@ -76,8 +76,7 @@ class Members:
     def join(self, peer: Peer, hello: Hello) -> Worker:
         """Take in a rank. Raises ControlError that says why it cannot be."""
         number = hello.worker
-        if number not in self._workers and not 0 <= number < self.count:
-            raise ControlError(f"worker {number} does not exist: the run has {self.count}, numbered from 0")
+        self.require_number(number)
         if not hello.life and self._is_free(number):
             self._workers[number] = self._born(number)
         worker = self._workers[number]
@@ -88,6 +87,11 @@ class Members:
         worker.peer = peer
         worker.host = hello.host
         return worker
+
+    def require_number(self, number: int) -> None:
+        """Raise ControlError where no worker has this number."""
+        if number not in self._workers and not 0 <= number < self.count:
+            raise ControlError(f"worker {number} does not exist: the run has {self.count}, numbered from 0")
 
     def worker_of(self, peer: Peer) -> Worker | None:
         """Return the worker whose control connection this is."""
