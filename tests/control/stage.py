@@ -33,6 +33,7 @@ from chameleon_ft.control.messages import (
 from chameleon_ft.control.server import Departure, Peer
 from chameleon_ft.observe import FailureRecord, NullView, Recorder, RunDirectory
 from chameleon_ft.observe.checkpoints import layer_directory
+from chameleon_ft.profiles import Profile
 
 LAYERS = 4
 JOB = JobInfo(
@@ -233,7 +234,9 @@ class Stage:
 
 
 @contextmanager
-def _staged(directory: Path, *, resume: bool = False, **changes: Any) -> Iterator[Stage]:
+def _staged(
+    directory: Path, *, resume: bool = False, measured: Profile | None = None, **changes: Any
+) -> Iterator[Stage]:
     fields: dict[str, Any] = {
         "job": "a.job:job",
         "workers": 4,
@@ -247,12 +250,14 @@ def _staged(directory: Path, *, resume: bool = False, **changes: Any) -> Iterato
     path = directory / "run"
     run = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, config)
     with Recorder(run, NullView()) as recorder:
-        coordinator = Coordinator(config=config, run=run, recorder=recorder, job=JOB, store_port=2000, resume=resume)
+        coordinator = Coordinator(
+            config=config, run=run, recorder=recorder, job=JOB, profile=measured, store_port=2000, resume=resume
+        )
         yield Stage(coordinator, run)
 
 
 def play(directory: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], **changes: Any) -> None:
-    """Run a scene on a stage of its own; `changes` are those of the configuration."""
+    """Run a scene on a stage of its own; `changes` are those of the configuration, or its profile as `measured`."""
 
     async def whole() -> None:
         with _staged(directory, **changes) as stage:

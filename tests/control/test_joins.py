@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, Recovery
 from chameleon_ft.control.messages import (
     Committed,
@@ -29,6 +30,8 @@ from chameleon_ft.control.messages import (
     WorkerExited,
 )
 from chameleon_ft.errors import ControlError
+from chameleon_ft.profiles import Fingerprint, Profile
+from chameleon_ft.workload import LayerCost
 from tests.control.stage import Puppet, Stage, scene, vote
 
 RESPAWNING: dict[str, Any] = {
@@ -423,3 +426,33 @@ async def test_a_number_that_nobody_has_can_be_refused(stage: Stage) -> None:
             stage.say(Puppet("late"), Hello(worker=worker, host="h", pid=1))
     stage.commit(3)
     assert len(stage.run.steps()) == 4
+
+
+ONE_HOST = Profile(
+    name="one host",
+    fingerprint=Fingerprint(model="m", micro_batch_size=1, dtype="float32", device="d", threads=1, versions={}),
+    source="derived",
+    provenance="by hand",
+    layers=(LayerCost("layer", 1.0, 1.0, 1.0, param_bytes=8, output_bytes=8),) * 4,
+    intra_host=Link(1e-5, 1e9),
+)
+
+
+@scene(**RESPAWNING, measured=ONE_HOST)
+async def test_a_host_whose_links_are_not_known_is_not_taken(stage: Stage) -> None:
+    near, far = Puppet("near"), Puppet("far")
+    async with watched(stage):
+        stage.train()
+        for host in (near, far):
+            stage.say(host, HostHello(host="late", slots=1, pid=5))
+        with pytest.raises(ControlError, match="worker 5 cannot take part: the profile of one host has no link betw"):
+            stage.say(Puppet("worker 5"), Hello(worker=5, host="10.0.0.2", pid=1, life=1))
+        stage.ranks[4] = Puppet("worker 4")
+        stage.say(stage.ranks[4], Hello(worker=4, host="10.0.0.1", pid=1, life=1))
+        stage.say(far, WorkerExited(worker=5, life=1, exit_code=1))
+        stage.say(stage.ranks[4], Ready())
+        await until(lambda: stage.events("decision") or stage.ranks[0].count(Pause))
+        stage.reap(1)
+        stage.park(stage.ranks[0].last(Stop).generation, 3)
+        assert stage.order().members
+    assert stage.ended is None

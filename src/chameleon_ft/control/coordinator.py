@@ -371,13 +371,7 @@ class Coordinator:
             return
         self._respawns.died(lost, committed=self._generations.committed)
         if not lost.takes_part:
-            self._recorder.event(
-                "join_failed",
-                worker=worker,
-                life=lost.life,
-                cause=cause,
-                message=f"worker {worker} was lost before it took part: {lost.crash or cause}",
-            )
+            self._joins.failed(lost, cause)
             return
         fault = self._fault(lost)
         self._generations.lost(

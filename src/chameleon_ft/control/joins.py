@@ -80,6 +80,17 @@ class Joins:
             message=f"worker {worker.id} has joined as a spare",
         )
 
+    def failed(self, worker: Worker, cause: str) -> None:
+        """A worker was lost before it took part."""
+        cause = worker.crash or cause
+        self._recorder.event(
+            "join_failed",
+            worker=worker.id,
+            life=worker.life,
+            cause=cause,
+            message=f"worker {worker.id} was lost before it took part: {cause}",
+        )
+
     def look(self, now: float) -> None:
         """Do what is to be done at this time, by the event loop's clock: to be called again and again."""
         generations = self._generations

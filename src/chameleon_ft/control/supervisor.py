@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Coroutine, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -75,7 +76,10 @@ class Supervisor:
         self._ranks: dict[tuple[int, int], BaseProcess] = {}  # by worker and life
         self._places: dict[int, int] = {}  # worker -> its number on this host, in all its lives
         self._told_to_exit = False
-        self._reports: set[asyncio.Task[None]] = set()
+        self._coming: set[tuple[int, int]] = set()  # ranks that are to be started
+        self._one_by_one = asyncio.Lock()
+        self._failure: ControlError | None = None  # why a rank could not be started
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
 
     async def serve(self) -> bool:
         """Do what the coordinator says; return whether it ended the run, rather than vanish.
@@ -99,6 +103,9 @@ class Supervisor:
 
     async def end_all(self) -> None:
         """End every rank that is left: those told to exit get a moment, all others none."""
+        self._coming.clear()
+        async with self._one_by_one:
+            pass  # what is being started is there, and nothing comes after it
         deadline = asyncio.get_running_loop().time() + (_EXIT_GRACE_S if self._told_to_exit else 0.0)
         while any(rank.is_alive() for rank in self._ranks.values()):
             if asyncio.get_running_loop().time() >= deadline:
@@ -115,14 +122,15 @@ class Supervisor:
             async for text in connection:
                 match message := decode(text):
                     case Spawn(workers=workers, lives=lives):
-                        for worker, life in zip(workers, lives, strict=True):
-                            await asyncio.to_thread(self._spawn, worker, life)
-                            self._watch(worker, life, connection)
+                        ranks = list(zip(workers, lives, strict=True))
+                        self._coming.update(ranks)
+                        # A cold fork server takes its time, in which pings must be answered.
+                        self._do(self._start(ranks, connection))
                     case Kill(worker=worker):
-                        # A life that comes later has not been asked for yet: orders come one after the other.
-                        for (number, _), rank in self._ranks.items():
+                        self._coming = {rank for rank in self._coming if rank[0] != worker}
+                        for (number, _), process in self._ranks.items():
                             if number == worker:
-                                _kill(rank)
+                                _kill(process)
                     case Probe(probe=probe):
                         for (worker, life), rank in list(self._ranks.items()):
                             if rank.pid is not None and rank.is_alive():
@@ -136,6 +144,30 @@ class Supervisor:
                         raise ControlError(reason)
                     case _:
                         raise ControlError(f"a supervisor does not expect {message.type!r}")
+        if self._failure is not None:
+            raise self._failure
+
+    async def _start(self, ranks: Sequence[tuple[int, int]], connection: ClientConnection) -> None:
+        """Start ranks, unless they are given up meanwhile; leave the coordinator where that cannot be done."""
+        async with self._one_by_one:
+            for worker, life in ranks:
+                if (worker, life) not in self._coming:
+                    continue
+                try:
+                    await asyncio.to_thread(self._spawn, worker, life)
+                except Exception as error:  # noqa: BLE001
+                    self._failure = ControlError(f"worker {worker} cannot be started here: {error}")
+                    await connection.close()
+                    return
+                self._watch(worker, life, connection)
+                if (worker, life) not in self._coming:
+                    _kill(self._ranks[worker, life])
+                self._coming.discard((worker, life))
+
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _spawn(self, worker: int, life: int) -> None:
         rank = self._context.Process(
@@ -164,9 +196,7 @@ class Supervisor:
             rank.join()
             del self._ranks[worker, life]
             exited = WorkerExited(worker=worker, life=life, exit_code=rank.exitcode or 0)
-            report = loop.create_task(_try_to_send(connection, exited))
-            self._reports.add(report)  # the loop itself keeps no task alive
-            report.add_done_callback(self._reports.discard)
+            self._do(_try_to_send(connection, exited))
 
         loop.add_reader(rank.sentinel, reap)
 
