@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.control.decision import Decision, Situation, decide
+from chameleon_ft.control.decision import Decision, Prepared, Situation, decide
 from chameleon_ft.control.messages import Parked, Vote
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.estimate import StallModel
@@ -283,3 +283,60 @@ def test_a_layer_that_nobody_has_received_is_lost() -> None:
     with pytest.raises(NoHolderError) as caught:
         decided(dataclasses.replace(found, parked=states))
     assert caught.value.layers == (2, 3)
+
+
+# --- newcomers -------------------------------------------------------------------------------------------------------
+
+
+# Workers 0 and 1 hold everything.
+TWO = data_pipeline_plan(layer_costs=[1.0] * LAYERS, dp=2, pp=1, micro_batches=MICRO_BATCHES)
+
+
+def with_newcomer(*lost: int, policy: str = "repartition", prepared: Prepared | None = None) -> Decision:
+    """What is decided when worker 2 has come, and nothing of the model is with it."""
+    live = {worker: parked(7) for worker in TWO.workers if worker not in lost}
+    before = situation(live, plan=TWO)
+    found = dataclasses.replace(
+        before,
+        live=[*live, 2],
+        parked={**before.parked, 2: parked(0).model_copy(update={"placed": 0})},
+        newcomers={2},
+        prepared=prepared,
+    )
+    return decided(found, policy=policy)
+
+
+def test_a_newcomer_is_weighed_though_nobody_is_lost() -> None:
+    decision = with_newcomer(policy="reroute")
+    assert (decision.plan, decision.policy, decision.transition) == (TWO, recovery.STAY, None)
+    assert decision.weighed is not None
+    assert [each.policy for each in decision.weighed.candidates] == [recovery.STAY]
+    assert decision.action == "on with step 7 and the same routes"
+
+
+def test_a_newcomer_gets_a_place_where_that_pays() -> None:
+    decision = with_newcomer()
+    assert decision.policy.startswith("repartition")
+    assert (decision.first_step, decision.load) == (7, "keep")
+    assert decision.transition is not None
+    assert decision.transition.keep[2] == ()
+    assert decision.plan.workers == (0, 1, 2)
+
+
+@pytest.mark.parametrize("policy", sorted(recovery.POLICIES))
+def test_every_policy_can_do_something_with_a_newcomer(policy: str) -> None:
+    decision = with_newcomer(policy=policy)
+    assert decision.load == "keep"
+    assert decision.lost_layers == ()
+
+
+def test_what_was_prepared_is_done_if_it_still_is_for_the_same() -> None:
+    weighed = with_newcomer().weighed
+    assert weighed is not None
+    prepared = Prepared(plan=TWO, live=(0, 1, 2), decision=weighed, search_s=0.5)
+    assert prepared.is_change
+    # By the policy of this decision it could not have been chosen.
+    assert with_newcomer(policy="reroute", prepared=prepared).weighed is weighed
+    after = with_newcomer(1, policy="reroute", prepared=prepared)
+    assert after.weighed is not weighed
+    assert after.plan.workers == (0,)

@@ -7,16 +7,18 @@ import json
 import pytest
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import FailureRecord, StepRecord, Summary, summarize
-from tests.observe.records import failure_record, step_record
+from chameleon_ft.observe import FailureRecord, JoinRecord, StepRecord, Summary, summarize
+from tests.observe.records import failure_record, join_record, step_record
 
 
 def summary(steps: list[StepRecord], failures: list[FailureRecord]) -> Summary:
     return summarize(steps, failures, samples_per_step=16, status="finished", reason="done")
 
 
-@pytest.mark.parametrize("record", [step_record(3), failure_record(3), failure_record(3, detect_s=None)])
-def test_a_record_comes_back_from_json(record: StepRecord | FailureRecord) -> None:
+@pytest.mark.parametrize(
+    "record", [step_record(3), failure_record(3), failure_record(3, detect_s=None), join_record(3)]
+)
+def test_a_record_comes_back_from_json(record: StepRecord | FailureRecord | JoinRecord) -> None:
     assert type(record).from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
