@@ -127,8 +127,9 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
         stage.park(3, 5)
         order = stage.order()
         assert (order.generation, order.members, order.first_step, order.load) == (3, (0, 1, 2, 3), 5, "keep")
-        assert rank.last(Run).transition is not None
-        assert rank.last(Run).transition.keep == ()
+        transition = rank.last(Run).transition
+        assert transition is not None
+        assert transition.keep == ()
         stage.start()
     loss, join = stage.events("decision")
     assert (loss["trigger"], loss["generation"]) == ("loss", 2)

@@ -148,6 +148,11 @@ def test_nobody_joins_in_the_name_of_a_life_that_is_over_or_of_another_process()
         members.join(peer(), hello(1, 2))
 
 
+def test_nobody_joins_in_a_life_that_was_given_to_nobody() -> None:
+    with pytest.raises(ControlError, match="worker 1 was started by nobody"):
+        Members(2).join(peer(), hello(1, 1))
+
+
 def test_a_launcher_may_start_a_lost_worker_again() -> None:
     members = Members(2)
     joined(members, 0)

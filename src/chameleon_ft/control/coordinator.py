@@ -303,8 +303,6 @@ class Coordinator:
         if not self._generations.step_committed(message):
             return  # another worker was first
         vote = message.vote
-        if vote.pause and not vote.finish and self._generations.committed < self._config.steps:
-            self._generations.paused(message)
         self._recorder.step(
             StepRecord(
                 step=message.step,
@@ -318,6 +316,8 @@ class Coordinator:
                 generation=message.generation,
             )
         )
+        if vote.pause and not vote.finish and message.step + 1 < self._config.steps:
+            self._generations.paused(message)
 
     def _on_saved(self, message: CheckpointSaved) -> None:
         if message.error is not None:

@@ -79,7 +79,9 @@ class Members:
         self.require_number(number)
         if not hello.life and self._is_free(number):
             self._workers[number] = self._born(number)
-        worker = self._workers[number]
+        worker = self._workers.get(number)
+        if worker is None:
+            raise ControlError(f"worker {number} was started by nobody")
         if worker.peer is not None or worker.lost:
             raise ControlError(f"worker {number} {'is lost' if worker.lost else 'has joined already'}")
         if worker.supervisor is not None and hello.life != worker.life:
