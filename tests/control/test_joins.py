@@ -315,6 +315,24 @@ async def test_a_spare_that_is_lost_while_it_is_weighed_is_not_stopped_for(stage
 
 
 @scene(**RESPAWNING)
+async def test_a_spare_that_is_lost_before_the_step_for_it_is_over(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        await lose_and_respawn(stage)
+        come(stage, 1)
+        await until(lambda: stage.ranks[0].count(Pause))
+        stage.say(stage.host, WorkerExited(worker=1, life=2, exit_code=-9))
+        pause(stage, 3)
+        stage.park(3, 4, 0, 2, 3)
+        order = stage.order()
+        assert (order.generation, order.members, order.first_step) == (3, (0, 2, 3), 4)
+        stage.start()
+    assert stage.events("messages_failed") == []
+    assert [event["trigger"] for event in stage.events("decision")] == ["loss"]
+    assert [(record["workers"], record["policy"]) for record in stage.events("join")] == [([], "again")]
+
+
+@scene(**RESPAWNING)
 async def test_a_newcomer_that_dies_in_its_transition(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
