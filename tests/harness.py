@@ -120,6 +120,22 @@ class Prompter(NullView):
             self.at_failure()
 
 
+@dataclass
+class Curtain(NullView):
+    """Shows nothing, and ends the run like Ctrl-C some steps after what it is waiting for."""
+
+    run: RunDirectory
+    falls: Callable[[Ended], object]
+    """Whether the run has come so far; asked after every step."""
+    more_steps: int = 8
+
+    def step(self, record: StepRecord) -> None:
+        if self.falls(Ended(0, self.run)):
+            self.more_steps -= 1
+            if self.more_steps == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+
+
 def create_run(config: RunConfig, path: Path) -> RunDirectory:
     """Make a run directory, with the data that the workers read."""
     run = RunDirectory.create(path, config)
@@ -128,7 +144,7 @@ def create_run(config: RunConfig, path: Path) -> RunDirectory:
     return run
 
 
-def train_here(config: RunConfig, path: Path, *, view: Prompter | None = None) -> Ended:
+def train_here(config: RunConfig, path: Path, *, view: NullView | None = None) -> Ended:
     """Train with the coordinator in this process; all runs of a process share its fork server."""
     run = create_run(config, path)
     return _train(run.own(config), run, resume=False, view=view)
@@ -141,7 +157,7 @@ def resume_here(ended: Ended, *, view: Prompter | None = None, **changes: Any) -
     return _train(config, ended.run, resume=True, view=view)
 
 
-def _train(config: RunConfig, run: RunDirectory, *, resume: bool, view: Prompter | None) -> Ended:
+def _train(config: RunConfig, run: RunDirectory, *, resume: bool, view: NullView | None) -> Ended:
     before = set(_children())
     with mock.patch.object(launch, "TerminalView", return_value=view or NullView()):
         code = launch.train(config.model_copy(update={"out": run.path}), run=run, resume=resume)

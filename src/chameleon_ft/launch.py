@@ -248,10 +248,12 @@ def _load_solvers() -> None:
         importlib.import_module(name)
 
 
-def _rank_entry(*, coordinator: str, token: str, worker: int, host: str, local_index: int) -> None:
+def _rank_entry(*, coordinator: str, token: str, worker: int, life: int, host: str, local_index: int) -> None:
     from chameleon_ft.runtime.rank import spawned_rank_main
 
-    spawned_rank_main(coordinator=coordinator, token=token, worker=worker, host=host, local_index=local_index)
+    spawned_rank_main(
+        coordinator=coordinator, token=token, worker=worker, life=life, host=host, local_index=local_index
+    )
 
 
 def _store_entry(host: str, pipe: Connection) -> None:

@@ -25,6 +25,7 @@ from chameleon_ft.control.messages import (
     OperationTimes,
     Parked,
     Run,
+    Spawn,
     Started,
     Vote,
     WorkerExited,
@@ -32,6 +33,7 @@ from chameleon_ft.control.messages import (
 from chameleon_ft.control.server import Departure, Peer
 from chameleon_ft.observe import FailureRecord, NullView, Recorder, RunDirectory
 from chameleon_ft.observe.checkpoints import layer_directory
+from chameleon_ft.profiles import Profile
 
 LAYERS = 4
 JOB = JobInfo(
@@ -111,7 +113,9 @@ class Stage:
 
     def join(self, worker: int) -> Puppet:
         puppet = Puppet(f"worker {worker}")
-        self.say(puppet, Hello(worker=worker, host="10.0.0.1", pid=100 + worker))
+        spawned = [m for m in self.host.sent if isinstance(m, Spawn) and worker in m.workers]
+        life = spawned[-1].lives[spawned[-1].workers.index(worker)] if spawned else 0
+        self.say(puppet, Hello(worker=worker, host="10.0.0.1", pid=100 + worker, life=life))
         self.ranks[worker] = puppet
         return puppet
 
@@ -185,7 +189,9 @@ class Stage:
 
     def reap(self, worker: int, exit_code: int = -9) -> None:
         """Have the host reap a worker."""
-        self.say(self.host, WorkerExited(worker=worker, exit_code=exit_code))
+        spawned = [m for m in self.host.sent if isinstance(m, Spawn) and worker in m.workers]
+        life = len(spawned) or 1
+        self.say(self.host, WorkerExited(worker=worker, life=life, exit_code=exit_code))
 
     def depart(self, puppet: Puppet, how: Departure = "connection") -> None:
         """Have a puppet's connection end."""
@@ -228,7 +234,9 @@ class Stage:
 
 
 @contextmanager
-def _staged(directory: Path, *, resume: bool = False, **changes: Any) -> Iterator[Stage]:
+def _staged(
+    directory: Path, *, resume: bool = False, measured: Profile | None = None, **changes: Any
+) -> Iterator[Stage]:
     fields: dict[str, Any] = {
         "job": "a.job:job",
         "workers": 4,
@@ -242,12 +250,14 @@ def _staged(directory: Path, *, resume: bool = False, **changes: Any) -> Iterato
     path = directory / "run"
     run = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, config)
     with Recorder(run, NullView()) as recorder:
-        coordinator = Coordinator(config=config, run=run, recorder=recorder, job=JOB, store_port=2000, resume=resume)
+        coordinator = Coordinator(
+            config=config, run=run, recorder=recorder, job=JOB, profile=measured, store_port=2000, resume=resume
+        )
         yield Stage(coordinator, run)
 
 
 def play(directory: Path, scene: Callable[[Stage], Coroutine[Any, Any, None]], **changes: Any) -> None:
-    """Run a scene on a stage of its own; `changes` are those of the configuration."""
+    """Run a scene on a stage of its own; `changes` are those of the configuration, or its profile as `measured`."""
 
     async def whole() -> None:
         with _staged(directory, **changes) as stage:

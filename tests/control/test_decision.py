@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.control.decision import Decision, Situation, decide
+from chameleon_ft.control.decision import Decision, Prepared, Situation, decide
 from chameleon_ft.control.messages import Parked, Vote
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.estimate import StallModel
@@ -63,10 +63,13 @@ def holding(state: Parked, plan: Plan, worker: int) -> Parked:
     return state.model_copy(update={"layers": layers_of(plan, worker)})
 
 
-def decided(found: Situation, *, policy: str = "reroute", costs: CostModel = COSTS) -> Decision:
+RATE = FailureRate(worker_mtbf_s=1e6, prior_failures=1.0)
+
+
+def outlook_of(found: Situation, costs: CostModel = COSTS) -> recovery.Situation:
     cluster = costs.cluster
     live = tuple(worker for worker in cluster.workers if worker.id in found.live)
-    outlook = recovery.Situation(
+    return recovery.Situation(
         plan=found.plan,
         ceiling={},
         costs=CostModel(costs.workload, Cluster(live, cluster.intra_host, cluster.inter_host)),
@@ -74,8 +77,10 @@ def decided(found: Situation, *, policy: str = "reroute", costs: CostModel = COS
         repeat_s=0.0,
         restart_s=300.0,
     )
-    rate = FailureRate(worker_mtbf_s=1e6, prior_failures=1.0)
-    return decide(found, outlook, policy=policy, rate=rate)
+
+
+def decided(found: Situation, *, policy: str = "reroute", costs: CostModel = COSTS) -> Decision:
+    return decide(found, outlook_of(found, costs), policy=policy, rate=RATE)
 
 
 def all_but(*lost: int, state: Parked) -> dict[int, Parked]:
@@ -283,3 +288,56 @@ def test_a_layer_that_nobody_has_received_is_lost() -> None:
     with pytest.raises(NoHolderError) as caught:
         decided(dataclasses.replace(found, parked=states))
     assert caught.value.layers == (2, 3)
+
+
+# --- newcomers -------------------------------------------------------------------------------------------------------
+
+
+# Workers 0 and 1 hold everything.
+TWO = data_pipeline_plan(layer_costs=[1.0] * LAYERS, dp=2, pp=1, micro_batches=MICRO_BATCHES)
+
+
+def with_newcomer(*lost: int) -> Situation:
+    """Worker 2 has come, and nothing of the model is with it."""
+    live = {worker: parked(7) for worker in TWO.workers if worker not in lost}
+    before = situation(live, plan=TWO)
+    states = {**before.parked, 2: parked(0).model_copy(update={"placed": 0})}
+    return dataclasses.replace(before, live=[*live, 2], parked=states, newcomers={2})
+
+
+def test_a_newcomer_is_weighed_though_nobody_is_lost() -> None:
+    decision = decided(with_newcomer())
+    assert (decision.plan, decision.policy, decision.transition) == (TWO, recovery.STAY, None)
+    assert decision.weighed is not None
+    assert [each.policy for each in decision.weighed.candidates] == [recovery.STAY]
+    assert decision.action == "on with step 7 and the same routes"
+
+
+def test_a_newcomer_gets_a_place_where_that_pays() -> None:
+    decision = decided(with_newcomer(), policy="repartition")
+    assert decision.policy.startswith("repartition")
+    assert (decision.first_step, decision.load) == (7, "keep")
+    assert decision.transition is not None
+    assert decision.transition.keep[2] == ()
+    assert decision.plan.workers == (0, 1, 2)
+
+
+@pytest.mark.parametrize("policy", sorted(recovery.POLICIES))
+def test_every_policy_can_do_something_with_a_newcomer(policy: str) -> None:
+    decision = decided(with_newcomer(), policy=policy)
+    assert decision.load == "keep"
+    assert decision.lost_layers == ()
+
+
+def test_what_was_prepared_is_done_if_it_still_is_for_the_same() -> None:
+    outlook = outlook_of(with_newcomer())
+    weighed = recovery.decide(outlook, "repartition", RATE)
+    prepared = Prepared(outlook=outlook, rate=RATE, decision=weighed, search_s=0.5)
+    assert prepared.is_change
+    assert prepared.is_for(outlook)
+    assert not prepared.is_for(outlook_of(with_newcomer(1)))
+    # By the policy of this decision it could not have been chosen.
+    found = with_newcomer()
+    decision = decide(found, outlook_of(found), policy="reroute", rate=RATE, prepared=weighed)
+    assert decision.weighed is weighed
+    assert decision.prepared

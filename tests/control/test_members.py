@@ -30,8 +30,15 @@ def puppet(peer: Peer | None) -> Puppet:
     return cast(Puppet, peer)
 
 
-def hello(worker: int) -> Hello:
-    return Hello(worker=worker, host=f"10.0.0.{worker}", pid=worker)
+def hello(worker: int, life: int = 0) -> Hello:
+    return Hello(worker=worker, host=f"10.0.0.{worker}", pid=worker, life=life)
+
+
+def joined(members: Members, worker: int, life: int = 0) -> Peer:
+    """Have a rank join and take part; return its connection."""
+    rank = peer(f"worker {worker} in life {life}")
+    members.join(rank, hello(worker, life)).takes_part = True
+    return rank
 
 
 # --- members ---------------------------------------------------------------------------------------------------------
@@ -56,9 +63,10 @@ def test_hosts_get_all_workers_and_each_but_once(slots: list[int]) -> None:
 
 def test_a_fenced_worker_is_killed_and_cut_off() -> None:
     members = Members(2)
-    host, rank = peer(), peer()
+    host = peer()
     members.add_host(host, HostHello(host="h", slots=2, pid=1))
-    members.join(rank, hello(1))
+    rank = joined(members, 1, life=1)
+    assert members.live() == [1]
     assert members.worker_of(rank) is members[1]
     members.fence(members[1])
     assert puppet(host).last(Kill).worker == 1
@@ -66,15 +74,16 @@ def test_a_fenced_worker_is_killed_and_cut_off() -> None:
     assert members.is_fenced(rank)
     assert members.worker_of(rank) is None
     assert members.live() == []
-    with pytest.raises(ControlError, match="worker 1 is lost"):
-        members.join(peer(), hello(1))
+    for life in (0, 1):
+        with pytest.raises(ControlError, match="worker 1 is lost"):
+            members.join(peer(), hello(1, life))
 
 
 def test_a_lost_host_cannot_be_told_to_kill() -> None:
     members = Members(1)
-    host, rank = peer(), peer()
+    host = peer()
     members.add_host(host, HostHello(host="h", slots=1, pid=1))
-    members.join(rank, hello(0))
+    rank = joined(members, 0, life=1)
     assert members.remove_supervisor(host) == "h"
     assert members.remove_supervisor(host) is None
     assert not members.supervisors
@@ -85,15 +94,114 @@ def test_a_lost_host_cannot_be_told_to_kill() -> None:
 
 def test_only_live_workers_are_told() -> None:
     members = Members(3)
-    ranks = [peer() for _ in range(3)]
-    for worker, rank in enumerate(ranks):
-        members.join(rank, hello(worker))
+    ranks = [joined(members, worker) for worker in range(3)]
     members.fence(members[1])
     members.tell(Exit(reason="over"))
     assert [puppet(rank).count(Exit) for rank in ranks] == [1, 0, 1]
     assert members.hosts() == {0: "10.0.0.0", 1: "10.0.0.1", 2: "10.0.0.2"}, "also of those that are lost"
     assert 2 in members
     assert 3 not in members
+
+
+# --- several lives of a number ---------------------------------------------------------------------------------------
+
+
+def host_of(members: Members, *, slots: int = 2) -> Peer:
+    host = peer("host")
+    members.add_host(host, HostHello(host="h", slots=slots, pid=1))
+    return host
+
+
+def test_a_worker_that_is_started_again_is_another_one() -> None:
+    members = Members(2)
+    host = host_of(members)
+    first = joined(members, 1, life=1)
+    before = members[1]
+    members.fence(before)
+    before.exit_code = -9
+    members.respawn(before)
+    assert puppet(host).last(Spawn) == Spawn(workers=(1,), lives=(2,))
+    assert (members[1].life, members[1].lost, members[1].exit_code) == (2, False, None)
+    assert members.live() == [], "it has not joined"
+    assert members.are_coming()
+    second = joined(members, 1, life=2)
+    assert members.live() == [1]
+    assert members.is_fenced(first)
+    assert not members.is_fenced(second)
+    assert members.worker_of(first) is None
+    assert members.in_life(1, 1) is members.started_by(host, 1, 1) is before
+    assert members.in_life(1, 2) is members.started_by(host, 1, 2) is members[1]
+    for life in (0, 3):
+        with pytest.raises(ControlError, match="worker 1 was not started by this supervisor"):
+            members.started_by(host, 1, life)
+
+
+def test_nobody_joins_in_the_name_of_a_life_that_is_over_or_of_another_process() -> None:
+    members = Members(2)
+    host_of(members)
+    members.fence(members[1])
+    members.respawn(members[1])
+    for life in (0, 1, 3):
+        with pytest.raises(ControlError, match="worker 1 is started by its host's supervisor"):
+            members.join(peer(), hello(1, life))
+    members.join(peer(), hello(1, 2))
+    with pytest.raises(ControlError, match="worker 1 has joined already"):
+        members.join(peer(), hello(1, 2))
+
+
+def test_nobody_joins_in_a_life_that_was_given_to_nobody() -> None:
+    with pytest.raises(ControlError, match="worker 1 was started by nobody"):
+        Members(2).join(peer(), hello(1, 1))
+
+
+def test_a_launcher_may_start_a_lost_worker_again() -> None:
+    members = Members(2)
+    joined(members, 0)
+    joined(members, 1)
+    members.fence(members[1])
+    again = joined(members, 1)
+    assert members[1].life == 2
+    assert members.worker_of(again) is members[1]
+    with pytest.raises(ControlError, match="worker 1 has joined already"):
+        members.join(peer(), hello(1))
+
+
+def test_a_late_host_gets_what_nobody_has_any_more_and_then_new_workers() -> None:
+    members = Members(4)
+    gone, host = peer("gone"), peer("late")
+    members.add_host(gone, HostHello(host="a", slots=3, pid=1))
+    joined(members, 0, life=1)
+    joined(members, 3)
+    for worker in (0, 3):
+        members.fence(members[worker])
+    members.remove_supervisor(gone)
+    assert members[1].lost, "it will never come"
+    assert members.add_late_host(host, HostHello(host="b", slots=5, pid=2), banned=[2]) == (0, 1, 3, 4, 5)
+    assert puppet(host).last(Spawn) == Spawn(workers=(0, 1, 3, 4, 5), lives=(2, 2, 2, 1, 1))
+    joined(members, 5, life=1)
+    assert members.live() == [5]
+    with pytest.raises(ControlError, match="worker 6 does not exist"):
+        members.join(peer(), hello(6))
+
+
+def test_a_late_host_leaves_alone_whom_another_one_may_start_again() -> None:
+    members = Members(2)
+    host_of(members)
+    joined(members, 0, life=1)
+    members.fence(members[1])
+    assert members.add_late_host(peer(), HostHello(host="b", slots=1, pid=2), banned=[]) == (2,)
+
+
+def test_whoever_is_loading_hears_only_that_the_run_is_over() -> None:
+    members = Members(2)
+    host = host_of(members)
+    joined(members, 0, life=1)
+    loading = peer()
+    members.join(loading, hello(1, 1))
+    members.tell(Exit(reason="to those that take part"))
+    assert puppet(loading).sent == []
+    members.tell_everyone(Exit(reason="over"))
+    assert puppet(loading).count(Exit) == puppet(host).count(Exit) == 1
 
 
 # --- the outage ------------------------------------------------------------------------------------------------------

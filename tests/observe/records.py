@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from chameleon_ft.observe import FailureRecord, OutcomeRecord, RunInfo, StepRecord
+from chameleon_ft.observe import FailureRecord, JoinRecord, OutcomeRecord, RunInfo, StepRecord
 
-__all__ = ["failure_record", "outcome_record", "run_info", "step_record"]
+__all__ = ["failure_record", "join_record", "outcome_record", "run_info", "step_record"]
 
 
 def step_record(step: int, *, loss: float = 2.0, step_s: float = 0.5, samples: int = 16) -> StepRecord:
@@ -61,4 +61,22 @@ def run_info() -> RunInfo:
         first_step=0,
         steps=20,
         generation=0,
+    )
+
+
+def join_record(step: int) -> JoinRecord:
+    return JoinRecord(
+        workers=(3,),
+        spares=(),
+        stop_s=0.02,
+        decide_s=0.003,
+        regroup_s=0.1,
+        transfer_s=0.25,
+        stall_s=0.373,
+        policy="repartition",
+        action="2 pipelines of 4 stages",
+        generation=3,
+        resume_step=step,
+        moved_bytes=50_000_000,
+        rounds=2,
     )

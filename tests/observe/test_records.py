@@ -7,8 +7,8 @@ import json
 import pytest
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import FailureRecord, OutcomeRecord, StepRecord, Summary, summarize
-from tests.observe.records import failure_record, outcome_record, step_record
+from chameleon_ft.observe import FailureRecord, JoinRecord, OutcomeRecord, StepRecord, Summary, summarize
+from tests.observe.records import failure_record, join_record, outcome_record, step_record
 
 
 def summary(steps: list[StepRecord], failures: list[FailureRecord]) -> Summary:
@@ -16,9 +16,10 @@ def summary(steps: list[StepRecord], failures: list[FailureRecord]) -> Summary:
 
 
 @pytest.mark.parametrize(
-    "record", [step_record(3), failure_record(3), failure_record(3, detect_s=None), outcome_record()]
+    "record",
+    [step_record(3), failure_record(3), failure_record(3, detect_s=None), join_record(3), outcome_record()],
 )
-def test_a_record_comes_back_from_json(record: StepRecord | FailureRecord | OutcomeRecord) -> None:
+def test_a_record_comes_back_from_json(record: StepRecord | FailureRecord | JoinRecord | OutcomeRecord) -> None:
     assert type(record).from_json(json.loads(json.dumps(record.to_json()))) == record
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from chameleon_ft.observe import FailureRecord, NoticedBy, summarize
 from chameleon_ft.observe.terminal import TerminalView
-from tests.observe.records import failure_record, outcome_record, run_info, step_record
+from tests.observe.records import failure_record, join_record, outcome_record, run_info, step_record
 
 
 def shown(*, terminal: bool = False, failure: FailureRecord | None = None) -> str:
@@ -64,6 +64,25 @@ def test_what_has_moved_is_in_the_banner() -> None:
     assert "decide 0.003 + regroup 0.100 + transfer 0.250" in text
     assert "moved" not in shown()
     assert "+ transfer" not in shown()
+
+
+@pytest.mark.parametrize(
+    ("workers", "title"), [((3,), "worker 3 joined"), ((3, 5), "workers 3, 5 joined"), ((), "nobody joined")]
+)
+def test_a_join_has_a_banner(workers: tuple[int, ...], title: str) -> None:
+    out = io.StringIO()
+    view = TerminalView(Console(file=out, width=100, highlight=False))
+    view.join(dataclasses.replace(join_record(17), workers=workers, spares=(6,)))
+    text = " ".join(out.getvalue().replace("|", " ").split())
+    for words in (
+        f"{title} before step 17",
+        "repartition: 2 pipelines of 4 stages",
+        "spare worker 6",
+        "moved 50.0 MB in 2 rounds and 0.250 s, 200 MB/s",
+        "0.373 s = stop 0.020 + decide 0.003 + regroup 0.100 + transfer 0.250",
+        "at step 17 in generation 3",
+    ):
+        assert words in text
 
 
 def test_a_file_gets_ascii_without_control_codes() -> None:

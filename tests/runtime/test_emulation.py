@@ -14,10 +14,20 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.config import STAND_IN_JOB, Batch, Emulation, Failure, Parallel, Recovery, RunConfig, Timelines
+from chameleon_ft.config import (
+    STAND_IN_JOB,
+    Batch,
+    Emulation,
+    Failure,
+    Parallel,
+    Recovery,
+    RunConfig,
+    Timelines,
+    config_to_toml,
+)
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.models.stand_in import stand_in, stand_in_scale
-from chameleon_ft.observe import read_generation_plans, read_recorded_steps
+from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import compare_generations
 from chameleon_ft.plan import LayerRange, data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile, read_profile, write_profile
@@ -25,7 +35,14 @@ from chameleon_ft.runtime.communicators import CommunicationError, Membership
 from chameleon_ft.runtime.emulation import EmulatedLinks, EmulatedPace, links, pace
 from chameleon_ft.schedule import CostModel, Operation, OperationKind
 from chameleon_ft.workload import LayerCost, Workload
-from tests.harness import PATIENT, assert_trained_as_if_nothing_failed, train_here
+from tests.harness import (
+    PATIENT,
+    Command,
+    Ended,
+    assert_as_the_plain_loop,
+    assert_trained_as_if_nothing_failed,
+    train_here,
+)
 
 
 class Clock:
@@ -111,7 +128,7 @@ class _Done:
 
 
 def linked(wire: Wire, worker: int, *, scale: int = 1) -> EmulatedLinks:
-    found = EmulatedLinks(wire, cluster(), scale=scale)
+    found = EmulatedLinks(wire, lambda members: cluster(), scale=scale)
     members = (0, 1, 2)
     found.open(Membership(generation=1, worker=worker, members=members, groups=(), channels=(), store=""))
     return found
@@ -354,3 +371,26 @@ def test_state_moves_at_the_speed_of_the_emulated_links(tmp_path: Path) -> None:
     assert transition["moved_bytes"] == transition["planned_bytes"] == chosen["bytes"]
     assert transition["planned_bytes"] % (32 << 20) == 0
     assert transition["transfer_s"] >= (32 << 20) / 1e9, "a layer's bytes are those of the profile"
+
+
+@pytest.mark.multiprocess
+def test_an_emulated_worker_that_is_new_takes_part(tmp_path: Path) -> None:
+    config = emulated_config(
+        tmp_path,
+        steps=100_000,
+        recovery=Recovery(policy="chameleon"),
+        batch=Batch(micro_batches=10, micro_batch_size=2),
+    )
+    file = tmp_path / "config.toml"
+    file.write_text(config_to_toml(config))
+    run = RunDirectory(tmp_path / "run")
+    with Command("train", file, "--out", run.path) as training:
+        training.read_until(r"^\s+3\s")
+        with Command("supervise", "--run", run.path, "--workers", 1) as late:
+            training.read_until("worker 4 joined before step")
+            training.read_until(r"^\s+\d+\s")
+            training.interrupt_all()
+            assert training.wait() == 130
+            assert late.wait() == 0, late.printed
+    assert {len(plan.plan.workers) for plan in read_generation_plans(run.plans).values()} == {4, 5}
+    assert_as_the_plain_loop(Ended(130, run))

@@ -117,11 +117,11 @@ class RunConfig(Section):
                     f"{key}.worker",
                     f"there is no such worker: the run has {self.workers}, numbered 0 to {self.workers - 1}",
                 )
-            elif failure.worker in seen:
+            elif failure.worker in seen and not self.recovery.respawn:
                 yield (
                     f"{key}.worker",
                     f"already fails in failures[{seen[failure.worker]}], and a lost worker does not come back; "
-                    "name another one or remove this failure",
+                    "name another one, remove this failure, or set recovery.respawn",
                 )
             seen.setdefault(failure.worker, index)
             if failure.step >= self.steps:

@@ -106,6 +106,13 @@ class Recovery(Section):
     restart_s: float = Field(
         default=300.0, ge=0, description="Seconds that going back to a checkpoint takes, work done again included."
     )
+    respawn: bool = Field(default=False, description="Start a lost worker again, on the host that ran it.")
+    respawn_delay_s: float = Field(
+        default=5.0, ge=0, description="Seconds until then; twice as many each time it is lost again soon."
+    )
+    max_respawns: int = Field(
+        default=3, ge=0, description="Losses of a worker, with few steps between them, after which it may come back."
+    )
 
 
 class Timeouts(Section):

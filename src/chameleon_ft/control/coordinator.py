@@ -15,6 +15,7 @@ from chameleon_ft.control.experience import Experience
 from chameleon_ft.control.forethought import Forethought
 from chameleon_ft.control.generations import Generations, Phase
 from chameleon_ft.control.job_info import JobInfo
+from chameleon_ft.control.joins import Joins
 from chameleon_ft.control.members import Members, Worker
 from chameleon_ft.control.messages import (
     CheckpointSaved,
@@ -33,6 +34,7 @@ from chameleon_ft.control.messages import (
     Position,
     Probe,
     ProcessState,
+    Ready,
     Refused,
     Started,
     Switched,
@@ -42,6 +44,7 @@ from chameleon_ft.control.messages import (
 from chameleon_ft.control.outage import Loss, exit_in_words
 from chameleon_ft.control.outcome import Outcomes
 from chameleon_ft.control.planner import Planner
+from chameleon_ft.control.respawns import Respawns
 from chameleon_ft.control.server import Departure, Peer
 from chameleon_ft.control.watchdog import Watchdog
 from chameleon_ft.errors import ControlError, ProfileError
@@ -93,7 +96,7 @@ class Coordinator:
         self._watchdog = Watchdog(config.timeouts)
         self._planner = Planner(config, job, profile=profile, plan=plan)
         self._outcomes = Outcomes(recorder.outcome)
-        self._crashes: dict[int, str] = {}  # step -> the error that ended a worker in it
+        self._crashes: dict[int, tuple[int, str]] = {}  # step -> the worker that its own error ended in it, and that
         self._checkpoints = CheckpointCollector(
             run.checkpoints, num_layers=job.num_layers, model=job.fingerprint, keep=config.checkpoint.keep
         )
@@ -114,6 +117,15 @@ class Coordinator:
             # A run that goes on continues the numbers, for its records are kept by generation.
             last=run.last_generation(),
         )
+        self._respawns = Respawns(self._members, recorder, config.recovery)
+        self._joins = Joins(
+            members=self._members,
+            generations=self._generations,
+            planner=self._planner,
+            respawns=self._respawns,
+            recorder=recorder,
+            executor=executor,
+        )
         self._interrupted = False
         self._refusals = 0
         self._began_at = time.time()
@@ -130,9 +142,7 @@ class Coordinator:
         finally:
             watching.cancel()
         self._generations.close(status, reason)
-        self._members.tell(Exit(reason=reason))
-        for supervisor in self._members.supervisors:
-            supervisor.send(Exit(reason=reason))
+        self._members.tell_everyone(Exit(reason=reason))
         self._recorder.finish(status, reason=reason)
         return status
 
@@ -166,6 +176,9 @@ class Coordinator:
                 continue
             for worker in self._generations.overdue(now):
                 self.lose(worker, "watchdog", "hung: it does not leave its operation")
+            if not self._interrupted:
+                self._respawns.start_due(now)
+                self._joins.look(now)
             if (probe := self._watchdog.ask(now)) is not None:
                 self._members.tell(Probe(probe=probe))
                 for supervisor in self._members.supervisors:
@@ -180,14 +193,16 @@ class Coordinator:
         match message:
             case Hello():
                 self._join(peer, message)
-            case HostHello():
+            case HostHello() if self._generations.phase is Phase.GATHERING:
                 self._members.add_host(peer, message)
+            case HostHello():
+                self._joins.add_host(peer, message)
             case Inject():
                 peer.send(self._inject(message))
             case WorkerExited() if self._members.is_supervisor(peer):
-                self._exited(self._members.started_by(peer, message.worker), message.exit_code)
+                self._exited(self._members.started_by(peer, message.worker, message.life), message.exit_code)
             case ProcessState() if self._members.is_supervisor(peer):
-                self._judge(self._members.started_by(peer, message.worker), message)
+                self._judge(self._members.started_by(peer, message.worker, message.life), message)
             case _:
                 worker = self._members.worker_of(peer)
                 if worker is None:
@@ -225,6 +240,8 @@ class Coordinator:
     def _worker_message(self, worker: Worker, message: Message) -> None:
         generations = self._generations
         match message:
+            case Ready():
+                self._joins.ready(worker)
             case Committed():
                 self._on_committed(worker, message)
             case Position():
@@ -253,14 +270,20 @@ class Coordinator:
     # --- joining -----------------------------------------------------------------------------------------------------
 
     def _join(self, peer: Peer, hello: Hello) -> None:
-        if self._generations.phase is not Phase.GATHERING:
-            raise ControlError(f"worker {hello.worker} comes too late: the run has begun")
-        self._members.join(peer, hello)
+        gathering = self._generations.phase is Phase.GATHERING
+        worker = self._members.join(peer, hello) if gathering else self._joins.add(peer, hello)
         peer.send(
-            Welcome(config=config_to_toml(self._config), run=str(self._run.path), boundaries=self._job.boundaries)
+            Welcome(
+                config=config_to_toml(self._config),
+                run=str(self._run.path),
+                boundaries=self._job.boundaries,
+                life=worker.life,
+            )
         )
-        if len(self._members.live()) == self._config.workers:
-            self._begin()
+        if gathering:
+            worker.takes_part, worker.first_step = True, 0
+            if len(self._members.live()) == self._config.workers:
+                self._begin()
 
     def _begin(self) -> None:
         checkpoints = self._checkpoints.complete() if self._resume else []
@@ -306,6 +329,8 @@ class Coordinator:
         )
         self._planner.stepped(message.step_s)
         self._outcomes.committed(message.step_s, time.time())
+        if vote.pause and not vote.finish and message.step + 1 < self._config.steps:
+            self._generations.paused(message)
 
     def _on_saved(self, message: CheckpointSaved) -> None:
         if message.error is not None:
@@ -329,21 +354,27 @@ class Coordinator:
 
     def _judge(self, worker: Worker, answer: Position | ProcessState) -> None:
         verdict = self._watchdog.judge(worker.id, answer)
-        if verdict is not None:
+        if verdict is not None and worker.is_live:
             self.lose(worker.id, "watchdog", verdict.reason)
 
     def _exited(self, worker: Worker, exit_code: int) -> None:
         worker.exit_code = exit_code
+        if self._members[worker.id] is not worker:
+            return  # it was in an earlier life
         self.lose(worker.id, "child", exit_in_words(exit_code))
+        self._respawns.reaped(worker, asyncio.get_running_loop().time())
 
     def _on_crash(self, worker: Worker, error: str) -> None:
         """A rank's own code failed: its loss, unless every other one would fail of the same."""
         step = self._generations.committed
-        if self._generations.phase is Phase.GATHERING or self._crashes.get(step) == error or step == 0:
-            log = self._run.logs / f"worker-{worker.id}.log"
-            self.end("failed", f"worker {worker.id} failed in step {step}: {error}; see {log}")
-            return
-        self._crashes[step] = error
+        if worker.takes_part:
+            other, known = self._crashes.get(step, (worker.id, ""))
+            same = known == error and other != worker.id
+            if self._generations.phase is Phase.GATHERING or same or step == 0:
+                log = self._run.logs / f"worker-{worker.id}.log"
+                self.end("failed", f"worker {worker.id} failed in step {step}: {error}; see {log}")
+                return
+            self._crashes[step] = worker.id, error
         self.lose(worker.id, "self", error)
 
     def lose(self, worker: int, noticed_by: NoticedBy, cause: str) -> None:
@@ -355,6 +386,10 @@ class Coordinator:
         if self._generations.phase is Phase.GATHERING:
             self.end("failed", f"worker {worker} ended before the run began: {cause}; see {self._run.logs}")
             return
+        self._respawns.died(lost, committed=self._generations.committed)
+        if not lost.takes_part:
+            self._joins.failed(lost, cause)
+            return
         fault = self._fault(lost)
         self._generations.lost(
             Loss(
@@ -363,19 +398,20 @@ class Coordinator:
                 noticed_by=noticed_by,
                 cause=cause,
                 noticed_at=time.time(),
+                life=lost.life,
                 failed_at=None if fault is None else fault["time"],
             )
         )
 
     def cause(self, loss: Loss) -> str:
         """Say what is known by now of why a worker was lost."""
-        worker = self._members[loss.worker]
+        worker = self._members.in_life(loss.worker, loss.life)
+        assert worker is not None
         return loss.cause_in_words(crash=worker.crash, exit_code=worker.exit_code, fault=self._fault(worker))
 
     def _fault(self, worker: Worker) -> dict[str, Any] | None:
-        """Return the failure that was injected into a worker in this life of the run."""
-        fault = self._faults.last(worker.id)
-        return fault if fault is not None and fault["time"] >= self._began_at else None
+        """Return the failure that was injected into a worker in this life of it, and of the run."""
+        return self._faults.first_since(worker.id, max(self._began_at, worker.since))
 
     def _inject(self, message: Inject) -> Message:
         if message.worker not in self._members.live():

@@ -13,11 +13,37 @@ from chameleon_ft.control.transition import PlannedTransition, placement_of, pla
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.recovery import FailureRate, largest_symmetric_layout
+from chameleon_ft.recovery import STAY, FailureRate, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import plan_in_roles, plan_transfer, worker_kinds
 
-__all__ = ["Decision", "Situation", "decide"]
+__all__ = ["Decision", "Prepared", "Situation", "decide"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What was weighed while training went on.
+
+    Attributes:
+        outlook: what it was weighed on.
+        rate: likewise.
+        decision: on how to go on with these; its program has been checked.
+        search_s: seconds that it took.
+    """
+
+    outlook: recovery.Situation
+    rate: FailureRate
+    decision: recovery.Decision
+    search_s: float
+
+    def is_for(self, outlook: recovery.Situation) -> bool:
+        """Whether the same plan runs, and the same workers are there."""
+        return (self.outlook.plan, self.outlook.live) == (outlook.plan, outlook.live)
+
+    @property
+    def is_change(self) -> bool:
+        """Whether it is better to stop for it than to go on as before."""
+        return self.decision.chosen is not None and self.decision.chosen.policy != STAY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +57,7 @@ class Situation:
         committed: steps known to be applied by some worker, alive or not.
         last_vote: the vote of step ``committed - 1``, where a worker has reported it.
         checkpoints: steps that complete checkpoints resume at, ascending.
+        newcomers: those of the live workers that have come since the last decision.
     """
 
     plan: Plan
@@ -39,6 +66,7 @@ class Situation:
     committed: int
     last_vote: Vote | None
     checkpoints: Sequence[int]
+    newcomers: Collection[int] = ()
 
     @property
     def held(self) -> dict[int, tuple[int, ...]]:
@@ -59,7 +87,7 @@ class Decision:
         transition: how the placement changes; None where it does not.
         program: of the plan, where it is known already.
         weighed: all that was considered; None where there was nothing to choose.
-        prepared: whether that was before the loss; `program` has been checked then.
+        prepared: whether that was before everyone stopped; `program` has been checked then.
         lost_layers: layers that nobody holds any more.
         known: what it was made from, in JSON values.
     """
@@ -99,18 +127,20 @@ def decide(
 ) -> Decision:
     """Choose how to go on; where nothing that the policy proposes can be done, all return to the newest checkpoint.
 
+    There is nothing to choose where nobody is lost and nobody has come: the same plan is tried again.
+
     Args:
         outlook: the same situation in numbers: the plan in force, who is live, and what things cost.
         policy: name of a policy.
         rate: how soon the next failure is to be expected.
-        prepared: what was decided on this loss beforehand; None if nothing was.
+        prepared: what was decided on this beforehand; None if nothing was.
 
     Raises:
         NoHolderError: layers are held by nobody and there is no checkpoint.
         ControlError: nothing else can be done, and there is no checkpoint; or the survivors' states do not fit
             together, which the commit protocol rules out.
     """
-    if not outlook.lost:
+    if not outlook.lost and not situation.newcomers:
         return _again(situation, outlook)
     weighed = prepared or recovery.decide(outlook, policy, rate)
     if weighed.chosen is None or weighed.course is None:

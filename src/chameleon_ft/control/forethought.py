@@ -12,11 +12,11 @@ from typing import Final
 
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.recovery import Decision, FailureRate, Situation, decide_on_class, exchanged, refreshed
+from chameleon_ft.recovery import Decision, FailureRate, Situation, decide, decide_on_class, exchanged, refreshed
 from chameleon_ft.recovery.equivalence import LossClass, loss_classes
 from chameleon_ft.schedule import CostModel, InFlightLimit, check_program
 
-__all__ = ["Forethought"]
+__all__ = ["Forethought", "decide_and_check"]
 
 # Between two looks at whether what is prepared still holds, and while one decision after the other is turned into
 # those for the other workers of its class: the event loop has more urgent things to do.
@@ -153,10 +153,18 @@ class Forethought:
             self.prepared(len(self._decisions), time.monotonic() - began, None)
 
 
+def decide_and_check(situation: Situation, policy: str, rate: FailureRate) -> Decision:
+    """Decide, and check the program, so that it can be handed out as it is; see `recovery.decide`."""
+    return _checked(decide(situation, policy, rate))
+
+
 def _decide(losses: LossClass, situation: Situation, policy: str, rate: FailureRate) -> Decision | None:
-    """The decision, with its program checked, so that it can be handed out as it is."""
     decision = decide_on_class(losses, situation, policy, rate)
-    if decision is not None and decision.course is not None:
+    return None if decision is None else _checked(decision)
+
+
+def _checked(decision: Decision) -> Decision:
+    if decision.course is not None:
         check_program(decision.course.program, decision.course.plan)
     return decision
 

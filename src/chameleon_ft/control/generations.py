@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
 from chameleon_ft import recovery
 from chameleon_ft.config import Timeouts
 from chameleon_ft.control.checkpoints import CheckpointCollector
-from chameleon_ft.control.decision import Decision, Situation
+from chameleon_ft.control.decision import Decision, Prepared, Situation
 from chameleon_ft.control.experience import Experience
 from chameleon_ft.control.forethought import Forethought
 from chameleon_ft.control.members import Members
-from chameleon_ft.control.messages import Committed, Parked, PeerFailed, Stop, Switched, Vote
+from chameleon_ft.control.messages import Committed, Parked, Pause, PeerFailed, Stop, Switched, Vote
 from chameleon_ft.control.outage import Loss, Outage
 from chameleon_ft.control.outcome import Outcomes
 from chameleon_ft.control.planner import Planner
@@ -66,6 +66,8 @@ class Generations:
         phase: where the run is.
         number: of the generation in force; while one is being stopped, that of the next.
         committed: steps known to be applied by some worker, alive or not.
+        newcomers: live workers that no decision has reckoned with yet.
+        is_pausing: whether everyone is to stop after the current step, for a place to be made for newcomers.
     """
 
     def __init__(
@@ -106,6 +108,10 @@ class Generations:
         self._finished: set[int] = set()
         self._suspicion = Suspicion()
         self._outage = Outage()
+        self.newcomers: set[int] = set()
+        self.is_pausing = False
+        self._prepared: Prepared | None = None
+        self._at_boundary = False  # whether the generation that is being stopped had paused
 
     @property
     def plan(self) -> Plan | None:
@@ -163,7 +169,15 @@ class Generations:
         self._outcomes.resumed(time.time())
         if self._outage.losses:
             self._record_outage(self._decision)
+        elif self._outage.paused_at and self._decision is not None:
+            self._recorder.join(
+                self._outage.join_record(
+                    self._decision, sorted(self.newcomers), generation=self.number, resumed_at=time.time()
+                )
+            )
         self._outage = Outage()
+        self.newcomers.clear()
+        self._prepared = None
 
     def step_committed(self, message: Committed) -> bool:
         """A worker has applied a step; return whether it is the first to say so."""
@@ -193,11 +207,44 @@ class Generations:
         self._finished.add(worker)
         return self.plan is not None and self._finished.issuperset(self.plan.workers)
 
+    # --- joins -------------------------------------------------------------------------------------------------------
+
+    def admit(self, worker: int) -> None:
+        """Reckon with a worker that is ready to take part, as a spare."""
+        self.newcomers.add(worker)
+        self._experience.live(len(self._members.live()), time.monotonic())
+
+    def outlook(self) -> tuple[recovery.Situation, recovery.FailureRate]:
+        """What to decide on now whether to stop for newcomers, at the end of a step: everyone trains."""
+        assert self._decision is not None
+        return self._outlook(self._decision, replace(self._experience.phases, detect_s=0.0, decide_s=0.0), 0.0)
+
+    def weighed(self, prepared: Prepared) -> None:
+        """It has been weighed what to do with the newcomers: have everyone stop after this step, or go on as before."""
+        if prepared.outlook.live != tuple(self._members.live()):
+            return
+        if prepared.is_change:
+            self._prepared = prepared
+            self.is_pausing = True
+            self._members.tell(Pause(generation=self.number))
+        else:
+            known = self._planner.known(self.committed, prepared.outlook, prepared.rate)
+            self._record_decision(prepared.search_s, {"prepared": True, **known, **prepared.decision.to_json()})
+            self.newcomers.clear()
+
+    def paused(self, message: Committed) -> None:
+        """The step is over after which everyone was told to stop."""
+        if self.phase is Phase.TRAINING and message.generation == self.number:
+            self._outage.paused_at = time.time()
+            self._at_boundary = True
+            self._stop()
+
     # --- losses ------------------------------------------------------------------------------------------------------
 
     def lost(self, loss: Loss) -> None:
         """Go on without a worker, which is fenced already."""
         self._outage.losses.append(loss)
+        self.newcomers.discard(loss.worker)
         self._experience.failed(len(self._members.live()), time.monotonic())
         if self.phase is Phase.STOPPING:
             self._parked.pop(loss.worker, None)
@@ -231,6 +278,7 @@ class Generations:
         """End the generation: everyone leaves what it is doing and says what it holds."""
         self.number += 1
         self.phase = Phase.STOPPING
+        self.is_pausing = False
         self._parked.clear()
         self._finished.clear()
         self._members.tell(Stop(generation=self.number))
@@ -243,7 +291,8 @@ class Generations:
         if self.phase is not Phase.STOPPING or not self._parked.keys() >= set(self._members.live()):
             return
         assert self._decision is not None
-        if set(self._members.live()).issuperset(self._decision.everyone) and self._blame():
+        at_boundary, self._at_boundary = self._at_boundary, False
+        if not at_boundary and set(self._members.live()).issuperset(self._decision.everyone) and self._blame():
             return
         self._suspicion.dismiss()
         self._outage.stopped_at = time.time()
@@ -260,19 +309,20 @@ class Generations:
             committed=self.committed,
             last_vote=self._last_vote,
             checkpoints=self._checkpoints.complete(),
+            newcomers=frozenset(self.newcomers),
         )
         try:
             if not situation.live:
                 raise ControlError("no worker is left")
             outlook, rate = self._outlook(self._in_force, phases, repeat_s)
-            prepared = None if self._forethought is None else self._forethought.look_up(outlook, rate)
+            prepared = self._foreseen(outlook, rate)
             decision = self._planner.go_on(situation, outlook, rate, prepared=prepared)
         except (NoHolderError, ControlError, ProfileError) as error:
             self._give_up(error)
             return
         if decision.weighed is not None:
             search_s = time.time() - self._outage.stopped_at
-            self._recorder.event("decision", generation=self.number, search_s=search_s, **decision.to_json())
+            self._record_decision(search_s, decision.to_json())
             self._outcomes.decided(
                 generation=self.number,
                 policy=decision.policy,
@@ -289,6 +339,12 @@ class Generations:
             in_force, self._members.live(), self._members.hosts(), phases=phases, repeat_s=repeat_s
         )
         return outlook, self._experience.rate
+
+    def _foreseen(self, outlook: recovery.Situation, rate: FailureRate) -> recovery.Decision | None:
+        """What was decided on just this while training went on."""
+        if self._prepared is not None and self._prepared.is_for(outlook):
+            return self._prepared.decision
+        return None if self._forethought is None else self._forethought.look_up(outlook, rate)
 
     def _foresee(self) -> None:
         """While all is well, have decisions prepared for the next loss."""
@@ -349,6 +405,10 @@ class Generations:
         self._outage.decided_at = time.time()
         # Before any answer is looked at: what is recorded of a generation means nothing without its plan.
         self._recorder.plan(planned, policy=decision.policy)
+
+    def _record_decision(self, search_s: float, fields: Mapping[str, Any]) -> None:
+        trigger = "loss" if self._outage.losses else "join"
+        self._recorder.event("decision", generation=self.number, trigger=trigger, search_s=search_s, **fields)
 
     def _record_outage(self, decision: Decision | None, *, stop: str = "") -> None:
         now = time.time()

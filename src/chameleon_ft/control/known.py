@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from chameleon_ft import recovery
-from chameleon_ft.control.decision import Situation
 from chameleon_ft.control.observations import Corrections
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
@@ -14,16 +13,14 @@ from chameleon_ft.recovery import FailureRate
 __all__ = ["known"]
 
 
-def known(
-    situation: Situation, outlook: recovery.Situation, rate: FailureRate, corrections: Corrections
-) -> dict[str, object]:
+def known(step: int, outlook: recovery.Situation, rate: FailureRate, corrections: Corrections) -> dict[str, object]:
     """The fields of the event `decision` that say what was known; see docs/files.md."""
     phases = outlook.phases
     return {
-        "step": situation.committed,
+        "step": step,
         "lost": list(outlook.lost),
         "live": len(outlook.live),
-        "plan": _in_words(situation.plan),
+        "plan": _in_words(outlook.plan),
         "rate": {
             "failures": rate.failures,
             "worker_s": rate.worker_s,

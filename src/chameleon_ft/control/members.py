@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from chameleon_ft.control.messages import Hello, HostHello, Kill, Message, Spawn
@@ -12,28 +13,40 @@ from chameleon_ft.errors import ControlError
 __all__ = ["Members", "Worker"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Worker:
-    """A worker of the run."""
+    """A worker of the run, in one of its lives: after a loss its number can be taken again, by another process."""
 
     id: int
+    life: int = 1
     supervisor: Peer | None = None
-    """Who started it; None where a cluster's launcher did."""
+    """Who started it; None where a cluster's launcher did, and where the supervisor is gone."""
     peer: Peer | None = None
     """Its control connection, once it has joined and until that closes."""
     host: str = ""
+    takes_part: bool = False
+    """Whether the generations reckon with it, as one that trains or as a spare."""
+    first_step: int | None = None
+    """Steps that had been committed when it could take part; None as long as it cannot."""
     lost: bool = False
     exit_code: int | None = None
     crash: str | None = None
     """The error it reported before it ended."""
+    since: float = field(default_factory=time.time)
+    """When this life began, in Unix seconds."""
+
+    @property
+    def is_live(self) -> bool:
+        return self.takes_part and self.peer is not None and not self.lost
 
 
 @dataclass(slots=True)
 class Members:
-    """All workers of the run, by number; fixed from the start, as is which host runs which."""
+    """All workers of the run, by number. The first `count` train from the beginning; others may come later."""
 
     count: int
     _workers: dict[int, Worker] = field(default_factory=dict)
+    _former: dict[tuple[int, int], Worker] = field(default_factory=dict)  # by number and life
     _supervisors: dict[Peer, str] = field(default_factory=dict)
     _fenced: set[Peer] = field(default_factory=set)
 
@@ -41,21 +54,46 @@ class Members:
         """Give a supervisor the lowest free workers and have it start them. Raises ControlError if none is free."""
         free = [worker for worker in range(self.count) if worker not in self._workers][: hello.slots]
         if not free:
-            raise ControlError(f"host {hello.host} is not needed: all {self.count} workers have a place")
-        self._supervisors[peer] = hello.host
-        for worker in free:
-            self._workers[worker] = Worker(worker, supervisor=peer)
-        peer.send(Spawn(workers=tuple(free)))
+            raise ControlError(f"host {hello.host} is not needed yet: all {self.count} workers have a place")
+        self._spawn(peer, hello.host, free)
 
-    def join(self, peer: Peer, hello: Hello) -> None:
+    def add_late_host(self, peer: Peer, hello: HostHello, *, banned: Collection[int]) -> tuple[int, ...]:
+        """Have a supervisor that comes while the run goes on start as many workers as it can; return them.
+
+        They are those that nobody has, or nobody has any more, and then new ones. Those that are `banned` stay gone.
+        """
+        numbers = range(max(self.count, 1 + max(self._workers, default=0)) + hello.slots)
+        free = [worker for worker in numbers if self._is_free(worker) and worker not in banned][: hello.slots]
+        self._spawn(peer, hello.host, free)
+        return tuple(free)
+
+    def respawn(self, worker: Worker) -> None:
+        """Have the supervisor of a lost worker start it again."""
+        assert worker.lost
+        assert worker.supervisor is not None
+        self._spawn(worker.supervisor, self._supervisors[worker.supervisor], [worker.id])
+
+    def join(self, peer: Peer, hello: Hello) -> Worker:
         """Take in a rank. Raises ControlError that says why it cannot be."""
-        if not 0 <= hello.worker < self.count:
-            raise ControlError(f"worker {hello.worker} does not exist: the run has {self.count}, numbered from 0")
-        worker = self._workers.setdefault(hello.worker, Worker(hello.worker))
+        number = hello.worker
+        self.require_number(number)
+        if not hello.life and self._is_free(number):
+            self._workers[number] = self._born(number)
+        worker = self._workers.get(number)
+        if worker is None:
+            raise ControlError(f"worker {number} was started by nobody")
         if worker.peer is not None or worker.lost:
-            raise ControlError(f"worker {hello.worker} {'is lost' if worker.lost else 'has joined already'}")
+            raise ControlError(f"worker {number} {'is lost' if worker.lost else 'has joined already'}")
+        if worker.supervisor is not None and hello.life != worker.life:
+            raise ControlError(f"worker {number} is started by its host's supervisor, and this is another process")
         worker.peer = peer
         worker.host = hello.host
+        return worker
+
+    def require_number(self, number: int) -> None:
+        """Raise ControlError where no worker has this number."""
+        if number not in self._workers and not 0 <= number < self.count:
+            raise ControlError(f"worker {number} does not exist: the run has {self.count}, numbered from 0")
 
     def worker_of(self, peer: Peer) -> Worker | None:
         """Return the worker whose control connection this is."""
@@ -67,6 +105,11 @@ class Members:
     def __contains__(self, worker: int) -> bool:
         return worker in self._workers
 
+    def in_life(self, worker: int, life: int) -> Worker | None:
+        """Return a worker as it is, or was, in one of its lives."""
+        now = self._workers.get(worker)
+        return now if now is not None and now.life == life else self._former.get((worker, life))
+
     def is_supervisor(self, peer: Peer) -> bool:
         return peer in self._supervisors
 
@@ -74,9 +117,9 @@ class Members:
         """Whether this was the connection of a worker that is lost; what is still read from it counts for nothing."""
         return peer in self._fenced
 
-    def started_by(self, peer: Peer, worker: int) -> Worker:
-        """Return a worker that this supervisor has started. Raises ControlError where it has not."""
-        found = self._workers.get(worker)
+    def started_by(self, peer: Peer, worker: int, life: int) -> Worker:
+        """Return a worker in a life that this supervisor has started. Raises ControlError where it has not."""
+        found = self.in_life(worker, life)
         if found is None or found.supervisor is not peer:
             raise ControlError(f"worker {worker} was not started by this supervisor")
         return found
@@ -90,11 +133,17 @@ class Members:
         for worker in self._workers.values():
             if worker.supervisor is peer:
                 worker.supervisor = None
+                if worker.peer is None:
+                    worker.lost = True  # whoever comes in its name was started by nobody who is there
         return self._supervisors.pop(peer, None)
 
     def live(self) -> list[int]:
-        """Workers that have joined and are not lost, ascending."""
-        return [worker.id for worker in self if worker.peer is not None and not worker.lost]
+        """Workers that take part and are not lost, ascending."""
+        return [worker.id for worker in self if worker.is_live]
+
+    def are_coming(self) -> bool:
+        """Whether there are workers that are started, or are loading what they need, and do not take part yet."""
+        return any(not worker.lost and not worker.takes_part for worker in self._workers.values())
 
     def hosts(self) -> dict[int, str]:
         """The host of every worker that has ever joined."""
@@ -106,8 +155,16 @@ class Members:
     def tell(self, message: Message) -> None:
         """Send to every live worker."""
         for worker in self:
+            if worker.is_live and worker.peer is not None:
+                worker.peer.send(message)
+
+    def tell_everyone(self, message: Message) -> None:
+        """Send to all that are connected: workers, also those that do not take part yet, and supervisors."""
+        for worker in self:
             if worker.peer is not None and not worker.lost:
                 worker.peer.send(message)
+        for supervisor in self._supervisors:
+            supervisor.send(message)
 
     def send(self, worker: int, message: Message) -> None:
         """Send to one worker, if its connection is there."""
@@ -123,3 +180,21 @@ class Members:
             worker.peer.drop()
             self._fenced.add(worker.peer)
             worker.peer = None
+
+    def _is_free(self, number: int) -> bool:
+        """Whether nobody has a worker's number, or whoever had it is lost and is not going to be started again."""
+        worker = self._workers.get(number)
+        return worker is None or (worker.lost and worker.supervisor is None)
+
+    def _spawn(self, peer: Peer, host: str, numbers: list[int]) -> None:
+        self._supervisors[peer] = host
+        for number in numbers:
+            self._workers[number] = self._born(number, supervisor=peer)
+        peer.send(Spawn(workers=tuple(numbers), lives=tuple(self._workers[number].life for number in numbers)))
+
+    def _born(self, number: int, *, supervisor: Peer | None = None) -> Worker:
+        before = self._workers.get(number)
+        if before is None:
+            return Worker(number, supervisor=supervisor)
+        self._former[number, before.life] = before
+        return Worker(number, life=before.life + 1, supervisor=supervisor, host=before.host)

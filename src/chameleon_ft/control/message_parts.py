@@ -24,6 +24,8 @@ class Vote(MessagePart):
     samples: int
     finish: bool
     """Whether some rank was told to end the run after this step."""
+    pause: bool = False
+    """Whether some rank was told to pause after this step."""
 
 
 class OperationTimes(MessagePart):

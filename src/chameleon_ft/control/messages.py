@@ -32,10 +32,12 @@ __all__ = [
     "Message",
     "OperationTimes",
     "Parked",
+    "Pause",
     "PeerFailed",
     "Position",
     "Probe",
     "ProcessState",
+    "Ready",
     "Refused",
     "Run",
     "Spawn",
@@ -61,6 +63,14 @@ class Hello(MessagePart):
     worker: int
     host: str
     pid: int
+    life: int = 0
+    """Which of the worker's lives this is, as `Spawn` told its supervisor; 0 where a cluster's launcher started it."""
+
+
+class Ready(MessagePart):
+    """A rank has loaded what it trains, and can take part."""
+
+    type: Literal["ready"] = "ready"
 
 
 class HostHello(MessagePart):
@@ -78,6 +88,7 @@ class WorkerExited(MessagePart):
 
     type: Literal["worker_exited"] = "worker_exited"
     worker: int
+    life: int = 1
     exit_code: int
 
 
@@ -87,6 +98,7 @@ class ProcessState(MessagePart):
     type: Literal["process_state"] = "process_state"
     probe: int
     worker: int
+    life: int = 1
     stopped: bool
 
 
@@ -210,6 +222,8 @@ class Welcome(MessagePart):
     """The run directory."""
     boundaries: tuple[BoundaryMessage, ...]
     """What leaves each layer."""
+    life: int = 1
+    """Which of the worker's lives this is, from 1."""
 
 
 class Run(MessagePart):
@@ -285,6 +299,13 @@ class Finish(MessagePart):
     type: Literal["finish"] = "finish"
 
 
+class Pause(MessagePart):
+    """Train no further in `generation` once the current step is applied, and wait for what comes then."""
+
+    type: Literal["pause"] = "pause"
+    generation: int
+
+
 class Probe(MessagePart):
     """A rank is to answer with its `Position`, a supervisor with a `ProcessState` for each of its ranks, at once."""
 
@@ -304,6 +325,8 @@ class Spawn(MessagePart):
 
     type: Literal["spawn"] = "spawn"
     workers: tuple[int, ...]
+    lives: tuple[int, ...]
+    """Which of its lives each begins, from 1."""
 
 
 class Kill(MessagePart):
@@ -323,6 +346,7 @@ class Refused(MessagePart):
 Message: TypeAlias = (
     Hello
     | HostHello
+    | Ready
     | WorkerExited
     | ProcessState
     | Parked
@@ -339,6 +363,7 @@ Message: TypeAlias = (
     | Run
     | Stop
     | Finish
+    | Pause
     | Probe
     | Exit
     | Spawn

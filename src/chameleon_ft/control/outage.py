@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chameleon_ft.control.decision import Decision
 from chameleon_ft.control.messages import Switched
 from chameleon_ft.estimate import StallModel
-from chameleon_ft.observe import FailureRecord, NoticedBy
+from chameleon_ft.observe import FailureRecord, JoinRecord, NoticedBy
 
 __all__ = ["Loss", "Outage", "exit_in_words"]
 
@@ -26,6 +26,8 @@ class Loss:
     noticed_at: float
     failed_at: float | None
     """When it failed, where that is known."""
+    life: int = 1
+    """Which of its lives it was."""
 
     def cause_in_words(self, *, crash: str | None, exit_code: int | None, fault: Mapping[str, Any] | None) -> str:
         """Say how the worker was lost, by the best that is known: its own words, its exit, or how it was noticed.
@@ -48,6 +50,8 @@ class Outage:
     """The losses between two stretches of training, and when its phases ended."""
 
     losses: list[Loss] = field(default_factory=list)
+    paused_at: float = 0.0
+    """When the step was over after which everyone was to stop; 0 where nobody was told to."""
     stopped_at: float = 0.0
     """When the last survivor had left its operation."""
     decided_at: float = 0.0
@@ -111,6 +115,26 @@ class Outage:
             )
             for loss in self.losses
         ]
+
+    def join_record(
+        self, decision: Decision, newcomers: Sequence[int], *, generation: int, resumed_at: float
+    ) -> JoinRecord:
+        """Return the record of a stop that was made for `newcomers`; see `records`."""
+        return JoinRecord(
+            workers=tuple(worker for worker in newcomers if worker in decision.plan.workers),
+            spares=tuple(worker for worker in newcomers if worker not in decision.plan.workers),
+            stop_s=max(0.0, self.stopped_at - self.paused_at),
+            decide_s=max(0.0, self.decided_at - self.stopped_at),
+            regroup_s=max(0.0, resumed_at - self.decided_at - self._transfer_s),
+            transfer_s=self._transfer_s,
+            stall_s=max(0.0, resumed_at - self.paused_at),
+            policy=decision.policy,
+            action=decision.action,
+            generation=generation,
+            resume_step=decision.first_step,
+            moved_bytes=0 if self.switched is None else self.switched.moved_bytes,
+            rounds=0 if decision.transition is None else len(decision.transition.transfer.rounds),
+        )
 
     @property
     def _transfer_s(self) -> float:

@@ -117,10 +117,23 @@ class Planner:
         *,
         prepared: recovery.Decision | None,
     ) -> Decision:
-        """Decide what follows a loss; see `decide`, also for what it raises."""
-        decision = decide(situation, outlook, policy=self._config.recovery.policy, rate=rate, prepared=prepared)
+        """Decide what follows a loss, or what to do with those who have come; see `decide`, also for what it raises."""
+        decision = decide(situation, outlook, policy=self.policy, rate=rate, prepared=prepared)
+        return replace(decision, known=self.known(situation.committed, outlook, rate))
+
+    def known(self, step: int, outlook: recovery.Situation, rate: FailureRate) -> dict[str, object]:
+        """What a decision in this step is made from, in JSON values."""
         used = replace(self._corrections, step=outlook.step_factor, transfer=outlook.transfer_factor)
-        return replace(decision, known=known(situation, outlook, rate, used))
+        return known(step, outlook, rate, used)
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy of the run."""
+        return self._config.recovery.policy
+
+    def require_costs(self, hosts: Mapping[int, str]) -> None:
+        """Raise ProfileError where the run's profile does not say what a step costs on these workers."""
+        self._costs(hosts)
 
     def orders(
         self, decision: Decision, hosts: Mapping[int, str], *, generation: int, store_port: int

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Coroutine, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -40,7 +41,9 @@ _EXIT_GRACE_S = 5.0  # a rank that is told to exit has nothing left to do
 class RankEntry(Protocol):
     """What a rank's process runs."""
 
-    def __call__(self, *, coordinator: str, token: str, worker: int, host: str, local_index: int) -> None: ...
+    def __call__(
+        self, *, coordinator: str, token: str, worker: int, life: int, host: str, local_index: int
+    ) -> None: ...
 
 
 class Supervisor:
@@ -70,9 +73,13 @@ class Supervisor:
         self._host = host or local_address_towards(coordinator)
         self._context = context
         self._entry = entry
-        self._ranks: dict[int, BaseProcess] = {}
+        self._ranks: dict[tuple[int, int], BaseProcess] = {}  # by worker and life
+        self._places: dict[int, int] = {}  # worker -> its number on this host, in all its lives
         self._told_to_exit = False
-        self._reports: set[asyncio.Task[None]] = set()
+        self._coming: set[tuple[int, int]] = set()  # ranks that are to be started
+        self._one_by_one = asyncio.Lock()
+        self._failure: ControlError | None = None  # why a rank could not be started
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
 
     async def serve(self) -> bool:
         """Do what the coordinator says; return whether it ended the run, rather than vanish.
@@ -96,6 +103,9 @@ class Supervisor:
 
     async def end_all(self) -> None:
         """End every rank that is left: those told to exit get a moment, all others none."""
+        self._coming.clear()
+        async with self._one_by_one:
+            pass  # what is being started is there, and nothing comes after it
         deadline = asyncio.get_running_loop().time() + (_EXIT_GRACE_S if self._told_to_exit else 0.0)
         while any(rank.is_alive() for rank in self._ranks.values()):
             if asyncio.get_running_loop().time() >= deadline:
@@ -111,17 +121,21 @@ class Supervisor:
         with contextlib.suppress(ConnectionClosed):
             async for text in connection:
                 match message := decode(text):
-                    case Spawn(workers=workers):
-                        for index, worker in enumerate(workers):
-                            await asyncio.to_thread(self._spawn, worker, index)
-                            self._watch(worker, connection)
+                    case Spawn(workers=workers, lives=lives):
+                        ranks = list(zip(workers, lives, strict=True))
+                        self._coming.update(ranks)
+                        # A cold fork server takes its time, in which pings must be answered.
+                        self._do(self._start(ranks, connection))
                     case Kill(worker=worker):
-                        if worker in self._ranks:
-                            _kill(self._ranks[worker])
+                        self._coming = {rank for rank in self._coming if rank[0] != worker}
+                        for (number, _), process in self._ranks.items():
+                            if number == worker:
+                                _kill(process)
                     case Probe(probe=probe):
-                        for worker, rank in self._ranks.items():
+                        for (worker, life), rank in list(self._ranks.items()):
                             if rank.pid is not None and rank.is_alive():
-                                state = ProcessState(probe=probe, worker=worker, stopped=_is_stopped(rank.pid))
+                                stopped = _is_stopped(rank.pid)
+                                state = ProcessState(probe=probe, worker=worker, life=life, stopped=stopped)
                                 await connection.send(encode(state))
                     case Exit():
                         self._told_to_exit = True
@@ -130,8 +144,32 @@ class Supervisor:
                         raise ControlError(reason)
                     case _:
                         raise ControlError(f"a supervisor does not expect {message.type!r}")
+        if self._failure is not None:
+            raise self._failure
 
-    def _spawn(self, worker: int, index: int) -> None:
+    async def _start(self, ranks: Sequence[tuple[int, int]], connection: ClientConnection) -> None:
+        """Start ranks, unless they are given up meanwhile; leave the coordinator where that cannot be done."""
+        async with self._one_by_one:
+            for worker, life in ranks:
+                if (worker, life) not in self._coming:
+                    continue
+                try:
+                    await asyncio.to_thread(self._spawn, worker, life)
+                except Exception as error:  # noqa: BLE001
+                    self._failure = ControlError(f"worker {worker} cannot be started here: {error}")
+                    await connection.close()
+                    return
+                self._watch(worker, life, connection)
+                if (worker, life) not in self._coming:
+                    _kill(self._ranks[worker, life])
+                self._coming.discard((worker, life))
+
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _spawn(self, worker: int, life: int) -> None:
         rank = self._context.Process(
             target=self._entry,
             name=f"chameleon-worker-{worker}",
@@ -139,26 +177,26 @@ class Supervisor:
                 "coordinator": self._coordinator,
                 "token": self._token,
                 "worker": worker,
+                "life": life,
                 "host": self._host,
-                "local_index": index,
+                # In a later life on the accelerator of the first one.
+                "local_index": self._places.setdefault(worker, len(self._places)),
             },
         )
         rank.start()
-        self._ranks[worker] = rank
+        self._ranks[worker, life] = rank
 
-    def _watch(self, worker: int, connection: ClientConnection) -> None:
+    def _watch(self, worker: int, life: int, connection: ClientConnection) -> None:
         """Have the event loop reap a rank the moment it ends, and tell the coordinator."""
         loop = asyncio.get_running_loop()
-        rank = self._ranks[worker]
+        rank = self._ranks[worker, life]
 
         def reap() -> None:
             loop.remove_reader(rank.sentinel)
             rank.join()
-            report = loop.create_task(
-                _try_to_send(connection, WorkerExited(worker=worker, exit_code=rank.exitcode or 0))
-            )
-            self._reports.add(report)  # the loop itself keeps no task alive
-            report.add_done_callback(self._reports.discard)
+            del self._ranks[worker, life]
+            exited = WorkerExited(worker=worker, life=life, exit_code=rank.exitcode or 0)
+            self._do(_try_to_send(connection, exited))
 
         loop.add_reader(rank.sentinel, reap)
 

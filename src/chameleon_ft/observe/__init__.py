@@ -18,6 +18,7 @@ from chameleon_ft.observe.plans import CostsFrom, GenerationPlan, read_generatio
 from chameleon_ft.observe.recorder import Recorder
 from chameleon_ft.observe.records import (
     FailureRecord,
+    JoinRecord,
     NoticedBy,
     OutcomeRecord,
     RunStatus,
@@ -34,6 +35,7 @@ __all__ = [
     "FailureRecord",
     "FaultLog",
     "GenerationPlan",
+    "JoinRecord",
     "NoticedBy",
     "NullView",
     "OutcomeRecord",

@@ -28,7 +28,13 @@ class FaultLog:
 
     def last(self, worker: int) -> dict[str, Any] | None:
         """Return the newest failure of `worker`, with `time` in Unix seconds; None where there is none."""
+        return next((line for line in reversed(self._lines()) if line["worker"] == worker), None)
+
+    def first_since(self, worker: int, time: float) -> dict[str, Any] | None:
+        """Return the first failure of `worker` at this time, in Unix seconds, or after it; None where there is none."""
+        return next((line for line in self._lines() if line["worker"] == worker and line["time"] >= time), None)
+
+    def _lines(self) -> list[dict[str, Any]]:
         if not self._path.exists():
-            return None
-        lines = [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines() if line]
-        return next((line for line in reversed(lines) if line["worker"] == worker), None)
+            return []
+        return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines() if line]

@@ -10,7 +10,15 @@ from typing import Any, Self, TextIO
 
 from chameleon_ft.observe.files import RunDirectory, open_for_appending
 from chameleon_ft.observe.plans import GenerationPlan
-from chameleon_ft.observe.records import FailureRecord, OutcomeRecord, RunStatus, StepRecord, Summary, summarize
+from chameleon_ft.observe.records import (
+    FailureRecord,
+    JoinRecord,
+    OutcomeRecord,
+    RunStatus,
+    StepRecord,
+    Summary,
+    summarize,
+)
 from chameleon_ft.observe.view import RunInfo, View
 
 __all__ = ["Recorder"]
@@ -60,6 +68,11 @@ class Recorder:
         """Record what came of a decision."""
         self._write_event("outcome", record.to_json())
         self._view.outcome(record)
+
+    def join(self, record: JoinRecord) -> None:
+        """Record a stop for workers that have come, once training goes on."""
+        self._write_event("join", record.to_json())
+        self._view.join(record)
 
     def event(self, name: str, **fields: Any) -> None:
         """Record anything else that happened; `fields` are JSON values."""

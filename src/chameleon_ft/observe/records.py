@@ -10,7 +10,17 @@ from typing import Any, Final, Literal, Self
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["NOTICED", "FailureRecord", "NoticedBy", "OutcomeRecord", "RunStatus", "StepRecord", "Summary", "summarize"]
+__all__ = [
+    "NOTICED",
+    "FailureRecord",
+    "JoinRecord",
+    "NoticedBy",
+    "OutcomeRecord",
+    "RunStatus",
+    "StepRecord",
+    "Summary",
+    "summarize",
+]
 
 NoticedBy = Literal["child", "connection", "heartbeat", "watchdog", "peer", "self"]
 """The detection paths: process reaped, connection closed, heartbeats stopped, no progress, a peer's message failed,
@@ -168,6 +178,38 @@ class OutcomeRecord(_Record):
             f"{_compared('step', self.predicted_step_s, self.measured_step_s, self.step_error)}; "
             f"{_compared('stall', self.predicted_stall_s, self.measured_stall_s, self.stall_error)}"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRecord(_Record):
+    """A stop at the end of a step for workers that have come, up to the next step's first operation; in seconds."""
+
+    workers: tuple[int, ...]
+    """Those that the new plan has a place for."""
+    spares: tuple[int, ...]
+    """Those that it has none for."""
+    stop_s: float
+    """From the end of the step until everyone had left its operation."""
+    decide_s: float
+    """From there until the new plan was chosen."""
+    regroup_s: float
+    """From there until the first operation, but for `transfer_s`."""
+    transfer_s: float
+    """In which layers moved to other workers, until all had confirmed that they hold theirs."""
+    stall_s: float
+    """All of it."""
+    policy: str
+    """What was chosen."""
+    action: str
+    """The choice in words, for the banner."""
+    generation: int
+    """Generation that training went on with."""
+    resume_step: int
+    """Step that training went on with."""
+    moved_bytes: int
+    """State that workers received from others, in bytes."""
+    rounds: int
+    """In which it was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

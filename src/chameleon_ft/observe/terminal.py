@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from chameleon_ft.observe.records import NOTICED, FailureRecord, OutcomeRecord, StepRecord, Summary
+from chameleon_ft.observe.records import NOTICED, FailureRecord, JoinRecord, OutcomeRecord, StepRecord, Summary
 from chameleon_ft.observe.view import RunInfo
 
 __all__ = ["TerminalView"]
@@ -85,6 +85,20 @@ class TerminalView:
             ).append(record.in_words())
         )
 
+    def join(self, record: JoinRecord) -> None:
+        """Print the banner of a join: who, what was done, and the stall by phase."""
+        facts = _facts()
+        facts.add_row("done", f"{record.policy}: {record.action}")
+        if record.spares:
+            facts.add_row("spare", _named(record.spares))
+        if record.rounds:
+            facts.add_row("moved", _moved(record))
+        facts.add_row("stall", _stall(record))
+        facts.add_row("goes on", f"at step {record.resume_step} in generation {record.generation}")
+        title = Text(f"{_named(record.workers)} joined before step {record.resume_step}", style="bold green")
+        self._print(Panel(facts, title=title, title_align="left", border_style="green", box=self._box, expand=False))
+        self._print_column_heads()
+
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Print the `message` of an event that has one; the others are for the file."""
         if message := fields.get("message"):
@@ -152,15 +166,21 @@ def _layout(info: RunInfo) -> Table:
     return table
 
 
-def _stall(record: FailureRecord) -> str:
-    known = {name: getattr(record, field) for field, name in _PHASES.items()}
+def _named(workers: Sequence[int]) -> str:
+    if not workers:
+        return "nobody"
+    return f"worker{'' if len(workers) == 1 else 's'} {', '.join(map(str, workers))}"
+
+
+def _stall(record: FailureRecord | JoinRecord) -> str:
+    known = {name: getattr(record, field, None) for field, name in _PHASES.items()}
     if not record.rounds:
         del known["transfer"]
     phases = " + ".join(f"{name} {seconds:.3f}" for name, seconds in known.items() if seconds is not None)
     return f"{record.stall_s:.3f} s = {phases}"
 
 
-def _moved(record: FailureRecord) -> str:
+def _moved(record: FailureRecord | JoinRecord) -> str:
     rate = f", {record.moved_bytes / record.transfer_s / 1e6:,.0f} MB/s" if record.transfer_s else ""
     rounds = f"{record.rounds} round{'' if record.rounds == 1 else 's'}"
     return f"{record.moved_bytes / 1e6:,.1f} MB in {rounds} and {record.transfer_s:.3f} s{rate}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from chameleon_ft.observe.records import FailureRecord, OutcomeRecord, StepRecord, Summary
+from chameleon_ft.observe.records import FailureRecord, JoinRecord, OutcomeRecord, StepRecord, Summary
 
 __all__ = ["NullView", "RunInfo", "View"]
 
@@ -51,6 +51,9 @@ class View(Protocol):
     def outcome(self, record: OutcomeRecord) -> None:
         """It is known what came of a decision."""
 
+    def join(self, record: JoinRecord) -> None:
+        """There was a stop for workers that have come."""
+
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Something else happened."""
 
@@ -71,6 +74,9 @@ class NullView:
         """Show nothing."""
 
     def outcome(self, record: OutcomeRecord) -> None:
+        """Show nothing."""
+
+    def join(self, record: JoinRecord) -> None:
         """Show nothing."""
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:

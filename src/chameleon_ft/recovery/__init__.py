@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chameleon_ft.recovery.decision import Candidate, Course, Decision, decide
+from chameleon_ft.recovery.decision import STAY, Candidate, Course, Decision, decide
 from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.layout import in_flight_ceiling, largest_symmetric_layout
 from chameleon_ft.recovery.policies import POLICIES
@@ -14,6 +14,7 @@ from chameleon_ft.search.detours import reroute
 
 __all__ = [
     "POLICIES",
+    "STAY",
     "Candidate",
     "Course",
     "Decision",

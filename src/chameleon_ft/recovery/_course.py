@@ -16,7 +16,7 @@ from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import InFlightLimit, Program, best_program, default_limits
 from chameleon_ft.transfer import Transfer, transfer_s, transfer_to
 
-__all__ = ["Candidate", "Course", "weighed"]
+__all__ = ["Candidate", "Course", "goes_on", "weighed"]
 
 _GIB = 2**30
 
@@ -83,12 +83,14 @@ def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple
             transfer = transfer_to(situation.placement, plan.placement, live=situation.live, layers=workload.layers)
         except NoHolderError as error:
             return Candidate(policy=proposal.name, reason=str(error)), None
-    scheduled = _scheduled(proposal, plan, situation)
+    stays = goes_on(proposal, situation)
+    scheduled = _under(proposal.ceiling, plan, situation) if stays else _scheduled(proposal, plan, situation)
     plan, estimate = scheduled.plan, scheduled.estimate
     step_s = estimate.step_s * situation.step_factor
     moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, cluster) * situation.transfer_factor
-    stall_s = _stall_s(proposal, scheduled, situation, moves_s)
-    reason = _too_large(estimate, situation) or _too_large_meanwhile(transfer, situation)
+    stall_s = 0.0 if stays else _stall_s(proposal, situation, moves_s)
+    # What is running already fits, whatever is estimated.
+    reason = None if stays else _too_large(estimate, situation) or _too_large_meanwhile(transfer, situation)
     samples = workload.samples * max(0.0, horizon_s - stall_s) / step_s
     candidate = Candidate(
         policy=proposal.name,
@@ -137,13 +139,16 @@ def _under(ceiling: Mapping[int, InFlightLimit], plan: Plan, situation: Situatio
     return _Scheduled(plan, ceiling, program, estimate)
 
 
-def _stall_s(proposal: Proposal, scheduled: _Scheduled, situation: Situation, moves_s: float) -> float:
+def goes_on(proposal: Proposal, situation: Situation) -> bool:
+    """Whether all goes on as before, so that there is nothing to stop for."""
+    if proposal.plan != situation.plan or proposal.from_checkpoint or situation.lost:
+        return False
+    return all(proposal.ceiling.get(worker) == situation.ceiling.get(worker) for worker in situation.plan.workers)
+
+
+def _stall_s(proposal: Proposal, situation: Situation, moves_s: float) -> float:
     if proposal.from_checkpoint:
         return situation.restart_s
-    limits = ((ceiling.get(w) for w in scheduled.plan.workers) for ceiling in (scheduled.ceiling, situation.ceiling))
-    if scheduled.plan == situation.plan and all(new == old for new, old in zip(*limits, strict=True)):
-        # Nobody is lost and all goes on as before: there is nothing to stop for.
-        return 0.0
     return TransitionEstimate(phases=situation.phases, transfer_s=moves_s, repeat_s=situation.repeat_s).lost_s
 
 

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.recovery._course import Candidate, Course, weighed
+from chameleon_ft.recovery._course import Candidate, Course, goes_on, weighed
 from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.policies import policy_named
+from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.situation import Situation
 
-__all__ = ["Candidate", "Course", "Decision", "best_of", "decide"]
+__all__ = ["STAY", "Candidate", "Course", "Decision", "best_of", "decide"]
+
+STAY: Final = "stay"
+"""Name of the candidate to go on as before, which there is as long as nobody is lost."""
 
 # Samples that differ by less are equal: sums were rounded in another order.
 _ROUNDING: Final = 1e-9
@@ -61,6 +65,9 @@ def decide(situation: Situation, policy: str, rate: FailureRate) -> Decision:
     moves the fewest bytes; of equals still, what was proposed first. What does not fit the memory, in a step or while
     layers move, or has layers that nobody holds, is listed with the reason and never chosen. Deterministic.
 
+    As long as nobody is lost, to go on as before is weighed first, whatever the policy proposes: it costs no stall, and
+    can be done.
+
     Args:
         situation: what was running, and who is live.
         policy: name of one of `POLICIES`.
@@ -74,7 +81,11 @@ def decide(situation: Situation, policy: str, rate: FailureRate) -> Decision:
     if not situation.live:
         raise PlanError("no worker is live; start at least one")
     horizon_s = rate.horizon_s(len(situation.live))
-    both = [weighed(proposal, situation, horizon_s) for proposal in propose(situation, horizon_s)]
+    proposals = list(propose(situation, horizon_s))
+    if not situation.lost:
+        stay = Proposal(name=STAY, plan=situation.plan, ceiling=situation.ceiling)
+        proposals = [stay, *(each for each in proposals if not goes_on(each, situation))]
+    both = [weighed(proposal, situation, horizon_s) for proposal in proposals]
     candidates = tuple(candidate for candidate, _ in both)
     index = best_of(candidates)
     return Decision(

@@ -92,11 +92,12 @@ class Committer:
         members: tuple[int, ...],
         *,
         finish: bool,
+        pause: bool = False,
     ) -> AppliedStep:
         """Take the step that was just executed to its end. Raises CommunicationError, NotFiniteError."""
         reduced = self._reduce(reductions)
         reduced_s = time.perf_counter()
-        vote = self._vote(sums, communicators, members, finish=finish)
+        vote = self._vote(sums, communicators, members, finish=finish, pause=pause)
         voted_s = time.perf_counter()
         applied = self.apply(vote)
         self.times = CommitTimes(reduced, (reduced_s, voted_s), time.perf_counter())
@@ -138,17 +139,19 @@ class Committer:
         self.reduced = True
         return reduced
 
-    def _vote(self, sums: StepSums, communicators: Communicators, members: tuple[int, ...], *, finish: bool) -> Vote:
+    def _vote(
+        self, sums: StepSums, communicators: Communicators, members: tuple[int, ...], *, finish: bool, pause: bool
+    ) -> Vote:
+        square_sum = self.buffers.square_sum(self._worker)
         ballot = torch.tensor(
-            [self.buffers.square_sum(self._worker), sums.loss, sums.terms, sums.samples, float(finish), 1.0],
-            dtype=torch.float64,
+            [square_sum, sums.loss, sums.terms, sums.samples, float(finish), float(pause), 1.0], dtype=torch.float64
         )
         if len(members) > 1:
             result = communicators.vote(ballot, members)
             self._faults.at("vote", self.committed)
             with self._activity.waiting("vote"):
                 result.wait()
-        grad_square_sum, loss_sum, terms, samples, finishing, well = ballot.tolist()
+        grad_square_sum, loss_sum, terms, samples, finishing, pausing, well = ballot.tolist()
         if round(well) != len(members):
             raise CommunicationError(None, f"the vote counted {well:g} of {len(members)} workers")
         return Vote(
@@ -157,4 +160,5 @@ class Committer:
             terms=round(terms),
             samples=round(samples),
             finish=finishing > 0,
+            pause=pausing > 0,
         )

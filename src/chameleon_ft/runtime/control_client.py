@@ -20,6 +20,7 @@ from chameleon_ft.control.messages import (
     Hello,
     Inject,
     Message,
+    Pause,
     Position,
     Probe,
     Refused,
@@ -51,12 +52,15 @@ class ControlClient:
         orders: orders in the sequence they came.
         ended: highest generation that is known to be over.
         finishing: whether the run shall end after the current step.
+        pausing: highest generation that shall train no further after the current step.
     """
 
-    def __init__(self, *, coordinator: str, token: str, worker: int, host: str, activity: Activity) -> None:
+    def __init__(
+        self, *, coordinator: str, token: str, worker: int, host: str, activity: Activity, life: int = 0
+    ) -> None:
         self._coordinator = coordinator
         self._token = token
-        self._hello = Hello(worker=worker, host=host, pid=os.getpid())
+        self._hello = Hello(worker=worker, host=host, pid=os.getpid(), life=life)
         self._activity = activity
         self._loop = asyncio.new_event_loop()
         self._connection: ClientConnection | None = None
@@ -70,6 +74,7 @@ class ControlClient:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.ended = 0
         self.finishing = False
+        self.pausing = 0
 
     def start(self) -> None:
         """Connect. Raises ControlError where the coordinator does not answer or does not accept the token."""
@@ -158,6 +163,8 @@ class ControlClient:
                 self.orders.put(message)
             case Finish():
                 self.finishing = True
+            case Pause(generation=generation):
+                self.pausing = generation
             case Probe(probe=probe):
                 doing, waiting, since_s = self._activity.read()
                 self._outbox.put_nowait(

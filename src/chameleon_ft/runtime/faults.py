@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from chameleon_ft.config import Failure, FailureKind, FailurePhase
 from chameleon_ft.observe import FaultLog
 
-__all__ = ["FaultInjector"]
+__all__ = ["FaultInjector", "failures_in_life"]
 
 
 class FaultInjector:
@@ -56,3 +56,8 @@ class FaultInjector:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "disconnect":
                 self._disconnect()
+
+
+def failures_in_life(failures: Iterable[Failure], worker: int, life: int) -> list[Failure]:
+    """The failures of a worker in one of its lives, counted from 1: of several, it has one in each, in this order."""
+    return [failure for failure in failures if failure.worker == worker][life - 1 : life]

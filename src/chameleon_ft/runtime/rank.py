@@ -14,7 +14,7 @@ import torch
 
 from chameleon_ft.config import config_type, parse_config
 from chameleon_ft.control.address import split_address
-from chameleon_ft.control.messages import Crashed, Refused, Welcome
+from chameleon_ft.control.messages import Crashed, Ready, Refused, Welcome
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.job import BoundarySpec, load_job
 from chameleon_ft.observe import FaultLog, RunDirectory
@@ -23,22 +23,25 @@ from chameleon_ft.runtime.communicators import communicators_for
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.device import claim_device
 from chameleon_ft.runtime.emulation import EmulatedDevice
-from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.faults import FaultInjector, failures_in_life
 from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
 from chameleon_ft.runtime.trainer import RankContext, Trainer
 
 __all__ = ["rank_main", "spawned_rank_main"]
 
 
-def spawned_rank_main(*, coordinator: str, token: str, worker: int, host: str, local_index: int) -> None:
+def spawned_rank_main(*, coordinator: str, token: str, worker: int, life: int, host: str, local_index: int) -> None:
     """Entry of a rank that a supervisor's fork server started; ends the process.
 
     Args:
+        life: which of the worker's lives this is, from 1.
         local_index: number of this rank on its host, which picks its accelerator.
     """
     end_with_parent()
     try:
-        code = rank_main(coordinator=coordinator, token=token, worker=worker, host=host, local_index=local_index)
+        code = rank_main(
+            coordinator=coordinator, token=token, worker=worker, life=life, host=host, local_index=local_index
+        )
     except ChameleonError as error:
         print(f"worker {worker}: {error}", file=sys.stderr)
         code = 1
@@ -48,11 +51,12 @@ def spawned_rank_main(*, coordinator: str, token: str, worker: int, host: str, l
     os._exit(code)
 
 
-def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_index: int) -> int:
+def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_index: int, life: int = 0) -> int:
     """Join the run at `coordinator`, train until told to stop, and return the process's exit code.
 
     Args:
         coordinator: host:port.
+        life: which of the worker's lives this is; 0 where only the coordinator knows.
         host: address by which other ranks reach this one.
 
     Raises:
@@ -60,7 +64,7 @@ def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_ind
     """
     ignore_interrupts()
     activity = Activity()
-    client = ControlClient(coordinator=coordinator, token=token, worker=worker, host=host, activity=activity)
+    client = ControlClient(coordinator=coordinator, token=token, worker=worker, host=host, activity=activity, life=life)
     client.start()
     try:
         welcome = client.orders.get()
@@ -103,7 +107,8 @@ def _serve(
     config = run.own(config)
     _redirect_output(run.logs / f"worker-{worker}.log")
     device = claim_device(config, local_index)
-    faults = FaultInjector(worker, config.failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
+    failures = failures_in_life(config.failures, worker, welcome.life)
+    faults = FaultInjector(worker, failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
     client.arm(faults)
     emulated = EmulatedDevice(config, worker) if config.device == "emulated" else None
     new_communicators = partial(communicators_for, config, address=host)
@@ -118,7 +123,9 @@ def _serve(
         new_communicators=new_communicators if emulated is None else lambda: emulated.links(new_communicators()),
         pace=None if emulated is None else emulated.pace,
     )
-    return Trainer(context, client=client, activity=activity, faults=faults).serve()
+    trainer = Trainer(context, client=client, activity=activity, faults=faults)
+    client.send(Ready())
+    return trainer.serve()
 
 
 def _redirect_output(path: Path) -> None:

@@ -146,7 +146,7 @@ class Trainer:
             if order.transition is not None:
                 self._change_placement(order, order.transition, segments, communicators)
             if self._committer is None:
-                self._stand_by(order)
+                self._stand_by(order, "spare")
             elif self._train(order, self._committer, communicators):
                 self._finish(order, segments, self._committer)
         except CommunicationError as error:
@@ -250,9 +250,9 @@ class Trainer:
         own = (segment for segment in segments if worker in segment.holders and not segment.tied)
         return {layer for segment in own for layer in segment.layers}
 
-    def _stand_by(self, order: Run) -> None:
-        """Without a part in the plan, wait until the generation is over; what others have begun with this rank ends."""
-        self._activity.idle("spare")
+    def _stand_by(self, order: Run, doing: str) -> None:
+        """With nothing to do, wait until the generation is over; what others have begun with this rank ends."""
+        self._activity.idle(doing)
         while self._client.ended < order.generation:
             time.sleep(_POLL_S)
 
@@ -297,23 +297,33 @@ class Trainer:
         executor: Executor,
         reductions: Reductions,
     ) -> bool:
-        context, operations, finish = self._context, order.unpack_operations(), False
+        context, operations = self._context, order.unpack_operations()
+        finish = pause = False
         self._client.send(Started(generation=order.generation, step=committer.committed))
         while committer.committed < context.config.steps and not finish:
+            if pause:
+                self._stand_by(order, "paused")
             if self._client.ended >= order.generation:
                 return False
             step, start, began_at = committer.committed, time.perf_counter(), time.time()
             committer.reduced = False
             committer.buffers.zero()
             sums = executor.run(step, operations, after=reductions.after)
-            applied = committer.commit(sums, reductions, communicators, order.members, finish=self._client.finishing)
+            applied = committer.commit(
+                sums,
+                reductions,
+                communicators,
+                order.members,
+                finish=self._client.finishing,
+                pause=self._client.pausing == order.generation,
+            )
             sums.under_way.clear()  # the vote is complete, and so is every message
             self._report(order, committer, applied, sums, time.perf_counter() - start)
             if self._is_recorded(step, order):
                 times = committer.times
                 assert times is not None
                 self._record(self._recorded(step, order, sums, times, start=start, began_at=began_at))
-            finish = applied.vote.finish
+            finish, pause = applied.vote.finish, applied.vote.pause
             if not finish:
                 self._checkpoint_if_due(order.generation, committer)
         return True

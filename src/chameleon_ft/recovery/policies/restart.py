@@ -11,7 +11,12 @@ __all__ = ["propose"]
 
 
 def propose(situation: Situation, horizon_s: float) -> list[Proposal]:
-    """The largest layout of equal pipelines, of the depth of the plan if that can be."""
+    """The largest layout of equal pipelines, of the depth of the plan if that can be.
+
+    Nobody begins anew for a worker that joins: it waits for the next loss.
+    """
+    if not situation.lost:
+        return []
     plan = largest_symmetric_layout(
         live=situation.live,
         layer_costs=[layer.forward_s + layer.backward_s for layer in situation.costs.workload.layers],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,13 +28,13 @@ class EmulatedLinks:
 
     Args:
         inner: what carries the tensors; not opened yet.
-        cluster: links and hosts of the emulated workers.
+        cluster_of: gives the links and hosts of emulated workers; not all of them may be there from the beginning.
         scale: bytes that a byte stands for.
     """
 
-    def __init__(self, inner: Communicators, cluster: Cluster, *, scale: int) -> None:
+    def __init__(self, inner: Communicators, cluster_of: Callable[[Sequence[int]], Cluster], *, scale: int) -> None:
         self._inner = inner
-        self._cluster = cluster
+        self._cluster_of = cluster_of
         self._scale = scale
         self._worker = -1
         self._over = threading.Event()
@@ -42,6 +43,7 @@ class EmulatedLinks:
 
     def open(self, membership: Membership) -> None:
         self._worker = membership.worker
+        self._cluster = self._cluster_of(membership.members)
         self._inner.open(membership)
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:

@@ -1,0 +1,140 @@
+"""Workers that come while the run goes on: spares until they are weighed, and part of the plan where that pays."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Final
+
+from chameleon_ft.control.decision import Prepared
+from chameleon_ft.control.forethought import decide_and_check
+from chameleon_ft.control.generations import Generations, Phase
+from chameleon_ft.control.members import Members, Worker
+from chameleon_ft.control.messages import Hello, HostHello
+from chameleon_ft.control.planner import Planner
+from chameleon_ft.control.respawns import Respawns
+from chameleon_ft.control.server import Peer
+from chameleon_ft.errors import ControlError, ProfileError
+from chameleon_ft.observe import Recorder
+
+__all__ = ["Joins"]
+
+_QUIET_S: Final = 0.5  # without anybody new, before those that have come are weighed together
+_PATIENCE_S: Final = 10.0  # for those that are still on their way
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighing:
+    generation: int
+    task: asyncio.Task[Prepared]
+
+
+class Joins:
+    """Looks after newcomers until the plan has a place for them or it is decided that it need not.
+
+    Nothing here holds up training, and whoever fails before it takes part changes nothing for those who do. What to do
+    with them is decided in `executor`; None: in a thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        members: Members,
+        generations: Generations,
+        planner: Planner,
+        respawns: Respawns,
+        recorder: Recorder,
+        executor: Executor | None,
+    ) -> None:
+        self._members = members
+        self._generations = generations
+        self._planner = planner
+        self._respawns = respawns
+        self._recorder = recorder
+        self._executor = executor
+        self._waiting: list[Worker] = []  # that have loaded what they need
+        self._first_at = self._last_at = 0.0  # when the first and the last of those to be weighed became spares
+        self._weighing: _Weighing | None = None
+
+    def add_host(self, peer: Peer, hello: HostHello) -> None:
+        """Have a supervisor that comes while the run goes on start its workers."""
+        workers = self._members.add_late_host(peer, hello, banned=self._respawns.banned)
+        names = ", ".join(map(str, workers))
+        self._recorder.event(
+            "host_joined", host=hello.host, workers=workers, message=f"{hello.host} starts workers {names}"
+        )
+
+    def add(self, peer: Peer, hello: Hello) -> Worker:
+        """Take in a rank that comes while the run goes on. Raises ControlError that says why it cannot be."""
+        self._members.require_number(hello.worker)
+        self._respawns.require_welcome(hello.worker)
+        try:
+            self._planner.require_costs({**self._members.hosts(), hello.worker: hello.host})
+        except ProfileError as error:
+            raise ControlError(f"worker {hello.worker} cannot take part: {error}") from None
+        return self._members.join(peer, hello)
+
+    def ready(self, worker: Worker) -> None:
+        """A rank has loaded what it needs. Of those that were there from the beginning, that is no news."""
+        if worker.takes_part or worker in self._waiting:
+            return
+        worker.first_step = self._generations.committed
+        self._waiting.append(worker)
+        self._recorder.event(
+            "joined",
+            worker=worker.id,
+            life=worker.life,
+            host=worker.host,
+            message=f"worker {worker.id} has joined as a spare",
+        )
+
+    def failed(self, worker: Worker, cause: str) -> None:
+        """A worker was lost before it took part."""
+        cause = worker.crash or cause
+        self._recorder.event(
+            "join_failed",
+            worker=worker.id,
+            life=worker.life,
+            cause=cause,
+            message=f"worker {worker.id} was lost before it took part: {cause}",
+        )
+
+    def look(self, now: float) -> None:
+        """Do what is to be done at this time, by the event loop's clock: to be called again and again."""
+        generations = self._generations
+        if generations.phase is not Phase.TRAINING or generations.is_pausing:
+            return
+        if self._weighing is None:
+            self._admit(now)
+            if generations.newcomers and self._all_have_come(now):
+                self._weighing = _Weighing(generations.number, asyncio.create_task(self._weighed()))
+        elif self._weighing.task.done():
+            weighing, self._weighing = self._weighing, None
+            if weighing.generation == generations.number:
+                generations.weighed(weighing.task.result())
+
+    def _admit(self, now: float) -> None:
+        """Make spares of those who are ready."""
+        waiting, self._waiting = self._waiting, []
+        for worker in waiting:
+            if worker.lost:
+                continue
+            if not self._generations.newcomers:
+                self._first_at = now
+            self._last_at = now
+            worker.takes_part = True
+            self._generations.admit(worker.id)
+
+    def _all_have_come(self, now: float) -> bool:
+        if now < self._last_at + _QUIET_S:
+            return False
+        return not self._members.are_coming() or now >= self._first_at + _PATIENCE_S
+
+    async def _weighed(self) -> Prepared:
+        """Decide while training goes on."""
+        outlook, rate = self._generations.outlook()
+        start, loop = time.perf_counter(), asyncio.get_running_loop()
+        decision = await loop.run_in_executor(self._executor, decide_and_check, outlook, self._planner.policy, rate)
+        return Prepared(outlook=outlook, rate=rate, decision=decision, search_s=time.perf_counter() - start)

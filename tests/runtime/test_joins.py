@@ -1,0 +1,174 @@
+"""Real runs that workers come to while they run: they take part, and the losses are those of the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chameleon_ft.config import (
+    Batch,
+    Checkpoint,
+    FailurePhase,
+    LlamaConfig,
+    Optimizer,
+    Parallel,
+    Recovery,
+    TrainConfig,
+    config_to_toml,
+)
+from chameleon_ft.observe import RunDirectory
+from tests.harness import (
+    Command,
+    Curtain,
+    Ended,
+    assert_as_the_plain_loop,
+    fails,
+    small_config,
+    train_here,
+)
+
+pytestmark = pytest.mark.multiprocess
+
+STEP = r"^\s+{}\s"  # the line of a step
+
+
+def endless(directory: Path, **changes: Any) -> TrainConfig:
+    """Two pipelines of three stages whose workers come back when they are lost; it trains until it is ended."""
+    fields: dict[str, Any] = {
+        "steps": 100_000,
+        "workers": 6,
+        "parallel": Parallel(dp=2, pp=3),
+        "batch": Batch(micro_batches=8, micro_batch_size=1),
+        "model": LlamaConfig(dim=32, num_layers=4, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=32),
+        # Small updates: a run may take some hundred steps, in which rounding must not grow.
+        "optimizer": Optimizer(lr=2e-4, min_lr=1e-4, warmup_steps=2),
+        "recovery": Recovery(policy="chameleon", respawn=True, respawn_delay_s=0.0),
+    }
+    return small_config(directory, **{**fields, **changes})
+
+
+def train_until(config: TrainConfig, path: Path, falls: Callable[[Ended], object]) -> Ended:
+    """Train until something has come true, and some steps more."""
+    ended = train_here(config, path, view=Curtain(RunDirectory(path), falls))
+    assert_nothing_was_lost(ended, repeated_steps=0)
+    return ended
+
+
+def assert_nothing_was_lost(ended: Ended, *, repeated_steps: int) -> None:
+    summary = ended.summary
+    assert (ended.code, summary["reason"]) == (130, "interrupted by the user, with a checkpoint")
+    assert summary["samples_lost"] == 0
+    assert summary["samples_repeated"] == repeated_steps * ended.run.config().batch.samples
+    assert_as_the_plain_loop(ended)
+
+
+def workers_of_last_plan(ended: Ended) -> set[int]:
+    return {int(worker) for route in ended.plans()[-1]["routes"] for worker, *_ in route}
+
+
+def joined(ended: Ended) -> list[int]:
+    """The workers that came to take part, in the order they did."""
+    return [worker for record in ended.events("join") for worker in record["workers"]]
+
+
+def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
+    ended = train_until(endless(tmp_path, failures=(fails(3, step=4),)), tmp_path / "run", joined)
+    assert ended.lost == {3}
+    (respawn,) = ended.events("respawn")
+    assert (respawn["worker"], respawn["life"]) == (3, 2)
+    assert [event["worker"] for event in ended.events("joined")] == [3]
+    assert joined(ended) == [3]
+    assert [event["trigger"] for event in ended.events("decision")] == ["loss", "join"]
+    assert workers_of_last_plan(ended) == set(range(6))
+    assert ended.run.steps()[-1].workers == 6
+    assert not ended.events("refused")
+    assert not ended.events("messages_failed")
+
+
+@pytest.mark.parametrize("phase", ["recovery", "transfer", "confirm", "switch", "sync"])
+def test_a_worker_that_came_back_is_lost_in_its_transition_or_soon_after(tmp_path: Path, phase: FailurePhase) -> None:
+    failures = (fails(3, step=4), fails(3, step=4, phase=phase))
+    ended = train_until(
+        endless(tmp_path, failures=failures),
+        tmp_path / "run",
+        lambda ended: len(ended.failures) > 1 and ended.events("join") and 3 in workers_of_last_plan(ended),
+    )
+    assert ended.lost == {3}
+    assert [event["life"] for event in ended.events("respawn")] == [2, 3]
+
+
+def test_another_worker_is_lost_while_one_is_taken_in(tmp_path: Path) -> None:
+    failures = (fails(3, step=4), fails(3, step=4, phase="transfer"), fails(2, step=20, phase="transfer"))
+    ended = train_until(
+        endless(tmp_path, failures=failures),
+        tmp_path / "run",
+        lambda ended: len(ended.failures) > 2 and workers_of_last_plan(ended) == set(range(6)),
+    )
+    assert ended.lost == {2, 3}
+
+
+def test_a_worker_that_keeps_dying_is_not_taken_again(tmp_path: Path) -> None:
+    failures = tuple(fails(3, step=4, phase="forward") for _ in range(3))
+    config = endless(
+        tmp_path,
+        failures=failures,
+        recovery=Recovery(policy="chameleon", respawn=True, respawn_delay_s=0.1, max_respawns=2),
+    )
+    ended = train_until(config, tmp_path / "run", lambda ended: ended.events("banned") and len(ended.failures) == 3)
+    assert [event["worker"] for event in ended.events("respawn")] == [3, 3]
+    (banned,) = ended.events("banned")
+    assert (banned["worker"], banned["deaths"]) == (3, 3)
+    assert 3 not in workers_of_last_plan(ended)
+
+
+def test_spares_stay_spares_where_the_policy_moves_nothing(tmp_path: Path) -> None:
+    config = endless(
+        tmp_path,
+        recovery=Recovery(policy="reroute", respawn=True, respawn_delay_s=0.0),
+        checkpoint=Checkpoint(every=5),
+        failures=(fails(3, step=4),),
+    )
+    ended = train_until(config, tmp_path / "run", lambda ended: len(ended.events("decision")) == 2)
+    assert ended.events("decision")[-1]["chosen"] == "stay"
+    assert len(ended.plans()) == 2
+    assert ended.run.steps()[-1].workers == 5
+
+
+def test_a_second_host_joins_later_and_is_lost_again(tmp_path: Path) -> None:
+    # The new host may come to have all copies of a layer, and all go back to a checkpoint then.
+    config = endless(
+        tmp_path,
+        workers=4,
+        parallel=Parallel(dp=2, pp=2),
+        recovery=Recovery(policy="chameleon"),
+        checkpoint=Checkpoint(every=3),
+    )
+    path = tmp_path / "config.toml"
+    path.write_text(config_to_toml(config))
+    run = RunDirectory(tmp_path / "run")
+    with Command("train", path, "--out", run.path) as training:
+        training.read_until(STEP.format(3))
+        with Command("supervise", "--run", run.path, "--workers", "2") as late:
+            training.read_until("worker 4 has joined as a spare")
+            training.read_until(r"workers? .* joined before step \d+")
+            training.read_until(STEP.format(r"\d+"))
+            for process in late.session():
+                process.kill()
+            late.wait()
+        training.read_until("worker [45] lost")
+        with Command("supervise", "--run", run.path, "--workers", "2") as again:
+            training.read_until(r"workers? .* joined before step \d+")
+            training.read_until(STEP.format(r"\d+"))
+            training.interrupt_all()
+            code = training.wait()
+            assert again.wait() == 0, again.printed
+    ended = Ended(code, run)
+    assert_nothing_was_lost(ended, repeated_steps=len(ended.steps) - len(set(ended.steps)))
+    first, second = ended.events("host_joined")
+    assert first["workers"] == [4, 5]
+    assert second["workers"] == [4, 5], "their host was gone"
+    with Command("report", run.path, "--trace", tmp_path / "trace.json", "--picture", tmp_path / "a.svg") as report:
+        assert report.wait() == 0, report.printed
