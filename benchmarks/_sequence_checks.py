@@ -182,17 +182,17 @@ def _lost_workers(records: _Records) -> Iterator[str]:
     if failed != lost:
         causes = [(f.worker, f.cause, f.noticed_by) for f in records.failures]
         yield f"made to fail were workers {sorted(failed)}, and lost are {causes}"
-    gone: set[int] = set()
+    losses: Counter[int] = Counter()  # less the returns, of which one may be recorded first
     for event in records.events:
         if event["event"] == "failure":
-            gone.add(event["worker"])
+            losses[event["worker"]] += 1
         elif event["event"] == "joined":
-            gone.discard(event["worker"])
-        if event["event"] not in ("plan", "failure"):
+            losses[event["worker"]] -= 1
+        if event["event"] not in ("plan", "failure") or event["policy"] == "stop":
             continue
-        plan = records.plans.get(event["generation"])
-        if plan is not None and event.get("policy") != "stop" and gone.intersection(plan.plan.workers):
-            yield f"the plan of generation {event['generation']} has workers that are lost: {sorted(gone)}"
+        gone = sorted(worker for worker, count in losses.items() if count > 0)
+        if set(gone).intersection(records.plans[event["generation"]].plan.workers):
+            yield f"the plan of generation {event['generation']} has workers that are lost: {gone}"
     for name in ("refused", "messages_failed"):
         for event in records.of_kind(name):
             yield f"nobody may send what is not understood, and no failed message is left unexplained: {event}"
@@ -200,8 +200,9 @@ def _lost_workers(records: _Records) -> Iterator[str]:
 
 def _decisions(records: _Records) -> Iterator[str]:
     """What is chosen is feasible, the best of what is, and what is done."""
-    done = {event["generation"]: event["policy"] for event in records.of_kind("plan")}
-    for event in records.of_kind("decision"):
+    for number, event in enumerate(records.events):
+        if event["event"] != "decision":
+            continue
         feasible = {each["policy"]: each for each in event["candidates"] if each["feasible"]}
         chosen = event["chosen"]
         if chosen is None:
@@ -212,8 +213,9 @@ def _decisions(records: _Records) -> Iterator[str]:
             yield f"{chosen} is chosen and not feasible: {event}"
         elif feasible[chosen]["samples"] < max(each["samples"] for each in feasible.values()) * (1 - 1e-9):
             yield f"{chosen} is chosen and not the best: {event}"
-        if done.get(event["generation"], chosen) != chosen:
-            yield f"{chosen} is chosen and {done[event['generation']]} is done"
+        for later in records.events[number:]:
+            if later["event"] == "plan" and later["generation"] == event["generation"] and later["policy"] != chosen:
+                yield f"{chosen} is chosen and {later['policy']} is done"
     for plan in records.plans.values():
         if plan.plan.micro_batches != records.config.batch.micro_batches:
             yield f"the plan of generation {plan.generation} has {plan.plan.micro_batches} micro-batches"

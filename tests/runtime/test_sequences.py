@@ -12,7 +12,7 @@ from benchmarks.sequences import run_drawn
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.parametrize("seed", [0, 2, 5, 6, 8, 10, 12, 14])
+@pytest.mark.parametrize("seed", [2, 6, 8, 10, 15, 20, 25, 33])
 def test_a_drawn_run_is_trained_as_if_nothing_had_failed(tmp_path: Path, seed: int) -> None:
     drawn = draw(seed)
     print(drawn)  # with the number to repeat it by: python -m benchmarks.sequences --runs 1 --seed N
