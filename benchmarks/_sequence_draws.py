@@ -105,7 +105,8 @@ def draw(seed: int, *, joins: bool = False) -> DrawnRun:
 
 def _failures(rng: random.Random, run: DrawnRun, count: int) -> tuple[Failure, ...]:
     """Spread `count` failures over a few steps; of those of one step, some are in the recovery from the others."""
-    workers = rng.sample(range(run.workers), count)
+    everyone = range(run.workers)
+    workers = rng.choices(everyone, k=count) if run.respawn else rng.sample(everyone, count)
     steps = sorted(rng.choice(range(1, run.steps - 1)) for _ in range(rng.randint(1, count)))
     of_step = {step: [worker for i, worker in enumerate(workers) if steps[i % len(steps)] == step] for step in steps}
     return tuple(failure for step in of_step for failure in _failures_of_step(rng, run, step, of_step[step]))
