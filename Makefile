@@ -5,14 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help setup train test explore check
+.PHONY: help setup train test explore sequences check
 
 help:
-	@echo "make train   train a small model on this machine, through two failures"
-	@echo "make test    run all tests"
-	@echo "make explore run the tests of one process with examples that are drawn anew"
-	@echo "make check   check format, lint and types"
-	@echo "make setup   only install everything into $(VENV)"
+	@echo "make train      train a small model on this machine, through two failures"
+	@echo "make test       run all tests"
+	@echo "make explore    run the tests of one process with examples that are drawn anew"
+	@echo "make sequences  train through 50 drawn sequences of failures, and check each"
+	@echo "make check      check format, lint and types"
+	@echo "make setup      only install everything into $(VENV)"
 
 setup: $(VENV)/.with-dev
 
@@ -29,6 +30,9 @@ check: $(VENV)/.with-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+sequences: $(VENV)/.with-dev
+	$(BIN)/python -m benchmarks.sequences --runs 50 --seed 0
 
 $(VENV)/.with-package: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

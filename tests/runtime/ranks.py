@@ -153,10 +153,12 @@ def opened(membership: Membership, timeouts: Timeouts = TIMEOUTS) -> Iterator[Gl
 
 
 @contextmanager
-def interrupted_in(function: str, communicators: GlooCommunicators, *, after: int | None = None) -> Iterator[None]:
+def interrupted_in(
+    function: str, communicators: GlooCommunicators, *, after: int | None = None, delay_s: float = 0.0
+) -> Iterator[None]:
     """Once this thread is inside a function of this name, interrupt as the control thread does, until the block ends.
 
-    With `after`, not before the process with that id has ended.
+    With `after`, not before the process with that id has ended; with `delay_s`, so many seconds later.
     """
     thread = threading.get_ident()
     left = threading.Event()
@@ -166,6 +168,7 @@ def interrupted_in(function: str, communicators: GlooCommunicators, *, after: in
             not _is_inside(function, sys._current_frames().get(thread)) or (after is not None and _lives(after))
         ):
             time.sleep(0.001)
+        left.wait(delay_s)
         while not left.wait(0.005):
             communicators.interrupt()
 

@@ -6,15 +6,20 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch
+from torch._C import _distributed_c10d as c10d
 
-from chameleon_ft.runtime.communicators import CommunicationError, Membership
+from chameleon_ft.runtime.communicators import CommunicationError, Membership, open_store
+from chameleon_ft.runtime.communicators.c10d import Store, gloo_device, gloo_group
 from chameleon_ft.runtime.communicators.gloo import GlooCommunicators
 from tests.runtime.ranks import TIMEOUTS, RankLostError, Ranks, interrupted_in, open_descriptors, opened
 
 pytestmark = pytest.mark.multiprocess
+
+ENDLESS = TIMEOUTS.model_copy(update={"collective_s": 1000.0, "rendezvous_s": 2000.0})
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +182,7 @@ def test_a_blocked_call_comes_back_when_it_is_interrupted(ranks: Ranks, call: ob
 def open_without_the_others(membership: Membership) -> str:
     communicators = GlooCommunicators(timeouts=TIMEOUTS, address="127.0.0.1")
     try:
-        with interrupted_in("gloo_group", communicators), pytest.raises(CommunicationError) as caught:
+        with interrupted_in("wait", communicators), pytest.raises(CommunicationError) as caught:
             communicators.open(membership)
     finally:
         communicators.close()
@@ -188,6 +193,48 @@ def test_waiting_for_a_member_that_never_comes_can_be_interrupted(ranks: Ranks) 
     memberships = ranks.memberships(members=(0, 1, 2))
     for result in ranks.run(open_without_the_others, [(memberships[0],), (memberships[1],)]):
         assert "the communicators cannot be formed" in result
+    ranks.run(reduce_in_groups, [(m,) for m in ranks.memberships()])
+
+
+class AnsweringNothing(c10d.Store):
+    """A store that lets its rank say where it listens, and then tells it nothing of the others."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        raise RuntimeError("the generation is over")
+
+
+def open_beside_members_that_have_left(membership: Membership, leaves: bool) -> str:
+    """One rank forms a generation; the others have said where they listen, and then they have left it."""
+    rank, prefix = membership.worker, f"generation-{membership.generation}/group-0"
+    store = open_store(membership.store, timeout_s=60.0)
+    if leaves:
+        device = gloo_device("127.0.0.1")
+        with pytest.raises(RuntimeError):
+            gloo_group(AnsweringNothing(store), prefix, rank, len(membership.members), device=device, timeout_s=60.0)
+        store.set(f"left-{prefix}-{rank}", "")
+        return "left"
+    store.wait([f"left-{prefix}-{other}" for other in membership.members if other != rank])
+    communicators = GlooCommunicators(timeouts=ENDLESS, address="127.0.0.1")
+    try:
+        with interrupted_in("open", communicators, delay_s=0.3), suppress(CommunicationError):
+            communicators.open(membership)
+    finally:
+        communicators.close()
+    return "came back"
+
+
+def test_waiting_for_members_that_have_left_already_can_be_interrupted(ranks: Ranks) -> None:
+    # Only by chance, which is in the numbers of ports, is it the rank that connects to all others, and waits for none.
+    for _ in range(4):
+        results = ranks.run(open_beside_members_that_have_left, [(m, m.worker > 0) for m in ranks.memberships()])
+        assert results == ["came back", "left", "left", "left"]
     ranks.run(reduce_in_groups, [(m,) for m in ranks.memberships()])
 
 

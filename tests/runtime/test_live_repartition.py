@@ -11,11 +11,11 @@ import pytest
 from chameleon_ft.config import (
     Batch,
     Checkpoint,
+    FailureKind,
     FailurePhase,
     LlamaConfig,
     Parallel,
     Recovery,
-    Timeouts,
     TrainConfig,
 )
 from chameleon_ft.control.inject import inject
@@ -31,8 +31,6 @@ from tests.harness import (
 )
 
 pytestmark = pytest.mark.multiprocess
-
-WATCHFUL = Timeouts(heartbeat_s=2.0, watchdog_min_s=3.0, watchdog_factor=20.0, collective_s=60.0, rendezvous_s=90.0)
 
 
 def eight_workers(directory: Path, **changes: Any) -> TrainConfig:
@@ -120,9 +118,10 @@ def test_kills_in_the_transition_after_a_transition_that_was_cut_short(tmp_path:
     assert_trained_as_if_nothing_failed(ended)
 
 
-def test_a_hang_in_a_transition(tmp_path: Path) -> None:
-    failures = (fails(0, step=4), fails(6, step=4, phase="transfer", kind="hang"))
-    ended = train_here(eight_workers(tmp_path, timeouts=WATCHFUL, failures=failures), tmp_path / "run")
+@pytest.mark.parametrize(("phase", "kind"), [("transfer", "hang"), ("confirm", "disconnect")])
+def test_a_hang_or_a_cut_in_a_transition(tmp_path: Path, phase: FailurePhase, kind: FailureKind) -> None:
+    failures = (fails(0, step=4), fails(6, step=4, phase=phase, kind=kind))
+    ended = train_here(eight_workers(tmp_path, failures=failures), tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
     assert ended.lost == {0, 6}
 

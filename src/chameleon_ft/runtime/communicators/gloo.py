@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,27 +44,34 @@ class GlooCommunicators:
     def open(self, membership: Membership) -> None:
         _bury_the_dead()
         self._sockets.start()
+        with self._lock:
+            self._waiters = (Waiter(), Waiter())
+            waiter = self._waiters[_MESSAGES]
         try:
             store = open_store(membership.store, timeout_s=self._timeouts.rendezvous_s)
             device = gloo_device(self._address)
             for index, group in enumerate((membership.members, *membership.groups)):
                 if membership.worker in group and group not in self._groups:
                     self._raise_if_interrupted()
-                    self._groups[group] = gloo_group(
-                        store,
-                        f"generation-{membership.generation}/group-{index}",
-                        group.index(membership.worker),
-                        len(group),
-                        device=device,
-                        timeout_s=self._timeouts.collective_s,
+                    forming = _Forming(
+                        partial(
+                            gloo_group,
+                            store,
+                            f"generation-{membership.generation}/group-{index}",
+                            group.index(membership.worker),
+                            len(group),
+                            device=device,
+                            timeout_s=self._timeouts.collective_s,
+                        )
                     )
+                    waiter.wait(forming)
+                    assert forming.group is not None
+                    self._groups[group] = forming.group
         except RuntimeError as error:
             raise CommunicationError(None, f"the communicators cannot be formed: {error}") from None
         finally:
             self._sockets.settle()
         self._world = membership.members
-        with self._lock:
-            self._waiters = (Waiter(), Waiter())
         self._raise_if_interrupted()
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
@@ -125,6 +134,22 @@ class GlooCommunicators:
     def _raise_if_interrupted(self) -> None:
         if self._interrupted_at is not None:
             raise CommunicationError(None, "the generation is over")
+
+
+@dataclass(slots=True)
+class _Forming:
+    """A group that is being formed.
+
+    Whoever is to be connected to, and not to connect, has no connection yet that could be ended: where the other side
+    does not come because its generation is over already, gloo sleeps until its timeout. So this is waited for as
+    messages are.
+    """
+
+    form: Callable[[], Group]
+    group: Group | None = None
+
+    def wait(self) -> None:
+        self.group = self.form()
 
 
 @dataclass(slots=True)

@@ -1,0 +1,255 @@
+"""What must hold of a run whatever fails in it, looked up in the records that it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any, Final
+
+from chameleon_ft.config import TrainConfig
+from chameleon_ft.job import load_job
+from chameleon_ft.models.build import build_layer, param_bytes
+from chameleon_ft.observe import (
+    FailureRecord,
+    GenerationPlan,
+    RunDirectory,
+    StepRecord,
+    complete_checkpoints,
+    read_generation_plans,
+)
+from chameleon_ft.verify import Verification, repeat_run
+
+__all__ = ["LOSS_TOLERANCE", "Findings", "look_at"]
+
+LOSS_TOLERANCE: Final = 1e-5  # relative, of every step's loss
+_GRAD_NORM_TOLERANCE: Final = 1e-4
+_NEEDS_MORE_THAN_HOLDERS: Final = ("restart", "drop-replica")  # a checkpoint, or a whole pipeline
+_COUNTER_BYTES: Final = 4  # of AdamW, for each of its tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What became of a run.
+
+    Attributes:
+        ended: "finished", or "stopped" where it had to end with an error.
+        problems: what does not hold, in words; empty for a run that passes.
+        worst_loss: largest relative deviation of a step's loss from that of the plain loop.
+        worst_grad_norm: the same of the gradient's norm.
+        fired: the failures that came to happen.
+        policies: what was done about them, in order.
+        transitions: changes of placement that were carried through.
+        repeated_steps: after a return to a checkpoint.
+    """
+
+    ended: str
+    problems: tuple[str, ...]
+    worst_loss: float
+    worst_grad_norm: float
+    fired: tuple[dict[str, Any], ...]
+    policies: tuple[str, ...]
+    transitions: int
+    repeated_steps: int
+
+    def __str__(self) -> str:
+        fired = ", ".join(f"{fault['kind']} {fault['worker']} in {fault['phase']}" for fault in self.fired) or "none"
+        said = [
+            self.ended,
+            f"failed: {fired}",
+            f"done: {', '.join(self.policies) or 'nothing'}",
+            f"{self.transitions} transitions",
+            f"{self.repeated_steps} steps repeated",
+            f"loss within {self.worst_loss:.1e}",
+        ]
+        return "\n".join(["; ".join(said), *(f"  PROBLEM {problem}" for problem in self.problems)])
+
+
+def look_at(run: RunDirectory, *, exit_code: int) -> Findings:
+    """Read all records of a run that has ended, train it once more in a plain loop, and compare."""
+    records = _Records(run)
+    verification = Verification.of(repeat_run(run), tolerance=LOSS_TOLERANCE)
+    problems = [
+        *_end(records, exit_code),
+        *_losses(records, verification),
+        *_steps(records),
+        *_lost_workers(records),
+        *_decisions(records),
+        *_returns(records),
+        *_transitions(records),
+    ]
+    steps = [record.step for record in records.steps]
+    return Findings(
+        ended="finished" if exit_code == 0 else "stopped",
+        problems=tuple(problems),
+        worst_loss=verification.max_relative_loss_deviation,
+        worst_grad_norm=verification.max_relative_grad_norm_deviation,
+        fired=tuple(records.faults),
+        policies=tuple(dict.fromkeys(f"{failure.policy}" for failure in records.failures)),
+        transitions=len(records.of_kind("transition")),
+        repeated_steps=len(steps) - len(set(steps)),
+    )
+
+
+class _Records:
+    """What a run has left behind."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        config = run.config()
+        assert isinstance(config, TrainConfig)
+        self.run = run
+        self.config = config
+        self.events: Sequence[dict[str, Any]] = run.events()
+        self.steps: Sequence[StepRecord] = run.steps()
+        self.failures: Sequence[FailureRecord] = run.failures()
+        self.plans: dict[int, GenerationPlan] = dict(read_generation_plans(run.plans))
+        self.summary: dict[str, Any] = json.loads(run.summary_file.read_text())
+        faults = run.faults_file
+        lines = faults.read_text().splitlines() if faults.exists() else []
+        self.faults: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def of_kind(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == name]
+
+    def may_lack_a_holder(self, failure: FailureRecord) -> bool:
+        """Whether some layer had no live holder in a placement that may have been in force at this failure."""
+        since = max((step.generation for step in self.steps if step.generation < failure.generation), default=1)
+        lost = {other.worker for other in self.failures if other.generation <= failure.generation}
+        return any(
+            plan.plan.placement.without(lost).unheld_layers
+            for generation, plan in self.plans.items()
+            if since <= generation < failure.generation or (generation == since == failure.generation)
+        )
+
+
+def _end(records: _Records, exit_code: int) -> Iterator[str]:
+    """A run comes to its end, or says why it cannot; and then it is right."""
+    summary, config = records.summary, records.config
+    committed = {record.step for record in records.steps}
+    if exit_code == 0:
+        if summary["status"] != "finished" or committed != set(range(config.steps)):
+            yield f"it ended well with status {summary['status']} and {len(committed)} of {config.steps} steps"
+        return
+    last = records.failures[-1] if records.failures else None
+    if exit_code != 1 or summary["status"] != "failed" or last is None or last.policy != "stop":
+        yield f"it ended with exit code {exit_code}, status {summary['status']}: {summary['reason']}"
+    elif complete_checkpoints(records.run.checkpoints):
+        yield f"it ended though there is a complete checkpoint: {summary['reason']}"
+    elif not (records.may_lack_a_holder(last) or config.recovery.policy in _NEEDS_MORE_THAN_HOLDERS):
+        yield f"it ended though every layer has a live holder: {summary['reason']}"
+
+
+def _losses(records: _Records, verification: Verification) -> Iterator[str]:
+    """Every step is the plain loop's, also where it was trained a second time."""
+    if verification.first_step_outside is not None or verification.max_relative_grad_norm_deviation > (
+        _GRAD_NORM_TOLERANCE
+    ):
+        yield f"it is not the plain loop: {verification}"
+    by_step: dict[int, list[float]] = {}
+    for record in records.steps:
+        by_step.setdefault(record.step, []).append(record.loss)
+    for step, losses in by_step.items():
+        if max(losses) - min(losses) > LOSS_TOLERANCE * abs(losses[-1]):
+            yield f"step {step} was trained again with another loss: {losses}"
+
+
+def _steps(records: _Records) -> Iterator[str]:
+    """No step is left out, and none is trained again but after a return to a checkpoint."""
+    config, steps = records.config, records.steps
+    for before, after in pairwise(steps):
+        first = records.plans[after.generation].first_step
+        expected = before.step + 1 if after.generation == before.generation else min(first, before.step + 1)
+        if after.step != expected:
+            yield f"step {after.step} of generation {after.generation} follows {before.step}"
+        if after.step <= before.step and not any(
+            failure.resume_step == after.step and failure.generation == after.generation for failure in records.failures
+        ):
+            yield f"step {after.step} is trained again, and no failure says so"
+    if any(record.samples != config.batch.samples for record in steps):
+        yield f"some steps do not have {config.batch.samples} samples: {[record.samples for record in steps]}"
+    repeated = (len(steps) - len({record.step for record in steps})) * config.batch.samples
+    counted = (records.summary["samples_lost"], records.summary["samples_repeated"])
+    if counted != (0, repeated):
+        yield f"samples lost and repeated are {counted}, and the records say {(0, repeated)}"
+
+
+def _lost_workers(records: _Records) -> Iterator[str]:
+    """Lost are those that were made to fail, and nobody plans with a lost one."""
+    failed = Counter(fault["worker"] for fault in records.faults)
+    lost = Counter(failure.worker for failure in records.failures)
+    if failed != lost:
+        causes = [(f.worker, f.cause, f.noticed_by) for f in records.failures]
+        yield f"made to fail were workers {sorted(failed)}, and lost are {causes}"
+    losses: Counter[int] = Counter()  # less the returns, of which one may be recorded first
+    for event in records.events:
+        if event["event"] == "failure":
+            losses[event["worker"]] += 1
+        elif event["event"] == "joined":
+            losses[event["worker"]] -= 1
+        if event["event"] not in ("plan", "failure") or event["policy"] == "stop":
+            continue
+        gone = sorted(worker for worker, count in losses.items() if count > 0)
+        if set(gone).intersection(records.plans[event["generation"]].plan.workers):
+            yield f"the plan of generation {event['generation']} has workers that are lost: {gone}"
+    for name in ("refused", "messages_failed"):
+        for event in records.of_kind(name):
+            yield f"nobody may send what is not understood, and no failed message is left unexplained: {event}"
+
+
+def _decisions(records: _Records) -> Iterator[str]:
+    """What is chosen is feasible, the best of what is, and what is done."""
+    for number, event in enumerate(records.events):
+        if event["event"] != "decision":
+            continue
+        feasible = {each["policy"]: each for each in event["candidates"] if each["feasible"]}
+        chosen = event["chosen"]
+        if chosen is None:
+            if feasible:
+                yield f"nothing is chosen, though {sorted(feasible)} are feasible: {event}"
+            continue
+        if chosen not in feasible:
+            yield f"{chosen} is chosen and not feasible: {event}"
+        elif feasible[chosen]["samples"] < max(each["samples"] for each in feasible.values()) * (1 - 1e-9):
+            yield f"{chosen} is chosen and not the best: {event}"
+        for later in records.events[number:]:
+            if later["event"] == "plan" and later["generation"] == event["generation"] and later["policy"] != chosen:
+                yield f"{chosen} is chosen and {later['policy']} is done"
+    for plan in records.plans.values():
+        if plan.plan.micro_batches != records.config.batch.micro_batches:
+            yield f"the plan of generation {plan.generation} has {plan.plan.micro_batches} micro-batches"
+
+
+def _returns(records: _Records) -> Iterator[str]:
+    """Who goes back to a checkpoint has to."""
+    if records.config.recovery.policy in _NEEDS_MORE_THAN_HOLDERS:
+        return
+    for failure in records.failures:
+        if failure.policy == "checkpoint" and not records.may_lack_a_holder(failure):
+            yield f"it went back to a checkpoint though every layer had a live holder: {failure}"
+
+
+def _transitions(records: _Records) -> Iterator[str]:
+    """What has moved is what was planned: of every layer its parameters, AdamW's two moments and its counters.
+
+    The plan counts parameters, which is all that it knows of a job that was not profiled.
+    """
+    job = load_job(records.config.job, records.config)
+    kinds = (0, 1, job.num_layers - 1)  # the first layer, a block, the last layer
+    planned = [param_bytes(job)[layer] for layer in kinds]
+    counters = [len(list(build_layer(job, layer, 0).parameters())) for layer in kinds]
+    moved = [3 * size + _COUNTER_BYTES * count for size, count in zip(planned, counters, strict=True)]
+    for event in records.of_kind("transition"):
+        layers = range(event["layers"] + 1)
+        if not any(
+            sum(counts) == event["layers"]
+            and _dot(counts, planned) == event["planned_bytes"]
+            and _dot(counts, moved) == event["moved_bytes"]
+            for counts in product(layers, repeat=3)
+        ):
+            yield f"what moved is not what was planned: {event}"
+
+
+def _dot(counts: Sequence[int], sizes: Sequence[int]) -> int:
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))

@@ -1,0 +1,128 @@
+"""Sequences of failures, drawn: a number gives a run's layout, policy and batch, and who fails when, where and how."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, get_args
+
+from chameleon_ft.config import Failure, FailureKind, FailurePhase, PolicyName
+
+__all__ = ["DrawnRun", "draw"]
+
+_MOST_WORKERS: Final = 8  # on the few cores of a machine that runs tests
+_MOST_LOSSES: Final = 4
+_KINDS: Final[tuple[FailureKind, ...]] = ("kill", "kill", "kill", "hang", "disconnect")
+_IN_A_STEP: Final[tuple[FailurePhase, ...]] = ("forward", "backward", "sync", "vote", "optimizer")
+_IN_A_RECOVERY: Final[tuple[FailurePhase, ...]] = ("recovery", "transfer", "confirm", "switch")
+_FIRST_HANG: Final = 2  # before a step is done, nothing but the heartbeats tells a hang
+_BY_CHECKPOINT: Final = "restart"  # the policy that begins anew after every loss
+_WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveries have no transition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnRun:
+    """One drawn run. `str` of it is one line that says all.
+
+    Attributes:
+        seed: what it was drawn from; of the model's weights and the order of the samples, too.
+        blocks: of the model, beside embedding and head.
+        checkpoint_every: steps between two checkpoints; 0 for none.
+        failures: no worker twice, unless lost workers come back.
+        respawn: whether they do.
+    """
+
+    seed: int
+    dp: int
+    pp: int
+    split_backward: bool
+    policy: PolicyName
+    micro_batches: int
+    micro_batch_size: int
+    blocks: int
+    dropout: float
+    steps: int
+    checkpoint_every: int
+    failures: tuple[Failure, ...]
+    respawn: bool = False
+
+    @property
+    def workers(self) -> int:
+        return self.dp * self.pp
+
+    def __str__(self) -> str:
+        failures = ", ".join(f"{f.kind} {f.worker} in {f.phase} of {f.step}" for f in self.failures)
+        words = [
+            f"{self.dp} x {self.pp}",
+            "split" if self.split_backward else "fused",
+            self.policy,
+            f"{self.micro_batches} x {self.micro_batch_size} samples",
+            f"{self.blocks} blocks",
+            f"{self.steps} steps",
+            f"checkpoint every {self.checkpoint_every}" if self.checkpoint_every else "no checkpoint",
+            *(["dropout"] if self.dropout else []),
+            *(["respawn"] if self.respawn else []),
+        ]
+        return f"seed {self.seed}: {', '.join(words)}: {failures or 'no failure'}"
+
+
+def draw(seed: int, *, joins: bool = False) -> DrawnRun:
+    """Draw a run; the same for the same arguments, on any machine.
+
+    Without checkpoints fewer workers fail than every layer has holders at first. Even so a policy may leave a layer
+    with fewer, and with checkpoints the first may not be there yet when it is needed: such a run has to end with an
+    error that says so.
+
+    Args:
+        joins: whether lost workers may come back.
+    """
+    rng = random.Random(seed)
+    layouts = [(d, p) for d in range(1, 5) for p in range(1, 5) if 2 <= d * p <= _MOST_WORKERS]
+    # The more workers and pipelines, the more can fail, and the more ways there are to go on.
+    (dp, pp), *_ = rng.choices(layouts, weights=[d * d * p for d, p in layouts])
+    policy: PolicyName = rng.choice(get_args(PolicyName))
+    checkpoint_every = rng.choice((1, 2, 3) if dp == 1 or policy == _BY_CHECKPOINT else (0, 1, 2, 3))
+    run = DrawnRun(
+        seed=seed,
+        dp=dp,
+        pp=pp,
+        split_backward=rng.random() < 0.5,
+        policy=policy,
+        micro_batches=dp * rng.randint(1, 3),
+        micro_batch_size=rng.randint(1, 2),
+        blocks=rng.randint(max(1, pp - 2), 4),
+        dropout=rng.choice((0.0, 0.0, 0.2)),
+        steps=rng.randint(7, 10),
+        checkpoint_every=checkpoint_every,
+        failures=(),
+        respawn=joins and rng.random() < 0.5,
+    )
+    most = min(_MOST_LOSSES, run.workers - 1, run.workers if checkpoint_every else dp - 1)
+    count = max(rng.randint(1, most), rng.randint(1, most))
+    return replace(run, failures=_failures(rng, run, count))
+
+
+def _failures(rng: random.Random, run: DrawnRun, count: int) -> tuple[Failure, ...]:
+    """Spread `count` failures over a few steps; of those of one step, some are in the recovery from the others."""
+    everyone = range(run.workers)
+    workers = rng.choices(everyone, k=count) if run.respawn else rng.sample(everyone, count)
+    steps = sorted(rng.choice(range(1, run.steps - 1)) for _ in range(rng.randint(1, count)))
+    of_step = {step: [worker for i, worker in enumerate(workers) if steps[i % len(steps)] == step] for step in steps}
+    return tuple(failure for step in of_step for failure in _failures_of_step(rng, run, step, of_step[step]))
+
+
+def _failures_of_step(rng: random.Random, run: DrawnRun, step: int, workers: Sequence[int]) -> list[Failure]:
+    in_a_step: tuple[FailurePhase, ...] = (*_IN_A_STEP, "checkpoint") if run.checkpoint_every else _IN_A_STEP
+    in_a_recovery: tuple[FailurePhase, ...] = ("recovery",) if run.policy in _WITHOUT_MOVES else _IN_A_RECOVERY
+    at_once = rng.choice(in_a_step)
+    failures = []
+    for number, worker in enumerate(workers):
+        follows = number > 0 and rng.random() < 0.7
+        together = number > 0 and rng.random() < 0.5
+        phase = rng.choice(in_a_recovery) if follows else at_once if together else rng.choice(in_a_step)
+        kind = rng.choice(_KINDS)
+        if kind == "hang" and step < _FIRST_HANG:
+            kind = "kill"
+        failures.append(Failure(step=step, worker=worker, phase=phase, kind=kind))
+    return failures

@@ -1,0 +1,132 @@
+"""Does training come out as if nothing had failed, whatever fails when? Runs with drawn failures, each checked.
+
+Every run is drawn from a number: layout, policy, batch, and which workers are killed, hang or are cut off, in which
+phase of which step, at once or during the recovery from each other. Each is trained by real processes and compared
+with a plain loop, step by step. What was drawn is printed, and what came of it; ``--runs 1 --seed N`` repeats run N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks._common import Bar, Report, new_folder, report_arguments
+from benchmarks._neighbours import progress
+from benchmarks._sequence_checks import LOSS_TOLERANCE, Findings, look_at
+from benchmarks._sequence_draws import DrawnRun, draw
+from chameleon_ft.config import Batch, Checkpoint, LlamaConfig, Parallel, Recovery, TrainConfig
+from tests.harness import small_config, train_here
+
+__all__ = ["config_of", "run_drawn"]
+
+
+def main() -> int:
+    given = _arguments()
+    torch.set_num_threads(1)  # the plain loop's threads would spin for work beside the workers of others
+    folder = new_folder(given.out)
+    runs = []
+    for seed in range(given.seed, given.seed + given.runs):
+        drawn = draw(seed, joins=given.joins)
+        progress(str(drawn))
+        start = time.perf_counter()
+        findings = run_drawn(drawn, folder / f"seed-{seed}")
+        progress(f"  in {time.perf_counter() - start:.1f} s {findings}")
+        runs.append((drawn, findings))
+        if not findings.problems:
+            shutil.rmtree(folder / f"seed-{seed}")
+    return _report(runs).emit(folder, as_json=given.json)
+
+
+def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
+    """The configuration of a drawn run, its text in `directory`."""
+    respawn = {"respawn": True, "respawn_delay_s": 0.2} if drawn.respawn else {}
+    return small_config(
+        directory,
+        workers=drawn.workers,
+        steps=drawn.steps,
+        seed=drawn.seed,
+        parallel=Parallel(dp=drawn.dp, pp=drawn.pp, split_backward=drawn.split_backward),
+        batch=Batch(micro_batches=drawn.micro_batches, micro_batch_size=drawn.micro_batch_size),
+        model=LlamaConfig(
+            dim=32,
+            num_layers=drawn.blocks,
+            num_heads=2,
+            num_kv_heads=1,
+            ffn_dim=64,
+            seq_len=16,
+            dropout=drawn.dropout,
+        ),
+        checkpoint=Checkpoint(every=drawn.checkpoint_every),
+        recovery=Recovery.model_validate({"policy": drawn.policy, **respawn}),
+        failures=drawn.failures,
+    )
+
+
+def run_drawn(drawn: DrawnRun, directory: Path) -> Findings:
+    """Train a drawn run in a new directory, and look at what it leaves behind."""
+    directory.mkdir()
+    ended = train_here(config_of(drawn, directory), directory / "run")
+    return look_at(ended.run, exit_code=ended.code)
+
+
+def _report(runs: Sequence[tuple[DrawnRun, Findings]]) -> Report:
+    drawn = [failure for run, _ in runs for failure in run.failures]
+    fired = [fault for _, findings in runs for fault in findings.fired]
+    passed = sum(not findings.problems for _, findings in runs)
+    worst_loss = max(findings.worst_loss for _, findings in runs)
+    return Report(
+        benchmark="sequences",
+        columns=("", "drawn", "happened"),
+        rows=(
+            ("failures", str(len(drawn)), str(len(fired))),
+            *_counts("phase", [failure.phase for failure in drawn], [fault["phase"] for fault in fired]),
+            *_counts("kind", [failure.kind for failure in drawn], [fault["kind"] for fault in fired]),
+            *_counts("policy", [run.policy for run, _ in runs], [p for _, found in runs for p in found.policies]),
+            *_counts("layout", [f"{run.dp} x {run.pp}" for run, _ in runs], []),
+            *_counts("failures of a run", [len(run.failures) for run, _ in runs], [len(f.fired) for _, f in runs]),
+            ("transitions", "", str(sum(findings.transitions for _, findings in runs))),
+            ("steps repeated", "", str(sum(findings.repeated_steps for _, findings in runs))),
+            ("runs that finished", "", str(sum(findings.ended == "finished" for _, findings in runs))),
+            ("runs that had to stop", "", str(sum(findings.ended == "stopped" for _, findings in runs))),
+        ),
+        bars=(
+            Bar(name="runs that pass every check", value=passed, limit=len(runs), at_least=True),
+            Bar(name="largest relative deviation of a loss", value=worst_loss, limit=LOSS_TOLERANCE),
+        ),
+        results={
+            "worst_grad_norm": max(findings.worst_grad_norm for _, findings in runs),
+            "runs": [{"drawn": str(run), **asdict(findings)} for run, findings in runs],
+        },
+    )
+
+
+def _counts(name: str, drawn: Iterable[object], happened: Iterable[object]) -> list[tuple[str, str, str]]:
+    before, after = Counter(map(str, drawn)), Counter(map(str, happened))
+    return [
+        (f"{name} {key}", str(before[key]) if before[key] else "", str(after[key]) if after[key] else "")
+        for key in sorted({*before, *after})
+    ]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = report_arguments(__doc__, name="sequences")
+    parser.add_argument("--runs", type=int, default=50, help="how many runs")
+    parser.add_argument("--seed", type=int, default=0, help="what the first is drawn from; then the next numbers")
+    parser.add_argument("--joins", action="store_true", help="have lost workers come back in half of the runs")
+    given = parser.parse_args()
+    if given.runs < 1:
+        parser.error("--runs: must be at least 1")
+    if given.joins and "respawn" not in Recovery.model_fields:
+        parser.error("--joins: this version does not take lost workers back; leave it out")
+    return given
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

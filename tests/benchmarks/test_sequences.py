@@ -1,0 +1,148 @@
+"""Drawn sequences of failures: what is drawn, and that the checks of a run find what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from benchmarks._sequence_checks import Findings, look_at
+from benchmarks._sequence_draws import DrawnRun, draw
+from benchmarks.sequences import config_of
+from chameleon_ft.config import FailureKind, FailurePhase, PolicyName
+from tests.harness import Ended, fails, train_here
+
+MANY = 400
+
+
+def test_a_number_always_gives_the_same_run() -> None:
+    assert [draw(seed) for seed in range(20)] == [draw(seed) for seed in range(20)]
+    assert len({str(draw(seed)) for seed in range(MANY)}) == MANY
+
+
+def test_every_drawn_run_is_a_valid_one(tmp_path: Path) -> None:
+    for seed in range(MANY):
+        run = draw(seed)
+        config = config_of(run, tmp_path)
+        assert len({failure.worker for failure in config.failures}) == len(config.failures) < run.workers <= 8
+
+
+def test_without_checkpoints_fewer_fail_than_hold_a_layer() -> None:
+    without = [run for run in map(draw, range(MANY)) if not run.checkpoint_every]
+    assert without
+    for run in without:
+        assert 0 < len(run.failures) < run.dp
+        assert run.policy != "restart"
+
+
+def test_everything_is_drawn() -> None:
+    runs = [draw(seed) for seed in range(MANY)]
+    failures = [failure for run in runs for failure in run.failures]
+    assert {failure.phase for failure in failures} == set(get_args(FailurePhase))
+    assert {failure.kind for failure in failures} == set(get_args(FailureKind))
+    assert {run.policy for run in runs} == set(get_args(PolicyName))
+    assert {run.split_backward for run in runs} == {False, True}
+    assert {len(run.failures) for run in runs} == {1, 2, 3, 4}
+    at_once = Counter((run.seed, f.step, f.phase) for run in runs for f in run.failures)
+    assert max(at_once.values()) > 1
+    in_recoveries = Counter((run.seed, f.step) for run in runs for f in run.failures if f.phase == "confirm")
+    assert in_recoveries
+
+
+def test_nobody_hangs_before_there_is_a_step_time() -> None:
+    hangs = [failure for seed in range(MANY) for failure in draw(seed).failures if failure.kind == "hang"]
+    assert min(failure.step for failure in hangs) >= 2
+
+
+# --- what the checks find --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run with a change of placement."""
+    run = DrawnRun(
+        seed=5,
+        dp=2,
+        pp=2,
+        split_backward=False,
+        policy="repartition",
+        micro_batches=4,
+        micro_batch_size=1,
+        blocks=3,
+        dropout=0.0,
+        steps=5,
+        checkpoint_every=0,
+        failures=(fails(1, step=2),),
+    )
+    folder = tmp_path_factory.mktemp("drawn")
+    return train_here(config_of(run, folder), folder / "run")
+
+
+@pytest.mark.multiprocess
+def test_a_run_as_it_should_be(ended: Ended) -> None:
+    found = look_at(ended.run, exit_code=ended.code)
+    assert found.problems == ()
+    assert (found.ended, found.transitions, found.repeated_steps) == ("finished", 1, 0)
+    assert [fault["worker"] for fault in found.fired] == [1]
+
+
+def spoilt(ended: Ended, file: Path, change: Callable[[list[dict[str, Any]]], object]) -> Findings:
+    """What is found after `change` to the lines of one of the run's files, which is then as before."""
+    text = file.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    change(lines)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    try:
+        return look_at(ended.run, exit_code=ended.code)
+    finally:
+        file.write_text(text)
+
+
+def of_kind(lines: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    return next(line for line in lines if line["event"] == name)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda lines: of_kind(lines, "transition").update(moved_bytes=7), "what moved is not what was planned"),
+        (lambda lines: of_kind(lines, "decision").update(chosen="prayer"), "prayer is chosen and not feasible"),
+        (lambda lines: of_kind(lines, "failure").update(worker=2), "has workers that are lost"),
+        (lambda lines: of_kind(lines, "failure").update(worker=2), "and lost are"),
+        (lambda lines: lines.append({"event": "refused", "reason": ""}), "not understood"),
+    ],
+)
+def test_what_is_wrong_with_an_event_is_found(
+    ended: Ended, change: Callable[[list[dict[str, Any]]], object], problem: str
+) -> None:
+    found = spoilt(ended, ended.run.events_file, change)
+    assert any(problem in each for each in found.problems), str(found)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda steps: steps[3].update(loss=steps[3]["loss"] * 1.0001), "it is not the plain loop"),
+        (lambda steps: steps.append(steps[4]), "is trained again, and no failure says so"),
+        (lambda steps: steps.append({**steps[4], "loss": 1.0}), "was trained again with another loss"),
+        (lambda steps: steps[1].update(samples=3), "some steps do not have 4 samples"),
+        (lambda steps: steps.pop(), "4 of 5 steps"),
+    ],
+)
+def test_what_is_wrong_with_a_step_is_found(
+    ended: Ended, change: Callable[[list[dict[str, Any]]], object], problem: str
+) -> None:
+    found = spoilt(ended, ended.run.metrics_file, change)
+    assert any(problem in each for each in found.problems), str(found)
+
+
+@pytest.mark.multiprocess
+def test_an_end_without_need_is_found(ended: Ended) -> None:
+    (problem,) = [each for each in look_at(ended.run, exit_code=1).problems if each.startswith("it ended")]
+    assert "exit code 1, status finished" in problem

@@ -1,0 +1,21 @@
+"""Real runs with drawn failures; `python -m benchmarks.sequences` draws more of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks._sequence_draws import draw
+from benchmarks.sequences import run_drawn
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize("seed", [2, 6, 8, 10, 15, 20, 25, 33])
+def test_a_drawn_run_is_trained_as_if_nothing_had_failed(tmp_path: Path, seed: int) -> None:
+    drawn = draw(seed)
+    print(drawn)  # with the number to repeat it by: python -m benchmarks.sequences --runs 1 --seed N
+    findings = run_drawn(drawn, tmp_path / "drawn")
+    print(findings)
+    assert not findings.problems
