@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from websockets.sync.client import connect
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, RunConfig, config_to_toml
 from chameleon_ft.control.address import bearer, websocket_url
-from chameleon_ft.control.messages import Exit, Hello, HostHello, Message, Refused, decode, encode
+from chameleon_ft.control.messages import Exit, Hello, Message, Refused, decode, encode
 from chameleon_ft.errors import ProfileError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from chameleon_ft.profiles import Profile, write_profile
@@ -142,8 +141,8 @@ def test_strangers_are_refused_and_logged_and_training_goes_on(tmp_path: Path, r
         said: dict[str, Message | str] = {
             "garbage": "hello?",
             "role": Exit(reason="stop it"),
-            "late worker": Hello(worker=1, host="10.0.0.9", pid=1),
-            "late host": HostHello(host="elsewhere", slots=4, pid=1),
+            "second worker": Hello(worker=1, host="10.0.0.9", pid=1),
+            "unknown worker": Hello(worker=6, host="10.0.0.9", pid=1),
         }
         for name, message in said.items():
             with connect(
@@ -166,13 +165,13 @@ def test_strangers_are_refused_and_logged_and_training_goes_on(tmp_path: Path, r
         "token": "401",
         "garbage": answers["garbage"],
         "role": "'exit' from somebody who has not joined",
-        "late worker": "worker 1 comes too late: the run has begun",
-        "late host": "host elsewhere is not needed: all 6 workers have a place",
+        "second worker": "worker 1 has joined already",
+        "unknown worker": "worker 6 does not exist: the run has 6, numbered from 0",
     }
     assert answers["garbage"].startswith("not a message of this protocol")
     assert [event["reason"] for event in ended.events("refused")] == [
         "wrong join token",
-        *(answers[name] for name in ("garbage", "role", "late worker", "late host")),
+        *(answers[name] for name in ("garbage", "role", "second worker", "unknown worker")),
     ]
     assert (ended.code, ended.failures) == (0, [])
     assert_as_the_plain_loop(ended, steps=60)
@@ -207,13 +206,18 @@ def test_workers_started_directly(coordinator: Command, run: RunDirectory) -> No
         lost_in = int(coordinator.read_until(r"worker 1 lost in step (\d+)")[1])
         coordinator.read_until(STEP.format(lost_in + 2))
         with Command("worker", "--run", run.path, environ={"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}) as late:
-            assert late.wait() == 1
-            assert "worker 1 is refused: worker 1 comes too late: the run has begun" in late.printed
-        with Command("supervise", "--run", run.path, "--workers", "1") as superfluous:
-            assert superfluous.wait() == 1
-            assert re.search(r"host .* is not needed: all 3 workers have a place", superfluous.printed)
-        coordinator.signal(signal.SIGINT)
-        assert coordinator.wait() == 130
+            coordinator.read_until("worker 1 has joined as a spare")
+            with Command(
+                "worker", "--run", run.path, environ={"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}
+            ) as second:
+                assert second.wait() == 1
+                assert "worker 1 is refused: worker 1 has joined already" in second.printed
+            with Command("supervise", "--run", run.path, "--workers", "1") as host:
+                coordinator.read_until("worker 3 has joined as a spare")
+                coordinator.signal(signal.SIGINT)
+                assert coordinator.wait() == 130
+                assert host.wait() == 0, host.printed
+            assert late.wait() == 0, late.printed
         assert [worker.wait() for worker in workers] == [0, -signal.SIGKILL, 0]
     ended = Ended(130, run)
     assert ended.lost == {1}
