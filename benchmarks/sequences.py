@@ -123,8 +123,6 @@ def _arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if given.runs < 1:
         parser.error("--runs: must be at least 1")
-    if given.joins and "respawn" not in Recovery.model_fields:
-        parser.error("--joins: this version does not take lost workers back; leave it out")
     return given
 
 

@@ -13,8 +13,11 @@ _NAME = "oobleck"
 
 
 def propose(situation: Situation, horizon_s: float) -> list[Proposal]:
-    """The plan of `oobleck_plan`, with backward split if it was; on the workers for which least moves on each host."""
+    """The plan of `oobleck_plan`, with backward split if it was.
+
+    Oobleck does not say which worker takes which place: those for which least moves on each host, and on any host.
+    """
     found = oobleck_plan(situation.costs, split_backward=situation.plan.split_backward, current=situation.placement)
     if found is None:
         return [Proposal(name=_NAME, reason="no combination of templates fits the memory and uses all live workers")]
-    return in_roles(_NAME, [found.found], situation)[:1]
+    return in_roles(_NAME, [found.found], situation)

@@ -33,7 +33,7 @@ def propose(situation: Situation, horizon_s: float) -> list[Proposal]:
     if found is None:
         moved = [Proposal(name=_MOVED, reason="no pipelines of equal cuts fit the memory of all live workers")]
     else:
-        moved = in_roles(_MOVED, [found.found], situation)[:1]
+        moved = in_roles(_MOVED, [found.found], situation)
     plan, detour_s = moved[0].plan, rerouted_s(situation)
     if plan is None and detour_s == math.inf:
         return moved
