@@ -1,0 +1,223 @@
+"""Runs one policy through one scenario: losses come by the clock, whatever step the run is in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks._common import child, write_config
+from benchmarks._policies_observed import Change, Commit, Observed, Outage, Outcome
+from benchmarks._policies_scenarios import Loss
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control.inject import inject
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
+from chameleon_ft.observe.comparison import compare_generations
+
+__all__ = ["Clock", "observe"]
+
+_WARM_UP: Final = 3  # commits before the window begins
+_POLL_S: Final = 0.01
+_FROM_CHECKPOINT: Final = ("restart", "checkpoint")
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds since the window began, by the wall clock; a restart takes longer by it than it does in the run.
+
+    A run goes back to a checkpoint at once, for its processes are still there. What that would really cost is added
+    here, so that the run finds itself later, and what was to happen meanwhile happens when it goes on.
+    """
+
+    began_at: float
+    charged_s: float = 0.0
+
+    def at_s(self, unix_s: float) -> float:
+        return unix_s - self.began_at + self.charged_s
+
+
+@dataclass(slots=True)
+class _Tail:
+    """The lines of a file that is being written, as they come."""
+
+    path: Path
+    _rest: bytes = b""
+    _offset: int = 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(self._offset)
+            read = file.read()
+            self._offset += len(read)
+            *lines, self._rest = (self._rest + read).split(b"\n")
+            yield from map(json.loads, lines)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watch:
+    """Follows a live run through its files, and kills its workers when their time has come."""
+
+    run: RunDirectory
+    losses: list[Loss]
+    duration_s: float
+    restart_s: float
+    clock: Clock | None = None
+    commits: list[Commit] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    outages: list[Outage] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    metrics: _Tail = field(init=False)
+    events: _Tail = field(init=False)
+    _before: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.metrics, self.events = _Tail(self.run.metrics_file), _Tail(self.run.events_file)
+
+    def look(self) -> float:
+        """Take in what is new and do what is due; return the seconds since the window began, less than 0 before."""
+        # Events first: what a restart is charged with comes before the steps that follow it.
+        for event in self.events.new():
+            self._event(event)
+        now = time.time()
+        for line in self.metrics.new():
+            self._step(now, line)
+        if self.clock is None:
+            return -1.0
+        at_s = self.clock.at_s(now)
+        while at_s < self.duration_s and self.losses and self.losses[0].at_s <= at_s:
+            self._kill(self.losses.pop(0).workers)
+        return at_s
+
+    def _step(self, now: float, line: dict[str, Any]) -> None:
+        if self.clock is not None:
+            self.commits.append(_commit(self.clock.at_s(now), line))
+            return
+        self._before.append((now, line))
+        if len(self._before) == _WARM_UP:
+            self.clock = Clock(now)
+            self.commits = [_commit(self.clock.at_s(then), early) for then, early in self._before]
+
+    def _kill(self, workers: Sequence[int]) -> None:
+        assert self.clock is not None
+        for worker in workers:
+            at_s = self.clock.at_s(time.time())
+            try:
+                inject(self.run, worker=worker, kind="kill", phase=None, step=None)
+            except ConfigError:
+                self.skipped.append(worker)
+            else:
+                self.changes.append(Change(at_s, worker, -1))
+
+    def _event(self, event: dict[str, Any]) -> None:
+        if self.clock is None:
+            return
+        at_s = self.clock.at_s(event["time"])
+        match event["event"]:
+            case "failure" if all(known.generation != event["generation"] for known in self.outages):
+                charged_s = 0.0
+                if event["policy"] in _FROM_CHECKPOINT:
+                    charged_s = max(0.0, self.restart_s - event["stall_s"])
+                    self.clock.charged_s += charged_s
+                self.outages.append(
+                    Outage(
+                        at_s=at_s + charged_s,
+                        generation=event["generation"],
+                        policy=event["policy"],
+                        stall_s=event["stall_s"],
+                        moved_bytes=event["moved_bytes"],
+                        charged_s=charged_s,
+                    )
+                )
+            case "joined":
+                self.changes.append(Change(at_s, event["worker"], 1))
+            case "outcome" if event["predicted_stall_s"] is not None:
+                self.outcomes.append(
+                    Outcome(event["generation"], event["predicted_stall_s"], event["measured_stall_s"])
+                )
+
+
+def observe(
+    config: RunConfig, *, run: Path, losses: Sequence[Loss], duration_s: float, restart_s: float, timeout_s: float
+) -> Observed:
+    """Run `config` in the directory `run` for a window of `duration_s`, which begins with its third commit.
+
+    After the window it goes on until the step in force is committed, and is interrupted.
+
+    Args:
+        losses: who is killed when; who is not live then is skipped.
+        restart_s: what going back to a checkpoint is charged with; see `Clock`.
+        timeout_s: what may pass before the window begins, and between its end and the next commit.
+    """
+    run.parent.mkdir(parents=True, exist_ok=True)
+    file, log = write_config(config, run.with_suffix(".toml")), run.with_suffix(".log")
+    watch = _Watch(run=RunDirectory(run), losses=list(losses), duration_s=duration_s, restart_s=restart_s)
+    with child([sys.executable, "-m", "chameleon_ft", "train", str(file), "--out", str(run)], log=log) as process:
+        ended = _watched(watch, process, timeout_s=timeout_s)
+        _end(process)
+    if watch.clock is None:
+        raise SystemExit(f"{run}: there was no third step; see {log}")
+    watch.losses.clear()
+    watch.look()  # at what the run says of its last decision when it ends
+    return Observed(
+        run=run.name,
+        duration_s=duration_s,
+        workers=config.workers,
+        commits=tuple(watch.commits),
+        changes=tuple(sorted(watch.changes, key=lambda change: change.at_s)),
+        skipped=tuple(watch.skipped),
+        outages=tuple(watch.outages),
+        outcomes=tuple(watch.outcomes),
+        predicted_s=_predicted(watch.run),
+        ended=ended,
+    )
+
+
+def _watched(watch: _Watch, process: subprocess.Popen[bytes], *, timeout_s: float) -> str | None:
+    """Watch until the first commit after the window; return why the run ended before that, if it did."""
+    began = time.monotonic()
+    over: float | None = None
+    while True:
+        running = process.poll() is None
+        at_s = watch.look()
+        if not running:
+            return f"exit code {process.returncode}, {max(0.0, at_s):.0f} s after the window began"
+        if watch.commits and watch.commits[-1].at_s >= watch.duration_s:
+            return None
+        if at_s >= watch.duration_s:
+            over = over or time.monotonic()
+            if time.monotonic() > over + timeout_s:
+                return f"no step was committed in the {timeout_s:g} s after the window"
+            if any(outage.charged_s and outage.at_s >= watch.duration_s for outage in watch.outages):
+                return None  # it restarts until after the window
+        elif watch.clock is None and time.monotonic() > began + timeout_s:
+            return f"no third step within {timeout_s:g} s (--timeout)"
+        time.sleep(_POLL_S)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a run at once, which is what a second Ctrl-C does."""
+    for _ in range(2):
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(20)
+
+
+def _predicted(run: RunDirectory) -> dict[int, float]:
+    compared = compare_generations(read_generation_plans(run.plans), read_recorded_steps(run.timelines))
+    return {each.generation: each.predicted.step_s for each in compared}
+
+
+def _commit(at_s: float, line: dict[str, Any]) -> Commit:
+    return Commit(at_s, line["step"], line["generation"], line["samples"], line["step_s"])
