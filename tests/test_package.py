@@ -41,11 +41,13 @@ MAY_IMPORT = {
     "profiles": PURE | {"config"},
     "models": {"errors", "keys", "config", "job", "data", "optim", "profiles"},
     "observe": PURE | {"config"},
+    "simulate": PURE,
     "verify": JOBS | {"errors", "observe"},
     "control": PURE | {"config", "observe", "profiles"},
     "runtime": PURE | JOBS | {"observe", "control", "profiles"},
     "launch": {"errors", "config", "observe", "plan", "control", "profiles", "runtime"},
-    "cli": PURE | {"config", "job", "data", "observe", "control", "profiles", "runtime", "launch", "verify"},
+    "cli": PURE
+    | {"config", "job", "data", "observe", "control", "profiles", "runtime", "launch", "verify", "simulate"},
 }
 
 
@@ -70,7 +72,9 @@ def test_imports_point_one_way() -> None:
     assert {path: parts for path, parts in forbidden.items() if parts} == {}
 
 
-@pytest.mark.parametrize("part", ["", ".config", ".job", ".data", ".models", ".observe", ".control", ".launch", ".cli"])
+@pytest.mark.parametrize(
+    "part", ["", ".config", ".job", ".data", ".models", ".observe", ".control", ".launch", ".cli", ".simulate"]
+)
 def test_what_does_not_compute_loads_no_torch(part: str) -> None:
     code = f"import sys, chameleon_ft{part}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -1,0 +1,256 @@
+"""A policy's way through a trace: what happens, what is decided, and where the time goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from chameleon_ft.recovery import FailureRate
+from chameleon_ft.simulate.accounts import Account
+from chameleon_ft.simulate.checkpoints import daly_interval_s
+from chameleon_ft.simulate.oracle import KnownRates, live_of
+from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.planner import Chosen, Option, Outlook, Planner
+from chameleon_ft.simulate.results import DecisionRecord, Throughput
+from chameleon_ft.simulate.trace import Event, Trace
+
+__all__ = ["Course", "course_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What became of a policy, before it is compared.
+
+    Attributes:
+        account: where the time went.
+        used_hours, idle_hours, dead_hours: worker-hours, see `PolicyResult`.
+        decisions: all of them.
+        timeline: throughput from each moment at which it changed.
+    """
+
+    account: Account
+    used_hours: float
+    idle_hours: float
+    dead_hours: float
+    decisions: tuple[DecisionRecord, ...]
+    timeline: tuple[Throughput, ...]
+
+
+def course_of(
+    trace: Trace,
+    planner: Planner,
+    *,
+    samples_per_step: int,
+    parameters: Parameters,
+    known: KnownRates,
+    optimised_checkpoints: bool,
+    progress: Callable[[float], None] | None = None,
+) -> Course:
+    """Let a planner live through a trace.
+
+    Args:
+        trace: what happens to the workers.
+        planner: what to do about it.
+        samples_per_step: B.
+        parameters: what is assumed.
+        known: is told how fast the live workers train under this planner.
+        optimised_checkpoints: whether the interval between checkpoints is the best for the failures seen, or fixed.
+        progress: is called with the share of the trace that is done.
+    """
+    run = _Run(trace, planner, samples_per_step, parameters, known, optimised_checkpoints)
+    for time_s, events in trace.groups():
+        run.pass_to(time_s)
+        run.happens(events)
+        if progress is not None:
+            progress(time_s / trace.duration_s)
+    run.pass_to(trace.duration_s)
+    return run.course()
+
+
+@dataclass(slots=True)
+class _Hours:
+    """Worker-seconds."""
+
+    used: float = 0.0
+    idle: float = 0.0
+    dead: float = 0.0
+
+
+@dataclass(slots=True)
+class _Open:
+    """A decision whose consequences are not known yet."""
+
+    record: DecisionRecord
+    steps: int
+    useful_s: float
+    again_s: float
+    begin_s: float
+
+
+@dataclass(slots=True)
+class _Run:
+    trace: Trace
+    planner: Planner
+    samples_per_step: int
+    parameters: Parameters
+    known: KnownRates
+    optimised: bool
+    account: Account = field(default_factory=Account)
+    speeds: dict[int, float] = field(init=False)
+    chosen: Chosen | None = None
+    rate: FailureRate = field(init=False)
+    incidents: int = 0
+    hours: _Hours = field(default_factory=_Hours)
+    decisions: list[DecisionRecord] = field(default_factory=list)
+    open: _Open | None = None
+
+    def __post_init__(self) -> None:
+        self.speeds = dict.fromkeys(range(self.trace.workers), 1.0)
+        self.rate = FailureRate(
+            worker_mtbf_s=self.parameters.worker_mtbf_s, prior_failures=self.parameters.prior_failures
+        )
+        if not self.trace.events or self.trace.events[0].time_s > 0:
+            self._start()
+
+    def pass_to(self, time_s: float) -> None:
+        seconds = time_s - self.account.clock_s
+        used = 0 if self.chosen is None else len(self.chosen.used)
+        self.hours.used += used * seconds
+        self.hours.idle += (len(self.speeds) - used) * seconds
+        self.hours.dead += (self.trace.workers - len(self.speeds)) * seconds
+        self.rate = self.rate.observed(worker_s=len(self.speeds) * seconds)
+        self.account.advance(time_s)
+
+    def happens(self, events: Sequence[Event]) -> None:
+        lost: set[int] = set()
+        for event in events:
+            if event.kind == "lost":
+                lost.update(event.workers)
+                for worker in event.workers:
+                    del self.speeds[worker]
+            else:
+                self.speeds.update(dict.fromkeys(event.workers, event.speed))
+        if events[0].time_s == 0:
+            # Those that are not there from the start have not failed.
+            self._start()
+            return
+        self.incidents += bool(lost)
+        self.rate = self.rate.observed(failures=len(lost))
+        kinds = {event.kind for event in events}
+        self._decide(frozenset(lost), "lost" if lost else "back" if "back" in kinds else "slow")
+
+    def _start(self) -> None:
+        self.chosen = self.planner.start(dict(self.speeds))
+        if self.chosen is None:
+            self.account.waits()
+        else:
+            self._go_on(self.chosen.option, cause="start", finish_step=False)
+
+    def _decide(self, lost: frozenset[int], cause: str) -> None:
+        account, before = self.account, self.chosen
+        hit = before is not None and not lost.isdisjoint(before.used)
+        slowed = cause == "slow"
+        outlook = Outlook(
+            speeds=dict(self.speeds),
+            lost=lost if hit or before is None else frozenset(),
+            horizon_s=self.rate.horizon_s(max(1, len(self.speeds))),
+            repeat_s=account.part_s if hit else 0.0,
+            rollback_s=account.unsaved_s if hit or before is None else 0.0,
+            interrupted=account.clock_s < account.resume_s,
+            rate=self.rate,
+        )
+        self.chosen = self.planner.decide(outlook)
+        if self.chosen is None:
+            self._close()
+            account.lose_step()
+            account.back_to_checkpoint()
+            account.waits()
+            self._opened(outlook, cause, "wait", math.inf, 0.0)
+            return
+        option = self.chosen.option
+        unchanged = before is not None and not option.stall_s and option.step_s == before.option.step_s
+        if unchanged and not outlook.interrupted:
+            self.known.note(live_of(self.speeds.values()), self.samples_per_step / option.step_s)
+            return
+        self._close()
+        if hit or slowed or before is None:
+            account.lose_step()
+        if option.from_checkpoint and not option.saves_first:
+            account.lose_step()
+            account.back_to_checkpoint()
+        self._opened(outlook, cause, option.kind, option.step_s, option.predicted_stall_s, option.again_s)
+        self._go_on(option, cause=cause, finish_step=not hit)
+
+    def _go_on(self, option: Option, *, cause: str, finish_step: bool) -> None:
+        parameters = self.parameters
+        every_s = parameters.checkpoint_interval_s
+        if self.optimised:
+            # Workers that are lost together are one failure to a run that starts again.
+            together = max(1.0, self.rate.failures / max(1, self.incidents))
+            mtbf_s = self.rate.horizon_s(max(1, len(self.speeds))) * together
+            every_s = max(option.step_s, daly_interval_s(parameters.checkpoint_write_s, mtbf_s))
+        self.account.changes(
+            step_s=option.step_s,
+            stall_s=option.stall_s,
+            cause=cause,
+            checkpoint_every_s=every_s,
+            write_s=parameters.checkpoint_write_s,
+            finish_step=finish_step,
+            saved=option.saves_first,
+        )
+        self.known.note(live_of(self.speeds.values()), self.samples_per_step / option.step_s)
+
+    def _opened(
+        self, outlook: Outlook, cause: str, kind: str, step_s: float, stall_s: float, again_s: float = 0.0
+    ) -> None:
+        record = DecisionRecord(
+            time_s=self.account.clock_s,
+            cause=cause,
+            chosen=kind,
+            live=len(outlook.speeds),
+            predicted_stall_s=stall_s,
+            stall_s=stall_s,
+            predicted_step_s=step_s,
+            step_s=None,
+        )
+        account = self.account
+        still_s = math.fsum(account.stall_by_cause.values())
+        self.open = _Open(record, account.steps, account.useful_s, again_s, still_s)
+
+    def _close(self) -> None:
+        """Put down what has become of the last decision."""
+        if self.open is None:
+            return
+        account, opened = self.account, self.open
+        steps = account.steps - opened.steps
+        self.decisions.append(
+            replace(
+                opened.record,
+                stall_s=math.fsum(account.stall_by_cause.values()) - opened.begin_s + opened.again_s,
+                step_s=(account.useful_s - opened.useful_s) / steps if steps > 0 else None,
+            )
+        )
+        self.open = None
+
+    def course(self) -> Course:
+        self._close()
+        return Course(
+            account=self.account,
+            used_hours=self.hours.used / 3600,
+            idle_hours=self.hours.idle / 3600,
+            dead_hours=self.hours.dead / 3600,
+            decisions=tuple(self.decisions),
+            timeline=_throughput(self.account.timeline, self.samples_per_step, self.trace.duration_s),
+        )
+
+
+def _throughput(changes: Sequence[tuple[float, float]], samples: int, duration_s: float) -> tuple[Throughput, ...]:
+    """By time; what a later change came before is left out."""
+    found: list[Throughput] = []
+    for time_s, step_s in changes:
+        while found and found[-1].time_s >= time_s:
+            found.pop()
+        if time_s < duration_s:
+            found.append(Throughput(time_s, 0.0 if step_s == math.inf else samples / step_s))
+    return tuple(found)

@@ -1,0 +1,224 @@
+"""Policies side by side on a trace: one call."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Final
+
+from chameleon_ft.cluster import Cluster
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.plan import Plan
+from chameleon_ft.recovery import POLICIES
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.simulate.class_planner import ClassPlanner
+from chameleon_ft.simulate.engine import Course, course_of
+from chameleon_ft.simulate.exact_planner import Decisions, ExactPlanner
+from chameleon_ft.simulate.fleet import Fleet
+from chameleon_ft.simulate.oracle import KnownRates, live_of
+from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.planner import Planner
+from chameleon_ft.simulate.policies import CLASS_POLICIES, FIXED_DEPTH
+from chameleon_ft.simulate.results import PolicyResult, Results, Throughput
+from chameleon_ft.simulate.trace import Trace
+from chameleon_ft.simulate.world import World, world_of
+from chameleon_ft.workload import Workload
+
+__all__ = ["ORACLE", "SIMULATED_POLICIES", "simulate"]
+
+ORACLE: Final = "oracle"
+SIMULATED_POLICIES: Final = (*CLASS_POLICIES, ORACLE)
+"""Every policy that can be simulated."""
+
+
+def simulate(
+    trace: Trace,
+    workload: Workload,
+    cluster: Cluster,
+    policies: Sequence[str] = SIMULATED_POLICIES,
+    *,
+    parameters: Parameters = Parameters(),  # noqa: B008 - frozen
+    start: Plan | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> Results:
+    """What each policy makes of a trace.
+
+    Nothing is drawn: the same arguments give the same results, to the bit.
+
+    Args:
+        trace: what happens to the workers.
+        workload: what a step has to compute.
+        cluster: the workers 0, 1, ... of the trace, all alike.
+        policies: which of `SIMULATED_POLICIES`; the oracle's samples are part of every result.
+        parameters: what is assumed.
+        start: what all begin with; None for the fastest plan that is found. Policies that never leave the depth they
+            begin with are then simulated from pipelines that fit on a host as well, and the better of both counts.
+        progress: is called with the name of the policy and the share of the trace that it has lived through.
+
+    Raises:
+        ConfigError: a policy that there is not, or a cluster that is not that of the trace.
+        PlanError: nothing fits the memory of the workers.
+        ConservationError: a defect of the simulator.
+    """
+    _check(trace, cluster, policies)
+    world = world_of(CostModel(workload, cluster), parameters, start)
+    known = KnownRates()
+    decisions = Decisions()
+    courses: dict[str, Course] = {}
+    for policy in policies:
+        if policy != ORACLE:
+            planners = _planners(policy, world, decisions, start)
+            courses[policy] = _best_course(policy, planners, trace, world, known, progress)
+    oracle = _Oracle(trace, world, known)
+    failure_free = known.best(live_of([1.0] * trace.workers)) * trace.duration_s
+    results = {
+        policy: oracle.result(failure_free)
+        if policy == ORACLE
+        else _result(policy, courses[policy], trace, workload.samples, failure_free, oracle.samples)
+        for policy in policies
+    }
+    return Results(
+        trace=trace.name,
+        workers=trace.workers,
+        duration_s=trace.duration_s,
+        start=_in_words(world),
+        samples_per_step=workload.samples,
+        lost_events=sum(any(event.kind == "lost" for event in events) for _, events in trace.groups()),
+        policies=results,
+    )
+
+
+def _check(trace: Trace, cluster: Cluster, policies: Sequence[str]) -> None:
+    for policy in policies:
+        if policy not in SIMULATED_POLICIES:
+            near = get_close_matches(policy, SIMULATED_POLICIES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(SIMULATED_POLICIES)}"
+            raise ConfigError(f"there is no policy {policy!r} to simulate; {hint}")
+    if sorted(worker.id for worker in cluster.workers) != list(range(trace.workers)):
+        raise ConfigError(f"the trace is of the workers 0 to {trace.workers - 1}; give a cluster of just these")
+    if len({(worker.speed, worker.memory_bytes) for worker in cluster.workers}) > 1:
+        raise ConfigError("the workers of a simulated cluster must be alike; let the trace make some of them slow")
+
+
+def _planners(policy: str, world: World, decisions: Decisions, start: Plan | None) -> list[Planner]:
+    """The policy; twice where it depends on the depth that it begins with, and none is given."""
+    if policy in POLICIES and policy != "restart" and len(world.workers) <= world.parameters.exact_up_to:
+        return [ExactPlanner(policy, world.costs, world.parameters, decisions, start)]
+    planners: list[Planner] = [ClassPlanner(policy, world)]
+    if start is None and policy in FIXED_DEPTH:
+        planners.append(ClassPlanner(policy, world, shallow=True))
+    return planners
+
+
+def _in_words(world: World) -> str:
+    fleet = world.start or world.fastest_fleet(Fleet(()), dict.fromkeys(world.workers, 1.0))
+    if fleet is None:
+        return "nothing"
+    cuts = Counter(pipeline.cut for pipeline in fleet.pipelines)
+    return ", ".join(
+        f"{count} x {cut.depth} stages" + (", recomputing" if cut.recompute else "")
+        for cut, count in sorted(cuts.items(), reverse=True)
+    )
+
+
+def _best_course(
+    policy: str,
+    planners: Sequence[Planner],
+    trace: Trace,
+    world: World,
+    known: KnownRates,
+    progress: Callable[[str, float], None] | None,
+) -> Course:
+    """The better one, of policies that never leave the depth they begin with."""
+    courses = [
+        course_of(
+            trace,
+            planner,
+            samples_per_step=world.costs.workload.samples,
+            parameters=world.parameters,
+            known=known,
+            optimised_checkpoints=policy == "restart",
+            progress=None if progress is None else lambda share: progress(policy, share),
+        )
+        for planner in planners
+    ]
+    return max(courses, key=lambda course: course.account.steps)
+
+
+def _result(
+    policy: str, course: Course, trace: Trace, samples_per_step: int, failure_free: float, oracle: float
+) -> PolicyResult:
+    account = course.account
+    return PolicyResult(
+        policy=policy,
+        workers=trace.workers,
+        duration_s=trace.duration_s,
+        samples=account.steps * samples_per_step,
+        failure_free_samples=failure_free,
+        oracle_samples=oracle,
+        useful_s=account.useful_s,
+        checkpoint_s=account.checkpoint_s,
+        unfinished_s=account.part_s,
+        stall_by_cause=account.stall_by_cause,
+        lost_by_cause=account.lost_by_cause,
+        down_s=account.down_s,
+        used_hours=course.used_hours,
+        idle_hours=course.idle_hours,
+        dead_hours=course.dead_hours,
+        decisions=course.decisions,
+        timeline=course.timeline,
+    )
+
+
+class _Oracle:
+    """The highest rates that are known for the live workers, without any stall."""
+
+    def __init__(self, trace: Trace, world: World, known: KnownRates) -> None:
+        self._trace = trace
+        speeds = dict.fromkeys(range(trace.workers), 1.0)
+        since_s = 0.0
+        intervals: list[tuple[float, float, int, tuple[tuple[float, int], ...]]] = []
+        for time_s, events in trace.groups():
+            intervals.append((since_s, time_s - since_s, len(speeds), live_of(speeds.values())))
+            for event in events:
+                for worker in event.workers:
+                    if event.kind == "lost":
+                        del speeds[worker]
+                    else:
+                        speeds[worker] = event.speed
+            since_s = time_s
+        intervals.append((since_s, trace.duration_s - since_s, len(speeds), live_of(speeds.values())))
+        for live in {live for *_, live in intervals}:
+            fast = dict(live).get(1.0, 0)
+            mix = world.mixes.fastest(fast) if fast else None
+            if mix is not None:
+                known.note(live, world.costs.workload.samples / mix.step_s)
+        self._intervals = [(since_s, seconds, count, known.best(live)) for since_s, seconds, count, live in intervals]
+        self.samples = math.fsum(seconds * rate for _, seconds, _, rate in self._intervals)
+
+    def result(self, failure_free: float) -> PolicyResult:
+        live_s = math.fsum(count * seconds for _, seconds, count, rate in self._intervals if rate)
+        idle_s = math.fsum(count * seconds for _, seconds, count, rate in self._intervals if not rate)
+        down_s = math.fsum(seconds for _, seconds, _, rate in self._intervals if not rate)
+        duration_s, workers = self._trace.duration_s, self._trace.workers
+        return PolicyResult(
+            policy=ORACLE,
+            workers=workers,
+            duration_s=duration_s,
+            samples=self.samples,
+            failure_free_samples=failure_free,
+            oracle_samples=self.samples,
+            useful_s=duration_s - down_s,
+            checkpoint_s=0.0,
+            unfinished_s=0.0,
+            stall_by_cause={},
+            lost_by_cause={},
+            down_s=down_s,
+            used_hours=live_s / 3600,
+            idle_hours=idle_s / 3600,
+            dead_hours=workers * duration_s / 3600 - (live_s + idle_s) / 3600,
+            decisions=(),
+            timeline=tuple(Throughput(since_s, rate) for since_s, seconds, _, rate in self._intervals if seconds),
+        )

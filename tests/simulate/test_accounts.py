@@ -1,0 +1,162 @@
+"""Accounts of time against a count second by second, step by step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_ft.simulate.accounts import Account
+
+
+def begun(step_s: float = 2.0, *, every_s: float = 1e6, write_s: float = 0.0) -> Account:
+    account = Account()
+    change(account, step_s, every_s=every_s, write_s=write_s)
+    return account
+
+
+def change(
+    account: Account,
+    step_s: float,
+    *,
+    stall_s: float = 0.0,
+    every_s: float = 1e6,
+    write_s: float = 0.0,
+    finish_step: bool = False,
+    saved: bool = False,
+) -> None:
+    account.changes(
+        step_s=step_s,
+        stall_s=stall_s,
+        cause="lost",
+        checkpoint_every_s=every_s,
+        write_s=write_s,
+        finish_step=finish_step,
+        saved=saved,
+    )
+
+
+def accounted_s(account: Account) -> float:
+    parts = [account.useful_s, account.checkpoint_s, account.down_s, account.part_s]
+    return math.fsum([*parts, *account.stall_by_cause.values(), *account.lost_by_cause.values()])
+
+
+def test_a_loss_makes_the_step_vain_and_then_all_stand_still() -> None:
+    account = begun(2.0)
+    account.advance(5.0)
+    assert (account.steps, account.part_s) == (2, 1.0)
+    account.lose_step()
+    change(account, 4.0, stall_s=3.0)
+    account.advance(17.0)
+    assert account.steps == 4
+    assert account.useful_s == 12.0
+    assert dict(account.stall_by_cause) == {"lost": 3.0}
+    assert dict(account.lost_by_cause) == {"step": 1.0}
+    assert account.part_s == 1.0
+
+
+def test_where_nobody_is_lost_the_step_is_finished_first() -> None:
+    account = begun(2.0)
+    account.advance(5.0)
+    change(account, 1.0, stall_s=3.0, finish_step=True)
+    account.advance(10.0)
+    assert account.steps == 4
+    assert account.useful_s == 7.0
+    assert dict(account.stall_by_cause) == {"lost": 3.0}
+    assert not account.lost_by_cause
+
+
+def test_back_to_a_checkpoint_gives_up_the_steps_since() -> None:
+    account = begun(2.0, every_s=6.0, write_s=1.0)
+    # Two cycles of three steps and a checkpoint, and another step and a half.
+    account.advance(17.0)
+    assert (account.steps, account.checkpoint_s, account.unsaved_s) == (7, 2.0, 3.0)
+    account.lose_step()
+    account.back_to_checkpoint()
+    assert (account.steps, account.useful_s) == (6, 12.0)
+    assert dict(account.lost_by_cause) == {"step": 1.0, "checkpoint": 2.0}
+
+
+def test_what_was_saved_before_a_change_is_not_lost_later() -> None:
+    account = begun(2.0)
+    account.advance(4.0)
+    change(account, 2.0, stall_s=1.0, finish_step=True, saved=True)
+    account.advance(7.0)
+    account.lose_step()
+    account.back_to_checkpoint()
+    assert account.steps == 2
+
+
+def test_a_second_change_comes_instead_of_one_that_has_not_begun() -> None:
+    account = begun(2.0)
+    account.advance(0.5)
+    change(account, 1.0, stall_s=100.0, finish_step=True)
+    account.advance(1.0)
+    change(account, 4.0, stall_s=2.0, finish_step=True)
+    account.advance(8.0)
+    assert account.steps == 2
+    assert dict(account.stall_by_cause) == {"lost": 2.0}
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["loss", "change", "checkpoint", "wait"]),
+        st.floats(0.01, 30.0),
+        st.sampled_from([0.3, 1.0, 2.5]),
+        st.sampled_from([0.0, 0.7, 5.0]),
+    ),
+    max_size=12,
+)
+
+
+@given(operations=OPERATIONS, every_s=st.sampled_from([1.0, 7.0, 1e6]), write_s=st.sampled_from([0.0, 0.4]))
+def test_every_second_is_put_down_once(
+    operations: list[tuple[str, float, float, float]], every_s: float, write_s: float
+) -> None:
+    account = begun(1.7, every_s=every_s, write_s=write_s)
+    now_s = 0.0
+    for what, seconds, step_s, stall_s in operations:
+        now_s += seconds
+        account.advance(now_s)
+        if what != "change":
+            account.lose_step()
+        if what == "checkpoint":
+            account.back_to_checkpoint()
+        if what == "wait":
+            account.waits()
+        else:
+            change(account, step_s, stall_s=stall_s, every_s=every_s, write_s=write_s, finish_step=what == "change")
+        assert accounted_s(account) == pytest.approx(now_s, abs=1e-6)
+    account.advance(now_s + 100.0)
+    assert accounted_s(account) == pytest.approx(now_s + 100.0, abs=1e-6)
+    assert account.steps >= 0
+
+
+@given(
+    step_s=st.sampled_from([0.5, 2.0]),
+    every=st.integers(1, 5),
+    write_s=st.sampled_from([0.25, 1.0]),
+    pauses=st.lists(st.integers(1, 40), max_size=8),
+)
+def test_steps_and_checkpoints_are_those_of_a_count_one_by_one(
+    step_s: float, every: int, write_s: float, pauses: list[int]
+) -> None:
+    account = begun(step_s, every_s=every * step_s, write_s=write_s)
+    now_s = 0.0
+    for pause in pauses:
+        now_s += pause * 0.25
+        account.advance(now_s)
+        steps, written, left_s = 0, 0, now_s
+        while left_s >= step_s:
+            steps += 1
+            left_s -= step_s
+            if steps % every == 0:
+                writing_s = min(left_s, write_s)
+                written += writing_s == write_s
+                left_s -= writing_s
+                if writing_s < write_s:
+                    break
+        assert account.steps == steps
+        assert account.part_s == pytest.approx(0.0 if steps % every == 0 and steps // every > written else left_s)

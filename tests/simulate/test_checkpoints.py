@@ -1,0 +1,37 @@
+"""Intervals between checkpoints against a search for the best one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.simulate.checkpoints import daly_interval_s, young_interval_s
+
+
+def time_of_work_s(interval_s: float, write_s: float, mtbf_s: float) -> float:
+    """Expected seconds for each second of work, failures at any time, without a restart's own time (Daly 2006)."""
+    return mtbf_s * math.expm1((interval_s + write_s) / mtbf_s) / interval_s
+
+
+@pytest.mark.parametrize(("write_s", "mtbf_s"), [(1.0, 50_000.0), (30.0, 3_600.0), (5.0, 100.0)])
+def test_no_interval_is_much_better_than_dalys(write_s: float, mtbf_s: float) -> None:
+    intervals = [1.01**power for power in range(-200, 1_100) if 1.01**power < 20 * mtbf_s]
+    best_s = min(time_of_work_s(interval_s, write_s, mtbf_s) for interval_s in intervals)
+    assert time_of_work_s(daly_interval_s(write_s, mtbf_s), write_s, mtbf_s) <= best_s * 1.0005
+
+
+def test_young_and_daly_agree_where_failures_are_rare() -> None:
+    assert daly_interval_s(1.0, 1e8) == pytest.approx(young_interval_s(1.0, 1e8), rel=1e-4)
+
+
+def test_where_a_checkpoint_takes_longer_than_failures_are_apart() -> None:
+    assert daly_interval_s(100.0, 10.0) == 10.0
+
+
+def test_times_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="failures have some between them"):
+        daly_interval_s(1.0, 0.0)
+    with pytest.raises(ConfigError, match="zero or more seconds"):
+        young_interval_s(-1.0, 10.0)

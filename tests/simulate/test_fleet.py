@@ -1,0 +1,87 @@
+"""Fleets: what moves against the transfer of real placements, and detours against rerouted plans."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.estimate import estimate_step
+from chameleon_ft.plan import Placement, data_pipeline_plan
+from chameleon_ft.recovery import reroute
+from chameleon_ft.schedule import best_program
+from chameleon_ft.simulate.fleet import Fleet, arranged, fleet_of_plan, fleet_step, move_to
+from chameleon_ft.simulate.pipelines import Cut, Pipelines
+from chameleon_ft.simulate.step_times import StepTimes
+from chameleon_ft.transfer import transfer_s, transfer_to
+from tests.simulate.clusters import costs
+
+HALVES, THIRDS = Cut((3, 6)), Cut((2, 4, 6))
+
+
+def placement(fleet: Fleet) -> Placement:
+    return Placement(6, {worker: (layers,) for worker, layers in fleet.held().items()})
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_what_moves_is_what_a_transfer_moves(seed: int) -> None:
+    draw = random.Random(seed)
+    model = costs(12)
+    before = arranged({HALVES: 3, THIRDS: 2}, range(12))
+    lost = draw.sample(range(12), draw.randint(0, 3))
+    left = before.without(lost)
+    live = [worker for worker in range(12) if worker not in lost]
+    halves = draw.randint(0, len(live) // 2)
+    after = arranged({HALVES: halves, THIRDS: (len(live) - 2 * halves) // 3}, live, left)
+    if not after.pipelines:
+        return
+    move = move_to(after, left, Pipelines(model, split_backward=False))
+    transfer = transfer_to(placement(left), placement(after), live=live, layers=model.workload.layers)
+    assert move is not None
+    assert move.num_bytes == transfer.total_bytes
+    # The rounds may come to more than who sends or receives most, and sources to more than layers one by one.
+    took_s = transfer_s(transfer.rounds, model.cluster)
+    assert took_s * 0.45 <= move.transfer_s <= took_s * 1.001
+
+
+def test_whole_pipelines_stay() -> None:
+    before = arranged({HALVES: 3}, range(6))
+    after = arranged({HALVES: 2, THIRDS: 1}, range(7), before)
+    assert set(before.pipelines[:2]) <= set(after.pipelines)
+
+
+def test_a_layer_without_a_holder_cannot_move() -> None:
+    before = arranged({HALVES: 1}, range(4))
+    pipelines = Pipelines(costs(4), split_backward=False)
+    assert move_to(arranged({HALVES: 1}, [1, 2]), before.without([0]), pipelines) is None
+
+
+def test_a_fleet_without_holders_has_no_step() -> None:
+    times = StepTimes(Pipelines(costs(4), split_backward=False))
+    fleet = arranged({HALVES: 2}, range(4))
+    speeds = dict.fromkeys(range(4), 1.0)
+    assert fleet_step(fleet.without([0]), times, speeds) is not None
+    assert fleet_step(fleet.without([0, 2]), times, speeds) is None
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("lost", [[0], [1], [2, 7], [4, 5]])
+def test_detours_take_about_as_long_as_the_rerouted_plan(lost: list[int], split_backward: bool) -> None:
+    model = costs(24, micro_batches=96)
+    layer_costs = [1.0] * 6
+    plan = data_pipeline_plan(layer_costs=layer_costs, dp=12, pp=2, micro_batches=96, split_backward=split_backward)
+    times = StepTimes(Pipelines(model, split_backward=split_backward))
+    fleet = fleet_of_plan(plan).without(lost)
+    step = fleet_step(fleet, times, dict.fromkeys(range(24), 1.0))
+    rerouted = reroute(plan, lost, model)
+    program = best_program(rerouted, model).program
+    real = estimate_step(rerouted, program, model)
+    assert step is not None
+    assert step.step_s == pytest.approx(real.step_s, rel=0.05)
+
+
+def test_a_plan_with_detours_is_no_start() -> None:
+    plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=3, pp=2, micro_batches=24)
+    with pytest.raises(PlanError, match="detours"):
+        fleet_of_plan(reroute(plan, [1], costs(6)))

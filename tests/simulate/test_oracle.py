@@ -1,0 +1,37 @@
+"""Rates that are known: what more or faster workers can do, too."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.simulate.oracle import KnownRates, live_of
+
+CREWS = st.lists(st.sampled_from([0.5, 0.8, 1.0]), min_size=1, max_size=5)
+
+
+def test_more_workers_are_never_slower() -> None:
+    known = KnownRates()
+    known.note(live_of([1.0] * 4), 10.0)
+    known.note(live_of([1.0] * 5), 8.0)
+    assert [known.best(live_of([1.0] * count)) for count in (3, 4, 5, 6)] == [0.0, 10.0, 10.0, 10.0]
+
+
+@given(noted=st.lists(st.tuples(CREWS, st.floats(0.1, 9.0)), max_size=6), asked=CREWS)
+def test_the_best_is_that_of_any_crew_which_fits_in(noted: list[tuple[list[float], float]], asked: list[float]) -> None:
+    known = KnownRates()
+    for crew, rate in noted:
+        known.note(live_of(crew), rate)
+
+    def fits(crew: list[float]) -> bool:
+        pairs = zip(sorted(crew, reverse=True), sorted(asked, reverse=True), strict=False)
+        return len(crew) <= len(asked) and all(need <= has for need, has in pairs)
+
+    assert known.best(live_of(asked)) == max((rate for crew, rate in noted if fits(crew)), default=0.0)
+
+
+def test_a_rate_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="positive number of samples"):
+        KnownRates().note(live_of([1.0]), 0.0)

@@ -1,0 +1,190 @@
+"""Whole simulations: what must hold on every trace, hand-made examples, and both ways to decide."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from chameleon_ft.errors import ConfigError, PlanError
+from chameleon_ft.plan import data_pipeline_plan
+from chameleon_ft.recovery import FailureRate, Situation, decide, in_flight_ceiling
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.simulate.checkpoints import daly_interval_s
+from chameleon_ft.simulate.exact_planner import Decisions
+from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.results import ConservationError, PolicyResult, Results
+from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
+from chameleon_ft.simulate.trace import Fault, Trace
+from tests.simulate.clusters import cluster, costs, random_trace, workload
+
+BY_CLASS = Parameters(exact_up_to=0, worker_mtbf_s=20 * 3600.0)
+EXACT = replace(BY_CLASS, exact_up_to=64)
+
+
+def simulated(trace: Trace, *policies: str, parameters: Parameters = BY_CLASS, **of_workload: int) -> Results:
+    own = cluster(trace.workers, per_host=trace.workers_per_host)
+    return simulate(trace, workload(**of_workload), own, policies or SIMULATED_POLICIES, parameters=parameters)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_no_policy_passes_the_oracle_and_all_adds_up(seed: int, slow: bool) -> None:
+    trace = random_trace(seed, workers=18, per_host=3, faults=20, slow=slow)
+    results = simulated(trace, micro_batches=36)
+    oracle = results.policies["oracle"]
+    assert oracle.samples > 0
+    for result in results.policies.values():
+        # That time, worker-hours and samples add up is checked whenever a result is made.
+        assert 0 <= result.samples <= oracle.samples
+        assert result.share_of_oracle <= 1
+        assert result.dead_hours == pytest.approx(trace.down_worker_hours)
+        assert [each.time_s for each in result.decisions] == sorted(each.time_s for each in result.decisions)
+        assert [each.time_s for each in result.timeline] == sorted({each.time_s for each in result.timeline})
+
+
+def test_the_same_arguments_give_the_same_results_to_the_bit() -> None:
+    trace = random_trace(3, workers=12, per_host=2, faults=12, slow=True)
+    assert simulated(trace) == simulated(trace)
+
+
+def test_a_policy_alone_trains_what_it_trains_beside_others() -> None:
+    trace = random_trace(5, workers=12, faults=12)
+    together = simulated(trace)
+    for policy in SIMULATED_POLICIES[:-1]:
+        alone = simulated(trace, policy).policies[policy]
+        assert (alone.samples, alone.decisions) == (
+            together.policies[policy].samples,
+            together.policies[policy].decisions,
+        )
+
+
+def test_without_events_all_but_checkpoints_is_training() -> None:
+    results = simulated(Trace(6, 10_000.0, ()), "chameleon", "oracle")
+    chameleon = results.policies["chameleon"]
+    assert chameleon.stall_s == chameleon.lost_s == chameleon.down_s == 0.0
+    assert chameleon.checkpoint_s == 2 * BY_CLASS.checkpoint_write_s
+    assert results.policies["oracle"].share_of_failure_free == 1
+    assert chameleon.share_of_oracle > 0.999
+
+
+def test_a_dropped_replica_by_hand() -> None:
+    # Two pipelines of one worker each; worker 1 is lost at 1,000 s and stays so.
+    trace = Trace.from_faults([Fault((1,), 1_000.0)], workers=2, duration_s=2_000.0)
+    parameters = replace(BY_CLASS, checkpoint_interval_s=1e9)
+    plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=2, pp=1, micro_batches=24)
+    results = simulate(trace, workload(), cluster(2), ["drop-replica", "oracle"], parameters=parameters, start=plan)
+    result = results.policies["drop-replica"]
+    # One micro-batch takes 6 x 30 ms; two workers also reduce 6 x 200 MB, each half of them twice.
+    fast_s = 12 * 0.18 + 2 * (1e-5 + 6 * 10**8 / 50e9)
+    slow_s = 24 * 0.18
+    steps, part_s = divmod(1_000.0, fast_s)
+    stall_s = parameters.after_loss.total_s
+    steps += (1_000.0 - stall_s) // slow_s
+    assert result.samples == steps * 24
+    assert result.stall_s == pytest.approx(stall_s)
+    assert result.lost_s == pytest.approx(part_s)
+    assert result.decisions_by_kind == {"drop-replica": 1}
+    assert result.decisions[0].predicted_step_s == pytest.approx(slow_s)
+    assert result.decisions[0].predicted_stall_s == pytest.approx(stall_s + part_s)
+
+
+def test_when_nobody_holds_a_layer_all_go_back_to_a_checkpoint() -> None:
+    plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=2, pp=2, micro_batches=24)
+    trace = Trace.from_faults([Fault((0, 2), 5_000.0)], workers=4, duration_s=10_000.0)
+    for parameters in (BY_CLASS, EXACT):
+        result = simulate(trace, workload(), cluster(4), ["chameleon"], parameters=parameters, start=plan).policies[
+            "chameleon"
+        ]
+        assert result.decisions_by_kind == {"checkpoint": 1}
+        assert 0 < result.lost_by_cause["checkpoint"] <= BY_CLASS.checkpoint_interval_s + 10
+        assert result.stall_s == pytest.approx(BY_CLASS.restart_s)
+
+
+def test_while_nobody_is_live_all_wait() -> None:
+    trace = Trace.from_faults([Fault((0, 1), 1_000.0, 3_000.0)], workers=2, duration_s=10_000.0)
+    for parameters in (BY_CLASS, EXACT):
+        results = simulated(trace, "chameleon", "restart", "oracle", parameters=parameters)
+        for policy in ("chameleon", "restart"):
+            result = results.policies[policy]
+            assert result.down_s == 2_000.0
+            assert result.decisions[0].chosen == "wait"
+            assert result.timeline[1].samples_per_s == 0
+        assert results.policies["oracle"].down_s == 2_000.0
+
+
+def test_restart_writes_checkpoints_as_often_as_is_best() -> None:
+    results = simulated(Trace(4, 50_000.0, ()), "restart", "oracle")
+    result = results.policies["restart"]
+    # Nothing is known of failures but what was known beforehand.
+    best_s = daly_interval_s(BY_CLASS.checkpoint_write_s, BY_CLASS.worker_mtbf_s / 4)
+    step_s = workload().samples / results.policies["oracle"].goodput
+    cycle_s = round(best_s / step_s) * step_s + BY_CLASS.checkpoint_write_s
+    assert result.checkpoint_s == pytest.approx(50_000.0 // cycle_s * BY_CLASS.checkpoint_write_s)
+
+
+def agreement(seed: int, policy: str) -> tuple[float, float]:
+    """Samples by class over those of `recovery.decide`, and the mean distance of the steps of the same decisions."""
+    trace = random_trace(seed, workers=8, faults=5)
+    by_class, exact = (
+        simulated(trace, policy, parameters=parameters).policies[policy] for parameters in (BY_CLASS, EXACT)
+    )
+    known = {each.time_s: each.predicted_step_s for each in exact.decisions}
+    pairs = [(each.predicted_step_s, known[each.time_s]) for each in by_class.decisions if each.time_s in known]
+    apart = math.fsum(abs(one / other - 1) for one, other in pairs) / max(1, len(pairs))
+    return by_class.samples / exact.samples, apart
+
+
+@pytest.mark.parametrize("policy", ["chameleon", "reroute", "repartition", "drop-replica", "mend", "oobleck", "paper"])
+def test_both_ways_to_decide_come_to_nearly_the_same(policy: str) -> None:
+    found = [agreement(seed, policy) for seed in range(3)]
+    assert max(abs(samples - 1) for samples, _ in found) < 0.05
+    assert sum(apart for _, apart in found) / len(found) < 0.05
+
+
+def test_remembered_decisions_are_those_that_would_be_made() -> None:
+    model = costs(6)
+    plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=3, pp=2, micro_batches=24)
+    remembered = Decisions()
+    for lost, repeat_s, mtbf_h in [(1, 0.3, 1.0), (1, 0.9, 1.0), (1, 0.0, 0.001), (2, 0.5, 10.0), (1, 0.4, 5.0)]:
+        situation = Situation(
+            plan=plan,
+            ceiling=in_flight_ceiling(range(6), 2),
+            costs=CostModel(model.workload, model.cluster.without([lost])),
+            phases=BY_CLASS.after_loss,
+            repeat_s=repeat_s,
+            restart_s=300.0,
+        )
+        rate = FailureRate(worker_mtbf_s=mtbf_h * 3600, prior_failures=1, failures=1)
+        one, other = remembered.decide(situation, "chameleon", rate), decide(situation, "chameleon", rate)
+        assert one.course == other.course
+        assert one.chosen is not None
+        assert other.chosen is not None
+        assert one.chosen.policy == other.chosen.policy
+        assert one.chosen.stall_s == pytest.approx(other.chosen.stall_s)
+
+
+def test_unknown_policies_and_other_clusters_are_refused() -> None:
+    trace = Trace(4, 100.0, ())
+    with pytest.raises(ConfigError, match="did you mean 'chameleon'"):
+        simulated(trace, "chamaeleon")
+    with pytest.raises(ConfigError, match="workers 0 to 3"):
+        simulate(trace, workload(), cluster(5))
+    with pytest.raises(PlanError, match="no pipelines of 4 workers fit"):
+        simulate(trace, workload(), cluster(4, memory_bytes=10**9))
+    with pytest.raises(ConfigError, match="restart_s must be zero or a positive"):
+        Parameters(restart_s=-1.0)
+    with pytest.raises(ConfigError, match="checkpoint_interval_s must be a positive"):
+        Parameters(checkpoint_interval_s=0.0)
+
+
+def test_what_does_not_add_up_is_noticed() -> None:
+    result = simulated(random_trace(2, workers=6), "chameleon", "oracle").policies["chameleon"]
+    for field in ("useful_s", "down_s", "used_hours", "samples"):
+        with pytest.raises(ConservationError):
+            _changed(result, field)
+
+
+def _changed(result: PolicyResult, field: str) -> PolicyResult:
+    return replace(result, **{field: getattr(result, field) * 1.01 + 500.0})
