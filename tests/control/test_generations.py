@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from chameleon_ft.config import Parallel, Recovery
 from chameleon_ft.control.messages import PeerFailed, Run, Stop, Switched, Transition
+from chameleon_ft.recovery import FailureRate, Situation
 from tests.control.stage import Stage, scene
 
 # Workers 0 2 4 hold layers 0-1, workers 1 3 5 hold layers 2-3.
@@ -167,3 +169,47 @@ async def test_a_spare_has_nothing_that_counts(stage: Stage) -> None:
     stage.park(3, 3, 0, placed=1, layers=(0, 1))
     stage.park(3, 4, 2, 3)
     assert (stage.order().first_step, stage.order().members) == (4, (2, 3))
+
+
+@scene(**DROP_REPLICA)
+async def test_the_loss_of_a_spare_says_nothing_of_stalls(stage: Stage) -> None:
+    stage.train()
+    stage.reap(1)
+    stage.park(2, 3)
+    stage.start()
+    generations: Any = stage.coordinator._generations
+    before = generations._experience.phases
+    stage.reap(0)
+    assert len(stage.failures) == 2
+    assert generations._experience.phases == before
+
+
+class _Foreseeing:
+    """Keeps what decisions are asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Situation] = []
+
+    def expect(self, ask: Callable[[], tuple[Situation, FailureRate]]) -> None:
+        self.asked.append(ask()[0])
+
+    def look_up(self, situation: Situation, rate: FailureRate) -> None:
+        return None
+
+    def drop(self) -> None:
+        self.asked.clear()
+
+
+@scene(**THREE_PIPELINES)
+async def test_after_a_transition_the_next_loss_is_prepared_for(stage: Stage) -> None:
+    generations: Any = stage.coordinator._generations
+    foreseeing = generations._forethought = _Foreseeing()
+    stage.train(workers=6)
+    assert [each.plan.workers for each in foreseeing.asked] == [(0, 1, 2, 3, 4, 5)] * 3
+    stage.reap(1)
+    stage.park(2, 3)
+    stage.start()
+    stage.commit(3)
+    (asked,) = foreseeing.asked
+    assert (asked.plan.workers, asked.lost) == (stage.order().members, ())
+    assert asked.plan == generations.plan

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, Future
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -236,6 +238,81 @@ async def test_who_comes_while_others_regroup_is_held_back(stage: Stage) -> None
 
 
 # --- failures on the way ---------------------------------------------------------------------------------------------
+
+
+class _Gone(Executor):
+    """Its process has been killed."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        raise BrokenProcessPool("a process was terminated abruptly")
+
+
+@scene(**RESPAWNING)
+async def test_who_cannot_be_weighed_stays_a_spare_and_training_goes_on(stage: Stage) -> None:
+    joins: Any = stage.coordinator._joins
+    joins._executor = _Gone()
+    async with watched(stage):
+        stage.train()
+        await lose_and_respawn(stage)
+        come(stage, 1)
+        await until(lambda: stage.events("not_weighed"))
+        await asyncio.sleep(100.0)
+        stage.commit(3)
+        assert messages(stage, "not_weighed") == [
+            "worker 1 stays a spare, for it cannot be weighed what to do with it: "
+            "BrokenProcessPool: a process was terminated abruptly"
+        ]
+        assert stage.ended is None
+        assert stage.ranks[0].count(Pause) == 0
+        # It is there when the next one is lost.
+        stage.reap(0)
+        stage.park(3, 4)
+        assert 1 in stage.order().members
+    assert [event["trigger"] for event in stage.events("decision")] == ["loss", "loss"]
+
+
+@scene(**RESPAWNING)
+async def test_a_weighing_that_fails_after_a_loss_is_nobodys_concern(stage: Stage) -> None:
+    joins: Any = stage.coordinator._joins
+    gone = asyncio.Event()
+
+    async def weighed() -> None:
+        await gone.wait()
+        raise BrokenProcessPool("a process was terminated abruptly")
+
+    async with watched(stage):
+        stage.train()
+        await lose_and_respawn(stage)
+        joins._weighed = weighed
+        come(stage, 1)
+        await until(lambda: joins._weighing is not None)
+        stage.reap(2)
+        stage.park(3, 3)
+        stage.start()
+        gone.set()
+        await until(lambda: joins._weighing is None)
+        stage.commit(3)
+    assert stage.events("not_weighed") == []
+    assert stage.ended is None
+
+
+@scene(**RESPAWNING)
+async def test_a_spare_that_is_lost_in_the_stop_does_not_make_it_one_for_a_loss(stage: Stage) -> None:
+    late = Puppet("late host")
+    async with watched(stage):
+        stage.train()
+        stage.say(late, HostHello(host="b", slots=2, pid=5))
+        for worker in (4, 5):
+            rank = stage.ranks[worker] = Puppet(f"worker {worker}")
+            stage.say(rank, Hello(worker=worker, host="10.0.0.2", pid=1, life=1))
+            stage.say(rank, Ready())
+        await until(lambda: stage.ranks[0].count(Pause))
+        pause(stage, 3)
+        stage.park(2, 4, 0, 1, 2, 3, 4)
+        stage.say(late, WorkerExited(worker=5, life=1, exit_code=-9))
+    (decision,) = stage.events("decision")
+    assert (decision["trigger"], decision["lost"], decision["live"]) == ("join", [], 5)
+    assert decision["candidates"][0]["policy"] == "stay"
 
 
 @scene(**RESPAWNING)

@@ -37,7 +37,8 @@ def test_what_is_chosen_is_best_and_can_be_run(now: Situation, policy: str, hori
         if each.feasible:
             assert each.stall_s is not None
             assert each.step_s is not None
-            trained = samples * max(0.0, decision.horizon_s - each.stall_s) / each.step_s
+            return_s = now.restart_s * each.last_holders / len(now.live)
+            trained = samples * max(0.0, decision.horizon_s - each.stall_s - return_s) / each.step_s
             assert each.samples == pytest.approx(trained, rel=1e-12)
         else:
             assert each.samples == 0
@@ -130,6 +131,34 @@ def test_weights_move_when_failures_are_rare_and_stay_when_they_are_frequent() -
     now = after(situation(dp=3, pp=2, share=8, layers=(layer(100),) * 8), 1)
     # Nothing can be trained before the next failure, whatever is done: then nothing moves.
     assert [chosen(now, horizon_s) for horizon_s in (1.0, 20.0, 1e5)] == ["reroute", "reroute", "repartition"]
+
+
+def test_without_a_checkpoint_no_worker_becomes_the_last_holder_of_a_layer_if_that_can_be() -> None:
+    # To reduce gradients takes so long that one pipeline of all workers is the fastest.
+    layers = (replace(layer(100_000), param_bytes=100, optimizer_bytes=200),) * 6
+    now = after(situation(dp=3, pp=2, share=8, layers=layers), 1)
+    rate = rate_of(1e6, now)
+    alone = decide(now, "chameleon", rate)
+    assert alone.chosen is not None
+    assert alone.chosen.last_holders == 5
+    safe = decide(replace(now, has_checkpoints=False), "chameleon", rate)
+    assert safe.chosen is not None
+    assert (safe.chosen.last_holders, safe.chosen.is_fatal) == (0, False)
+    assert safe.chosen.samples < alone.chosen.samples
+    # Nothing else can be done any more: it is chosen all the same.
+    last = decide(replace(after(now, 2, 3), has_checkpoints=False), "reroute", rate)
+    assert last.chosen is not None
+    assert last.chosen.is_fatal
+
+
+def test_a_return_to_a_checkpoint_that_is_to_be_expected_counts() -> None:
+    now = after(situation(dp=2, pp=2), 0)
+    (candidate,) = decide(now, "reroute", rate_of(1000.0, now)).candidates
+    assert candidate.last_holders == 1
+    assert candidate.step_s is not None
+    assert candidate.stall_s is not None
+    left_s = 1000.0 - candidate.stall_s - now.restart_s / 3
+    assert candidate.samples == pytest.approx(now.costs.workload.samples * left_s / candidate.step_s)
 
 
 def test_where_memory_forbids_to_re_partition_it_reroutes() -> None:
@@ -271,7 +300,7 @@ def test_the_event_has_these_fields() -> None:
     assert set(record) == {"chosen", "horizon_s", "candidates"}
     assert record["chosen"] in [each["policy"] for each in record["candidates"]]
     for each in record["candidates"]:
-        assert set(each) == {"policy", "step_s", "stall_s", "bytes", "samples", "feasible", "reason"}
+        assert set(each) == {"policy", "step_s", "stall_s", "bytes", "last_holders", "samples", "feasible", "reason"}
     alone = after(now, 2)
     none = decide(alone, "chameleon", rate_of(1e6, alone)).to_json()
     assert none["chosen"] is None
@@ -281,6 +310,7 @@ def test_the_event_has_these_fields() -> None:
             "step_s": None,
             "stall_s": None,
             "bytes": None,
+            "last_holders": 0,
             "samples": 0.0,
             "feasible": False,
             "reason": str(NoHolderError([0, 1])),

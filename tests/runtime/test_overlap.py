@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chameleon_ft.config import Failure
+from chameleon_ft.config import Failure, Recovery
 from chameleon_ft.observe import read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import compare_generations
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
@@ -37,7 +37,10 @@ def test_upper_stages_are_reduced_before_the_lower_ones_have_ended_and_kills_cha
     file.write_text(interleaved(micro_batches=6).to_json())
     failures = (Failure(step=3, worker=1, phase="backward"), Failure(step=5, worker=4, phase="sync"))
     config = emulated_config(tmp_path, workers=6, plan=file, failures=failures).model_copy(
-        update={"batch": emulated_config(tmp_path).batch.model_copy(update={"micro_batches": 6})}
+        update={
+            "batch": emulated_config(tmp_path).batch.model_copy(update={"micro_batches": 6}),
+            "recovery": Recovery(policy="reroute"),
+        }
     )
 
     ended = train_here(config, tmp_path / "run")

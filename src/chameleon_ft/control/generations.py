@@ -232,6 +232,10 @@ class Generations:
             self._record_decision(prepared.search_s, {"prepared": True, **known, **prepared.decision.to_json()})
             self.newcomers.clear()
 
+    def unweighed(self) -> None:
+        """It cannot be said what to do with the newcomers: they stay spares, and everyone goes on as before."""
+        self.newcomers.clear()
+
     def paused(self, message: Committed) -> None:
         """The step is over after which everyone was told to stop."""
         if self.phase is Phase.TRAINING and message.generation == self.number:
@@ -350,11 +354,11 @@ class Generations:
         """While all is well, have decisions prepared for the next loss."""
         if self._forethought is None or self.phase is not Phase.TRAINING:
             return
-        in_force = self._in_force
-        assert in_force is not None
-        if set(self._members.live()).issuperset(in_force.plan.workers):
+        training = self._decision  # who trains has switched to it
+        assert training is not None
+        if set(self._members.live()).issuperset(training.plan.workers):
             self._forethought.expect(
-                lambda: self._outlook(in_force, self._experience.phases, self._watchdog.step_s / 2)
+                lambda: self._outlook(training, self._experience.phases, self._watchdog.step_s / 2)
             )
 
     def _blame(self) -> bool:
@@ -407,12 +411,13 @@ class Generations:
         self._recorder.plan(planned, policy=decision.policy)
 
     def _record_decision(self, search_s: float, fields: Mapping[str, Any]) -> None:
-        trigger = "loss" if self._outage.losses else "join"
+        trigger = "loss" if fields["lost"] else "join"
         self._recorder.event("decision", generation=self.number, trigger=trigger, search_s=search_s, **fields)
 
     def _record_outage(self, decision: Decision | None, *, stop: str = "") -> None:
         now = time.time()
         outage, self._outage = self._outage, Outage()
+        was_a_stall = outage.stopped_at > 0  # nobody stops for a spare
         outage = replace(
             outage, stopped_at=outage.stopped_at or now, decided_at=outage.decided_at or outage.stopped_at or now
         )
@@ -420,5 +425,5 @@ class Generations:
             decision, generation=self.number, resumed_at=now, cause_of=self._owner.cause, stop=stop
         ):
             self._recorder.failure(record)
-            if decision is not None:
+            if decision is not None and was_a_stall:
                 self._experience.resumed(record)

@@ -112,8 +112,31 @@ class Joins:
                 self._weighing = _Weighing(generations.number, asyncio.create_task(self._weighed()))
         elif self._weighing.task.done():
             weighing, self._weighing = self._weighing, None
-            if weighing.generation == generations.number:
+            error = weighing.task.exception()
+            if weighing.generation != generations.number:
+                return
+            if error is None:
                 generations.weighed(weighing.task.result())
+            else:
+                self._leave_as_spares(f"{type(error).__name__}: {error}")
+
+    def _leave_as_spares(self, error: str) -> None:
+        """Weighing has failed, its process is gone perhaps. Training does not depend on it."""
+        workers = sorted(self._generations.newcomers)
+        self._generations.unweighed()
+        if workers:
+            names = ", ".join(map(str, workers))
+            who, them = (
+                (f"worker {names} stays a spare", "it")
+                if len(workers) == 1
+                else (f"workers {names} stay spares", "them")
+            )
+            self._recorder.event(
+                "not_weighed",
+                workers=workers,
+                error=error,
+                message=f"{who}, for it cannot be weighed what to do with {them}: {error}",
+            )
 
     def _admit(self, now: float) -> None:
         """Make spares of those who are ready."""

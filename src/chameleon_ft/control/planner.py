@@ -105,6 +105,7 @@ class Planner:
             phases=phases,
             repeat_s=repeat_s,
             restart_s=self._config.recovery.restart_s,
+            has_checkpoints=self._config.checkpoint.every > 0,
             step_factor=self._seen.unexplained(costs),
             transfer_factor=self._seen.transfers,
         )

@@ -114,7 +114,7 @@ class Supervisor:
 
     def kill_all(self) -> None:
         """Kill every rank at once."""
-        for rank in self._ranks.values():
+        for rank in list(self._ranks.values()):  # one that is being started may come into it meanwhile
             _kill(rank)
 
     async def _obey(self, connection: ClientConnection) -> None:
@@ -128,7 +128,7 @@ class Supervisor:
                         self._do(self._start(ranks, connection))
                     case Kill(worker=worker):
                         self._coming = {rank for rank in self._coming if rank[0] != worker}
-                        for (number, _), process in self._ranks.items():
+                        for (number, _), process in list(self._ranks.items()):
                             if number == worker:
                                 _kill(process)
                     case Probe(probe=probe):

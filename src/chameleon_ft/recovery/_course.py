@@ -50,7 +50,10 @@ class Candidate:
             step that is done again.
         transfer_s: seconds of these in which state moves; zero if it is read from a checkpoint.
         moved_bytes: parameters and optimizer state that workers receive, or read.
-        samples: samples that are trained until the next failure, B max(0, D - stall_s) / step_s; zero if not feasible.
+        last_holders: workers that are the only ones to hold some layer, which is lost with them.
+        is_fatal: whether the run would end then, for there is no checkpoint.
+        samples: samples that are trained until the next failure, B max(0, D - stall_s - r) / step_s with the seconds r
+            that a return to a checkpoint is to be expected to take after it; zero if not feasible.
         reason: why it cannot be chosen; None if it can.
     """
 
@@ -60,6 +63,8 @@ class Candidate:
     stall_s: float | None = None
     transfer_s: float | None = None
     moved_bytes: int | None = None
+    last_holders: int = 0
+    is_fatal: bool = False
     samples: float = 0.0
     reason: str | None = None
 
@@ -74,13 +79,13 @@ def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple
     plan = proposal.plan
     if plan is None:
         return Candidate(policy=proposal.name, reason=proposal.reason), None
-    workload, cluster = situation.costs.workload, situation.costs.cluster
+    layers, cluster = situation.costs.workload.layers, situation.costs.cluster
     if gone := sorted(set(plan.workers).difference(situation.live)):
         return Candidate(policy=proposal.name, reason=f"it needs workers that are not live: {gone}"), None
     transfer: Transfer | None = None
     if not proposal.from_checkpoint:
         try:
-            transfer = transfer_to(situation.placement, plan.placement, live=situation.live, layers=workload.layers)
+            transfer = transfer_to(situation.placement, plan.placement, live=situation.live, layers=layers)
         except NoHolderError as error:
             return Candidate(policy=proposal.name, reason=str(error)), None
     stays = goes_on(proposal, situation)
@@ -91,7 +96,8 @@ def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple
     stall_s = 0.0 if stays else _stall_s(proposal, situation, moves_s)
     # What is running already fits, whatever is estimated.
     reason = None if stays else _too_large(estimate, situation) or _too_large_meanwhile(transfer, situation)
-    samples = workload.samples * max(0.0, horizon_s - stall_s) / step_s
+    alone = _last_holders(plan)
+    samples = samples_until(horizon_s, situation, step_s=step_s, stall_s=stall_s, last_holders=alone)
     candidate = Candidate(
         policy=proposal.name,
         step_s=step_s,
@@ -99,6 +105,8 @@ def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple
         stall_s=stall_s,
         transfer_s=moves_s,
         moved_bytes=_all_bytes(plan, situation) if transfer is None else transfer.total_bytes,
+        last_holders=alone,
+        is_fatal=alone > 0 and not situation.has_checkpoints,
         samples=0.0 if reason else samples,
         reason=reason,
     )
@@ -107,6 +115,20 @@ def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple
     return candidate, Course(
         plan=plan, ceiling=FrozenMap(scheduled.ceiling), program=scheduled.program, transfer=transfer
     )
+
+
+def samples_until(horizon_s: float, situation: Situation, *, step_s: float, stall_s: float, last_holders: int) -> float:
+    """Samples that are trained until the next failure, and the return to a checkpoint that may follow it; see above.
+
+    The next failure is taken to be that of any live worker.
+    """
+    return_s = situation.restart_s * last_holders / len(situation.live)
+    return situation.costs.workload.samples * max(0.0, horizon_s - stall_s - return_s) / step_s
+
+
+def _last_holders(plan: Plan) -> int:
+    holders = map(plan.placement.holders, range(plan.placement.num_layers))
+    return len({workers[0] for workers in holders if len(workers) == 1})
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ class Decision:
                     "step_s": each.step_s,
                     "stall_s": each.stall_s,
                     "bytes": each.moved_bytes,
+                    "last_holders": each.last_holders,
                     "samples": each.samples,
                     "feasible": each.feasible,
                     "reason": each.reason,
@@ -61,9 +62,11 @@ class Decision:
 def decide(situation: Situation, policy: str, rate: FailureRate) -> Decision:
     """Weigh what the policy proposes, and choose what trains the most samples until the next failure.
 
-    samples(D) = B max(0, D - stall) / step time, which is Eq. 8 of arXiv 2508.21613 times D. Of equals, that which
-    moves the fewest bytes; of equals still, what was proposed first. What does not fit the memory, in a step or while
-    layers move, or has layers that nobody holds, is listed with the reason and never chosen. Deterministic.
+    samples(D) = B max(0, D - stall - r) / step time, which is Eq. 8 of arXiv 2508.21613 times D, but for r: the time
+    of a return to a checkpoint, times the share of the workers whose loss would make one necessary. Where there is no
+    checkpoint such a loss ends the run, so a plan with such workers is chosen only if there is no other. Of equals, that
+    which moves the fewest bytes; of equals still, what was proposed first. What does not fit the memory, in a step or
+    while layers move, or has layers that nobody holds, is listed with the reason and never chosen. Deterministic.
 
     As long as nobody is lost, to go on as before is weighed first, whatever the policy proposes: it costs no stall, and
     can be done.
@@ -101,6 +104,7 @@ def best_of(candidates: Sequence[Candidate]) -> int | None:
     feasible = [index for index, candidate in enumerate(candidates) if candidate.feasible]
     if not feasible:
         return None
+    feasible = [index for index in feasible if not candidates[index].is_fatal] or feasible
     most = max(candidates[index].samples for index in feasible)
     equals = [index for index in feasible if candidates[index].samples >= most * (1 - _ROUNDING)]
     return min(equals, key=lambda index: (candidates[index].moved_bytes or 0, index))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from chameleon_ft.recovery._course import Candidate
+from chameleon_ft.recovery._course import Candidate, samples_until
 from chameleon_ft.recovery.decision import Decision, best_of
 from chameleon_ft.recovery.situation import Situation
 
@@ -36,7 +36,7 @@ def refreshed(decision: Decision, *, before: Situation, now: Situation, horizon_
         if math.isclose(stall_s, known_s + each.transfer_s):
             stall_s = max(0.0, stall_s + later_s + each.transfer_s * (slower_transfer - 1))
         step_s = each.step_s * slower
-        samples = now.costs.workload.samples * max(0.0, horizon_s - stall_s) / step_s
+        samples = samples_until(horizon_s, now, step_s=step_s, stall_s=stall_s, last_holders=each.last_holders)
         return replace(
             each,
             step_s=step_s,

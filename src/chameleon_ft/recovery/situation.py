@@ -27,6 +27,7 @@ class Situation:
         phases: what the stall will take, transfers left out.
         repeat_s: work of the interrupted step that is done again, in seconds; see `TransitionEstimate`.
         restart_s: seconds that are lost if all go back to a checkpoint, steps that are repeated included.
+        has_checkpoints: whether there is one to go back to when a layer loses its last holder; else the run ends then.
         step_factor: measured seconds of a step by those that its operations explain; every predicted step is as much
             longer, whatever the plan.
         transfer_factor: measured seconds of transfers by those that messages and links explain, likewise.
@@ -42,6 +43,7 @@ class Situation:
     phases: StallModel
     repeat_s: float
     restart_s: float
+    has_checkpoints: bool = True
     step_factor: float = 1.0
     transfer_factor: float = 1.0
     effort: int | None = DEFAULT_EFFORT

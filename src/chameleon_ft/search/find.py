@@ -37,6 +37,7 @@ from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult
 __all__ = ["find_plan"]
 
 _ROUNDING: Final = 1e-9
+_ALONE: Final = (1, 1)
 # Of every search so many mixes get workers; the best plan and its alternatives are chosen among them.
 _MIXES_KEPT: Final = 2
 # Of the plans found, so many get the workers that hold most of them already.
@@ -58,6 +59,7 @@ def find_plan(
     *,
     current: Placement | None = None,
     others: Mapping[str, Plan] | None = None,
+    two_holders: bool = False,
     effort: int | None = DEFAULT_EFFORT,
 ) -> SearchResult:
     """The fastest plan that is found for the workers of `costs.cluster`: pipelines side by side, or one of `others`.
@@ -70,6 +72,8 @@ def find_plan(
         costs: what is to be computed, and who is left.
         current: which layers the live workers hold now; None if nothing is held yet, so that everything has to move.
         others: plans to compare with, by name, such as a rerouted one.
+        two_holders: only plans in which every layer has at least two holders, so that the loss of any one worker can
+            be survived; if there are none that fit, any plans. Bounds are those of all plans.
         effort: operations to schedule, about, before the search settles for what it has; None for no end. Bounds come
             on top.
 
@@ -81,8 +85,12 @@ def find_plan(
     if not costs.cluster.workers:
         raise PlanError("no worker is left to plan for; start at least one")
     handed_in, too_large = _weighed(others or {}, costs, current)
-    search = _Search(costs, current, effort)
+    search = _Search(costs, current, effort, two_holders=two_holders)
     found = sorted([*search.plans(), *handed_in], key=lambda each: (each.step_s, each.moved_bytes))
+    if two_holders:
+        found = [each for each in found if _has_two_holders(each.plan)]
+        if not found:
+            return find_plan(costs, current=current, others=others, effort=effort)
     if not found:
         raise why_infeasible(CostModel(costs.workload, grouped(costs.cluster)))
     return SearchResult(
@@ -112,8 +120,11 @@ class _Search:
     alike. Their bounds together are the bound; those of least bound are run.
     """
 
-    def __init__(self, costs: CostModel, current: Placement | None, effort: int | None) -> None:
+    def __init__(
+        self, costs: CostModel, current: Placement | None, effort: int | None, *, two_holders: bool = False
+    ) -> None:
         self._real_costs = costs
+        self._two_holders = two_holders
         cluster = grouped(costs.cluster)
         self._all_kinds = cluster == costs.cluster
         self._costs = CostModel(costs.workload, cluster)
@@ -130,7 +141,10 @@ class _Search:
         """The fastest plans that were found, on the front of step time and bytes to move."""
         searches = [search for split in (True, False) for search in self._searches(split)]
         searches = self._bounded(searches)
-        placed = sorted([*self._run(searches), *self._of_the_fastest()], key=lambda each: each.step_s)
+        tried = searches
+        if self._two_holders and len(self._crew.kinds) == 1:
+            tried = [search for search in searches if search.numbers != _ALONE]
+        placed = sorted([*self._run(tried), *self._of_the_fastest()], key=lambda each: each.step_s)
         if not (self._all_kinds and is_exact(self._crew.counts) and all(search.all_shapes for search in searches)):
             self.complete = False
             self.bound_s = _bound_of_equals_s(self._real_costs)
@@ -148,7 +162,7 @@ class _Search:
         if not self._with_sync:
             return [self._mix_search(timer, SyncCost())]
         cluster = self._costs.cluster
-        alone = self._mix_search(timer, SyncCost(), numbers=(1, 1))
+        alone = self._mix_search(timer, SyncCost(), numbers=_ALONE)
         if len(self._crew.kinds) > 1:
             return [alone, self._mix_search(timer, least_sync(cluster, 2))]
         most = min(len(cluster.workers), self._costs.workload.micro_batches)
@@ -206,7 +220,7 @@ class _Search:
         for number in range(1, len(self._crew.kinds)):
             fast = {worker for members in self._crew.members[:number] for worker in members}
             part = cluster.without([worker.id for worker in cluster.workers if worker.id not in fast])
-            search = _Search(CostModel(self._costs.workload, part), None, self._effort)
+            search = _Search(CostModel(self._costs.workload, part), None, self._effort, two_holders=self._two_holders)
             searches = [each for split in (True, False) for each in search._searches(split)]
             found += search._run(search._bounded(searches))
         return found
@@ -228,6 +242,8 @@ class _Search:
         for timer in {id(timer): timer for timer in timers}.values():
             for depth in range(1, min(workers, timer.pipelines.num_layers) + 1):
                 share = micro_batches * depth / workers
+                if self._two_holders and workers // depth < 2:
+                    break
                 if workers // depth <= micro_batches and not is_dear(depth, share, self._effort):
                     sync = least_sync(cluster, about(max(1, workers // depth), cluster))
                     time_s = timer.mean_bound_s(depth, share, sync)
@@ -330,6 +346,11 @@ def _weighed(
                 break
             too_large[name] = max(missing.values())
     return found, {name: missing for name, missing in too_large.items() if name not in {each.name for each in found}}
+
+
+def _has_two_holders(plan: Plan) -> bool:
+    placement = plan.placement
+    return all(len(placement.holders(layer)) > 1 for layer in range(placement.num_layers))
 
 
 def _links_are_equal(cluster: Cluster) -> bool:

@@ -15,9 +15,17 @@ _NAME: Final = "repartition"
 
 
 def propose(situation: Situation, horizon_s: float) -> list[Proposal]:
-    """The plan that `find_plan` finds, and those that are slower and move less."""
+    """The plan that `find_plan` finds, and those that are slower and move less.
+
+    Where there is no checkpoint, every layer has at least two holders in them, if that can be.
+    """
     try:
-        found = find_plan(situation.costs, current=situation.placement, effort=situation.effort)
+        found = find_plan(
+            situation.costs,
+            current=situation.placement,
+            two_holders=not situation.has_checkpoints,
+            effort=situation.effort,
+        )
     except InfeasibleError as error:
         return [Proposal(name=_NAME, reason=str(error))]
     return in_roles(_NAME, [found.best, *found.alternatives], situation)
