@@ -48,7 +48,7 @@ def assert_readable(figure: Figure) -> None:
     from matplotlib.text import Text
 
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    canvas.draw()  # type: ignore[no-untyped-call]
     texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
     # Ticks outside the limits of an axis are objects, but are not drawn.
     hidden = {
@@ -60,7 +60,8 @@ def assert_readable(figure: Figure) -> None:
         if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
     }
     # Of the text alone: that of an annotation has its line in it too.
-    boxes = [(t.get_text(), Text.get_window_extent(t, canvas.get_renderer())) for t in texts if id(t) not in hidden]
+    renderer = canvas.get_renderer()  # type: ignore[no-untyped-call]
+    boxes = [(t.get_text(), Text.get_window_extent(t, renderer)) for t in texts if id(t) not in hidden]
     assert len(boxes) > 10
     for text, box in boxes:
         assert figure.bbox.x0 <= box.x0, text

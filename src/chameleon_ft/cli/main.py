@@ -23,6 +23,7 @@ COMMANDS = {
     "worker": "Be one worker of such a run, started by a cluster's own launcher.",
     "profile": "Measure what layers, operations and links cost on this machine, or derive it for a known one.",
     "plan": "Predict what a step takes, in time and memory, before anything runs.",
+    "simulate": "Let policies live through months of failures, and set side by side what they train.",
     "report": "Lay the measured operations of a run over the predicted ones.",
     "explain": "Retell each decision of a run: what was known, weighed and predicted, and what came.",
     "inject": "Make a worker of a live run fail.",

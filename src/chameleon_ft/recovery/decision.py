@@ -64,9 +64,9 @@ def decide(situation: Situation, policy: str, rate: FailureRate) -> Decision:
 
     samples(D) = B max(0, D - stall - r) / step time, which is Eq. 8 of arXiv 2508.21613 times D, but for r: the time
     of a return to a checkpoint, times the share of the workers whose loss would make one necessary. Where there is no
-    checkpoint such a loss ends the run, so a plan with such workers is chosen only if there is no other. Of equals, that
-    which moves the fewest bytes; of equals still, what was proposed first. What does not fit the memory, in a step or
-    while layers move, or has layers that nobody holds, is listed with the reason and never chosen. Deterministic.
+    checkpoint such a loss ends the run, so a plan with such workers is chosen only if there is no other. Of equals,
+    that which moves the fewest bytes; of equals still, what was proposed first. What does not fit the memory, in a step
+    or while layers move, or has layers that nobody holds, is listed with the reason and never chosen. Deterministic.
 
     As long as nobody is lost, to go on as before is weighed first, whatever the policy proposes: it costs no stall, and
     can be done.

@@ -27,7 +27,7 @@ _NAME: Final = 0.015  # of the width
 _CURVE: Final = (0.155, 0.505)
 _SHARE: Final = 0.672
 _BAR: Final = (0.742, 0.238)
-_BINS: Final = 480
+_BINS: Final = 320
 _ZOOM: Final = 0.6  # rows begin at zero where throughput falls below this
 _CURVE_INK: Final = "#2b6a94"
 _LOST: Final = "#a8430f"
@@ -45,7 +45,9 @@ def figure_of_results(title: str, results: Results, trace: Trace) -> Figure:
     shadow = None if oracle is None or shown == [ORACLE] else _curve(oracle)
     low, high = _limits([*curves.values(), *([] if shadow is None else [shadow])])
     widest = max(sum(missing(results.policies[name])) for name in shown) or 0.01
-    losses = [time_s / scale_s for time_s in losses_s(trace)]
+    # Several losses that a point of the picture shows are one mark.
+    points = sorted({round(_BINS * time_s / trace.duration_s) for time_s in losses_s(trace)})
+    losses = [point / _BINS * trace.duration_s / scale_s for point in points]
     for number, name in enumerate(shown, start=1):
         last = number == len(shown)
         axes = _axes(figure, number, _CURVE)
