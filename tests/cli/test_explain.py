@@ -85,6 +85,17 @@ def test_what_is_not_known_yet_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     assert "came       no step was committed under it, or none has been yet\n" in text
 
 
+def test_a_decision_to_go_on_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stay = decided(2, trigger="join", prepared=True, chosen="stay", live=8, candidates=[weighed("stay", 0.4, 0.0, 0)])
+    run = write(tmp_path, started(), *one(2), stay)
+    text = told(capsys, run, "--decision", "2")
+    assert "lost       nobody\n" in text
+    assert "4 pipelines of 2 stages; 8 workers are there, newcomers included\n" in text
+    assert "weighed while training went on, in 20 ms\n" in text
+    assert "done       stay\n" in text
+    assert "came       nobody stopped for it\n" in text
+
+
 def test_a_run_without_decisions_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path, started())
     assert told(capsys, run) == f"{run}: there was nothing to decide; no worker was lost\n"

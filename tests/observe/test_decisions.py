@@ -107,6 +107,24 @@ def test_a_decision_that_was_overtaken_has_its_losses_and_no_outcome() -> None:
     assert second.outcome is not None
 
 
+def test_to_go_on_is_not_what_made_the_generation_that_goes_on() -> None:
+    stay = decided(2, trigger="join", chosen="stay", candidates=[weighed("stay", 0.4, 0.0, 0)])
+    events = [started(), decided(2, 5), planned(2, "repartition"), lost(5, 2), stay, came(2)]
+    first, second = decision_stories(events)
+    assert (first.policy, first.goes_on, first.outcome is None) == ("repartition", False, False)
+    assert (second.policy, second.goes_on, second.outcome) == ("stay", True, None)
+
+
+def test_a_worker_that_came_back_and_is_lost_again_has_two_losses() -> None:
+    events = [started(), decided(2, 5), planned(2, "repartition"), lost(5, 2)]
+    events += [decided(3, trigger="join"), planned(3, "repartition")]
+    events += [decided(4, 5), planned(4, "repartition"), {**lost(5, 4), "cause": "hung"}]
+    first, join, second = decision_stories(events)
+    assert [loss.generation for loss in first.losses] == [2]
+    assert join.losses == ()
+    assert [(loss.generation, loss.cause) for loss in second.losses] == [(4, "hung")]
+
+
 def test_the_lives_of_a_run_are_told_apart() -> None:
     events = [started(), decided(2, 5), planned(2, "repartition"), lost(5, 2)]
     events += [started(), decided(4, 5), planned(4, "repartition"), lost(5, 4), came(4)]

@@ -114,7 +114,10 @@ def test_what_is_missing_is_all_that_is_missing(results: Results) -> None:
         assert sum(shares) == pytest.approx(1 - own.share_of_failure_free, abs=1e-9)
 
 
-@given(st.lists(st.tuples(st.floats(0.01, 50), st.floats(0, 9)), min_size=1, max_size=30), st.integers(1, 40))
+@given(
+    st.lists(st.tuples(st.floats(0.01, 50), st.just(0.0) | st.floats(0.001, 9)), min_size=1, max_size=30),
+    st.integers(1, 40),
+)
 def test_bins_hold_all_of_the_throughput(changes: list[tuple[float, float]], bins: int) -> None:
     times = list(itertools.accumulate((gap for gap, _ in changes[1:]), initial=0.0))
     timeline = [Throughput(time_s, rate) for time_s, (_, rate) in zip(times, changes, strict=True)]

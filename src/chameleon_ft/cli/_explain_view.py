@@ -46,7 +46,8 @@ def _known(story: DecisionStory) -> Table:
     decided = story.decided
     facts = _facts()
     facts.add_row("lost", _losses(story))
-    facts.add_row("in force", f"{decided.plan}; {decided.live} workers are left")
+    there = "are there, newcomers included" if decided.trigger == "join" else "are left"
+    facts.add_row("in force", f"{decided.plan}; {decided.live} workers {there}")
     facts.add_row("expected", rate_in_words(decided.rate, live=decided.live, horizon_s=decided.horizon_s))
     facts.add_row("stall", stall_in_words(decided.stall))
     facts.add_row("corrected", corrections_in_words(decided.corrections))
@@ -68,7 +69,12 @@ def _losses(story: DecisionStory) -> str:
 
 
 def _weighed(decided: DecisionEvent, shape: box.Box) -> Table:
-    how = "weighed before the loss, looked up in" if decided.prepared else "weighed in"
+    if not decided.prepared:
+        how = "weighed in"
+    elif decided.trigger == "loss":
+        how = "weighed before the loss, looked up in"
+    else:
+        how = "weighed while training went on, " + ("in" if decided.chosen == "stay" else "looked up in")
     table = Table(box=shape, title=f"{how} {duration(decided.search_s)}", title_justify="left")
     table.add_column("")
     for name in ("step", "stall", "moves", "samples until then"):
@@ -103,7 +109,9 @@ def _came(story: DecisionStory) -> Table:
         facts.add_row("done", escape(f"{story.policy}: {done}" if done else story.policy))
     if best is not None and best.step_s is not None and best.stall_s is not None:
         facts.add_row("predicted", f"step {best.step_s:.3f} s, stall {best.stall_s:.3f} s")
-    if outcome is None:
+    if story.goes_on:
+        facts.add_row("came", "nobody stopped for it")
+    elif outcome is None:
         facts.add_row("came", "no step was committed under it, or none has been yet")
     else:
         steps = f"after {outcome.steps} step{'' if outcome.steps == 1 else 's'}"

@@ -365,9 +365,12 @@ class Coordinator:
         self._respawns.reaped(worker, asyncio.get_running_loop().time())
 
     def _on_crash(self, worker: Worker, error: str) -> None:
-        """A rank's own code failed: its loss, unless every other one would fail of the same."""
+        """A rank's own code failed: its loss, unless every other one would fail of the same.
+
+        One that has come in this step proves nothing: what it lacks, the others may have.
+        """
         step = self._generations.committed
-        if worker.takes_part:
+        if worker.takes_part and (step == 0 or (worker.first_step or 0) < step):
             other, known = self._crashes.get(step, (worker.id, ""))
             same = known == error and other != worker.id
             if self._generations.phase is Phase.GATHERING or same or step == 0:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -73,6 +74,7 @@ class DecisionEvent(_Part):
     generation: int
     search_s: float
     prepared: bool
+    trigger: Literal["loss", "join"] = "loss"
     step: int
     lost: tuple[int, ...]
     live: int
@@ -106,7 +108,8 @@ class DecisionStory:
         decided: the decision.
         losses: the records of the workers that it was about; those that are lost in a recovery have theirs later on.
         policy: what was carried out; None if the run ended before that.
-        outcome: what came of it; None if no step was committed under it.
+        outcome: what came of it; None if no step was committed under it, or nobody stopped for it.
+        goes_on: whether nobody stopped for it: its generation was under way, and went on.
     """
 
     number: int
@@ -115,6 +118,7 @@ class DecisionStory:
     losses: tuple[FailureRecord, ...]
     policy: str | None
     outcome: OutcomeRecord | None
+    goes_on: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -134,8 +138,8 @@ def decision_stories(events: Iterable[Mapping[str, Any]]) -> tuple[DecisionStory
     Raises ConfigError where a decision lacks a field: it was written by another version, or the file is damaged.
     """
     life = 0
-    decided: list[tuple[int, DecisionEvent]] = []
-    losses: dict[tuple[int, int], FailureRecord] = {}
+    decided: list[tuple[int, DecisionEvent, bool]] = []
+    losses: dict[tuple[int, int], list[FailureRecord]] = defaultdict(list)
     policies: dict[int, str] = {}
     outcomes: dict[int, OutcomeRecord] = {}
     for event in events:
@@ -143,12 +147,13 @@ def decision_stories(events: Iterable[Mapping[str, Any]]) -> tuple[DecisionStory
             case "started":
                 life += 1
             case "decision":
-                decided.append((life, _decision(event)))
+                decision = _decision(event)
+                decided.append((life, decision, decision.generation in policies))
             case "plan":
                 policies[event["generation"]] = event["policy"]
             case "failure":
                 failure = FailureRecord.from_json(event)
-                losses[life, failure.worker] = failure
+                losses[life, failure.worker].append(failure)
             case "outcome":
                 outcome = OutcomeRecord.from_json(event)
                 outcomes[outcome.generation] = outcome
@@ -157,12 +162,20 @@ def decision_stories(events: Iterable[Mapping[str, Any]]) -> tuple[DecisionStory
             number=number,
             life=life,
             decided=decision,
-            losses=tuple(losses[life, worker] for worker in decision.lost if (life, worker) in losses),
-            policy=policies.get(decision.generation),
-            outcome=outcomes.get(decision.generation),
+            losses=tuple(
+                loss for worker in decision.lost for loss in _first_since(decision.generation, losses[life, worker])
+            ),
+            policy=decision.chosen if goes_on else policies.get(decision.generation),
+            outcome=None if goes_on else outcomes.get(decision.generation),
+            goes_on=goes_on,
         )
-        for number, (life, decision) in enumerate(decided, start=1)
+        for number, (life, decision, goes_on) in enumerate(decided, start=1)
     )
+
+
+def _first_since(generation: int, losses: Iterable[FailureRecord]) -> list[FailureRecord]:
+    """The loss of a worker that a decision was about: it may have come back since, and been lost again."""
+    return [loss for loss in losses if loss.generation >= generation][:1]
 
 
 def _decision(event: Mapping[str, Any]) -> DecisionEvent:

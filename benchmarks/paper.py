@@ -1,0 +1,193 @@
+"""The comparison of the paper (arXiv 2508.21613), simulated: 32 accelerators that fail one after the other.
+
+    python -m benchmarks.paper
+
+writes the tables of docs/paper.md and its picture anew. Single workers are lost at even intervals, which of them is
+drawn by the seed; none comes back, or each two and a half intervals later. Decisions are those of the runtime.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks._paper_picture import draw
+from chameleon_ft.presets import device, model_shape
+from chameleon_ft.profiles import derived_profile
+from chameleon_ft.simulate import Fault, Trace
+from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.results import PolicyResult
+from chameleon_ft.simulate.run import simulate
+
+_ROOT: Final = Path(__file__).resolve().parent.parent
+_MODEL, _DEVICE = "llama2-7b", "h100-80g"
+_WORKERS, _PER_HOST, _MICRO_BATCHES = 32, 8, 128
+_POLICIES: Final = ("chameleon", "oobleck", "recycle", "paper")
+_LOSSES: Final = 6
+_INTERVALS_S: Final = {"10 minutes": 600.0, "1 hour": 3_600.0, "6 hours": 21_600.0}
+_BACK_AFTER: Final = 2.5  # intervals
+_CASES: Final = (*((interval, False) for interval in _INTERVALS_S), ("1 hour", True))
+"""Interval between losses, and whether workers come back."""
+_PAPER: Final = {"oobleck": 1.229, "recycle": 1.355}
+_PAPER_LOSS: Final = 0.1100
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was simulated: the results of all policies on one trace.
+
+    Attributes:
+        interval: between two losses, in words.
+        returns: whether workers come back.
+        seed: by which it was drawn who is lost.
+        after: policy -> throughput with the plan after each loss, by the failure-free one.
+        average: policy -> samples per second, by the failure-free ones.
+        checkpoints: policy -> how often it had to go back to a checkpoint.
+    """
+
+    interval: str
+    returns: bool
+    seed: int
+    after: dict[str, list[float]]
+    average: dict[str, float]
+    checkpoints: dict[str, int]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=2, help="draws of who is lost")
+    parser.add_argument("--page", type=Path, default=_ROOT / "docs" / "paper.md", help="page with the tables")
+    parser.add_argument("--picture", type=Path, default=_ROOT / "docs" / "pictures" / "paper.svg")
+    given = parser.parse_args()
+    found = [_simulated(interval, seed, returns=returns) for seed in range(given.seeds) for interval, returns in _CASES]
+    text = given.page.read_text(encoding="utf-8")
+    for name, lines in (("after", _after_table(found)), ("average", _average_table(found))):
+        text = _replaced(text, name, lines)
+    given.page.write_text(text, encoding="utf-8")
+    draw(given.picture, after=_after(found), ratios=_ratios(found), paper=_PAPER, paper_loss=_PAPER_LOSS)
+    return 0
+
+
+def _trace(interval_s: float, seed: int, *, returns: bool) -> Trace:
+    lost = random.Random(f"paper {seed}").sample(range(_WORKERS), _LOSSES)
+    faults = [
+        Fault((worker,), number * interval_s, (number + _BACK_AFTER) * interval_s if returns else math.inf)
+        for number, worker in enumerate(lost, start=1)
+    ]
+    duration_s = (_LOSSES + 1) * interval_s
+    return Trace.from_faults(faults, workers=_WORKERS, duration_s=duration_s, workers_per_host=_PER_HOST)
+
+
+def _simulated(interval: str, seed: int, *, returns: bool) -> Found:
+    profile = derived_profile(model_shape(_MODEL), device(_DEVICE), micro_batch_size=1)
+    hosts = {worker: f"host{worker // _PER_HOST}" for worker in range(_WORKERS)}
+    interval_s = _INTERVALS_S[interval]
+    # The rate is known to all who ask for it, as if it had been seen for long. Going back to a checkpoint, which only
+    # Oobleck has to where none of its templates fit the memory, is charged at most a minute of work and no restart.
+    parameters = Parameters(
+        worker_mtbf_s=_WORKERS * interval_s,
+        prior_failures=10.0,
+        restart_s=0.0,
+        checkpoint_interval_s=60.0,
+        checkpoint_write_s=0.0,
+    )
+    trace = _trace(interval_s, seed, returns=returns)
+    results = simulate(
+        trace, profile.workload(_MICRO_BATCHES), profile.cluster(hosts), _POLICIES, parameters=parameters
+    ).policies
+    print(f"{interval}, seed {seed}, {'back again' if returns else 'for good'}", file=sys.stderr, flush=True)
+    return Found(
+        interval,
+        returns,
+        seed,
+        {name: _after_each(own, trace, interval_s) for name, own in results.items()},
+        {name: own.share_of_failure_free for name, own in results.items()},
+        {name: own.decisions_by_kind.get("checkpoint", 0) for name, own in results.items()},
+    )
+
+
+def _after_each(own: PolicyResult, trace: Trace, interval_s: float) -> list[float]:
+    """The throughput in force just before the next loss, by the failure-free one."""
+    failure_free = own.failure_free_samples / own.duration_s
+    ends_s = [(number + 1) * interval_s * (1 - 1e-9) for number in range(1, _LOSSES + 1)]
+    return [_at(own, min(end_s, trace.duration_s)) / failure_free for end_s in ends_s]
+
+
+def _at(own: PolicyResult, time_s: float) -> float:
+    return next((each.samples_per_s for each in reversed(own.timeline) if each.time_s <= time_s), 0.0)
+
+
+def _after(found: Sequence[Found]) -> dict[str, list[list[float]]]:
+    """Policy -> for each number of lost workers the values of all seeds, at the longest interval."""
+    longest = list(_INTERVALS_S)[-1]
+    chosen = [each for each in found if not each.returns and each.interval == longest]
+    return {
+        policy: [list(values) for values in zip(*(each.after[policy] for each in chosen), strict=True)]
+        for policy in _POLICIES
+    }
+
+
+def _ratios(found: Sequence[Found]) -> dict[tuple[str, bool], dict[str, list[float]]]:
+    """(interval, whether workers come back) -> baseline -> Chameleon's average throughput by its, of each seed."""
+    return {
+        (interval, returns): {
+            policy: [
+                each.average["chameleon"] / each.average[policy]
+                for each in found
+                if (each.interval, each.returns) == (interval, returns)
+            ]
+            for policy in _POLICIES[1:]
+        }
+        for interval, returns in _CASES
+    }
+
+
+def _after_table(found: Sequence[Found]) -> Iterable[str]:
+    yield "| lost of 32 | live share | " + " | ".join(_POLICIES) + " |"
+    yield "|" + "---|" * (len(_POLICIES) + 2)
+    after = _after(found)
+    for index in range(_LOSSES):
+        cells = [_spread(after[policy][index], "{:.1%}") for policy in _POLICIES]
+        yield f"| {index + 1} | {1 - (index + 1) / _WORKERS:.1%} | " + " | ".join(cells) + " |"
+
+
+def _average_table(found: Sequence[Found]) -> Iterable[str]:
+    yield (
+        "| a loss every | workers | chameleon, of failure-free | "
+        + " | ".join(f"by {policy}'s" for policy in _POLICIES[1:])
+        + " | returns to a checkpoint |"
+    )
+    yield "|" + "---|" * (len(_POLICIES) + 3)
+    for (interval, returns), ratios in _ratios(found).items():
+        chosen = [each for each in found if (each.interval, each.returns) == (interval, returns)]
+        share = _spread([each.average["chameleon"] for each in chosen], "{:.1%}")
+        cells = [_spread(ratios[policy], "{:.3f}") for policy in _POLICIES[1:]]
+        gone = {policy: sum(each.checkpoints[policy] for each in chosen) for policy in _POLICIES}
+        returned = ", ".join(f"{policy} {count}" for policy, count in gone.items() if count) or "none"
+        kind = "back after 2.5 intervals" if returns else "lost for good"
+        yield f"| {interval} | {kind} | {share} | " + " | ".join(cells) + f" | {returned} |"
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """The mean, and the least and the most where they differ."""
+    mean, least, most = (form.format(value) for value in (statistics.fmean(values), min(values), max(values)))
+    return mean if least == most else f"{mean} ({least} to {most})"
+
+
+def _replaced(text: str, name: str, lines: Iterable[str]) -> str:
+    before, begin, rest = text.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    if not begin or not end:
+        raise SystemExit(f"the page has no place for the table {name!r}")
+    return before + begin + "\n".join(lines) + "\n" + end + after
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,238 @@
+"""`chameleon simulate`: what it prints, draws and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from chameleon_ft.cli import main
+from chameleon_ft.presets import device, model_shape
+from chameleon_ft.profiles import derived_profile, read_profile, write_profile
+from chameleon_ft.simulate import load_trace
+from chameleon_ft.simulate.run import SIMULATED_POLICIES
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 6,
+    "intermediate_size": 1024,
+    "vocab_size": 1000,
+    "max_position_embeddings": 256,
+}
+TRACE = """\
+{"chameleon_trace": 1, "workers": 16, "workers_per_host": 4, "duration_s": 86400, "name": "a day"}
+{"time_s": 3600.0, "kind": "lost", "workers": [4, 5, 6, 7]}
+{"time_s": 7200.0, "kind": "slow", "workers": [12], "speed": 0.6}
+{"time_s": 9000.0, "kind": "slow", "workers": [12], "speed": 1.0}
+{"time_s": 10800.0, "kind": "back", "workers": [4, 5, 6, 7]}
+"""
+FAULTS = [
+    {"node_id": node, "event_time": day, "event_type": kind, "fault_type": {"Level": "a", "Class": "b", "Desc": "c"}}
+    for node, day, kind in (("n1", 1.0, "fault_start"), ("n1", 1.5, "fault_end"), ("n2", 2.0, "fault_start"))
+]
+COMMON = ("--model", "shape.json", "--device", "h100", "--workers-per-host", "4", "--assume", "exact_up_to=0")
+CASE = (*COMMON, "--workers", "16", "--trace", "day.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "day.jsonl").write_text(TRACE)
+    (tmp_path / "faults.json").write_text(json.dumps(FAULTS))
+    return tmp_path
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    """Run `chameleon simulate`; what it prints on standard output, or the error where that is expected."""
+    found = main(["simulate", *arguments])
+    captured = capsys.readouterr()
+    assert found == code, captured.err
+    return captured.err if code else captured.out
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(simulate(capsys, *arguments, "--json"))
+    return found
+
+
+def test_every_policy_is_set_beside_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, *CASE, "--policies", "all")
+    assert tuple(found["policies"]) == SIMULATED_POLICIES
+    assert (found["workers"], found["duration_s"], found["lost_events"], found["faults"]) == (16, 86_400, 1, 1)
+    assert found["availability"] == pytest.approx(1 - 4 * 2 / (16 * 24))
+    oracle = found["policies"]["oracle"]
+    for own in found["policies"].values():
+        assert own["goodput"] <= oracle["goodput"]
+        assert own["share_of_oracle"] == pytest.approx(own["goodput"] / oracle["goodput"])
+        assert 0 < own["share_of_failure_free"] <= 1
+        assert own["goodput"] * found["duration_s"] == pytest.approx(own["samples"])
+    restart = found["policies"]["restart"]
+    assert restart["stall_s"] >= 300, "a job that is started again takes five minutes"
+    assert restart["decisions"] == sum(restart["decisions_by_kind"].values()) > 0
+
+
+def test_the_same_arguments_give_the_same_results_to_the_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = (*COMMON, "--workers", "16", "--generate", "spot", "--days", "1", "--policies", "chameleon,restart")
+    first = simulate(capsys, *drawn, "--seed", "3", "--json")
+    assert simulate(capsys, *drawn, "--seed", "3", "--json") == first
+    assert simulate(capsys, *drawn, "--seed", "4", "--json") != first
+
+
+def test_the_table_has_a_row_for_each_policy_the_best_first(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = simulate(capsys, *CASE, "--policies", "restart,chameleon,oracle")
+    found = simulated(capsys, *CASE, "--policies", "restart,chameleon,oracle")["policies"]
+    rows = re.findall(r"^\| (\w[\w-]*) +\| +([\d,.]+) \| +([\d.]+)% \| +([\d.]+)% \|", printed, re.MULTILINE)
+    assert [row[0] for row in rows] == ["oracle", "chameleon", "restart"]
+    for name, rate, free, oracle in rows:
+        assert float(rate.replace(",", "")) == pytest.approx(found[name]["goodput"], rel=1e-3)
+        assert float(free) == pytest.approx(100 * found[name]["share_of_failure_free"], abs=0.006)
+        assert float(oracle) == pytest.approx(100 * found[name]["share_of_oracle"], abs=0.006)
+    assert "1 host failures on 4 hosts, 250.00 per 1,000 host-days; 97.9% of the workers up" in printed
+    assert "1.0 days of a day" in printed
+
+
+def test_a_rate_compresses_a_trace_and_keeps_who_is_up(capsys: pytest.CaptureFixture[str]) -> None:
+    once = simulated(capsys, *CASE, "--policies", "chameleon")
+    often = simulated(capsys, *CASE, "--policies", "chameleon", "--rate", "4")
+    assert often["duration_s"] == once["duration_s"] / 4
+    assert often["faults_per_1000_host_days"] == pytest.approx(4 * once["faults_per_1000_host_days"])
+    assert often["availability"] == pytest.approx(once["availability"])
+    half = simulated(capsys, *CASE, "--policies", "chameleon", "--days", "0.5")
+    assert half["duration_s"] == 43_200
+
+
+@pytest.mark.parametrize("repairs", [(), ("--keep-repairs",)])
+def test_a_trace_that_is_drawn_is_as_long_as_asked_at_any_rate(
+    capsys: pytest.CaptureFixture[str], repairs: tuple[str, ...]
+) -> None:
+    drawn = (*COMMON, "--workers", "400", "--generate", "bursts", "--days", "40", "--policies", "drop-replica")
+    once = simulated(capsys, *drawn, *repairs)
+    often = simulated(capsys, *drawn, *repairs, "--rate", "5")
+    assert often["duration_s"] == pytest.approx(once["duration_s"]) == 40 * 86_400
+    assert often["faults_per_1000_host_days"] > 3 * once["faults_per_1000_host_days"]
+
+
+def test_a_trace_can_be_kept(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    drawn = (*COMMON, "--workers", "16", "--generate", "spot", "--days", "1", "--policies", "drop-replica")
+    first = simulated(capsys, *drawn, "--save-trace", "kept.jsonl")
+    assert load_trace(folder / "kept.jsonl").workers == 16
+    again = simulated(capsys, *COMMON, "--workers", "16", "--trace", "kept.jsonl", "--policies", "drop-replica")
+    assert again == first
+
+
+def test_a_list_of_failing_nodes_needs_to_know_of_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+    few = (*COMMON, "--trace", "faults.json", "--policies", "drop-replica")
+    error = simulate(capsys, *few, "--workers", "4", code=2)
+    assert "names 2 nodes that failed, more than the 1 hosts" in error
+    assert "--nodes" in error
+    taken = simulate(capsys, *few, "--workers", "16")
+    assert "taken as measured on 4 nodes" in taken
+    assert "taken as measured" not in simulate(capsys, *few, "--workers", "16", "--nodes", "8")
+
+
+def test_assumptions_change_what_comes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    quick = simulated(capsys, *CASE, "--policies", "restart")["policies"]["restart"]
+    slow = simulated(capsys, *CASE, "--policies", "restart", "--assume", "exact_up_to=0,restart_s=900")
+    assert slow["policies"]["restart"]["stall_s"] > quick["stall_s"]
+
+
+def test_a_measured_profile_takes_the_place_of_model_and_device(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    profile = derived_profile(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=1)
+    write_profile(profile, folder / "p.json")
+    assert read_profile(folder / "p.json") == profile
+    options = ("--workers", "16", "--workers-per-host", "4", "--trace", "day.jsonl", "--policies", "drop-replica",
+               "--assume", "exact_up_to=0")  # fmt: skip
+    measured = simulated(capsys, "--profile", "p.json", *options)
+    derived = simulated(capsys, "--model", "llama2-7b", "--device", "h100-80g", *options)
+    assert measured["policies"] == derived["policies"]
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_the_picture_names_every_policy(capsys: pytest.CaptureFixture[str], folder: Path, kind: str) -> None:
+    pytest.importorskip("matplotlib")
+    simulate(capsys, *CASE, "--policies", "chameleon,restart,oracle", "--picture", f"a.{kind}")
+    assert (folder / f"a.{kind}").stat().st_size > 1000
+    if kind == "svg":
+        ElementTree.parse(folder / "a.svg")
+        text = (folder / "a.svg").read_text()
+        assert all(f"<!-- {name} -->" in text for name in ("chameleon", "restart", "live workers"))
+
+
+def test_a_sweep_says_who_is_first_where(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    case = (*CASE, "--policies", "chameleon,reroute,repartition,restart,oracle", "--sweep", "rate=10,1,0.1")
+    printed = simulate(capsys, *case, "--picture", "a.svg")
+    found = simulated(capsys, *case)
+    assert found["sweep"] == "rate"
+    assert [point["value"] for point in found["points"]] == [0.1, 1, 10]
+    shares = [point["policies"]["restart"]["share_of_oracle"] for point in found["points"]]
+    assert shares == sorted(shares, reverse=True), "the more failures, the more a restart costs"
+    assert re.search(r"^\| +\| +0\.1 \| +1 \| +10 \|", printed, re.MULTILINE)
+    assert re.search(r"^first: \w+", printed, re.MULTILINE)
+    assert re.search(r"^of reroute and repartition: \w+", printed, re.MULTILINE)
+    assert "<!-- restart -->" in (folder / "a.svg").read_text()
+
+
+def test_a_value_at_which_nothing_fits_is_left_open(capsys: pytest.CaptureFixture[str]) -> None:
+    case = (*CASE, "--policies", "chameleon")
+    printed = simulate(capsys, *case, "--sweep", "memory=0.001,80")
+    assert "memory 0.001: no pipelines of 16 workers fit the memory" in printed
+    assert "at no value can anything be trained" in simulate(capsys, *case, "--sweep", "memory=0.001", code=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--workers", "16", "--trace", "day.jsonl"), "give a published --model and its --device, or a --profile"),
+        ((*CASE, "--profile", "p.json"), "leave those out"),
+        (("--model", "llama2-7c", *CASE[2:]), "llama2-7b"),
+        (("--model", "shape.json", "--device", "b100", *CASE[4:]), "h100-80g"),
+        ((*COMMON, "--workers", "16"), "give a --trace, or --generate bursts|poisson|weibull|spot"),
+        ((*CASE, "--generate", "bursts"), "leave one of them out"),
+        ((*COMMON, "--workers", "15", "--trace", "day.jsonl"), "should be a multiple of the 4 workers of a host"),
+        ((*COMMON, "--workers", "0", "--trace", "day.jsonl"), "should be a multiple of the 4 workers of a host"),
+        ((*CASE, "--workers-per-host", "0"), "should be 1 or more"),
+        ((*COMMON, "--workers", "32", "--trace", "day.jsonl"), "not of 8: take at most 4, or generate a larger one"),
+        ((*COMMON, "--workers", "16", "--trace", "none.jsonl"), "none.jsonl: cannot be read"),
+        ((*COMMON, "--workers", "16", "--trace", "bad.jsonl"), "line 2"),
+        ((*CASE, "--nodes", "5"), "5"),
+        ((*COMMON, "--workers", "16", "--generate", "spot", "--nodes", "5"), "leave it out"),
+        ((*CASE, "--policies", "chamaeleon"), "did you mean 'chameleon'"),
+        ((*CASE, "--policies", ","), "name some of chameleon"),
+        ((*CASE, "--policies", "restart,restart"), "names restart twice"),
+        ((*CASE, "--rate", "0"), "--rate 0: should be a number above 0"),
+        ((*CASE, "--days", "-1"), "--days -1: should be a number above 0"),
+        ((*CASE, "--micro-batches", "0"), "micro_batches must be at least 1"),
+        ((*CASE, "--assume", "restart=1"), "with a name of detect_s"),
+        ((*CASE, "--assume", "restart_s=soon"), "should be NAME=NUMBER"),
+        ((*CASE, "--assume", "exact_up_to=1.5"), "should be NAME=NUMBER"),
+        ((*CASE, "--assume", "restart_s=-1"), "restart_s must be zero or a positive number"),
+        ((*CASE, "--sweep", "speed=1"), "should be rate|workers|memory|bandwidth|micro-batches=VALUE"),
+        ((*CASE, "--sweep", "rate"), "should be rate|workers"),
+        ((*CASE, "--sweep", "rate=1,nan"), "should be rate|workers"),
+        ((*CASE, "--sweep", "rate=1,1"), "has a value twice"),
+        ((*CASE, "--sweep", "rate=0,1"), "take numbers above 0"),
+        ((*CASE, "--sweep", "workers=20"), "take multiples of the 4 workers of a host, 16 at most"),
+        ((*CASE, "--sweep", "micro-batches=1.5"), "take whole numbers"),
+        ((*CASE, "--picture", "a.bmp"), ".svg, .png, .pdf"),
+        ((*CASE, "--picture", "no folder/a.svg"), "give a file in a folder that exists"),
+        ((*CASE, "--save-trace", "day.jsonl"), "exists already"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    (folder / "bad.jsonl").write_text(TRACE.replace('"lost"', '"gone"'))
+    error = simulate(capsys, *arguments, code=2)
+    assert error.startswith("chameleon simulate: ")
+    assert message in error
+    assert "Traceback" not in error
