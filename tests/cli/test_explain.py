@@ -134,7 +134,7 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.Capt
         (
             [weighed("a", 0.5, 0.5, 0), weighed("b", 0.625, 0.5, 0)],
             "a",
-            "25.0% more samples than b: its steps are 20.0% shorter, and its stall is no longer",
+            "25.0% more samples than b: its steps are 20.0% shorter, and its stall is not longer",
         ),
         (
             [weighed("a", 0.5, 0.5, 0), weighed("b", 0.5, 200.4, 0)],

@@ -103,7 +103,7 @@ def test_a_failure_is_injected_into_a_live_run(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--worker", "4"], "--worker 4: there is no such worker"),
+        (["--worker", "-1"], "--worker -1: workers are numbered from 0"),
         (["--worker", "1", "--step", "100"], "--step 100: there is no such step"),
         (["--worker", "1", "--kind", "melt"], "melt"),
         (["--worker", "1"], "not live"),

@@ -35,7 +35,7 @@ def _difference(best: WeighedCandidate, second: WeighedCandidate, horizon_s: flo
     if best.step_s < second.step_s:
         shorter = f"its steps are {1 - best.step_s / second.step_s:.1%} shorter"
         if more_stall_s < _NOTICEABLE_S:
-            return f"{shorter}, and its stall is no longer"
+            return f"{shorter}, and its stall is not longer"
         moves = f"it moves {megabytes(best.moved_bytes)}, and " if best.moved_bytes else ""
         return (
             f"{moves}{shorter}, which makes up for {duration(more_stall_s)} more of stall "

@@ -49,11 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(InjectArguments, arguments, command="inject")
     run = RunDirectory.open(given.run)
     config = run.config()
-    if not 0 <= given.worker < config.workers:
-        raise ConfigError(
-            f"--worker {given.worker}: there is no such worker; the run has {config.workers}, "
-            f"numbered 0 to {config.workers - 1}"
-        )
+    if given.worker < 0:
+        raise ConfigError(f"--worker {given.worker}: workers are numbered from 0")
     if given.step is not None and not 0 <= given.step < config.steps:
         raise ConfigError(
             f"--step {given.step}: there is no such step; the run has {config.steps}, numbered 0 to {config.steps - 1}"
@@ -62,4 +59,9 @@ def main(arguments: Sequence[str]) -> int:
     from chameleon_ft.control.inject import inject
 
     inject(run, worker=given.worker, kind=given.kind, phase=given.phase, step=given.step)
+    what = {"kill": "is killed", "hang": "is stopped", "disconnect": "is cut off"}[given.kind]
+    when = "" if given.phase is None else f" in its next {given.phase}"
+    if given.step is not None:
+        when += f" in step {given.step}, or the first one after it that has it" if when else f" in step {given.step}"
+    print(f"worker {given.worker} {what}{when or ' now'}")
     return 0

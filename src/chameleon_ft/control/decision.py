@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 from chameleon_ft import recovery
 from chameleon_ft.control.messages import Parked, Vote
 from chameleon_ft.control.transition import PlannedTransition, placement_of, plan_transition
+from chameleon_ft.control.words import counted, pipelines_in_words
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
@@ -269,8 +269,8 @@ def _from_checkpoint(
         roll_forward=None,
         policy=policy,
         action=(
-            f"{why}back to the checkpoint of step {step}, {_pipelines_in_words(plan)}; "
-            f"{_counted(repeated, 'step')} repeated"
+            f"{why}back to the checkpoint of step {step}, {pipelines_in_words(plan)}; "
+            f"{counted(repeated, 'step')} repeated"
         ),
         weighed=weighed,
         lost_layers=lost_layers,
@@ -286,19 +286,18 @@ def _in_words(
     *,
     rolls: bool,
 ) -> str:
-    how = "applied" if rolls else "kept"
-    what = f"step {first_step - 1} {how}, " if rolls else ""
+    what = f"step {first_step - 1} applied, " if rolls else ""
     if transition is None:
         return what + _rerouted_in_words(before, plan, lost, first_step)
     messages = transition.transfer.messages
     moved = (
-        f"{_counted(sum(len(message.layers) for message in messages), 'layer')} to "
-        f"{_counted(len({message.destination for message in messages}), 'worker')} "
-        f"in {_counted(len(transition.transfer.rounds), 'round')}"
+        f"{counted(sum(len(message.layers) for message in messages), 'layer')} to "
+        f"{counted(len({message.destination for message in messages}), 'worker')} "
+        f"in {counted(len(transition.transfer.rounds), 'round')}"
         if messages
         else "no weights move"
     )
-    return f"{what}{_pipelines_in_words(plan)}; {moved}; on with step {first_step}"
+    return f"{what}{pipelines_in_words(plan)}; {moved}; on with step {first_step}"
 
 
 def _rerouted_in_words(before: Plan, plan: Plan, lost: Sequence[int], first_step: int) -> str:
@@ -316,18 +315,6 @@ def _rerouted_in_words(before: Plan, plan: Plan, lost: Sequence[int], first_step
         f"{moved} micro-batches of worker{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} "
         f"go through worker{'s' if len(helpers) > 1 else ''} {names}; no weights move; on with step {first_step}"
     )
-
-
-def _pipelines_in_words(plan: Plan) -> str:
-    """Write "2 pipelines of 4 stages, 1 of 3"; detours count as pipelines of their own."""
-    depths = Counter(len(hops) for hops in {route.hops for route in plan.routes})
-    (first, count), *others = sorted(depths.items(), key=lambda item: (-item[1], -item[0]))
-    words = [f"{_counted(count, 'pipeline')} of {_counted(first, 'stage')}"]
-    return ", ".join([*words, *(f"{count} of {depth}" for depth, count in others)])
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _ranges(layers: Sequence[int]) -> str:

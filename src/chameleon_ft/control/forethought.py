@@ -103,7 +103,9 @@ class Forethought:
         question = _Question(*ask())
         if self._asked is not None and question.is_like(self._asked, tolerance=_RENEWED):
             return
-        if self._work is not None:
+        if self._work is not None and not self._work.done():
+            if self._asked is not None and question.is_like(self._asked, tolerance=_USED):
+                return  # what is on its way will do, and only comes if it is let alone
             self._work.cancel()
         self._asked = question
         self._work = asyncio.create_task(self._prepare(question))

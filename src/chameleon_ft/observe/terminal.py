@@ -174,7 +174,7 @@ def _named(workers: Sequence[int]) -> str:
 
 def _stall(record: FailureRecord | JoinRecord) -> str:
     known = {name: getattr(record, field, None) for field, name in _PHASES.items()}
-    if not record.rounds:
+    if not (known["transfer"] or 0.0) >= 0.0005:
         del known["transfer"]
     phases = " + ".join(f"{name} {seconds:.3f}" for name, seconds in known.items() if seconds is not None)
     return f"{record.stall_s:.3f} s = {phases}"

@@ -5,22 +5,35 @@ from __future__ import annotations
 from chameleon_ft.simulate.arrivals import Bursts, IncidentSizes, Poisson, Weibull
 from chameleon_ft.simulate.formats import load_trace, load_trace_for, parse_trace, save_trace, trace_to_jsonl
 from chameleon_ft.simulate.generators import MODELS, FaultModel, generate_trace
+from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.repairs import Repairs, Stragglers
+from chameleon_ft.simulate.results import DecisionRecord, PolicyResult, Results, Throughput
+from chameleon_ft.simulate.run import ORACLE, SIMULATED_POLICIES, simulate
 from chameleon_ft.simulate.spot import SpotModel
 from chameleon_ft.simulate.statistics import TraceStatistics, trace_statistics
+from chameleon_ft.simulate.sweep import Scene, Sweep, sweep
 from chameleon_ft.simulate.trace import Event, Fault, Trace
 
 __all__ = [
     "MODELS",
+    "ORACLE",
+    "SIMULATED_POLICIES",
     "Bursts",
+    "DecisionRecord",
     "Event",
     "Fault",
     "FaultModel",
     "IncidentSizes",
+    "Parameters",
     "Poisson",
+    "PolicyResult",
     "Repairs",
+    "Results",
+    "Scene",
     "SpotModel",
     "Stragglers",
+    "Sweep",
+    "Throughput",
     "Trace",
     "TraceStatistics",
     "Weibull",
@@ -29,6 +42,8 @@ __all__ = [
     "load_trace_for",
     "parse_trace",
     "save_trace",
+    "simulate",
+    "sweep",
     "trace_statistics",
     "trace_to_jsonl",
 ]
