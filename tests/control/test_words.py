@@ -19,7 +19,7 @@ def plan(*cuts: tuple[int, ...], detours: int = 0) -> Plan:
             worker, start = worker + 1, start + layers
         ways.append(tuple(hops))
     held = {hop.worker: (hop.layers,) for hops in ways for hop in hops}
-    ways += [(*ways[1][:-1], ways[0][-1])] * detours
+    ways += [(*ways[1][:-1], ways[0][-1]) for _ in range(detours)]
     return Plan(Placement(sum(cuts[0]), held), tuple(map(Route, range(len(ways)), ways)))
 
 
