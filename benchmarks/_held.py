@@ -64,8 +64,8 @@ class _NoPeers:
         return _Arrived(tensor)
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> _Arrived:
-        # Gradients, loss, terms, samples, nobody finishes, all are well.
-        return _Arrived(ballot.copy_(torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, self._members], dtype=ballot.dtype)))
+        # Gradients, loss, terms, samples, nobody finishes or pauses, all are well.
+        return _Arrived(ballot.copy_(torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, self._members], dtype=ballot.dtype)))
 
     def interrupt(self) -> None: ...
 
