@@ -358,7 +358,6 @@ SURFACE = {
         "holdings_of",
         "message_rounds",
         "missing_layers",
-        "moved_bytes",
         "placement_in_roles",
         "plan_in_roles",
         "plan_transfer",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import permutations
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
-from chameleon_ft.transfer import Holding, assign_roles, moved_bytes, plan_in_roles
+from chameleon_ft.transfer import Holding, assign_roles, plan_in_roles
 from tests.strategies import plans
 from tests.transfer.instances import held_by, layers_of, moves
 
@@ -46,8 +45,6 @@ def test_no_other_roles_move_less_or_give_one_worker_less_to_receive(move: Move,
         if all(workers[w].kind == place.kind for w, place in zip(chosen, places.values(), strict=True))
     ]
     assert outcome(roles, move, sizes) == min(outcome(each, move, sizes) for each in every)
-    counted = Counter(workers.values()), Counter(places.values())
-    assert moved_bytes(*counted, layers_of(sizes)) == outcome(roles, move, sizes)[0]
 
 
 @given(moves(), st.data())
@@ -78,7 +75,6 @@ def test_thousands_of_workers_are_assigned_in_groups() -> None:
 
     assert all(workers[worker] == places[place] for place, worker in roles.items())
     assert len(set(roles.values())) == 9996
-    assert moved_bytes(Counter(workers.values()), Counter(places.values()), layers_of([7] * 12)) == 0
 
 
 def test_more_places_than_workers_of_their_kind_are_refused() -> None:

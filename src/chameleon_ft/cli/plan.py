@@ -74,17 +74,15 @@ class PlanArguments:
         Optional[Literal["layout", "chameleon", "paper", "oobleck"]],  # noqa: UP045
         optional_argument(
             "{layout,chameleon,paper,oobleck}",
-            "layout: equal pipelines, detours round dead workers, as a run has them; chameleon: the best plan that a "
-            "search finds, detours included; paper, oobleck: what the published planners choose, to compare with. By "
-            "default the layout where there is one.",
+            "layout: equal pipelines, detours round dead workers, as with --policy reroute; chameleon: the best plan "
+            "that a search finds, detours included; paper, oobleck: what the published planners choose, to compare "
+            "with. By default the layout where there is one.",
         ),
     ] = None
     slow: Annotated[
         str, optional_argument("WORKER=SPEED[,...]", "Speed of workers that are slower or faster than 1.")
     ] = ""
-    dead: Annotated[
-        str, optional_argument("WORKER[,WORKER ...]", "Plan for the loss of these workers: their peers do their share.")
-    ] = ""
+    dead: Annotated[str, optional_argument("WORKER[,WORKER ...]", "Plan for the loss of these workers.")] = ""
     picture: Annotated[
         Optional[Path],  # noqa: UP045
         optional_argument("PATH", "Draw the schedule: .svg, .png or .pdf."),

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from chameleon_ft.plan import Plan
-from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery import Decision, FailureRate, Situation, decide, decide_on_class, exchanged, refreshed
 from chameleon_ft.recovery.equivalence import LossClass, loss_classes
-from chameleon_ft.schedule import CostModel, InFlightLimit, check_program
+from chameleon_ft.schedule import CostModel, check_program
 
 __all__ = ["Forethought", "decide_and_check"]
 
@@ -38,7 +36,8 @@ class _Question:
     def is_like(self, other: _Question, *, tolerance: float) -> bool:
         """Whether the same workers run the same plan, and what it costs and is worth differs by less."""
         return (
-            self.plan_in_force == other.plan_in_force
+            self.situation.plan == other.situation.plan
+            and self.situation.ceiling == other.situation.ceiling
             and self.situation.live == other.situation.live
             and all(map(partial(_near, tolerance=tolerance), self.speeds, other.speeds))
             and _near(self.work_s, other.work_s, tolerance)
@@ -50,10 +49,6 @@ class _Question:
         costs = self.situation.costs
         left = CostModel(costs.workload, costs.cluster.without([lost]))
         return _Question(replace(self.situation, costs=left), self.rate.observed(failures=1))
-
-    @property
-    def plan_in_force(self) -> tuple[Plan, FrozenMap[int, InFlightLimit]]:
-        return self.situation.plan, FrozenMap(self.situation.ceiling)
 
     @property
     def work_s(self) -> float:

@@ -12,7 +12,7 @@ from chameleon_ft.transfer._assignment import Balanced
 from chameleon_ft.transfer.holdings import Holding, Integers, lacking_bytes, workers_by_holding
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["assign_roles", "moved_bytes", "placement_in_roles", "plan_in_roles"]
+__all__ = ["assign_roles", "placement_in_roles", "plan_in_roles"]
 
 
 def assign_roles(
@@ -45,25 +45,6 @@ def assign_roles(
         flow = problem.fair_flow(keeps).tolist()
         roles.update(_by_number([have[each] for each in mine], [wanted[each] for each in theirs], flow))
     return dict(sorted(roles.items()))
-
-
-def moved_bytes(workers: Mapping[Holding, int], places: Mapping[Holding, int], layers: Sequence[LayerCost]) -> int:
-    """The least bytes that workers lack in total, as with `assign_roles`, of which nothing but this sum is made.
-
-    Args:
-        workers: how many live workers hold what.
-        places: how many places are to hold what.
-        layers: costs of all layers.
-
-    Raises:
-        PlanError: as `assign_roles`.
-    """
-    total = 0
-    for mine, theirs in _by_kind(workers, places):
-        cost = lacking_bytes(mine, theirs, layers)
-        problem = _balanced([workers[each] for each in mine], [places[each] for each in theirs], cost)
-        total += int((problem.cost * problem.least_cost_flow()).sum())
-    return total
 
 
 def placement_in_roles(placement: Placement, roles: Mapping[int, int]) -> Placement:
