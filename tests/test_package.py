@@ -18,6 +18,7 @@ SOURCE = Path(chameleon_ft.__file__).parent
 
 PURE = {
     "errors",
+    "quantities",
     "workload",
     "cluster",
     "plan",

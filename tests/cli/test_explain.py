@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chameleon_ft.cli import main
-from chameleon_ft.cli._explain_words import duration, why
+from chameleon_ft.cli._explain_words import why
 from chameleon_ft.config import Batch, LlamaConfig, Parallel, Recovery, RunConfig
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.decisions import DecisionEvent
@@ -21,7 +21,7 @@ STORY = """\
 Decision 1 of 1: in step 40, 2026-01-01 12:00:00 UTC
 lost       worker 5: SIGKILL; its supervisor saw the process end
 in force   4 pipelines of 2 stages; 7 workers are left
-expected   the next failure in 16.7 min = (3.8 h + 4.0 min) / (7 workers x (1 + 1 failure)), the prior first, then what
+expected   the next failure in 16.7 min = (3.8 h + 240.0 s) / (7 workers x (1 + 1 failure)), the prior first, then what
            was seen
 stall      0.500 s = repeat 0.250 + detect 0.125 + stop 0.025 + decide 0.050 + regroup 0.050; transfers on top
 corrected  operations x 3.50, worker 3 at 0.50 of the speed of others
@@ -29,15 +29,15 @@ weighed in 20 ms
 +---------------------------------------------------------------------------------------+
 |             |   step |  stall |   moves | samples until then |                        |
 |-------------+--------+--------+---------+--------------------+------------------------|
-| reroute     | 500 ms | 500 ms |  0.0 MB |            199,900 |                        |
+| reroute     | 500 ms | 500 ms |     0 B |            199,900 |                        |
 | mend        |      - |      - |       - |                  - | the plan has [detours] |
 | repartition | 400 ms | 750 ms | 47.1 MB |            249,812 | chosen                 |
 +---------------------------------------------------------------------------------------+
 why        25.0% more samples than reroute: it moves 47.1 MB, and its steps are 20.0% shorter, which makes up for 250 ms
-           more of stall 1.8 s after the loss; the next failure is expected in 16.7 min
+           more of stall 1.750 s after the loss; the next failure is expected in 16.7 min
 done       repartition: micro-batches 2, 3 of worker 3 go to worker 1
-predicted  step 0.400 s, stall 0.750 s
-came       step 0.410 s (+2.5%), stall 0.900 s (+20.0%), after 10 steps
+predicted  step 400 ms, stall 750 ms
+came       step 410 ms (+2.5%), stall 900 ms (+20.0%), after 10 steps
 """
 
 
@@ -50,7 +50,7 @@ def write(folder: Path, *events: dict[str, Any]) -> str:
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["explain", *arguments]) == 0
-    return "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + "\n"
+    return capsys.readouterr().out
 
 
 def one(generation: int = 2) -> list[dict[str, Any]]:
@@ -139,33 +139,25 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.Capt
         (
             [weighed("a", 0.5, 0.5, 0), weighed("b", 0.5, 200.4, 0)],
             "a",
-            "25.0% more samples than b: its stall is 3.3 min shorter",
+            "25.0% more samples than b: its stall is 199.9 s shorter",
         ),
         (
             # (t - 1) / 0.5 = (t - 900) / 0.25 at t = 1799 s.
             [weighed("a", 0.5, 1.0, 0), weighed("b", 0.25, 900.0, 9)],
             "a",
-            "399.5% more samples than b: its stall is 15.0 min shorter, which the steps of b, 50.0% shorter, make up "
+            "399.5% more samples than b: its stall is 899.0 s shorter, which the steps of b, 50.0% shorter, make up "
             "for only 30.0 min after the loss; the next failure is expected in 16.7 min",
         ),
         (
             [weighed("a", 0.5, 1.0, 0), weighed("b", 0.25, 1000.0, 9)],
             "a",
-            "more samples than b: its stall is 16.6 min shorter, which the steps of b, 50.0% shorter, make up "
+            "more samples than b: its stall is 999.0 s shorter, which the steps of b, 50.0% shorter, make up "
             "for only 33.3 min after the loss; the next failure is expected in 16.7 min",
         ),
     ],
 )
 def test_why_one_was_better_than_the_second(candidates: list[dict[str, Any]], chosen: str | None, words: str) -> None:
     assert why(DecisionEvent.model_validate(decided(2, 5, chosen=chosen, candidates=candidates))) == words
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.0125, "12 ms"), (1.0, "1.0 s"), (119.0, "119.0 s"), (120.0, "2.0 min"), (1e4, "2.8 h"), (2e8, "2,314.8 days")],
-)
-def test_durations(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
 
 
 @pytest.mark.multiprocess

@@ -101,7 +101,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: pytest.Captur
     found = predicted(capsys, *case, code=1)
     missing = max(found["peak_memory_bytes"].values()) - 80 * 10**9
     assert not found["fits"]
-    assert f"needs {missing / 2**30:.1f} GiB more than its 74.5 GiB, and 7 others lack memory too" in printed
+    assert f"needs {missing / 1e9:.1f} GB more than its 80.0 GB, and 7 others lack memory too" in printed
     assert "what would fit: --dp 1 --pp 8 (" in printed
     fitting = predicted(capsys, *case[:4], "--dp", "1", "--pp", "8", "--micro-batches", "32")
     assert fitting["fits"]
@@ -111,7 +111,8 @@ def test_where_nothing_fits_the_nearest_is_named(capsys: pytest.CaptureFixture[s
     case = ("--model", "llama3-405b", "--device", "a100-80g", "--dp", "2", "--pp", "2")
     printed = plan(capsys, *case, code=1)
     assert re.search(
-        r"no layout of these workers fits; the nearest is --dp 1 --pp 4, which lacks [\d.]+ GiB; take more workers",
+        r", 0\.03\d+ samples a second\n(?s:.*)no layout of these workers fits; the nearest is --dp 1 --pp 4, "
+        r"which lacks [\d.]+ TB; take more workers",
         printed,
     )
 
@@ -152,7 +153,7 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give a CONFIG, or a published --model and its --device"),
+        ((), "give a CONFIG, or a published --model and its --device, or a --profile"),
         (("--model", "llama2-7c", "--device", "h100-80g", "--dp", "1", "--pp", "1"), "llama2-7b"),
         (("--model", "llama2-7b", "--device", "h100-81g", "--dp", "1", "--pp", "1"), "h100-80g"),
         (("--model", "llama2-7b", "--dp", "1", "--pp", "1"), "needs the --device that it runs on"),
@@ -166,9 +167,20 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
         ((*PRESET, "--dead", "0,1,2,3,4,5,6,7"), "leaves no worker"),
         ((*PRESET, "--dead", "1,5"), "no live worker holds layers 9, 10, .* a run goes back to its newest checkpoint"),
         ((*PRESET, "--workers-per-host", "0"), "should be 1 or more"),
+        ((*PRESET, "--micro-batches", "0"), "--micro-batches 0: should be 1 or more"),
+        ((*PRESET, "--dp", "0"), "--dp 0: should be 1 or more"),
+        ((*PRESET, "--micro-batch-size", "0"), "--micro-batch-size 0: should be 1 or more"),
+        (("--state", "bf16", "--dp", "1", "--pp", "1"), "--state bf16: is for a published --model; name one"),
+        (
+            (ROOT / "examples" / "quickstart.toml", "--device", "h100", "--state", "bf16"),
+            "--state bf16: .*quickstart.toml says what is trained; leave one of them out",
+        ),
         ((*PRESET, "--picture", "schedule.bmp"), r"\.svg"),
         ((*PRESET, "--trace", "no folder/trace.json"), "cannot be written"),
-        ((*PRESET, "--profile", "profile.json"), "is for a CONFIG"),
+        (
+            (*PRESET, "--profile", "profile.json"),
+            "--profile profile.json holds what it would say; leave one of them out",
+        ),
         (("nothing.toml",), "there is no such file"),
         ((ROOT / "examples" / "quickstart.toml",), "nothing says how long its layers take; measure that by"),
         ((ROOT / "examples" / "quickstart.toml", "--profile", "none.json"), "profile .*none.json: cannot be read"),
@@ -190,6 +202,15 @@ def test_a_profile_of_another_model_is_refused(capsys: pytest.CaptureFixture[str
     write_profile(derived_profile(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=2), profile)
     error = plan(capsys, ROOT / "examples" / "quickstart.toml", "--profile", profile, code=2)
     assert "the profile of llama2-7b is of another model" in error
+
+
+def test_a_layout_of_a_profile_needs_no_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    write_profile(derived_profile(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=2), profile)
+    by_name = predicted(capsys, *PRESET, "--micro-batch-size", "2", "--dead", "5")
+    assert predicted(capsys, "--profile", profile, "--dp", "2", "--pp", "4", "--dead", "5") == by_name
+    short = [argument.replace("h100-80g", "h100") for argument in PRESET]
+    assert predicted(capsys, *short, "--micro-batch-size", "2", "--dead", "5") == by_name
 
 
 def test_the_best_plan_is_searched_for_and_beats_the_detours(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,8 +236,13 @@ def test_any_number_of_workers_can_be_planned_for_some_of_them_slow(capsys: pyte
     assert len(even["plan"]["routes"]) == 28
     assert (even["failure_free_step_s"], even["dead"]) == (None, [])
     assert even["step_s"] < slow["step_s"]
-    assert re.search(r"chameleon, in .* can beat|chameleon, in .*\n", printed)
+    assert re.search(
+        r"^chameleon, in .*: .* above .*, which no plan of the family \w+ can beat$", printed, re.MULTILINE
+    )
     assert "| pipelines |" in printed
+    assert "to move" not in printed, "nothing is in force that could be moved"
+    assert "| to move |" in re.sub(" +", " ", plan(capsys, *PRESET, "--dead", "5", "--planner", "chameleon"))
+    assert not re.search(" $", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("planner", ["paper", "oobleck"])

@@ -79,6 +79,8 @@ def test_a_published_model_on_a_known_device(chameleon: CommandLine) -> None:
     assert "block 1 to" in printed, "layers of a kind are one row"
     assert "block 2" not in printed
     assert "written to p.json" in printed
+    assert "0 s beside its layers" in printed
+    assert "80.0 GB" in printed
 
 
 def test_a_model_by_its_hugging_face_file_printed_as_json(chameleon: CommandLine) -> None:
@@ -112,12 +114,15 @@ def test_a_model_by_its_hugging_face_file_printed_as_json(chameleon: CommandLine
     [
         ((), "nothing to profile"),
         (("--model", "llama2-7", "--device", "h100-80g"), "did you mean 'llama2-7b'"),
-        (("--model", "llama2-7b", "--device", "h100"), "did you mean 'h100-80g'"),
+        (("--model", "llama2-7b", "--device", "h100-81g"), "did you mean 'h100-80g'"),
         (("--model", "llama2-7b"), "needs the --device"),
         (("--model", "llama2-7b", "--device", "h100-80g", "--state", "int4"), "no state policy 'int4'"),
         (("--model", "llama2-7b", "--device", "h100-80g", "--peer", "a:1"), "--peer a:1"),
         (("mine.py", "--model", "llama2-7b", "--device", "h100-80g"), "leave one of them out"),
         (("mine.py", "--device", "h100-80g"), "--device h100-80g: is for --model"),
+        (("mine.py", "--recompute", "full"), "--recompute full: is for --model, and mine.py says what is measured"),
+        (("--model", "llama2-7b", "--device", "h100", "--micro-batch-size", "0"), "--micro-batch-size 0: should be 1"),
+        (("--serve", "127.0.0.1:1", "--state", "bf16"), "only answers"),
         (("mine.py", "--repeats", "0"), "--repeats 0"),
         (("mine.py", "--serve", "127.0.0.1:1"), "only answers"),
         (("missing.toml",), "there is no such file"),

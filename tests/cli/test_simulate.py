@@ -193,8 +193,12 @@ def test_a_value_at_which_nothing_fits_is_left_open(capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         (("--workers", "16", "--trace", "day.jsonl"), "give a published --model and its --device, or a --profile"),
-        ((*CASE, "--profile", "p.json"), "leave those out"),
+        ((*CASE, "--profile", "p.json"), "--profile p.json holds what it would say; leave one of them out"),
         (("--model", "llama2-7c", *CASE[2:]), "llama2-7b"),
+        (
+            ("--workers", "16", "--trace", "day.jsonl", "--profile", "p.json", "--recompute", "full"),
+            "--recompute full: --profile p.json holds what it would say",
+        ),
         (("--model", "shape.json", "--device", "b100", *CASE[4:]), "h100-80g"),
         ((*COMMON, "--workers", "16"), "give a --trace, or --generate bursts|poisson|weibull|spot"),
         ((*CASE, "--generate", "bursts"), "leave one of them out"),

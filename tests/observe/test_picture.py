@@ -17,6 +17,7 @@ import pytest
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.observe.picture import draw_schedule
+from chameleon_ft.quantities import duration
 from chameleon_ft.schedule import OperationKind, Timeline
 from tests.observe.schedules import Scheduled, scheduled, slowed
 from tests.strategies import Shape
@@ -138,7 +139,7 @@ def test_the_shares_are_those_of_1f1b(tmp_path: Path) -> None:
     # Two micro-batches through two stages take (2 + 2 - 1) (1 + 2) s; each stage computes for 2 (1 + 2) s of them.
     texts = draw(tmp_path, PLAIN).texts
     assert texts.count("67%") == 2
-    assert "predicted: step time 9 s, bubble 33.3%" in texts
+    assert "predicted: step time 9.000 s, bubble 33.3%" in texts
 
 
 def test_gradient_reductions_are_drawn_apart_from_operations(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_what_gradient_sync_adds_is_part_of_the_step(tmp_path: Path) -> None:
     picture = draw(tmp_path, LOST)
     (line,) = [text for text in picture.texts if text.startswith("predicted:")]
     assert line.startswith(
-        f"predicted: step time {program_s + 1:.4g} s, the last 1 s of it gradient all-reduce alone, "
+        f"predicted: step time {duration(program_s + 1)}, the last 1.000 s of it gradient all-reduce alone, "
     )
     ground, step = picture.boxes["idle"][0], picture.boxes["step"][0]
     assert (step.right - step.left) / (ground.right - ground.left) == pytest.approx((program_s + 1) / program_s)
@@ -176,18 +177,18 @@ def test_two_timelines_share_a_worker_s_row(tmp_path: Path) -> None:
 
 def test_a_second_timeline_is_compared_with_the_first(tmp_path: Path) -> None:
     texts = draw(tmp_path, PLAIN, slowed(PLAIN.lane, by=1.1)).texts
-    assert "measured: step time 9.9 s (+10.0%), bubble 33.3%" in texts
+    assert "measured: step time 9.900 s (+10.0%), bubble 33.3%" in texts
 
     # By the whole step, to which gradient sync adds a second in the first of these and nothing in the other.
     program_s = LOST.lane.timeline.step_s
     change = 1.1 * program_s / (program_s + 1) - 1
     texts = draw(tmp_path, LOST, slowed(LOST.lane, by=1.1)).texts
     assert any(
-        text.startswith(f"measured: step time {1.1 * program_s:.4g} s ({change:+.1%}), bubble") for text in texts
+        text.startswith(f"measured: step time {duration(1.1 * program_s)} ({change:+.1%}), bubble") for text in texts
     )
 
 
-@pytest.mark.parametrize(("by", "unit", "step"), [(1.0, "s", "9 s"), (1e-3, "ms", "9 ms"), (1e-6, "µs", "9 µs")])
+@pytest.mark.parametrize(("by", "unit", "step"), [(1.0, "s", "9.000 s"), (1e-3, "ms", "9 ms"), (1e-6, "µs", "9 µs")])
 def test_times_are_in_a_unit_that_is_easy_to_read(tmp_path: Path, by: float, unit: str, step: str) -> None:
     short = Scheduled(PLAIN.plan, PLAIN.pipelines, slowed(PLAIN.lane, by=by))
     texts = draw(tmp_path, short).texts

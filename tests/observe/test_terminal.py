@@ -46,8 +46,8 @@ def test_it_tells_the_run_from_beginning_to_end() -> None:
         "its supervisor saw the process end",
         "reroute: micro-batches 2, 3 of worker 3 go to worker 1",
         "0.133 s = detect 0.010 + stop 0.020 + decide 0.003 + regroup 0.100",
-        "after 1 step of repartition: predicted step 0.400 s, measured 0.410 s (+2.5%)",
-        "after 10 steps of repartition: predicted step",
+        "after 1 step of repartition: step 410 ms (predicted 400 ms, +2.5%), stall",
+        "after 10 steps of repartition: step",
         "all is done",
         "16 seen, 0 lost, 0 repeated",
     ):
@@ -60,7 +60,7 @@ def test_what_has_moved_is_in_the_banner() -> None:
         failure_record(1), transfer_s=0.25, moved_bytes=50_000_000, rounds=2, regroup_s=0.1, stall_s=0.383
     )
     text = " ".join(shown(failure=moved).replace("|", " ").split())
-    assert "moved 50.0 MB in 2 rounds and 0.250 s, 200 MB/s" in text
+    assert "moved 50.0 MB in 2 rounds and 250 ms, 200.0 MB/s" in text
     assert "decide 0.003 + regroup 0.100 + transfer 0.250" in text
     assert "moved" not in shown()
     assert "+ transfer" not in shown()
@@ -78,7 +78,7 @@ def test_a_join_has_a_banner(workers: tuple[int, ...], title: str) -> None:
         f"{title} before step 17",
         "repartition: 2 pipelines of 4 stages",
         "spare worker 6",
-        "moved 50.0 MB in 2 rounds and 0.250 s, 200 MB/s",
+        "moved 50.0 MB in 2 rounds and 250 ms, 200.0 MB/s",
         "0.373 s = stop 0.020 + decide 0.003 + regroup 0.100 + transfer 0.250",
         "at step 17 in generation 3",
     ):

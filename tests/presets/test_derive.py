@@ -153,10 +153,18 @@ def test_tensor_parallelism_divides_bytes_and_work_and_adds_messages() -> None:
     assert shared.forward_s == pytest.approx(alone.forward_s / 8 + messages_s)
 
 
+def test_a_name_may_be_shortened_to_where_only_one_goes_on() -> None:
+    assert device("H100") is device("h100-80g")
+    assert device("ascend-910b") is device("ascend-910b-64g")
+    assert state_policy("bf16").name == "bf16", "what is a name of its own is not short for another"
+
+
 @pytest.mark.parametrize(
     ("derive", "message"),
     [
-        (lambda: device("h200"), "there is no device 'h200'; did you mean 'h100-80g'"),
+        (lambda: device("h100-81g"), "there is no device 'h100-81g'; did you mean 'h100-80g'\\? Known: a100-80g"),
+        (lambda: device("v100"), "there is no device 'v100'; Known: a100-80g"),
+        (lambda: model_shape("llama2"), "there is no model 'llama2'; did you mean 'llama2-7b'"),
         (lambda: state_policy("bf17"), "did you mean 'bf16'"),
         (lambda: dataclasses.replace(COUNTER, achievable=1.5), "achievable of device 'counter' must be in"),
         (lambda: dataclasses.replace(COUNTER, memory_bytes=0), "memory_bytes of device 'counter'"),

@@ -9,18 +9,16 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from chameleon_ft.cli._console import output
 from chameleon_ft.cli._explain_words import (
     corrections_in_words,
-    duration,
-    megabytes,
     rate_in_words,
     stall_in_words,
     why,
 )
-from chameleon_ft.cli._plan_view import seconds
+from chameleon_ft.observe.console import output
 from chameleon_ft.observe.decisions import DecisionEvent, DecisionStory, WeighedCandidate
 from chameleon_ft.observe.records import NOTICED
+from chameleon_ft.quantities import data_size, duration
 
 __all__ = ["show"]
 
@@ -38,6 +36,7 @@ def show(stories: Sequence[DecisionStory], *, title: str, of: int) -> None:
             f"Decision {story.number} of {of}: in step {story.decided.step}, {when}{life}", style="bold", soft_wrap=True
         )
         console.print(_known(story))
+        console.print(_how_weighed(story.decided))
         console.print(_weighed(story.decided, shape))
         console.print(_came(story))
 
@@ -68,14 +67,18 @@ def _losses(story: DecisionStory) -> str:
     )
 
 
-def _weighed(decided: DecisionEvent, shape: box.Box) -> Table:
+def _how_weighed(decided: DecisionEvent) -> str:
     if not decided.prepared:
         how = "weighed in"
     elif decided.trigger == "loss":
         how = "weighed before the loss, looked up in"
     else:
         how = "weighed while training went on, " + ("in" if decided.chosen == "stay" else "looked up in")
-    table = Table(box=shape, title=f"{how} {duration(decided.search_s)}", title_justify="left")
+    return f"{how} {duration(decided.search_s)}"
+
+
+def _weighed(decided: DecisionEvent, shape: box.Box) -> Table:
+    table = Table(box=shape)
     table.add_column("")
     for name in ("step", "stall", "moves", "samples until then"):
         table.add_column(name, justify="right")
@@ -89,9 +92,9 @@ def _weighed(decided: DecisionEvent, shape: box.Box) -> Table:
 def _row(each: WeighedCandidate, *, chosen: bool) -> tuple[str, ...]:
     return (
         each.policy,
-        "-" if each.step_s is None else seconds(each.step_s),
-        "-" if each.stall_s is None else seconds(each.stall_s),
-        megabytes(each.moved_bytes),
+        "-" if each.step_s is None else duration(each.step_s),
+        "-" if each.stall_s is None else duration(each.stall_s),
+        "-" if each.moved_bytes is None else data_size(each.moved_bytes),
         f"{each.samples:,.0f}" if each.feasible else "-",
         "chosen" if chosen else escape(each.reason or ""),
     )
@@ -108,7 +111,7 @@ def _came(story: DecisionStory) -> Table:
     else:
         facts.add_row("done", escape(f"{story.policy}: {done}" if done else story.policy))
     if best is not None and best.step_s is not None and best.stall_s is not None:
-        facts.add_row("predicted", f"step {best.step_s:.3f} s, stall {best.stall_s:.3f} s")
+        facts.add_row("predicted", f"step {duration(best.step_s)}, stall {duration(best.stall_s)}")
     if story.goes_on:
         facts.add_row("came", "nobody stopped for it")
     elif outcome is None:
@@ -117,8 +120,8 @@ def _came(story: DecisionStory) -> Table:
         steps = f"after {outcome.steps} step{'' if outcome.steps == 1 else 's'}"
         facts.add_row(
             "came",
-            f"step {outcome.measured_step_s:.3f} s{_share(outcome.step_error)}, "
-            f"stall {outcome.measured_stall_s:.3f} s{_share(outcome.stall_error)}, {steps}",
+            f"step {duration(outcome.measured_step_s)}{_share(outcome.step_error)}, "
+            f"stall {duration(outcome.measured_stall_s)}{_share(outcome.stall_error)}, {steps}",
         )
     return facts
 

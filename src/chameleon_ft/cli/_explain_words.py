@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from chameleon_ft.observe.decisions import DecisionEvent, ObservedRate, StallParts, UsedCorrections, WeighedCandidate
+from chameleon_ft.quantities import data_size, duration
 
-__all__ = ["corrections_in_words", "duration", "megabytes", "rate_in_words", "stall_in_words", "why"]
+__all__ = ["corrections_in_words", "rate_in_words", "stall_in_words", "why"]
 
 _EQUAL = 1e-9  # relative; samples that differ by less are equal to the decision
 _NOTICEABLE_S = 5e-4  # of a stall
@@ -19,7 +20,7 @@ def why(decision: DecisionEvent) -> str:
         return "nothing else could be done"
     if best.samples <= second.samples * (1 + _EQUAL):
         bytes_ = (best.moved_bytes or 0, second.moved_bytes or 0)
-        closer = f"it moves {megabytes(bytes_[0])}, not {megabytes(bytes_[1])}" if bytes_[0] < bytes_[1] else ""
+        closer = f"it moves {data_size(bytes_[0])}, not {data_size(bytes_[1])}" if bytes_[0] < bytes_[1] else ""
         return f"as many samples as {second.policy}; {closer or 'it was proposed first'}"
     gain = f"{best.samples / second.samples - 1:.1%} more" if second.samples else "more"
     return f"{gain} samples than {second.policy}: {_difference(best, second, decision.horizon_s)}"
@@ -36,7 +37,7 @@ def _difference(best: WeighedCandidate, second: WeighedCandidate, horizon_s: flo
         shorter = f"its steps are {1 - best.step_s / second.step_s:.1%} shorter"
         if more_stall_s < _NOTICEABLE_S:
             return f"{shorter}, and its stall is not longer"
-        moves = f"it moves {megabytes(best.moved_bytes)}, and " if best.moved_bytes else ""
+        moves = f"it moves {data_size(best.moved_bytes)}, and " if best.moved_bytes else ""
         return (
             f"{moves}{shorter}, which makes up for {duration(more_stall_s)} more of stall "
             f"{duration(_even_s(best, second))} after the loss; {expected}"
@@ -93,16 +94,3 @@ def corrections_in_words(corrections: UsedCorrections) -> str:
         f"worker {worker} at {speed:.2f} of the speed of others" for worker, speed in sorted(corrections.slow.items())
     ]
     return ", ".join(words) or "none"
-
-
-def megabytes(num_bytes: int | None) -> str:
-    """Bytes as the banner of a failure has them."""
-    return "-" if num_bytes is None else f"{num_bytes / 1e6:,.1f} MB"
-
-
-def duration(seconds: float) -> str:
-    """A time in the unit that reads best, from milliseconds to days."""
-    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"

@@ -8,14 +8,19 @@ and every mistake, whether in the file or in a flag, is reported in the same wor
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import inspect
+import shutil
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_args, get_origin
 
 import tyro
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from chameleon_ft.config import Failure
 from chameleon_ft.errors import ConfigError
@@ -23,7 +28,7 @@ from chameleon_ft.errors import ConfigError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Parsed", "optional_argument", "parse_arguments", "parse_with_flags"]
+__all__ = ["Parsed", "Switch", "optional_argument", "parse_arguments", "parse_with_flags"]
 
 _Own = TypeVar("_Own", bound="DataclassInstance")
 
@@ -31,6 +36,51 @@ _FAILURES = "failures"
 _FAILURE_PARTS = ("step", "worker", "phase", "kind")
 _FAILURE_FORM = "STEP:WORKER[:PHASE[:KIND]]"
 _NO_FAILURES = "none"
+
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+"""A flag without a value, which is False where it is not given; described by `optional_argument`."""
+
+_RULES = ConstructorRegistry()
+
+
+@_RULES.primitive_rule
+def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """A number, with an error that names what is wrong in the words of the one who wrote it."""
+    if info.type is int:
+        return _number_spec(int, "INT", "a whole number")
+    return _number_spec(float, "FLOAT", "a number") if info.type is float else None
+
+
+def _number_spec(kind: Callable[[str], Any], metavar: str, words: str) -> PrimitiveConstructorSpec[Any]:
+    def read(texts: list[str]) -> Any:
+        try:
+            return kind(texts[0])
+        except ValueError:
+            raise ValueError(f'"{texts[0]}" should be {words}') from None
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int | float),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+@_RULES.primitive_rule
+def _left_out(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """An argument that is None where it is left out is read as one that is not: nobody writes "None"."""
+    kinds = [kind for kind in get_args(info.type) if kind is not NoneType]
+    if NoneType not in get_args(info.type) or len(kinds) != 1:
+        return None
+    found = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], info.markers))
+    if not isinstance(found, PrimitiveConstructorSpec):
+        return None
+    return dataclasses.replace(
+        found,
+        is_instance=lambda value: value is None or found.is_instance(value),
+        str_from_instance=lambda value: ["none"] if value is None else found.str_from_instance(value),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +100,15 @@ def optional_argument(metavar: str, text: str) -> Any:
 
 def parse_arguments(own: type[_Own], arguments: Sequence[str], *, command: str) -> _Own:
     """Parse `arguments` into an `own`, whose docstring is the help. Ends the process at --help and at a mistake."""
-    return tyro.cli(own, prog=f"chameleon {command}", args=arguments)
+    with _RULES:
+        return tyro.cli(own, prog=f"chameleon {command}", description=_wrapped(own.__doc__ or ""), args=arguments)
+
+
+def _wrapped(text: str) -> str:
+    """Paragraphs that fit the terminal; lines that are not indented tyro would join to long ones."""
+    width = shutil.get_terminal_size().columns
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n".join(textwrap.fill(each, width, initial_indent=" ", subsequent_indent=" ") for each in paragraphs)
 
 
 def parse_with_flags(
@@ -71,7 +129,7 @@ def parse_with_flags(
         own.__name__, [flag for flag in _flags(model, defaults) if flag[0] not in without], bases=(own,), frozen=True
     )
     mirror.__doc__ = own.__doc__
-    values = dataclasses.asdict(tyro.cli(mirror, prog=f"chameleon {command}", args=arguments))
+    values = dataclasses.asdict(parse_arguments(mirror, arguments, command=command))
     own_values = {field.name: values.pop(field.name) for field in dataclasses.fields(own)}
     if _FAILURES in values:
         values[_FAILURES] = _failures(values[_FAILURES])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chameleon_ft.cli._presets import preset_profile
+from chameleon_ft.cli._presets import hosts_of
 from chameleon_ft.config import Parallel, RunConfig, TrainConfig, config_type, parse_config, read_toml
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan, data_pipeline_plan
@@ -16,9 +16,9 @@ from chameleon_ft.profiles import Profile, derived_profile, profile_of_run
 from chameleon_ft.recovery import in_flight_ceiling
 from chameleon_ft.schedule import CostModel, InFlightLimit
 
-__all__ = ["Layout", "PlanCase", "case_of_config", "case_of_preset"]
+__all__ = ["Layout", "PlanCase", "case_of_config", "case_of_profile"]
 
-_SHARE = 16  # micro-batches of a pipeline where a preset is not given any
+_SHARE = 16  # micro-batches of a pipeline where nothing says how many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,37 +118,24 @@ def case_of_config(
     per_host = config.emulation.workers_per_host if config.device == "emulated" else workers_per_host
     return PlanCase(
         profile=_profile_for(config, path, device_name=device_name),
-        hosts=_hosts(layout.workers or config.workers, per_host),
+        hosts=hosts_of(layout.workers or config.workers, per_host),
         speeds=speeds,
         micro_batches=config.batch.micro_batches,
         parallel=None if searched else config.parallel,
     )
 
 
-def case_of_preset(
-    model: str,
-    layout: Layout,
-    *,
-    device_name: str | None,
-    state: str,
-    recompute: str,
-    workers_per_host: int,
-    speeds: Mapping[int, float],
+def case_of_profile(
+    profile: Profile, layout: Layout, *, workers_per_host: int, speeds: Mapping[int, float]
 ) -> PlanCase:
-    """The case of a published model, or of a Hugging Face config.json, on a known device.
-
-    Raises ConfigError with what to change.
-    """
-    profile = preset_profile(
-        model, device_name, micro_batch_size=layout.micro_batch_size or 1, state=state, recompute=recompute
-    )
+    """The case of a layout of what a profile is of. Raises ConfigError with what to change."""
     if layout.workers is not None:
         if layout.micro_batches is None:
             raise ConfigError(f"--workers {layout.workers}: needs --micro-batches, how many a step has")
         parallel, workers, micro_batches = None, layout.workers, layout.micro_batches
     else:
         if layout.dp is None or layout.pp is None:
-            raise ConfigError(f"--model {model}: needs --dp and --pp, or --workers to have the layout searched for")
+            raise ConfigError(f"{profile.name}: needs --dp and --pp, or --workers to have the layout searched for")
         given = layout.sections()
         batch = {"micro_batches": _SHARE * layout.dp, **given["batch"]}
         values = {"workers": layout.dp * layout.pp, "parallel": given["parallel"], "batch": batch}
@@ -156,19 +143,15 @@ def case_of_preset(
         parallel, workers, micro_batches = config.parallel, config.workers, config.batch.micro_batches
         if parallel.pp > len(profile.layers):
             raise ConfigError(
-                f"--pp {layout.pp}: {model} has {len(profile.layers)} layers; take as many stages at most"
+                f"--pp {layout.pp}: {profile.name} has {len(profile.layers)} layers; take as many stages at most"
             )
     return PlanCase(
         profile=profile,
-        hosts=_hosts(workers, workers_per_host),
+        hosts=hosts_of(workers, workers_per_host),
         speeds=speeds,
         micro_batches=micro_batches,
         parallel=parallel,
     )
-
-
-def _hosts(workers: int, per_host: int) -> dict[int, str]:
-    return {worker: f"host{worker // per_host}" for worker in range(workers)}
 
 
 def _profile_for(config: RunConfig, path: Path, *, device_name: str | None) -> Profile:

@@ -9,12 +9,13 @@ from itertools import groupby
 from rich import box
 from rich.table import Table
 
-from chameleon_ft.cli._console import output
 from chameleon_ft.cli._plan_fit import Misfit
 from chameleon_ft.cli._prediction import Prediction, Searched
+from chameleon_ft.observe.console import output
 from chameleon_ft.plan import Plan
+from chameleon_ft.quantities import data_size, duration, rate
 
-__all__ = ["gibibytes", "seconds", "show"]
+__all__ = ["show"]
 
 
 def show(prediction: Prediction) -> None:
@@ -24,62 +25,54 @@ def show(prediction: Prediction) -> None:
     console.print(_facts(prediction))
     console.print(_workers(prediction, shape))
     if prediction.searched is not None:
-        console.print(_found(prediction.searched, shape))
+        console.print(_proof(prediction.searched), soft_wrap=True)
+        console.print(_found(prediction.searched, shape, moves=prediction.before is not None))
     if prediction.misfit is not None:
         console.print(_misfit_in_words(prediction.misfit), style="red", soft_wrap=True)
-
-
-def seconds(value: float) -> str:
-    """A time in the unit that reads best."""
-    if value >= 1 or value == 0:
-        return f"{value:.3f} s"
-    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
-
-
-def gibibytes(num_bytes: int) -> str:
-    """A size in the unit that reads best."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} B"
 
 
 def _facts(prediction: Prediction) -> Table:
     estimate = prediction.estimate
     samples_per_s = prediction.costs.workload.samples / estimate.step_s
     facts = Table(box=None, show_header=False, pad_edge=True)
-    facts.add_row("step", f"{seconds(estimate.step_s)}, {samples_per_s:,.1f} samples a second")
+    facts.add_row("step", f"{duration(estimate.step_s)}, {rate(samples_per_s)} samples a second")
     facts.add_row(
-        "", f"= {seconds(estimate.program_s)} of operations + {seconds(estimate.sync.exposed_s)} of gradient sync"
+        "", f"= {duration(estimate.program_s)} of operations + {duration(estimate.sync.exposed_s)} of gradient sync"
     )
     if prediction.dead and prediction.before is not None and prediction.before_step_s is not None:
         before_s = prediction.before_step_s
         live = len(prediction.before.workers) - len(prediction.dead)
         facts.add_row(
             "",
-            f"{before_s / estimate.step_s:.1%} of the throughput before the loss ({seconds(before_s)}, "
+            f"{before_s / estimate.step_s:.1%} of the throughput before the loss ({duration(before_s)}, "
             f"{'split' if prediction.before.split_backward else 'fused'} backward), "
             f"with {live / len(prediction.before.workers):.1%} of the workers",
         )
     above = f"{max(0.0, estimate.gap):.1%} above it"
-    facts.add_row("bound", f"{seconds(estimate.bound_s)} for the operations of this plan in any order: {above}")
+    facts.add_row("bound", f"{duration(estimate.bound_s)} for the operations of this plan in any order: {above}")
     backward = "split" if prediction.plan.split_backward else "fused"
     if prediction.plan.recompute:
         facts.add_row("", f"workers {_ranges(sorted(prediction.plan.recompute))} recompute, to save memory")
-    facts.add_row("", f"{seconds(prediction.cluster_bound_s)} for those of any pipelines with {backward} backward")
+    facts.add_row("", f"{duration(prediction.cluster_bound_s)} for those of any pipelines with {backward} backward")
     facts.add_row("bubble", f"{estimate.bubble:.1%} of the workers' time is idle")
     return facts
 
 
-def _found(searched: Searched, shape: box.Box) -> Table:
-    """What the search has found, the best first."""
+def _proof(searched: Searched) -> str:
     result = searched.result
-    proof = f"{max(0.0, searched.gap):.1%} above {seconds(result.bound_s)}, which no plan of the family "
-    title = f"{searched.planner}, in {seconds(searched.search_s)}: {proof}{result.family} can beat"
-    table = Table(box=shape, title=title, title_justify="left")
+    above = f"{max(0.0, searched.gap):.1%} above {duration(result.bound_s)}"
+    return (
+        f"{searched.planner}, in {duration(searched.search_s)}: {above}, "
+        f"which no plan of the family {result.family} can beat"
+    )
+
+
+def _found(searched: Searched, shape: box.Box, *, moves: bool) -> Table:
+    """What the search has found, the best first; what each moves only if a plan is in force that it is moved from."""
+    table = Table(box=shape)
     table.add_column("found")
     table.add_column("backward")
-    for column in ("step", "pipelines", "bytes to move", "peak memory"):
+    for column in ("step", "pipelines of stages", *(("to move",) if moves else ()), "peak memory"):
         table.add_column(column, justify="right")
     for candidate in searched.candidates:
         found = candidate.found
@@ -87,10 +80,10 @@ def _found(searched: Searched, shape: box.Box) -> Table:
         table.add_row(
             found.name,
             _backward(found.plan),
-            seconds(candidate.estimate.step_s),
+            duration(candidate.estimate.step_s),
             ", ".join(f"{count} of {depth}" for depth, count in sorted(depths.items())),
-            gibibytes(found.moved_bytes),
-            gibibytes(candidate.peak_bytes),
+            *((data_size(found.moved_bytes),) if moves else ()),
+            data_size(candidate.peak_bytes),
         )
     return table
 
@@ -127,8 +120,8 @@ def _alike(prediction: Prediction) -> list[tuple[tuple[str, ...], list[int]]]:
             ", ".join(f"{part.start}-{part.stop - 1}" for part in prediction.plan.placement.ranges_of(worker)),
             str(operations.get(worker, 0)),
             f"{estimate.busy_s[worker] / estimate.program_s:.0%}" if estimate.program_s else "-",
-            gibibytes(memory),
-            "unknown" if capacity is None else gibibytes(capacity),
+            data_size(memory),
+            "unknown" if capacity is None else data_size(capacity),
         )
         rows.append((row, worker))
     rows.sort(key=lambda pair: (_first_layer(pair[0][0]), pair))
@@ -153,17 +146,17 @@ def _ranges(workers: Sequence[int]) -> str:
 def _misfit_in_words(misfit: Misfit) -> str:
     worker, missing = max(misfit.missing_bytes.items(), key=lambda pair: pair[1])
     lines = [
-        f"does not fit: worker {worker} needs {gibibytes(missing)} more than its {gibibytes(misfit.capacity_bytes)}"
+        f"does not fit: worker {worker} needs {data_size(missing)} more than its {data_size(misfit.capacity_bytes)}"
         + (f", and {len(misfit.missing_bytes) - 1} others lack memory too" if len(misfit.missing_bytes) > 1 else "")
     ]
     if misfit.fitting:
-        fits = ", ".join(f"--dp {fit.dp} --pp {fit.pp} ({gibibytes(fit.peak_bytes)})" for fit in misfit.fitting)
+        fits = ", ".join(f"--dp {fit.dp} --pp {fit.pp} ({data_size(fit.peak_bytes)})" for fit in misfit.fitting)
         lines.append(f"what would fit: {fits}")
     elif misfit.layouts:
         least = misfit.layouts[0]
         lines.append(
             f"no layout of these workers fits; the nearest is --dp {least.dp} --pp {least.pp}, which lacks "
-            f"{gibibytes(least.peak_bytes - misfit.capacity_bytes)}; take more workers (--workers N says whether N "
+            f"{data_size(least.peak_bytes - misfit.capacity_bytes)}; take more workers (--workers N says whether N "
             "would do), or save memory by --recompute full or a smaller --micro-batch-size"
         )
     return "\n".join(lines)

@@ -9,10 +9,10 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from chameleon_ft.cli._console import output
-from chameleon_ft.cli._plan_view import gibibytes, seconds
 from chameleon_ft.cluster import Link
+from chameleon_ft.observe.console import output
 from chameleon_ft.profiles import Profile
+from chameleon_ft.quantities import data_size, duration
 from chameleon_ft.workload import LayerCost
 
 __all__ = ["show"]
@@ -44,7 +44,7 @@ def _layers(profile: Profile, shape: box.Box) -> Table:
         table.add_row(
             names,
             *(
-                seconds(sum(times) / len(times))
+                duration(sum(times) / len(times))
                 for times in (
                     [layer.forward_s for layer in layers],
                     [layer.backward_s for layer in layers],
@@ -52,11 +52,11 @@ def _layers(profile: Profile, shape: box.Box) -> Table:
                     [layer.weight_grad_s for layer in layers],
                 )
             ),
-            gibibytes(layers[0].param_bytes),
-            gibibytes(layers[0].activation_bytes),
-            gibibytes(layers[0].weight_grad_bytes),
-            gibibytes(layers[0].output_bytes),
-            gibibytes(layers[0].working_bytes),
+            data_size(layers[0].param_bytes),
+            data_size(layers[0].activation_bytes),
+            data_size(layers[0].weight_grad_bytes),
+            data_size(layers[0].output_bytes),
+            data_size(layers[0].working_bytes),
         )
     return table
 
@@ -70,7 +70,7 @@ def _kind(layer: LayerCost) -> LayerCost:
 
 def _facts(profile: Profile) -> Table:
     facts = Table(box=None, show_header=False, pad_edge=True)
-    facts.add_row("operation", f"{seconds(profile.operation_overhead_s)} beside its layers")
+    facts.add_row("operation", f"{duration(profile.operation_overhead_s)} beside its layers")
     facts.add_row("link in a host", _link(profile.intra_host))
     facts.add_row("link between hosts", "not measured" if profile.inter_host is None else _link(profile.inter_host))
     if profile.all_reduces:
@@ -78,23 +78,23 @@ def _facts(profile: Profile) -> Table:
         ring_s = profile.intra_host.ring_all_reduce_s(largest.num_bytes, largest.workers)
         facts.add_row(
             "all-reduce",
-            f"{gibibytes(largest.num_bytes)} over {largest.workers} workers in {seconds(largest.time.median_s)}; "
-            f"{seconds(ring_s)} by the ring formula",
+            f"{data_size(largest.num_bytes)} over {largest.workers} workers in {duration(largest.time.median_s)}; "
+            f"{duration(ring_s)} by the ring formula",
         )
     if profile.times:
         facts.add_row("spread", _spread(profile))
-    capacity = "not checked" if profile.memory_bytes is None else gibibytes(profile.memory_bytes)
+    capacity = "not checked" if profile.memory_bytes is None else data_size(profile.memory_bytes)
     facts.add_row("memory of a worker", capacity)
     return facts
 
 
 def _link(link: Link) -> str:
-    return f"{seconds(link.latency_s)} + {link.bytes_per_s / 1e9:.3g} GB/s"
+    return f"{duration(link.latency_s)} + {data_size(link.bytes_per_s)}/s"
 
 
 def _spread(profile: Profile) -> str:
     forward = profile.times[max(range(len(profile.times)), key=lambda i: profile.times[i].forward.median_s)].forward
     return (
-        f"F of the slowest layer takes {seconds(forward.least_s)} to {seconds(forward.largest_s)}, "
-        f"median of {forward.count}: {seconds(forward.median_s)}"
+        f"F of the slowest layer takes {duration(forward.least_s)} to {duration(forward.largest_s)}, "
+        f"median of {forward.count}: {duration(forward.median_s)}"
     )

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from chameleon_ft.cli._console import output
-from chameleon_ft.cli._plan_view import seconds
 from chameleon_ft.observe.comparison import GenerationComparison
+from chameleon_ft.observe.console import output
+from chameleon_ft.quantities import duration
 
 __all__ = ["show"]
 
@@ -44,8 +44,8 @@ def _table(comparison: GenerationComparison, shape: box.Box) -> Table:
     table.add_row(
         "step",
         str(len(comparison.steps)),
-        seconds(comparison.predicted.step_s),
-        seconds(comparison.measured_s),
+        duration(comparison.predicted.step_s),
+        duration(comparison.measured_s),
         f"{comparison.error:+.2%}",
         f"{sum(map(abs, errors)) / len(errors):.2%}",
     )
@@ -53,8 +53,8 @@ def _table(comparison: GenerationComparison, shape: box.Box) -> Table:
         table.add_row(
             kind.kind.name.lower().replace("_", " "),
             str(kind.count),
-            seconds(kind.predicted_s),
-            seconds(kind.measured_s),
+            duration(kind.predicted_s),
+            duration(kind.measured_s),
             f"{kind.predicted_s / kind.measured_s - 1:+.2%}" if kind.measured_s else "-",
             f"{kind.mean_error:.2%}",
         )

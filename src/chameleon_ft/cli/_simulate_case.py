@@ -8,16 +8,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_type_hints
 
-from chameleon_ft.cli._presets import preset_profile
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.presets import DEVICES
-from chameleon_ft.profiles import Profile, read_profile
 from chameleon_ft.simulate import MODELS, Trace, generate_trace, load_trace, load_trace_for
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.run import SIMULATED_POLICIES
 from chameleon_ft.simulate.sweep import SWEPT
 
-__all__ = ["TraceChoice", "assumed", "chosen_policies", "chosen_sweep", "names_only_failing", "profile_of", "trace_of"]
+__all__ = ["TraceChoice", "assumed", "chosen_policies", "chosen_sweep", "names_only_failing", "trace_of"]
 
 _DAY_S = 86_400.0
 _YEAR_DAYS = 365.0
@@ -34,40 +31,6 @@ class TraceChoice:
     seed: int
     rate: float
     keep_repairs: bool
-
-
-def profile_of(
-    model: str | None,
-    device_name: str | None,
-    profile: Path | None,
-    *,
-    micro_batch_size: int,
-    state: str,
-    recompute: str,
-) -> Profile:
-    """What layers and links cost: of a model on a known device, or of a file.
-
-    Raises ConfigError with what to change.
-    """
-    if profile is not None:
-        if model is not None or device_name is not None:
-            raise ConfigError(f"--profile {profile}: holds what --model and --device would say; leave those out")
-        return read_profile(profile)
-    if model is None:
-        raise ConfigError("nothing to simulate: give a published --model and its --device, or a --profile")
-    return preset_profile(
-        model,
-        None if device_name is None else _whole_name(device_name),
-        micro_batch_size=micro_batch_size,
-        state=state,
-        recompute=recompute,
-    )
-
-
-def _whole_name(device_name: str) -> str:
-    """The one device whose name begins so, such as h100-80g for h100; else as it is given."""
-    begun = [name for name in DEVICES if name.startswith(f"{device_name.lower()}-")]
-    return begun[0] if len(begun) == 1 else device_name
 
 
 def trace_of(choice: TraceChoice, *, hosts: int, workers_per_host: int) -> Trace:

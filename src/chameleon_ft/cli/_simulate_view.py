@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from chameleon_ft.cli._console import output
+from chameleon_ft.observe.console import output
+from chameleon_ft.quantities import duration, rate
 from chameleon_ft.simulate import Trace, trace_statistics
 from chameleon_ft.simulate.results import PolicyResult, Results
 from chameleon_ft.simulate.run import ORACLE
@@ -47,20 +48,16 @@ def _table(results: Results, shape: box.Box, *, wide: bool) -> Table:
         bound = name == ORACLE
         cells = [
             name,
-            _rate(own.goodput),
+            rate(own.goodput),
             f"{own.share_of_failure_free:.2%}",
             f"{own.share_of_oracle:.2%}",
-            "" if bound else _duration(own.stall_s),
-            "" if bound else _duration(own.lost_s),
+            "" if bound else duration(own.stall_s),
+            "" if bound else duration(own.lost_s),
             *([f"{own.effective_time_ratio:.2%}"] if wide else []),
             "" if bound else f"{len(own.decisions):,}",
         ]
         table.add_row(*cells, *([_kinds(own)] if wide else []), style="dim" if bound else "")
     return table
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:,.1f}" if per_s >= 100 else f"{per_s:.4g}"
 
 
 def _kinds(own: PolicyResult) -> str:
@@ -82,23 +79,16 @@ def _trace_in_words(trace: Trace) -> str:
 
 def _where_it_went(name: str, own: PolicyResult) -> str:
     """What keeps the first from the failure-free rate; and how well its decisions were predicted."""
-    stalls = ", ".join(f"{cause} {_duration(seconds)}" for cause, seconds in own.stall_by_cause.items())
-    lost = ", ".join(f"{cause} {_duration(seconds)}" for cause, seconds in own.lost_by_cause.items())
+    stalls = ", ".join(f"{cause} {duration(seconds)}" for cause, seconds in own.stall_by_cause.items())
+    lost = ", ".join(f"{cause} {duration(seconds)}" for cause, seconds in own.lost_by_cause.items())
     parts = [f"stalls: {stalls or 'none'}", f"work done again: {lost or 'none'}"]
     if own.checkpoint_s:
-        parts.append(f"writing checkpoints: {_duration(own.checkpoint_s)}")
+        parts.append(f"writing checkpoints: {duration(own.checkpoint_s)}")
     if own.down_s:
-        parts.append(f"too few workers: {_duration(own.down_s)}")
+        parts.append(f"too few workers: {duration(own.down_s)}")
     if own.stall_error is not None and own.step_error is not None:
         parts.append(f"its predictions are off by {own.step_error:.1%} (steps) and {own.stall_error:.1%} (stalls)")
     return f"{name}: {'; '.join(parts)}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
 
 
 def show_sweep(title: str, found: Sweep, trace: Trace) -> None:
@@ -143,7 +133,7 @@ def _most(point: Point, *, per_worker: bool = False) -> str:
         return "-"
     by_policy = point.results.policies
     first = next((name for name in point.results.ranking if name != ORACLE), ORACLE)
-    return _rate(by_policy[first].goodput / (point.results.workers if per_worker else 1))
+    return rate(by_policy[first].goodput / (point.results.workers if per_worker else 1))
 
 
 def _leads_in_words(found: Sweep) -> list[str]:

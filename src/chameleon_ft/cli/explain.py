@@ -11,7 +11,7 @@ from typing import Annotated, Optional
 import tyro
 
 from chameleon_ft.cli._explain_words import why
-from chameleon_ft.cli._flags import optional_argument, parse_arguments
+from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.decisions import DecisionStory, decision_stories
@@ -31,7 +31,7 @@ class ExplainArguments:
         Optional[int],  # noqa: UP045
         optional_argument("INT", "Only this one, counted from 1."),
     ] = None
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print the story as JSON.")] = False
+    json: Annotated[Switch, optional_argument("", "Print the story as JSON.")] = False
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Optional, get_args
 
 import tyro
 
-from chameleon_ft.cli._flags import parse_arguments
+from chameleon_ft.cli._flags import optional_argument, parse_arguments
 from chameleon_ft.config import FailureKind, FailurePhase
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
@@ -31,16 +31,14 @@ class InjectArguments:
         tyro.conf.arg(help="kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut."),
     ] = "kill"
     phase: Annotated[
-        FailurePhase | None,
-        tyro.conf.arg(
-            metavar="{" + ",".join(get_args(FailurePhase)) + "}",
-            help="What the worker should be doing when it fails.",
-            help_behavior_hint="",
+        Optional[FailurePhase],  # noqa: UP045
+        optional_argument(
+            "{" + ",".join(get_args(FailurePhase)) + "}", "What the worker should be doing when it fails."
         ),
     ] = None
     step: Annotated[
-        int | None,
-        tyro.conf.arg(metavar="INT", help="Step in which it should fail.", help_behavior_hint=""),
+        Optional[int],  # noqa: UP045
+        optional_argument("INT", "Step in which it should fail."),
     ] = None
 
 

@@ -10,21 +10,25 @@ from typing import Annotated, Literal, Optional
 
 import tyro
 
-from chameleon_ft.cli._flags import optional_argument, parse_arguments
-from chameleon_ft.cli._plan_case import Layout, PlanCase, case_of_config, case_of_preset
+from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
+from chameleon_ft.cli._plan_case import Layout, PlanCase, case_of_config, case_of_profile
 from chameleon_ft.cli._prediction import predict_layout, predict_searched
+from chameleon_ft.cli._presets import NO_PRESET, Preset, WorkersPerHost, profile_of
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.lanes import Lane
 
 __all__ = ["main"]
+
+_NOTHING = "nothing to plan for: give a CONFIG, or a published --model and its --device, or a --profile"
 
 
 @dataclass(frozen=True)
 class PlanArguments:
     """Predict what a step takes: its time and that of every operation, the memory of every worker, and lower bounds.
 
-    For the run that CONFIG describes, by the profile that it names or --profile; or for a published --model on a known
-    --device. Nothing is started. Exit code 1 where the plan does not fit into the memory of its workers.
+    For the run that CONFIG describes, by the profile that it names or --profile; or without CONFIG for a layout of a
+    published --model on a known --device, or of a --profile. Nothing is started. Exit code 1 where the plan does not
+    fit into the memory of its workers.
     """
 
     config: Annotated[
@@ -34,38 +38,21 @@ class PlanArguments:
     ] = None
     profile: Annotated[
         Optional[Path],  # noqa: UP045
-        optional_argument("PATH", "Profile of the model of CONFIG, instead of the one that it names."),
+        optional_argument("PATH", "Profile of the model of CONFIG; or without it, in place of --model and --device."),
     ] = None
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        optional_argument("NAME", "Published model, such as llama2-7b, or the path of a Hugging Face config.json."),
-    ] = None
-    device: Annotated[
-        Optional[str],  # noqa: UP045
-        optional_argument("NAME", "Device to derive costs for, such as h100-80g."),
-    ] = None
-    state: Annotated[str, tyro.conf.arg(help="Types of parameters, gradients and optimizer state, with --model.")] = (
-        "bf16-master"
-    )
-    recompute: Annotated[str, tyro.conf.arg(help="What is computed twice to save memory, with --model.")] = "none"
+    preset: Preset = NO_PRESET
     dp: Annotated[Optional[int], optional_argument("INT", "Pipelines.")] = None  # noqa: UP045
     pp: Annotated[Optional[int], optional_argument("INT", "Stages of a pipeline.")] = None  # noqa: UP045
     micro_batches: Annotated[
         Optional[int],  # noqa: UP045
         optional_argument(
-            "INT", "Micro-batches of a step, over all pipelines; with --model 16 a pipeline if not given."
+            "INT", "Micro-batches of a step, over all pipelines; without CONFIG 16 a pipeline if not given."
         ),
     ] = None
-    micro_batch_size: Annotated[
-        Optional[int],  # noqa: UP045
-        optional_argument("INT", "Samples of a micro-batch."),
-    ] = None
     split_backward: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Run the halves of the backward apart, whatever CONFIG says."),
+        Switch, optional_argument("", "Run the halves of the backward apart, whatever CONFIG says.")
     ] = False
-    workers_per_host: Annotated[int, tyro.conf.arg(help="Workers of a host; between hosts links are slower.")] = 8
+    workers_per_host: WorkersPerHost = 8
     workers: Annotated[
         Optional[int],  # noqa: UP045
         optional_argument("INT", "Workers to search the best plan of, whatever its pipelines; not with --dp and --pp."),
@@ -91,7 +78,7 @@ class PlanArguments:
         Optional[Path],  # noqa: UP045
         optional_argument("PATH", "Write the schedule as a trace for ui.perfetto.dev."),
     ] = None
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print the prediction as JSON.")] = False
+    json: Annotated[Switch, optional_argument("", "Print the prediction as JSON.")] = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -126,52 +113,40 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _case(given: PlanArguments) -> PlanCase:
-    if given.workers_per_host < 1:
-        raise ConfigError(f"--workers-per-host {given.workers_per_host}: should be 1 or more")
     layout = _layout(given)
     speeds = _speeds(given.slow)
     if given.config is not None:
-        if given.model is not None:
-            raise ConfigError(f"--model {given.model}: {given.config} says what is trained; leave one of them out")
+        given.preset.refuse(
+            f"{given.config} says what is trained; leave one of them out", but=("device", "micro_batch_size")
+        )
         case = case_of_config(
             given.config,
             layout,
             profile=given.profile,
-            device_name=given.device,
+            device_name=given.preset.device,
             workers_per_host=given.workers_per_host,
             speeds=speeds,
         )
-    elif given.model is None:
-        raise ConfigError("nothing to plan for: give a CONFIG, or a published --model and its --device")
-    elif given.profile is not None:
-        raise ConfigError(f"--profile {given.profile}: is for a CONFIG; costs of --model are derived from --device")
     else:
-        case = case_of_preset(
-            given.model,
-            layout,
-            device_name=given.device,
-            state=given.state,
-            recompute=given.recompute,
-            workers_per_host=given.workers_per_host,
-            speeds=speeds,
-        )
+        profile = profile_of(given.preset, given.profile, missing=_NOTHING)
+        case = case_of_profile(profile, layout, workers_per_host=given.workers_per_host, speeds=speeds)
     for worker in speeds:
         _require_worker(worker, case, f"--slow {given.slow}")
     return case
 
 
 def _layout(given: PlanArguments) -> Layout:
-    if given.workers is not None:
-        if given.workers < 1:
-            raise ConfigError(f"--workers {given.workers}: should be 1 or more")
-        if given.dp is not None or given.pp is not None:
-            raise ConfigError(f"--workers {given.workers}: searches for a layout, and --dp and --pp give one; choose")
+    for name in ("workers", "dp", "pp", "micro_batches"):
+        if (value := getattr(given, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: should be 1 or more")
+    if given.workers is not None and (given.dp is not None or given.pp is not None):
+        raise ConfigError(f"--workers {given.workers}: searches for a layout, and --dp and --pp give one; choose")
     return Layout(
         workers=given.workers,
         dp=given.dp,
         pp=given.pp,
         micro_batches=given.micro_batches,
-        micro_batch_size=given.micro_batch_size,
+        micro_batch_size=given.preset.micro_batch_size,
         split_backward=given.split_backward or None,
     )
 

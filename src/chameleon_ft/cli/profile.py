@@ -13,9 +13,9 @@ from typing import Annotated, Any, Optional
 
 import tyro
 
-from chameleon_ft.cli._flags import optional_argument, parse_arguments
+from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
 from chameleon_ft.cli._preflight import absolute_job, prepare_data_of
-from chameleon_ft.cli._presets import preset_profile
+from chameleon_ft.cli._presets import NO_PRESET, Preset
 from chameleon_ft.config import RunConfig, config_type, parse_config, read_toml
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.profiles import Profile, write_profile
@@ -50,24 +50,8 @@ class ProfileArguments:
         Optional[str],  # noqa: UP045
         optional_argument("HOST:PORT", "Answer those who measure the link to this host, until Ctrl-C."),
     ] = None
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        optional_argument("NAME", "Published model, such as llama2-7b, or the path of a Hugging Face config.json."),
-    ] = None
-    device: Annotated[
-        Optional[str],  # noqa: UP045
-        optional_argument("NAME", "Device to derive the costs of --model for, such as h100-80g."),
-    ] = None
-    micro_batch_size: Annotated[int, tyro.conf.arg(help="Samples of a micro-batch, with --model.")] = 1
-    state: Annotated[str, tyro.conf.arg(help="Types of parameters, gradients and optimizer state, with --model.")] = (
-        "bf16-master"
-    )
-    recompute: Annotated[str, tyro.conf.arg(help="What is computed twice to save memory, with --model.")] = "none"
-    json: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Print the profile as JSON in place of a table."),
-    ] = False
+    preset: Preset = NO_PRESET
+    json: Annotated[Switch, optional_argument("", "Print the profile as JSON.")] = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         serve_link(given.serve, tell=_tell)
         return 0
     out = _free(given.out)
-    profile = _derived(given) if given.config is None else _measured(given, given.config, arguments)
+    profile = given.preset.profile() if given.config is None else _measured(given, given.config, arguments)
     write_profile(profile, out)
     if given.json:
         print(out.read_text(encoding="utf-8"), end="")
@@ -94,17 +78,15 @@ def main(arguments: Sequence[str]) -> int:
 def _check(given: ProfileArguments) -> None:
     """Raise ConfigError where the arguments do not go together."""
     if given.serve is not None:
-        if given.config is not None or given.model is not None or given.peer is not None or given.out is not None:
+        if (given.config, given.preset, given.peer, given.out) != (None, NO_PRESET, None, None):
             raise ConfigError(f"--serve {given.serve}: only answers; the host that measures names what and where to")
         return
     if given.repeats < 1:
         raise ConfigError(f"--repeats {given.repeats}: should be 1 or more")
-    if given.config is not None and given.model is not None:
-        raise ConfigError(f"--model {given.model}: {given.config} says what is measured; leave one of them out")
-    if given.config is None and given.model is None:
+    if given.config is not None:
+        given.preset.refuse(f"is for --model, and {given.config} says what is measured; leave one of them out")
+    elif given.preset.model is None:
         raise ConfigError("nothing to profile: give a CONFIG, or a published --model and its --device")
-    if given.config is not None and given.device is not None:
-        raise ConfigError(f"--device {given.device}: is for --model; what {given.config} names is measured where it is")
     if given.config is None and given.peer is not None:
         raise ConfigError(f"--peer {given.peer}: the links of --device are known; it is for measuring, with a CONFIG")
 
@@ -118,17 +100,6 @@ def _free(out: Path | None) -> Path:
     if not (out.absolute().parent.is_dir() and os.access(out.absolute().parent, os.W_OK)):
         raise ConfigError(f"--out {out}: cannot be written there; name a file in a directory of your own")
     return out
-
-
-def _derived(given: ProfileArguments) -> Profile:
-    assert given.model is not None
-    return preset_profile(
-        given.model,
-        given.device,
-        micro_batch_size=given.micro_batch_size,
-        state=given.state,
-        recompute=given.recompute,
-    )
 
 
 def _measured(given: ProfileArguments, file: Path, arguments: Sequence[str]) -> Profile:

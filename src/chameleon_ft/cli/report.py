@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 
 import tyro
 
-from chameleon_ft.cli._flags import optional_argument, parse_arguments
+from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import GenerationComparison, MeasuredStep, compare_generations
@@ -42,7 +42,7 @@ class ReportArguments:
         Optional[Path],  # noqa: UP045
         optional_argument("PATH", "Write that step, predicted and measured, as a trace for ui.perfetto.dev."),
     ] = None
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print the report as JSON.")] = False
+    json: Annotated[Switch, optional_argument("", "Print the report as JSON.")] = False
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,14 +10,14 @@ from typing import Annotated, Literal, Optional
 
 import tyro
 
-from chameleon_ft.cli._flags import optional_argument, parse_arguments
+from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
+from chameleon_ft.cli._presets import NO_PRESET, Preset, WorkersPerHost, hosts_of, profile_of
 from chameleon_ft.cli._simulate_case import (
     TraceChoice,
     assumed,
     chosen_policies,
     chosen_sweep,
     names_only_failing,
-    profile_of,
     trace_of,
 )
 from chameleon_ft.errors import ConfigError, PlanError
@@ -28,6 +28,7 @@ from chameleon_ft.simulate.sweep import Scene, sweep
 
 __all__ = ["main"]
 
+_NOTHING = "nothing to simulate: give a published --model and its --device, or a --profile"
 _PER_WORKER = 4  # micro-batches of a step, by default
 
 
@@ -41,17 +42,10 @@ class SimulateArguments:
     """
 
     workers: Annotated[int, tyro.conf.arg(help="Workers of the cluster: whole hosts.")]
-    model: Annotated[
-        Optional[str],  # noqa: UP045
-        optional_argument("NAME", "Published model, such as llama2-7b, or the path of a Hugging Face config.json."),
-    ] = None
-    device: Annotated[
-        Optional[str],  # noqa: UP045
-        optional_argument("NAME", "Device to derive costs for, such as h100-80g, or h100 for short."),
-    ] = None
+    preset: Preset = NO_PRESET
     profile: Annotated[
         Optional[Path],  # noqa: UP045
-        optional_argument("PATH", "Measured profile, instead of --model and --device."),
+        optional_argument("PATH", "Measured profile, in place of --model and --device."),
     ] = None
     trace: Annotated[
         Optional[Path],  # noqa: UP045
@@ -74,9 +68,7 @@ class SimulateArguments:
         1.0
     )
     keep_repairs: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="Repairs take as long at every --rate, so that more workers are down."),
+        Switch, optional_argument("", "Repairs take as long at every --rate, so that more workers are down.")
     ] = False
     policies: Annotated[
         str, optional_argument("NAME[,NAME ...]", "Policies to set side by side, or all. (default: all)")
@@ -85,12 +77,7 @@ class SimulateArguments:
         Optional[int],  # noqa: UP045
         optional_argument("INT", "Micro-batches of a step, over all pipelines; 4 for each worker if not given."),
     ] = None
-    micro_batch_size: Annotated[int, tyro.conf.arg(help="Samples of a micro-batch, with --model.")] = 1
-    workers_per_host: Annotated[int, tyro.conf.arg(help="Workers of a host, which is lost as a whole.")] = 8
-    state: Annotated[str, tyro.conf.arg(help="Types of parameters, gradients and optimizer state, with --model.")] = (
-        "bf16-master"
-    )
-    recompute: Annotated[str, tyro.conf.arg(help="What is computed twice to save memory, with --model.")] = "none"
+    workers_per_host: WorkersPerHost = 8
     assume: Annotated[
         str,
         optional_argument(
@@ -113,7 +100,7 @@ class SimulateArguments:
         Optional[Path],  # noqa: UP045
         optional_argument("PATH", "Write the trace that is simulated, as JSON lines."),
     ] = None
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print the results as JSON.")] = False
+    json: Annotated[Switch, optional_argument("", "Print the results as JSON.")] = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -187,21 +174,13 @@ def _sweep(
 
 def _scene(given: SimulateArguments) -> Scene:
     per_host = given.workers_per_host
-    if per_host < 1:
-        raise ConfigError(f"--workers-per-host {per_host}: should be 1 or more")
+    hosts = hosts_of(given.workers, per_host)
     if given.workers < 1 or given.workers % per_host:
         raise ConfigError(
             f"--workers {given.workers}: should be a multiple of the {per_host} workers of a host; "
             "change one of --workers and --workers-per-host"
         )
-    profile = profile_of(
-        given.model,
-        given.device,
-        given.profile,
-        micro_batch_size=given.micro_batch_size,
-        state=given.state,
-        recompute=given.recompute,
-    )
+    profile = profile_of(given.preset, given.profile, missing=_NOTHING)
     chosen = TraceChoice(
         path=given.trace,
         generate=given.generate,
@@ -213,7 +192,6 @@ def _scene(given: SimulateArguments) -> Scene:
     )
     trace = trace_of(chosen, hosts=given.workers // per_host, workers_per_host=per_host)
     micro_batches = _PER_WORKER * given.workers if given.micro_batches is None else given.micro_batches
-    hosts = {worker: f"host{worker // per_host}" for worker in range(given.workers)}
     return Scene(trace, profile.workload(micro_batches), profile.cluster(hosts))
 
 
@@ -221,7 +199,8 @@ def _title(given: SimulateArguments, scene: Scene) -> str:
     trace = scene.trace.name or "a trace"
     if given.trace is not None and given.nodes is None and names_only_failing(given.trace):
         trace += f", taken as measured on {scene.trace.hosts:,} nodes"
-    trained = f"{given.model} on {given.device}" if given.profile is None else f"the profile {given.profile.name}"
+    preset = given.preset
+    trained = f"{preset.model} on {preset.device}" if given.profile is None else f"the profile {given.profile.name}"
     rate = "" if given.rate == 1 else f", {given.rate:g} times the failures"
     return (
         f"{trained}, {given.workers:,} workers, {scene.workload.samples:,} samples a step, "
@@ -232,8 +211,8 @@ def _title(given: SimulateArguments, scene: Scene) -> str:
 def _case(given: SimulateArguments, scene: Scene) -> dict[str, object]:
     figures = trace_statistics(scene.trace)
     return {
-        "model": given.model,
-        "device": given.device,
+        "model": given.preset.model,
+        "device": given.preset.device,
         "profile": None if given.profile is None else str(given.profile),
         "micro_batches": scene.workload.micro_batches,
         "faults": figures.faults,

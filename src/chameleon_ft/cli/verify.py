@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import tyro
 
-from chameleon_ft.cli._flags import parse_arguments
+from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
@@ -26,11 +26,11 @@ class VerifyArguments:
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="Run directory.")]
     steps: Annotated[
-        int | None,
-        tyro.conf.arg(metavar="INT", help="Repeat the first steps only; by default all.", help_behavior_hint=""),
+        Optional[int],  # noqa: UP045
+        optional_argument("INT", "Repeat the first steps only; by default all."),
     ] = None
     tolerance: Annotated[float, tyro.conf.arg(help="Largest relative deviation of a loss that is allowed.")] = 1e-5
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="Print the result as JSON.")] = False
+    json: Annotated[Switch, optional_argument("", "Print the result as JSON.")] = False
 
 
 def main(arguments: Sequence[str]) -> int:

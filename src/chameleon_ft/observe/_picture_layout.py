@@ -8,6 +8,7 @@ from typing import Final
 
 from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.plan import Plan
+from chameleon_ft.quantities import duration
 
 # A chart of few workers has high strips, one of many is allowed to become long; so that boxes keep room for numbers.
 _STRIPS_HEIGHT: Final = 620.0
@@ -100,16 +101,11 @@ def describe(lanes: Sequence[Lane], workers: int) -> list[str]:
 
 def _describe(lane: Lane, other: Lane | None, workers: int) -> str:
     compared = f" ({lane.step_s / other.step_s - 1:+.1%})" if other is not None and other.step_s else ""
-    parts = [f"{lane.name}: step time {_duration(lane.step_s)}{compared}"]
+    parts = [f"{lane.name}: step time {duration(lane.step_s)}{compared}"]
     if lane.step_s > lane.program_s:
-        parts.append(f"the last {_duration(lane.step_s - lane.program_s)} of it gradient all-reduce alone")
+        parts.append(f"the last {duration(lane.step_s - lane.program_s)} of it gradient all-reduce alone")
     parts.append(f"bubble {1 - sum(lane.busy().values()) / workers:.1%}")
     return ", ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    unit, scale = time_unit(seconds)
-    return f"{seconds * scale:.4g} {unit}"
 
 
 def _layers(plan: Plan, worker: int) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.quantities import duration
 
 __all__ = [
     "NOTICED",
@@ -173,11 +174,9 @@ class OutcomeRecord(_Record):
         return {**dataclasses.asdict(self), "step_error": self.step_error, "stall_error": self.stall_error}
 
     def in_words(self) -> str:
-        """Write "predicted step 0.123 s, measured 0.125 s (+1.6%); predicted stall 0.2 s, measured 0.1 s (-50%)"."""
-        return (
-            f"{_compared('step', self.predicted_step_s, self.measured_step_s, self.step_error)}; "
-            f"{_compared('stall', self.predicted_stall_s, self.measured_stall_s, self.stall_error)}"
-        )
+        """Write "step 125 ms (predicted 123 ms, +1.6%), stall 100 ms (predicted 200 ms, -50.0%)"."""
+        step = _compared(self.measured_step_s, self.predicted_step_s, self.step_error)
+        return f"step {step}, stall {_compared(self.measured_stall_s, self.predicted_stall_s, self.stall_error)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,11 +282,11 @@ def _relative(measured: float, predicted: float | None) -> float | None:
     return measured / predicted - 1 if predicted else None
 
 
-def _compared(what: str, predicted_s: float | None, measured_s: float, error: float | None) -> str:
-    before = "" if predicted_s is None else f"predicted {what} {predicted_s:.3f} s, "
-    return f"{before}measured {'' if before else f'{what} '}{measured_s:.3f} s" + (
-        "" if error is None else f" ({error:+.1%})"
-    )
+def _compared(measured_s: float, predicted_s: float | None, error: float | None) -> str:
+    if predicted_s is None:
+        return duration(measured_s)
+    share = "" if error is None else f", {error:+.1%}"
+    return f"{duration(measured_s)} (predicted {duration(predicted_s)}{share})"
 
 
 def _frozen(value: Any) -> Any:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from chameleon_ft.observe.console import output
 from chameleon_ft.observe.records import NOTICED, FailureRecord, JoinRecord, OutcomeRecord, StepRecord, Summary
 from chameleon_ft.observe.view import RunInfo
+from chameleon_ft.quantities import data_size, duration
 
 __all__ = ["TerminalView"]
 
-_PLAIN_WIDTH = 120  # of output that is no terminal and has no width of its own
 _MOST_PIPELINES_SHOWN = 16
 _INDENT = (0, 0, 0, 2)  # top, right, bottom, left
 
@@ -34,11 +34,7 @@ class TerminalView:
     """Prints a header, a line per step, a banner per failure and a closing table to `console`."""
 
     def __init__(self, console: Console | None = None) -> None:
-        console = console or Console(highlight=False)
-        if not console.is_terminal:
-            console.width = _PLAIN_WIDTH
-        self._console = console
-        self._box = box.ROUNDED if console.is_terminal else box.ASCII
+        self._console, self._box = output(console)
         self._steps = 0
 
     def started(self, info: RunInfo) -> None:
@@ -116,7 +112,7 @@ class TerminalView:
             f"{summary.samples_seen:,} seen, {summary.samples_lost:,} lost, {summary.samples_repeated:,} repeated",
         )
         if summary.median_step_s_before is not None:
-            facts.add_row("step time", _step_times(summary))
+            facts.add_row("step time", _step_times(summary.median_step_s_before, summary.median_step_s_after))
         parts = [facts] if not summary.failures else [facts, Text(), self._failures(summary)]
         title = Text(summary.status, style="bold")
         self._print(Panel(Group(*parts), title=title, title_align="left", box=self._box, expand=False))
@@ -181,13 +177,11 @@ def _stall(record: FailureRecord | JoinRecord) -> str:
 
 
 def _moved(record: FailureRecord | JoinRecord) -> str:
-    rate = f", {record.moved_bytes / record.transfer_s / 1e6:,.0f} MB/s" if record.transfer_s else ""
+    rate = f", {data_size(record.moved_bytes / record.transfer_s)}/s" if record.transfer_s else ""
     rounds = f"{record.rounds} round{'' if record.rounds == 1 else 's'}"
-    return f"{record.moved_bytes / 1e6:,.1f} MB in {rounds} and {record.transfer_s:.3f} s{rate}"
+    return f"{data_size(record.moved_bytes)} in {rounds} and {duration(record.transfer_s)}{rate}"
 
 
-def _step_times(summary: Summary) -> str:
-    before = f"median {summary.median_step_s_before:.3f} s"
-    if summary.median_step_s_after is None:
-        return before
-    return f"{before} before the first failure, {summary.median_step_s_after:.3f} s after it"
+def _step_times(before_s: float, after_s: float | None) -> str:
+    before = f"median {duration(before_s)}"
+    return before if after_s is None else f"{before} before the first failure, {duration(after_s)} after it"

@@ -12,9 +12,16 @@ Preset = TypeVar("Preset")
 
 
 def named(presets: Mapping[str, Preset], name: str, kind: str) -> Preset:
-    """The preset called `name`, in any case. Raises ConfigError that names the nearest and all there are."""
-    found = presets.get(name.lower())
-    if found is None:
-        near = difflib.get_close_matches(name.lower(), presets, n=1, cutoff=0.0)
-        raise ConfigError(f"there is no {kind} {name!r}; did you mean {near[0]!r}? Known: {', '.join(presets)}")
-    return found
+    """The preset called `name`, in any case, or the only one whose name goes on after it with a "-".
+
+    Raises ConfigError with all there are, and with the nearest where one is near.
+    """
+    asked = name.lower()
+    if asked in presets:
+        return presets[asked]
+    begun = [known for known in presets if known.startswith(f"{asked}-")]
+    if len(begun) == 1:
+        return presets[begun[0]]
+    near = difflib.get_close_matches(asked, presets, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"there is no {kind} {name!r}; {hint}Known: {', '.join(presets)}")

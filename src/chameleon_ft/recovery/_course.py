@@ -11,14 +11,13 @@ from chameleon_ft.errors import NoHolderError
 from chameleon_ft.estimate import StepEstimate, TransitionEstimate, estimate_step, state_bytes
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.quantities import data_size
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import InFlightLimit, Program, best_program, default_limits
 from chameleon_ft.transfer import Transfer, transfer_s, transfer_to
 
 __all__ = ["Candidate", "Course", "goes_on", "weighed"]
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,11 +206,7 @@ def _capacity(cluster: Cluster, worker: int) -> float:
 def _short_of(missing: Mapping[int, float], when: str) -> str:
     worker = max(missing, key=lambda each: (missing[each], -each))
     others = f", and {len(missing) - 1} others need more too" if len(missing) > 1 else ""
-    return f"memory: worker {worker} needs {_shown(missing[worker])} more {when}{others}"
-
-
-def _shown(num_bytes: float) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB // 100 else f"{num_bytes:,.0f} bytes"
+    return f"memory: worker {worker} needs {data_size(missing[worker])} more {when}{others}"
 
 
 def _all_bytes(plan: Plan, situation: Situation) -> int:

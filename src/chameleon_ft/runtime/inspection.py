@@ -15,6 +15,7 @@ from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import boundary_specs, param_bytes, tied_bytes
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.quantities import data_size
 from chameleon_ft.runtime.device import device_name
 from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
 from chameleon_ft.workload import TiedParameters
@@ -77,7 +78,7 @@ def _device_name(config: RunConfig) -> str:
 
 def _model_in_words(config: RunConfig, job: Job, num_bytes: int) -> str:
     name = "Llama" if isinstance(config, TrainConfig) else config.job.rpartition("/")[2]
-    return f"{name}, {job.num_layers} layers, {num_bytes / 1e6:.1f} MB of parameters"
+    return f"{name}, {job.num_layers} layers, {data_size(num_bytes)} of parameters"
 
 
 def _data_in_words(config: RunConfig, job: Job) -> str:

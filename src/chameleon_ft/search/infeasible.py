@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.errors import PlanError
+from chameleon_ft.quantities import data_size
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search._bounds import Pipelines
 from chameleon_ft.search._kinds import Crew
@@ -11,8 +12,6 @@ from chameleon_ft.search._memory import StageMemory
 from chameleon_ft.search._mixes import holds
 
 __all__ = ["InfeasibleError"]
-
-_GIB = 2**30
 
 
 class InfeasibleError(PlanError):
@@ -52,9 +51,9 @@ def why_infeasible(costs: CostModel) -> InfeasibleError:
     missing = _missing_bytes(costs, capacity)
     if alone[largest] > capacity:
         return InfeasibleError(
-            f"layer {largest} ({layers[largest].name!r}) needs {_shown(alone[largest])} for one micro-batch, but the "
-            f"largest worker has {_shown(capacity)}: {_shown(alone[largest] - capacity)} short; use smaller "
-            "micro-batches, tensor parallelism, or workers with more memory",
+            f"layer {largest} ({layers[largest].name!r}) needs {data_size(alone[largest])} for one micro-batch, "
+            f"but the largest worker has {data_size(capacity)}: {data_size(alone[largest] - capacity)} "
+            "short; use smaller micro-batches, tensor parallelism, or workers with more memory",
             layer=largest,
             missing_bytes=missing,
             workers_needed=None,
@@ -62,13 +61,13 @@ def why_infeasible(costs: CostModel) -> InfeasibleError:
     needed = _workers_needed(costs, capacity)
     count = len(cluster.workers)
     remedy = (
-        f"{needed} workers with {_shown(capacity)} each would do"
+        f"{needed} workers with {data_size(capacity)} each would do"
         if needed is not None
         else "no number of such workers would do, even if they recompute; use smaller micro-batches"
     )
     return InfeasibleError(
         f"the model does not fit the memory of {count} worker{'s' if count > 1 else ''}: each needs "
-        f"{_shown(missing)} more; {remedy}",
+        f"{data_size(missing)} more; {remedy}",
         layer=None,
         missing_bytes=missing,
         workers_needed=needed,
@@ -130,7 +129,3 @@ def _with_more_memory(cluster: Cluster, num_bytes: int) -> Cluster:
 def _of_equals(cluster: Cluster, count: int, capacity: int) -> Cluster:
     workers = tuple(Worker(number, "host", memory_bytes=capacity) for number in range(count))
     return Cluster(workers, cluster.intra_host, cluster.inter_host)
-
-
-def _shown(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB // 100 else f"{num_bytes:,} bytes"

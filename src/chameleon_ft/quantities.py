@@ -1,0 +1,46 @@
+"""Times and sizes as people read them, the same wherever they are shown."""
+
+from __future__ import annotations
+
+__all__ = ["data_size", "duration", "rate"]
+
+# (unit, its seconds, seconds from which on it reads better than the next)
+_LONG_UNITS = (("days", 86_400.0, 172_800.0), ("h", 3_600.0, 7_200.0), ("min", 60.0, 1_000.0))
+_SHORT_UNITS = (("ms", 1e3), ("µs", 1e6), ("ns", 1e9))  # how many are a second
+_BYTE_UNITS = ("kB", "MB", "GB", "TB", "PB")
+
+
+def duration(seconds: float) -> str:
+    """Write a time in the unit that reads best: "37.6 µs", "325 ms", "1.204 s", "16.7 min", "14.9 days"; none is "0 s".
+
+    Times in seconds have four digits, shorter ones three, longer ones one after the point.
+    """
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    for unit, size_s, least_s in _LONG_UNITS:
+        if seconds >= least_s:
+            return f"{seconds / size_s:,.1f} {unit}"
+    rounded = float(f"{seconds:.3g}")  # so that what rounds to 1,000 ms is 1 s
+    if rounded >= 1:
+        return f"{seconds:.{3 if seconds < 10 else 2 if seconds < 100 else 1}f} s"
+    for unit, per_s in _SHORT_UNITS:
+        if rounded * per_s >= 1:
+            return f"{rounded * per_s:.3g} {unit}"
+    return "0 s"
+
+
+def data_size(num_bytes: float) -> str:
+    """Write a size in the unit that reads best, of powers of 1,000: "512 B", "11.5 MB", "174.5 GB"."""
+    if abs(num_bytes) < 1_000:
+        return f"{num_bytes:.0f} B"
+    value = num_bytes / 1_000
+    for unit in _BYTE_UNITS[:-1]:
+        if abs(round(value, 1)) < 1_000:
+            return f"{value:.1f} {unit}"
+        value /= 1_000
+    return f"{value:,.1f} {_BYTE_UNITS[-1]}"
+
+
+def rate(per_s: float) -> str:
+    """Write how many there are in a second: "0.03325", "58.09", "1,204.5"."""
+    return f"{per_s:,.1f}" if per_s >= 100 else f"{per_s:.4g}"

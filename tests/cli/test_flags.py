@@ -1,0 +1,64 @@
+"""How every command reads its flags, and what it says of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from chameleon_ft.presets import DEVICES, MODELS, STATE_POLICIES, Recompute
+from tests.cli.conftest import CommandLine
+
+
+def shown(chameleon: CommandLine, command: str) -> str:
+    """The help of a command."""
+    assert chameleon(command, "--help") == 0
+    return chameleon.capture.readouterr().out
+
+
+def words(text: str) -> str:
+    """A message without the frame that tyro puts around it."""
+    return re.sub(r"[│\s]+", " ", text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "--dp", "two"), 'Error parsing --dp: "two" should be a whole number'),
+        (("plan", "--dp", "None"), 'Error parsing --dp: "None" should be a whole number'),
+        (("plan", "--dp", "1.5"), 'Error parsing --dp: "1.5" should be a whole number'),
+        (("train", "--steps", "many"), 'Error parsing --steps: "many" should be a whole number'),
+        (("simulate", "--workers", "8", "--days", "all"), 'Error parsing --days: "all" should be a number'),
+        (("verify", "run", "--tolerance", "no"), 'Error parsing --tolerance: "no" should be a number'),
+        (("plan", "--planner", "best"), "Expected one of ('layout', 'chameleon', 'paper', 'oobleck')"),
+        (
+            ("inject", "run", "--worker", "1", "--phase", "now"),
+            "Expected one of ('forward', 'backward', 'sync', 'vote', 'optimizer', 'recovery', 'transfer', 'confirm', "
+            "'switch', 'checkpoint')",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_it_should_be(
+    arguments: tuple[str, ...], message: str, chameleon: CommandLine
+) -> None:
+    assert chameleon(*arguments) == 2
+    printed = words(chameleon.capture.readouterr().err)
+    assert message in printed
+    assert "None" not in printed.replace('"None"', "")
+
+
+def test_the_flags_of_a_published_model_are_the_same_wherever_there_are_any(chameleon: CommandLine) -> None:
+    titled = [shown(chameleon, command).partition("preset options") for command in ("profile", "plan", "simulate")]
+    helps = {words(text) for _, found, text in titled if found}
+    assert len(helps) == 1
+    (text,) = helps
+    for name in (*MODELS, *DEVICES, *STATE_POLICIES, *Recompute):
+        assert name in text
+
+
+@pytest.mark.parametrize("columns", ["60", "100"])
+def test_the_help_fits_the_terminal(columns: str, chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    introduction = shown(chameleon, "profile").partition("╭")[0].splitlines()
+    assert len(introduction) > 5
+    assert max(map(len, introduction)) <= int(columns)
