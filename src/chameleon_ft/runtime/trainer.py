@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from chameleon_ft.control.messages import (
     Crashed,
     Exit,
     Finished,
-    OperationTimes,
     Parked,
     PeerFailed,
     Refused,
@@ -30,25 +28,24 @@ from chameleon_ft.control.messages import (
 )
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.observe import RecordedReduction, RecordedStep, RunDirectory, TimelineLog
+from chameleon_ft.observe import RunDirectory, TimelineLog
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
-from chameleon_ft.runtime.commit import AppliedStep, Committer, CommitTimes
+from chameleon_ft.runtime.commit import AppliedStep, Committer
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, Membership
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.executor import Executor, Pace, StepSums, channels_of
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.recording import StepRecorder, StepStart, operation_times
 from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.runtime.transition import Mover, channels_of_transition
-from chameleon_ft.schedule import OperationKind
 from chameleon_ft.sync import Segment
 
 __all__ = ["RankContext", "Trainer"]
 
 _POLL_S = 0.005
-_RECORDED_AFTER_A_CHANGE = 2  # steps of a new generation whose operations are recorded whatever their number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +83,11 @@ class Trainer:
             context.worker, context.device, activity=activity, faults=faults, stand_ins=context.pace is not None
         )
         self._has_parked = False
-        self._timelines = TimelineLog(context.run.timeline_file(context.worker))
+        self._recorder = StepRecorder(
+            TimelineLog(context.run.timeline_file(context.worker)),
+            worker=context.worker,
+            every=context.config.timelines.every,
+        )
         self._writer = CheckpointWriter(
             context.run.checkpoints,
             saved=self._saved,
@@ -305,7 +306,7 @@ class Trainer:
                 self._stand_by(order, "paused")
             if self._client.ended >= order.generation:
                 return False
-            step, start, began_at = committer.committed, time.perf_counter(), time.time()
+            step, start = committer.committed, StepStart.now()
             committer.reduced = False
             committer.buffers.zero()
             sums = executor.run(step, operations, after=reductions.after)
@@ -318,48 +319,14 @@ class Trainer:
                 pause=self._client.pausing == order.generation,
             )
             sums.under_way.clear()  # the vote is complete, and so is every message
-            self._report(order, committer, applied, sums, time.perf_counter() - start)
-            if self._is_recorded(step, order):
-                times = committer.times
-                assert times is not None
-                self._record(self._recorded(step, order, sums, times, start=start, began_at=began_at))
+            self._report(order, committer, applied, sums, start.passed_s)
+            if self._recorder.wants(step, first_step=order.first_step):
+                assert committer.times is not None
+                self._recorder.record(step, sums, committer.times, generation=order.generation, start=start)
             finish, pause = applied.vote.finish, applied.vote.pause
             if not finish:
                 self._checkpoint_if_due(order.generation, committer)
         return True
-
-    def _is_recorded(self, step: int, order: Run) -> bool:
-        every = self._context.config.timelines.every
-        return every > 0 and (step % every == 0 or step < order.first_step + _RECORDED_AFTER_A_CHANGE)
-
-    def _record(self, step: RecordedStep) -> None:
-        """Write down a step. Training does not depend on it."""
-        try:
-            self._timelines.append(step)
-        except OSError as error:
-            print(f"the operations of step {step.step} cannot be written down: {error}", file=sys.stderr, flush=True)
-
-    def _recorded(
-        self, step: int, order: Run, sums: StepSums, times: CommitTimes, *, start: float, began_at: float
-    ) -> RecordedStep:
-        return RecordedStep(
-            generation=order.generation,
-            step=step,
-            worker=self._context.worker,
-            time=began_at,
-            operations=tuple((begun - start, ended - start) for _, begun, ended in sums.spans),
-            reductions=tuple(
-                RecordedReduction(
-                    reduction.segment.layers.start,
-                    reduction.segment.layers.stop,
-                    reduction.start_s - start,
-                    reduction.end_s - start,
-                )
-                for reduction in times.reductions
-            ),
-            vote_s=(times.vote_s[0] - start, times.vote_s[1] - start),
-            end_s=times.end_s - start,
-        )
 
     def _report(self, order: Run, committer: Committer, applied: AppliedStep, sums: StepSums, step_s: float) -> None:
         self._client.send(
@@ -370,12 +337,7 @@ class Trainer:
                 grad_norm=applied.grad_norm,
                 lr=applied.lr,
                 step_s=step_s,
-                times=OperationTimes(
-                    forward_s=sums.median_s(OperationKind.FORWARD),
-                    backward_s=sums.median_s(OperationKind.BACKWARD)
-                    or sums.median_s(OperationKind.INPUT_GRAD) + sums.median_s(OperationKind.WEIGHT_GRAD),
-                    longest_s=sums.longest_s,
-                ),
+                times=operation_times(sums),
             )
         )
 
