@@ -65,7 +65,7 @@ def test_a_wrong_key_or_value_is_named_with_what_is_expected(data: dict[str, Any
 
 def test_all_mistakes_are_listed_at_once() -> None:
     text = message({"stepz": 1, "workers": -1, "model": {"dim": "wide"}})
-    assert text.startswith("run.toml has 3 errors:")
+    assert text.startswith("run.toml: 3 errors:")
     assert all(key in text for key in ("stepz", "workers = -1", 'model.dim = "wide"'))
 
 
@@ -100,7 +100,7 @@ def test_what_does_not_fit_together_is_refused_with_what_to_change(data: dict[st
 
 def test_relations_are_all_reported() -> None:
     text = message({"workers": 6, "batch": {"micro_batches": 3}, "failures": [{"step": 1, "worker": 8}]})
-    assert text.startswith("run.toml has 3 errors:")
+    assert text.startswith("run.toml: 3 errors:")
 
 
 def test_fields_can_be_checked_before_it_is_known_whether_they_fit_together() -> None:
@@ -128,7 +128,7 @@ def test_the_examples_are_valid(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(None, "there is no such file"), ("steps = ", "is not valid TOML"), (b"\xff", "cannot be read")],
+    [(None, "there is no such file"), ("steps = ", "is not valid TOML"), (b"\xff", "is not text")],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: str | bytes | None, expected: str) -> None:
     path = tmp_path / "run.toml"

@@ -42,5 +42,5 @@ def data_size(num_bytes: float) -> str:
 
 
 def rate(per_s: float) -> str:
-    """Write how many there are in a second: "0.03325", "58.09", "1,204.5"."""
-    return f"{per_s:,.1f}" if per_s >= 100 else f"{per_s:.4g}"
+    """Write how many there are in a second: "0.03325", "49.00", "1,204.5"."""
+    return f"{per_s:,.1f}" if per_s >= 100 else f"{per_s:#.4g}"

@@ -94,8 +94,9 @@ def test_the_table_has_a_row_for_each_policy_the_best_first(capsys: pytest.Captu
         assert float(rate.replace(",", "")) == pytest.approx(found[name]["goodput"], rel=1e-3)
         assert float(free) == pytest.approx(100 * found[name]["share_of_failure_free"], abs=0.006)
         assert float(oracle) == pytest.approx(100 * found[name]["share_of_oracle"], abs=0.006)
-    assert "1 host failures on 4 hosts, 250.00 per 1,000 host-days; 97.9% of the workers up" in printed
+    assert "1 host failure on 4 hosts, 250.00 per 1,000 host-days; 97.9% of the workers up" in printed
     assert "1.0 days of a day" in printed
+    assert re.search(r"^chameleon  stalls  .*\n           work done again  ", printed, re.MULTILINE)
 
 
 def test_a_rate_compresses_a_trace_and_keeps_who_is_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.table import Table
@@ -30,7 +30,7 @@ def show_results(title: str, results: Results, trace: Trace) -> None:
     console.print(_table(results, shape, wide=console.width >= _WIDE))
     first = next((name for name in results.ranking if name != ORACLE), None)
     if first is not None:
-        console.print(_where_it_went(first, results.policies[first]), soft_wrap=True)
+        console.print(_where_it_went(first, results.policies[first]))
 
 
 def _table(results: Results, shape: box.Box, *, wide: bool) -> Table:
@@ -71,24 +71,31 @@ def _trace_in_words(trace: Trace) -> str:
     figures = trace_statistics(trace)
     slow = f", {figures.slow_share:.1%} slow" if figures.slow_share else ""
     return (
-        f"{figures.faults:,} host failures on {figures.hosts:,} host{'s' * (figures.hosts != 1)}, "
-        f"{figures.faults_per_1000_host_days:.2f} per 1,000 host-days; {figures.availability:.1%} of the workers up on "
-        f"average{slow}, at worst {figures.most_hosts_down:,} hosts down"
+        f"{figures.faults:,} host failure{'s' * (figures.faults != 1)} on {figures.hosts:,} host{'s' * (figures.hosts != 1)}, "
+        f"{figures.faults_per_1000_host_days:,.2f} per 1,000 host-days; {figures.availability:.1%} of the workers up on "
+        f"average{slow}, at worst {figures.most_hosts_down:,} host{'s' * (figures.most_hosts_down != 1)} down"
     )
 
 
-def _where_it_went(name: str, own: PolicyResult) -> str:
+def _where_it_went(name: str, own: PolicyResult) -> Table:
     """What keeps the first from the failure-free rate; and how well its decisions were predicted."""
-    stalls = ", ".join(f"{cause} {duration(seconds)}" for cause, seconds in own.stall_by_cause.items())
-    lost = ", ".join(f"{cause} {duration(seconds)}" for cause, seconds in own.lost_by_cause.items())
-    parts = [f"stalls: {stalls or 'none'}", f"work done again: {lost or 'none'}"]
-    if own.checkpoint_s:
-        parts.append(f"writing checkpoints: {duration(own.checkpoint_s)}")
+    facts = [
+        ("stalls", _by_cause(own.stall_by_cause)),
+        ("work done again", _by_cause(own.lost_by_cause)),
+        ("writing checkpoints", duration(own.checkpoint_s) if own.checkpoint_s else "none"),
+    ]
     if own.down_s:
-        parts.append(f"too few workers: {duration(own.down_s)}")
+        facts.append(("too few workers", duration(own.down_s)))
     if own.stall_error is not None and own.step_error is not None:
-        parts.append(f"its predictions are off by {own.step_error:.1%} (steps) and {own.stall_error:.1%} (stalls)")
-    return f"{name}: {'; '.join(parts)}"
+        facts.append(("predictions are off", f"by {own.step_error:.1%} of steps and {own.stall_error:.1%} of stalls"))
+    table = Table.grid(padding=(0, 2))
+    for index, (what, value) in enumerate(facts):
+        table.add_row("" if index else name, what, value)
+    return table
+
+
+def _by_cause(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{cause} {duration(value)}" for cause, value in seconds.items()) or "none"
 
 
 def show_sweep(title: str, found: Sweep, trace: Trace) -> None:

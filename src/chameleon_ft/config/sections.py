@@ -94,7 +94,7 @@ class Recovery(Section):
 
     policy: PolicyName = Field(
         default="chameleon",
-        description="What may be done; chameleon weighs everything, see policies.md.",
+        description="What may be done; chameleon weighs everything; see docs/policies.md.",
         json_schema_extra={"flag": "--policy"},
     )
     worker_mtbf_hours: float = Field(

@@ -51,7 +51,7 @@ def _config_error(model: type[BaseModel], data: Mapping[str, Any], error: Valida
     lines = list(_lines(model, data, error))
     if len(lines) == 1:
         return ConfigError(f"{source}: {lines[0]}")
-    return ConfigError(f"{source} has {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines))
+    return ConfigError(f"{source}: {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines))
 
 
 def _lines(model: type[BaseModel], data: Mapping[str, Any], error: ValidationError) -> Iterator[str]:
