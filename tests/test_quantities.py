@@ -66,7 +66,15 @@ def test_what_is_read_is_the_size(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("per_s", "words"), [(0.0, "0.000"), (49.0, "49.00"), (0.033246, "0.03325"), (58.094, "58.09"), (100.0, "100.0"), (12_345.6, "12,345.6")]
+    ("per_s", "words"),
+    [
+        (0.0, "0.000"),
+        (49.0, "49.00"),
+        (0.033246, "0.03325"),
+        (58.094, "58.09"),
+        (100.0, "100.0"),
+        (12_345.6, "12,345.6"),
+    ],
 )
 def test_a_rate_has_four_digits_or_more(per_s: float, words: str) -> None:
     assert rate(per_s) == words

@@ -15,6 +15,18 @@ from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 
+OWN_MODEL = """
+from functools import partial
+import torch
+from torch import nn
+from chameleon_ft import Job
+
+def job():
+    layers = [partial(nn.Linear, 4, 4)] * 3
+    data = [(torch.zeros(4), torch.zeros(4))] * 8
+    return Job(layers=layers, loss=nn.MSELoss(reduction="sum"), dataset=data, optimizer=torch.optim.SGD)
+"""
+
 
 @dataclass
 class Launched:
@@ -55,6 +67,14 @@ class CommandLine:
         """Run `chameleon` with `arguments` that it must accept, and return the configuration it would start."""
         assert self(*arguments) == 0, self.capture.readouterr().err
         return self.launched[-1].config
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    """A file with a job of the user's own."""
+    path = tmp_path / "mine.py"
+    path.write_text(OWN_MODEL)
+    return path
 
 
 @pytest.fixture

@@ -107,6 +107,13 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: pytest.Captur
     assert fitting["fits"]
 
 
+@pytest.mark.parametrize("picture", ["a.bmp", "no folder/a.svg"])
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_predicted(
+    picture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert picture in plan(capsys, "--picture", picture, code=2), "not that nothing is given to plan for"
+
+
 def test_where_nothing_fits_the_nearest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     case = ("--model", "llama3-405b", "--device", "a100-80g", "--dp", "2", "--pp", "2")
     printed = plan(capsys, *case, code=1)

@@ -19,32 +19,18 @@ from chameleon_ft.config import load_config
 from chameleon_ft.presets import device, model_shape
 from chameleon_ft.profiles import derived_profile, read_profile
 from chameleon_ft.runtime.inspection import inspect_job
-from tests.cli.conftest import CommandLine
+from tests.cli.conftest import OWN_MODEL, CommandLine
 from tests.harness import Command, every_process_ends
 from tests.test_hosts import ADDRESSES, Network
 
-JOB = """
-from functools import partial
-import torch
-from torch import nn
-from chameleon_ft import Job
-
-def job():
-    layers = [partial(nn.Linear, 4, 4)] * 3
-    data = [(torch.zeros(4), torch.zeros(4))] * 8
-    return Job(layers=layers, loss=nn.MSELoss(reduction="sum"), dataset=data, optimizer=torch.optim.SGD)
-"""
-
 
 @pytest.fixture
-def own_model(tmp_path: Path) -> Path:
+def own_model(own_model: Path) -> Path:
     """A job with a configuration beside it."""
-    path = tmp_path / "mine.py"
-    path.write_text(JOB)
-    path.with_suffix(".toml").write_text(
+    own_model.with_suffix(".toml").write_text(
         "workers = 2\nthreads = 1\n[parallel]\ndp = 2\npp = 1\n[batch]\nmicro_batches = 2\nmicro_batch_size = 3\n"
     )
-    return path
+    return own_model
 
 
 @dataclass(frozen=True)
@@ -154,14 +140,14 @@ def test_a_profile_without_a_place_is_refused(chameleon: CommandLine, own_model:
 
 
 def test_a_job_that_cannot_be_trained_says_why(chameleon: CommandLine, own_model: Path) -> None:
-    own_model.write_text(JOB.replace("nn.Linear, 4, 4)] * 3", "nn.Linear, 5, 4)] * 3"))
+    own_model.write_text(OWN_MODEL.replace("nn.Linear, 4, 4)] * 3", "nn.Linear, 5, 4)] * 3"))
     said = chameleon.refused("profile", own_model, "--out", "p.json")
     assert "layer 0 (Linear) cannot be run on an input of shape (3, 4)" in said
 
 
 def test_layers_that_fail_when_they_are_run_are_the_users_to_mend(chameleon: CommandLine, own_model: Path) -> None:
     # On the meta device an index is not looked at.
-    text = JOB.replace("partial(nn.Linear, 4, 4)] * 3", "partial(nn.Embedding, 3, 4), partial(nn.Linear, 4, 4)]")
+    text = OWN_MODEL.replace("partial(nn.Linear, 4, 4)] * 3", "partial(nn.Embedding, 3, 4), partial(nn.Linear, 4, 4)]")
     own_model.write_text(text.replace("(torch.zeros(4), torch", "(torch.tensor(7), torch"))
     said = chameleon.refused("profile", own_model, "--out", "p.json")
     assert f"job {own_model}: IndexError: index out of range" in said

@@ -229,7 +229,7 @@ def test_a_value_at_which_nothing_fits_is_left_open(capsys: pytest.CaptureFixtur
         ((*CASE, "--sweep", "workers=20"), "take multiples of the 4 workers of a host, 16 at most"),
         ((*CASE, "--sweep", "micro-batches=1.5"), "take whole numbers"),
         ((*CASE, "--picture", "a.bmp"), ".svg, .png, .pdf"),
-        ((*CASE, "--picture", "no folder/a.svg"), "give a file in a folder that exists"),
+        ((*CASE, "--picture", "no folder/a.svg"), "no such folder; give a file in a folder that exists"),
         ((*CASE, "--save-trace", "day.jsonl"), "exists already"),
     ],
 )

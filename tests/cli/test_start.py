@@ -15,18 +15,6 @@ from chameleon_ft.observe import ControlAddress, RunDirectory
 from chameleon_ft.observe.checkpoints import mark_complete, step_directory
 from tests.cli.conftest import CommandLine
 
-OWN_MODEL = """
-from functools import partial
-import torch
-from torch import nn
-from chameleon_ft import Job
-
-def job():
-    layers = [partial(nn.Linear, 4, 4)] * 2
-    data = [(torch.zeros(4), torch.zeros(4))] * 8
-    return Job(layers=layers, loss=nn.MSELoss(reduction="sum"), dataset=data, optimizer=torch.optim.SGD)
-"""
-
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
@@ -42,13 +30,6 @@ def config_file(tmp_path: Path, text: Path) -> Path:
     path.write_text(
         f'workers = 4\nsteps = 20\n[data]\npath = "{text}"\n[[failures]]\nstep = 12\nworker = 3\nphase = "sync"\n'
     )
-    return path
-
-
-@pytest.fixture
-def own_model(tmp_path: Path) -> Path:
-    path = tmp_path / "mine.py"
-    path.write_text(OWN_MODEL)
     return path
 
 

@@ -25,6 +25,7 @@ from chameleon_ft.models.llama import (
     num_parameters,
     tied_parameters,
 )
+from tests.models.transformers_llama import transformers_llama
 
 GROUPED = LlamaConfig(vocab_size=97, dim=48, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=80, seq_len=24)
 TIED = GROUPED.model_copy(update={"tie_embeddings": True})
@@ -32,23 +33,8 @@ UNGROUPED = GROUPED.model_copy(update={"num_kv_heads": 6, "rope_theta": 500_000.
 
 
 def reference_model(config: LlamaConfig) -> Any:
-    transformers = pytest.importorskip("transformers", reason="the development extra has it")
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.dim,
-            intermediate_size=config.ffn_dim,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            max_position_embeddings=config.seq_len,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tie_embeddings,
-            attn_implementation="eager",
-        )
-    )
+    model = transformers_llama(config)
     # Larger than at the start of a training, and norms that are not 1: a mistake in any part must show in the logits.
     for parameter in model.parameters():
         nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.2)
@@ -87,19 +73,22 @@ def run(layers: list[nn.Module], ids: Tensor) -> Tensor:
     return reduce(lambda x, layer: layer(x), layers, ids)
 
 
-@pytest.mark.parametrize("config", [GROUPED, UNGROUPED], ids=["grouped", "ungrouped"])
-def test_logits_and_gradients_are_those_of_transformers(config: LlamaConfig) -> None:
-    model = reference_model(config)
-    layers = load_layers(config, model)
+def run_both(config: LlamaConfig, layers: list[nn.Module], model: Any) -> None:
+    """A forward, whose logits have to be the same, and a backward of the summed loss."""
     window = random_tokens(config, 3, config.seq_len + 1)
     ids, targets = window[:, :-1], window[:, 1:]
-
     logits = run(layers, ids)
     next_token_loss(logits, targets).backward()
     expected = model(ids).logits
     nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
-
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [GROUPED, UNGROUPED], ids=["grouped", "ungrouped"])
+def test_logits_and_gradients_are_those_of_transformers(config: LlamaConfig) -> None:
+    model = reference_model(config)
+    layers = load_layers(config, model)
+    run_both(config, layers, model)
     ours = to_hugging_face(
         {index: {name: _gradient(p) for name, p in layer.named_parameters()} for index, layer in enumerate(layers)},
         config.num_layers,
@@ -114,15 +103,7 @@ def test_logits_and_gradients_are_those_of_transformers(config: LlamaConfig) -> 
 def test_a_tied_model_is_that_of_transformers_with_tied_embeddings() -> None:
     model = reference_model(TIED)
     layers = tied_layers(TIED, model)
-    window = random_tokens(TIED, 3, TIED.seq_len + 1)
-    ids, targets = window[:, :-1], window[:, 1:]
-
-    logits = run(layers, ids)
-    next_token_loss(logits, targets).backward()
-    expected = model(ids).logits
-    nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
-
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    run_both(TIED, layers, model)
     ours, theirs = layers[-1].get_parameter("output.weight"), _gradient(model.lm_head.weight)
     assert ours is layers[0].get_parameter("tokens.weight")
     torch.testing.assert_close(_gradient(ours), theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))

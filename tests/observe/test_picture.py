@@ -256,7 +256,7 @@ def test_another_suffix_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "a.svg"
-    with pytest.raises(ConfigError, match=r"missing/a\.svg: .*No such file or directory.*a folder that exists"):
+    with pytest.raises(ConfigError, match=r"missing/a\.svg: .*no such folder; give a file in a folder that exists"):
         draw_schedule(path, title="a title", plan=PLAIN.plan, pipelines=PLAIN.pipelines, lanes=[PLAIN.lane])
 
 

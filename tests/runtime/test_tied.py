@@ -20,6 +20,7 @@ from chameleon_ft.runtime.checkpoint import read_layer
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
 from chameleon_ft.sync import Segment
 from tests.harness import Ended, assert_trained_as_if_nothing_failed, fails, resume_here, small_config, train_here
+from tests.models.transformers_llama import transformers_llama
 from tests.runtime.toy import IDS, SEED, WIDTH, toy_job
 
 CPU = torch.device("cpu")
@@ -105,23 +106,8 @@ def test_a_tied_run_through_a_kill_has_the_losses_of_transformers(tmp_path: Path
 
 def losses_of_transformers(config: TrainConfig) -> list[float]:
     """The loss of each step, by transformers' own model with its own tying, and torch's AdamW."""
-    transformers = pytest.importorskip("transformers", reason="the development extra has it")
     job, shape = load_job(config.job, config), config.model
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.dim,
-            intermediate_size=shape.ffn_dim,
-            num_hidden_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads,
-            max_position_embeddings=shape.seq_len,
-            rms_norm_eps=shape.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-            tie_word_embeddings=True,
-            attn_implementation="eager",
-        )
-    )
+    model = transformers_llama(shape)
     states = {layer: build_layer(job, layer, config.seed).state_dict() for layer in range(job.num_layers)}
     model.load_state_dict(to_hugging_face(states, shape.num_layers))
     model.train()

@@ -71,10 +71,14 @@ def _trace_in_words(trace: Trace) -> str:
     figures = trace_statistics(trace)
     slow = f", {figures.slow_share:.1%} slow" if figures.slow_share else ""
     return (
-        f"{figures.faults:,} host failure{'s' * (figures.faults != 1)} on {figures.hosts:,} host{'s' * (figures.hosts != 1)}, "
-        f"{figures.faults_per_1000_host_days:,.2f} per 1,000 host-days; {figures.availability:.1%} of the workers up on "
-        f"average{slow}, at worst {figures.most_hosts_down:,} host{'s' * (figures.most_hosts_down != 1)} down"
+        f"{_counted(figures.faults, 'host failure')} on {_counted(figures.hosts, 'host')}, "
+        f"{figures.faults_per_1000_host_days:,.2f} per 1,000 host-days; {figures.availability:.1%} of the workers up "
+        f"on average{slow}, at worst {_counted(figures.most_hosts_down, 'host')} down"
     )
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 def _where_it_went(name: str, own: PolicyResult) -> Table:

@@ -16,6 +16,7 @@ from chameleon_ft.cli._prediction import predict_layout, predict_searched
 from chameleon_ft.cli._presets import NO_PRESET, Preset, WorkersPerHost, profile_of
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.lanes import Lane
+from chameleon_ft.observe.picture_file import require_picture
 
 __all__ = ["main"]
 
@@ -84,6 +85,8 @@ class PlanArguments:
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(PlanArguments, arguments, command="plan")
+    if given.picture is not None:
+        require_picture(given.picture)
     case = _case(given)
     dead = _dead_workers(given.dead, case)
     planner = _planner(given, case)

@@ -15,6 +15,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import GenerationComparison, MeasuredStep, compare_generations
 from chameleon_ft.observe.lanes import Lane
+from chameleon_ft.observe.picture_file import require_picture
 from chameleon_ft.plan.detours import disjoint_pipelines
 
 __all__ = ["main"]
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(ReportArguments, arguments, command="report")
     run = RunDirectory.open(given.run)
+    if given.picture is not None:
+        require_picture(given.picture)
     comparisons = compare_generations(read_generation_plans(run.plans), read_recorded_steps(run.timelines))
     if not comparisons:
         raise ConfigError(

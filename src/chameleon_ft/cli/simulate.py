@@ -21,6 +21,7 @@ from chameleon_ft.cli._simulate_case import (
     trace_of,
 )
 from chameleon_ft.errors import ConfigError, PlanError
+from chameleon_ft.observe.picture_file import require_picture
 from chameleon_ft.simulate import save_trace, trace_statistics
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.run import simulate
@@ -110,8 +111,6 @@ def main(arguments: Sequence[str]) -> int:
     swept = None if given.sweep is None else chosen_sweep(given.sweep)
     scene = _scene(given)
     if given.picture is not None:
-        from chameleon_ft.simulate.picture import require_picture
-
         require_picture(given.picture)
     if given.save_trace is not None:
         save_trace(scene.trace, given.save_trace)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
-from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe._picture_layout import arrange
 from chameleon_ft.observe.lanes import Lane
+from chameleon_ft.observe.picture_file import require_picture, save_picture
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import detoured_hops
 
 __all__ = ["draw_schedule"]
-
-_SUFFIXES: Final = (".svg", ".png", ".pdf")
 
 
 def draw_schedule(
@@ -39,19 +36,8 @@ def draw_schedule(
         ConfigError: another suffix, matplotlib is not installed, or the file cannot be written.
         PlanError: a worker is in two pipelines.
     """
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ConfigError(f"{path}: a picture is of the kind {', '.join(_SUFFIXES)}; end the name in one of these")
-    try:
-        from chameleon_ft.observe._picture_drawing import draw
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: pictures need matplotlib, which cannot be loaded ({error}); "
-            "install it by: pip install 'chameleon-ft[pictures]'"
-        ) from None
+    require_picture(path)
+    from chameleon_ft.observe._picture_drawing import draw
+
     figure = draw(arrange(plan, pipelines, lanes), title, lanes, detoured_hops(plan, pipelines))
-    try:
-        figure.savefig(path, facecolor="white", metadata={"Title": title})
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: the picture cannot be written: {error.strerror}; give a file in a folder that exists"
-        ) from None
+    save_picture(figure, path, title=title)

@@ -65,13 +65,7 @@ class TerminalView:
         if record.lost_layers:
             facts.add_row("lost", f"the last holder of layers {', '.join(map(str, record.lost_layers))}")
         facts.add_row("done", f"{record.policy}: {record.action}")
-        if record.rounds:
-            facts.add_row("moved", _moved(record))
-        facts.add_row("stall", _stall(record))
-        facts.add_row("goes on", f"at step {record.resume_step} in generation {record.generation}")
-        title = Text(f"worker {record.worker} lost in step {record.step}", style="bold red")
-        self._print(Panel(facts, title=title, title_align="left", border_style="red", box=self._box, expand=False))
-        self._print_column_heads()
+        self._banner(f"worker {record.worker} lost in step {record.step}", facts, record, colour="red")
 
     def outcome(self, record: OutcomeRecord) -> None:
         """Print one line: what was predicted of a decision, and what came."""
@@ -87,13 +81,7 @@ class TerminalView:
         facts.add_row("done", f"{record.policy}: {record.action}")
         if record.spares:
             facts.add_row("spare", _named(record.spares))
-        if record.rounds:
-            facts.add_row("moved", _moved(record))
-        facts.add_row("stall", _stall(record))
-        facts.add_row("goes on", f"at step {record.resume_step} in generation {record.generation}")
-        title = Text(f"{_named(record.workers)} joined before step {record.resume_step}", style="bold green")
-        self._print(Panel(facts, title=title, title_align="left", border_style="green", box=self._box, expand=False))
-        self._print_column_heads()
+        self._banner(f"{_named(record.workers)} joined before step {record.resume_step}", facts, record, colour="green")
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Print the `message` of an event that has one; the others are for the file."""
@@ -116,6 +104,16 @@ class TerminalView:
         parts = [facts] if not summary.failures else [facts, Text(), self._failures(summary)]
         title = Text(summary.status, style="bold")
         self._print(Panel(Group(*parts), title=title, title_align="left", box=self._box, expand=False))
+
+    def _banner(self, title: str, facts: Table, record: FailureRecord | JoinRecord, *, colour: str) -> None:
+        """Print facts of a change, with those that every change has: what moved, the stall, where it goes on."""
+        if record.rounds:
+            facts.add_row("moved", _moved(record))
+        facts.add_row("stall", _stall(record))
+        facts.add_row("goes on", f"at step {record.resume_step} in generation {record.generation}")
+        head = Text(title, style=f"bold {colour}")
+        self._print(Panel(facts, title=head, title_align="left", border_style=colour, box=self._box, expand=False))
+        self._print_column_heads()
 
     def _print_column_heads(self) -> None:
         self._print(f"{'step':>7}  {'loss':>9}  {'tokens/s':>10}  {'step s':>8}  {'workers':>7}", style="bold")

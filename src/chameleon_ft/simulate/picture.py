@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe.picture_file import require_picture, save_picture
 from chameleon_ft.simulate.results import Results
 from chameleon_ft.simulate.sweep import Sweep
 from chameleon_ft.simulate.trace import Trace
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["draw_results", "draw_sweep", "require_picture"]
-
-_SUFFIXES: Final = (".svg", ".png", ".pdf")
-
-
-def require_picture(path: Path) -> None:
-    """Raise ConfigError where no picture could be written to `path`: said before a simulation, not after it."""
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ConfigError(f"{path}: a picture is of the kind {', '.join(_SUFFIXES)}; end the name in one of these")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the picture cannot be written; give a file in a folder that exists")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"{path}: pictures need matplotlib, which cannot be loaded ({error}); "
-            "install it by: pip install 'chameleon-ft[pictures]'"
-        ) from None
+__all__ = ["draw_results", "draw_sweep"]
 
 
 def draw_results(path: Path, *, title: str, results: Results, trace: Trace) -> None:
@@ -53,7 +33,7 @@ def draw_results(path: Path, *, title: str, results: Results, trace: Trace) -> N
     require_picture(path)
     from chameleon_ft.simulate._picture_results import figure_of_results
 
-    _save(figure_of_results(title, results, trace), path, title)
+    save_picture(figure_of_results(title, results, trace), path, title=title)
 
 
 def draw_sweep(path: Path, *, title: str, sweep: Sweep) -> None:
@@ -70,13 +50,4 @@ def draw_sweep(path: Path, *, title: str, sweep: Sweep) -> None:
         raise ConfigError(
             f"{path}: there is nothing to draw, for at no value of {sweep.name} could anything be trained"
         )
-    _save(figure_of_sweep(title, sweep), path, title)
-
-
-def _save(figure: Figure, path: Path, title: str) -> None:
-    try:
-        figure.savefig(path, facecolor="white", metadata={"Title": title})
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: the picture cannot be written: {error.strerror}; give a file in a folder that exists"
-        ) from None
+    save_picture(figure_of_sweep(title, sweep), path, title=title)

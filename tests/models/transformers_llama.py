@@ -1,0 +1,29 @@
+"""Transformers' own Llama, the oracle of the layered one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from chameleon_ft.config import LlamaConfig
+
+
+def transformers_llama(config: LlamaConfig) -> Any:
+    """The model of transformers of this shape, with weights of its own; skips the test where there is none."""
+    transformers = pytest.importorskip("transformers", reason="the development extra has it")
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.dim,
+            intermediate_size=config.ffn_dim,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.seq_len,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tie_embeddings,
+            attn_implementation="eager",
+        )
+    )
