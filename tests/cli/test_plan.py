@@ -193,11 +193,19 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
         ((ROOT / "examples" / "quickstart.toml", "--profile", "none.json"), "profile .*none.json: cannot be read"),
         ((ROOT / "examples" / "quickstart.toml", "--model", "llama2-7b"), "leave one of them out"),
         (("--model", "none.json", "--device", "h100-80g", "--dp", "1", "--pp", "1"), "none.json: cannot be read"),
+        (("--model", "empty.json", "--device", "h100-80g", "--dp", "1", "--pp", "1"), "--model empty.json: model_type"),
+        (("--profile", "empty.json", "--dp", "1", "--pp", "1"), "empty.json: profile: is missing; give a file of"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(
-    arguments: tuple[str | Path, ...], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str | Path, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.json").write_text("{}")
     error = plan(capsys, *arguments, code=2)
     assert error.startswith("chameleon plan: ")
     assert re.search(message, error), error

@@ -62,7 +62,7 @@ def test_a_profile_is_read_as_it_was_written(written: Profile, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ('"forward_s":', '"foward_s":', "layers.0.forward_s: Field required"),
+        ('"forward_s":', '"foward_s":', "layers.0.forward_s: is missing"),
         ('"micro_batch_size": 2', '"micro_batch_size": "2"', "micro_batch_size: Input should be a valid integer"),
         ('"micro_batch_size": 2', '"micro_batch_size": 2, "more": 1', "fingerprint.more: "),
         ('"forward_s": 1.0', '"forward_s": -1.0', "forward_s of layer 'embedding' must be zero or a positive"),

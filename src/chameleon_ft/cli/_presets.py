@@ -135,7 +135,10 @@ def _shape(model: str) -> ModelShape:
         raise ConfigError(f"--model {model}: is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"--model {model}: should hold a JSON object, as the config.json of a model does")
-    return from_hugging_face(data)
+    try:
+        return from_hugging_face(data)
+    except ConfigError as error:
+        raise ConfigError(f"--model {model}: {error}") from None
 
 
 def _recompute(name: str) -> Recompute:

@@ -35,7 +35,7 @@ def read_profile(path: Path) -> Profile:
     try:
         return _File.model_validate_json(content).profile
     except ValidationError as error:
-        raise ProfileError(f"profile {path}: {_first_problem(error)}") from None
+        raise ProfileError(f"profile {path}: {_first_problem(error)}; give a file of `chameleon profile`") from None
     except ConfigError as error:
         raise ProfileError(f"profile {path}: {error}") from None
 
@@ -52,4 +52,5 @@ def write_profile(profile: Profile, path: Path) -> None:
 def _first_problem(error: ValidationError) -> str:
     first: Any = error.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"]))
-    return f"{where}: {first['msg']}" if where else str(first["msg"])
+    what = "is missing" if first["type"] == "missing" else str(first["msg"])
+    return f"{where}: {what}" if where else what
