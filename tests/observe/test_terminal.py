@@ -53,6 +53,7 @@ def test_it_tells_the_run_from_beginning_to_end() -> None:
     ):
         assert words in text
     assert "for the file only" not in text
+    assert text.count("runs/one") == 2, "where the files are is the first and the last that one wants to know"
 
 
 def test_what_has_moved_is_in_the_banner() -> None:

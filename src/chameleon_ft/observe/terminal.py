@@ -36,10 +36,11 @@ class TerminalView:
     def __init__(self, console: Console | None = None) -> None:
         self._console, self._box = output(console)
         self._steps = 0
+        self._files = ""
 
     def started(self, info: RunInfo) -> None:
         """Print what is trained, on what, by whom and where the files go."""
-        self._steps = info.steps
+        self._steps, self._files = info.steps, info.run
         facts = _facts()
         facts.add_row("model", info.model)
         facts.add_row("data", info.data)
@@ -101,6 +102,8 @@ class TerminalView:
         )
         if summary.median_step_s_before is not None:
             facts.add_row("step time", _step_times(summary.median_step_s_before, summary.median_step_s_after))
+        if self._files:
+            facts.add_row("files", self._files)
         parts = [facts] if not summary.failures else [facts, Text(), self._failures(summary)]
         title = Text(summary.status, style="bold")
         self._print(Panel(Group(*parts), title=title, title_align="left", box=self._box, expand=False))
