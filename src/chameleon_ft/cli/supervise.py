@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Optional
 
 import tyro
 
@@ -27,7 +27,7 @@ class SuperviseArguments:
     coordinator: Coordinator = None
     token: Token = None
     host: Annotated[
-        str | None,
+        Optional[str],  # noqa: UP045
         optional_argument(
             "ADDRESS", "Address at which the other machines reach this one; by default the one facing the coordinator."
         ),
