@@ -110,6 +110,12 @@ class PolicyResult:
         return self.samples / self.duration_s
 
     @property
+    def throughput(self) -> float:
+        """The same, with the samples of the step that the end cut off, as far as it had come: for short traces."""
+        part = self.unfinished_s * self.timeline[-1].samples_per_s if self.unfinished_s else 0.0
+        return (self.samples + part) / self.duration_s
+
+    @property
     def share_of_failure_free(self) -> float:
         """Samples as a share of what would have been trained without any event."""
         return self.samples / self.failure_free_samples
