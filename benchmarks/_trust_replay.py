@@ -64,15 +64,15 @@ class Replayed:
 
     @property
     def simulated_per_s(self) -> float:
-        return self.simulated.throughput * self.made.scale
+        return self.simulated.goodput * self.made.scale
 
     @property
     def error(self) -> float:
-        return _error(self.simulated.throughput, self.made.observed.samples_per_s)
+        return _error(self.simulated.goodput, self.made.observed.samples_per_s)
 
     @property
     def by_class_error(self) -> float | None:
-        return None if self.by_class is None else _error(self.by_class.throughput, self.made.observed.samples_per_s)
+        return None if self.by_class is None else _error(self.by_class.goodput, self.made.observed.samples_per_s)
 
     def row(self) -> tuple[str, ...]:
         observed, scale = self.made.observed, self.made.scale

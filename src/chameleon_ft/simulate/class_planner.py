@@ -62,7 +62,7 @@ class ClassPlanner(PlanInForce[Fleet]):
 
     def _from_checkpoint(self, outlook: Outlook) -> list[Option]:
         """Equal pipelines of whoever is there, from the last checkpoint, when a layer has lost its last holder."""
-        if not self._world.parameters.has_checkpoints:
+        if self._policy != "restart" and not self._world.parameters.has_checkpoints:
             return []
         fleet = self._world.equal_fleet(Fleet(()), outlook.speeds)
         step_s = None if fleet is None else self._world.step_s(fleet, outlook.speeds)

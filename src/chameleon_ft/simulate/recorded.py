@@ -16,7 +16,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.recovery import Situation
 from chameleon_ft.recovery.equivalence import loss_classes
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.simulate.events import Event
+from chameleon_ft.simulate.events import Fault
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.trace import Trace
 
@@ -101,25 +101,25 @@ def recorded_changes(run: RunDirectory) -> tuple[tuple[Change, ...], float]:
 def trace_of_changes(changes: Iterable[Change], *, workers: int, duration_s: float, name: str = "") -> Trace:
     """What happened as a trace.
 
-    Losses within a quarter of a second are one event, and what changes nothing (a loss of who is lost) is left out.
+    Losses within a quarter of a second are one event, that of the first. What changes nothing, such as the loss of one
+    who is lost, and what is not within the trace is left out.
     """
-    events: list[Event] = []
-    lost: set[int] = set()
-    since_s = -math.inf
+    faults: list[Fault] = []
+    since_s: dict[int, float] = {}
+    together_s = -math.inf
     for change in sorted(changes):
-        if not 0 <= change.time_s <= duration_s or change.is_lost == (change.worker in lost):
+        if not 0 <= change.time_s <= duration_s:
             continue
-        if change.is_lost:
-            lost.add(change.worker)
-        else:
-            lost.discard(change.worker)
-        last = events[-1] if events else None
-        if change.is_lost and last is not None and last.kind == "lost" and change.time_s <= since_s + _AT_ONCE_S:
-            events[-1] = Event(last.time_s, tuple(sorted({*last.workers, change.worker})), "lost")
-            continue
-        since_s = change.time_s
-        events.append(Event(change.time_s, (change.worker,), "lost" if change.is_lost else "back"))
-    return Trace(workers, duration_s, tuple(events), name=name)
+        if not change.is_lost:
+            start_s = since_s.pop(change.worker, math.inf)
+            if start_s < change.time_s:
+                faults.append(Fault((change.worker,), start_s, change.time_s))
+        elif change.worker not in since_s:
+            if change.time_s > together_s + _AT_ONCE_S:
+                together_s = change.time_s
+            since_s[change.worker] = together_s
+    faults += [Fault((worker,), start_s) for worker, start_s in since_s.items()]
+    return Trace.from_faults(faults, workers=workers, duration_s=duration_s, name=name)
 
 
 def measured_parameters(

@@ -57,8 +57,8 @@ def simulate(
         start: what all begin with; None for the fastest plan that is found. Policies that never leave the depth they
             begin with are then simulated from pipelines that fit on a host as well, and the better of both counts.
         as_in_run: whether policies do just what they do in a run: under `reroute` and `recycle` those who are back stay
-            idle, and `restart` takes the layout with the most workers and writes checkpoints as often as others. Up to
-            `exact_up_to` workers; above it is as without.
+            idle, and `restart` takes the layout with the most workers and writes checkpoints as often as others, if
+            these write any. Up to `exact_up_to` workers; above it is as without.
         progress: is called with the name of the policy and the share of the trace that it has lived through.
 
     Raises:
@@ -74,7 +74,7 @@ def simulate(
     for policy in policies:
         if policy != ORACLE:
             planners = _planners(policy, world, decisions, start, as_in_run=as_in_run)
-            optimised = policy == "restart" and not as_in_run
+            optimised = policy == "restart" and not _restarts_as_in_run(parameters, as_in_run=as_in_run)
             courses[policy] = _best_course(policy, planners, trace, world, known, progress, optimised=optimised)
     oracle = _Oracle(trace, world, known)
     failure_free = known.best(live_of([1.0] * trace.workers)) * trace.duration_s
@@ -109,13 +109,20 @@ def _check(trace: Trace, cluster: Cluster, policies: Sequence[str]) -> None:
 
 def _planners(policy: str, world: World, decisions: Decisions, start: Plan | None, *, as_in_run: bool) -> list[Planner]:
     """The policy; twice where it depends on the depth that it begins with, and none is given."""
-    exact = policy in POLICIES and (as_in_run or policy != "restart")
+    exact = policy in POLICIES
+    if policy == "restart":
+        exact = _restarts_as_in_run(world.parameters, as_in_run=as_in_run)
     if exact and len(world.workers) <= world.parameters.exact_up_to:
         return [ExactPlanner(policy, world.costs, world.parameters, decisions, start, as_in_run=as_in_run)]
     planners: list[Planner] = [ClassPlanner(policy, world)]
     if start is None and policy in FIXED_DEPTH:
         planners.append(ClassPlanner(policy, world, shallow=True))
     return planners
+
+
+def _restarts_as_in_run(parameters: Parameters, *, as_in_run: bool) -> bool:
+    """Whether `restart` does. In a run without checkpoints it could not, and would say nothing."""
+    return as_in_run and parameters.has_checkpoints
 
 
 def _in_words(world: World) -> str:
