@@ -101,14 +101,14 @@ def recorded_changes(run: RunDirectory) -> tuple[tuple[Change, ...], float]:
 def trace_of_changes(changes: Iterable[Change], *, workers: int, duration_s: float, name: str = "") -> Trace:
     """What happened as a trace.
 
-    Losses within a quarter of a second are one event, that of the first. What changes nothing, such as the loss of one
-    who is lost, and what is not within the trace is left out.
+    Losses within a quarter of a second are one event, that of the first. Left out are changes that change nothing, such
+    as the loss of one who is lost, those that are not within the trace, and those of workers that have come later.
     """
     faults: list[Fault] = []
     since_s: dict[int, float] = {}
     together_s = -math.inf
     for change in sorted(changes):
-        if not 0 <= change.time_s <= duration_s:
+        if not 0 <= change.time_s <= duration_s or change.worker >= workers:
             continue
         if not change.is_lost:
             start_s = since_s.pop(change.worker, math.inf)
