@@ -86,6 +86,7 @@ class Replayed:
             f"{self.error:+.1%}",
             f"{observed.stall_s / scale:.2f}",
             f"{self.simulated.stall_s / scale:.2f}",
+            f"{observed.others_share:.0%}",
             *by_class,
         )
 
@@ -104,6 +105,7 @@ class Replayed:
             "real_stall_s": observed.stall_s / scale,
             "simulated_stall_s": self.simulated.stall_s / scale,
             "real_plans": [outage.policy for outage in observed.outages],
+            "others_share": observed.others_share,
             "simulated_plans": [each.chosen for each in self.simulated.decisions],
         }
 

@@ -7,6 +7,8 @@ taken from the run itself: no step, no stall, no decision.
 
   real, simulated   samples per second over the window, as `benchmarks.policies` counts them
   stalls            seconds of standing still in the window, both ways
+  others            what other processes took of the machine during the run; with --most-others 0.05 such runs are
+                    left out, and give no constants
 
 Samples per second and seconds are those of the emulated devices. Going back to a checkpoint takes `--restart-s` of
 `benchmarks.policies` in both, and steps that are run again count as trained, as there. With --by-class every run is
@@ -24,7 +26,7 @@ from typing import Final
 from benchmarks._common import Bar, Report, new_folder, report_arguments
 from benchmarks._neighbours import progress
 from benchmarks._trust_picture import draw
-from benchmarks._trust_replay import Replayed, constants, made_in, mean_error, replayed
+from benchmarks._trust_replay import Made, Replayed, constants, made_in, mean_error, replayed
 
 _COLUMNS: Final = (
     "scenario",
@@ -35,15 +37,18 @@ _COLUMNS: Final = (
     "error",
     "stalls, s",
     "simulated",
+    "others",
 )
 _MEAN, _WORST = 0.03, 0.06
 
 
 def main() -> int:
     given = _arguments()
-    runs = [made for made in made_in(given.runs) if not given.scenarios or made.scenario in given.scenarios]
+    runs = [made for made in made_in(given.runs) if _counts(made, given)]
     if not runs:
-        raise SystemExit(f"--runs {' '.join(map(str, given.runs))}: there are no runs of benchmarks.policies")
+        raise SystemExit(
+            f"--runs {' '.join(map(str, given.runs))}: there are no runs of benchmarks.policies that count"
+        )
     folder = new_folder(given.out)
     found = []
     for made in runs:
@@ -53,6 +58,11 @@ def main() -> int:
     if given.markdown is not None:
         given.markdown.write_text(_markdown(found), encoding="utf-8")
     return _report(found, by_class=given.by_class).emit(folder, as_json=given.json)
+
+
+def _counts(made: Made, given: argparse.Namespace) -> bool:
+    disturbed = made.observed.others_share > given.most_others
+    return not disturbed and (not given.scenarios or made.scenario in given.scenarios)
 
 
 def _report(found: Sequence[Replayed], *, by_class: bool) -> Report:
@@ -93,6 +103,9 @@ def _arguments() -> argparse.Namespace:
         "--runs", type=Path, nargs="+", required=True, metavar="DIR", help="folders that benchmarks.policies made"
     )
     parser.add_argument("--scenarios", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument(
+        "--most-others", type=float, default=1.0, help="leave out runs with which others interfered more"
+    )
     parser.add_argument("--by-class", action="store_true", help="simulate pipelines by class too")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table for the docs")
     return parser.parse_args()

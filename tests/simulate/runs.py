@@ -53,7 +53,23 @@ def failure(time: float, **fields: Any) -> dict[str, Any]:
 
 
 def decision(generation: int, *, prepared: bool, lost: tuple[int, ...] = (1,)) -> dict[str, Any]:
-    return {"time": 0.0, "event": "decision", "generation": generation, "prepared": prepared, "lost": list(lost)}
+    return {
+        "time": 0.0,
+        "event": "decision",
+        "generation": generation,
+        "search_s": 0.0,
+        "prepared": prepared,
+        "step": 3,
+        "lost": list(lost),
+        "live": 2 - len(lost),
+        "plan": "2 pipelines of 1 stage",
+        "rate": {"failures": 1, "worker_s": 0.0, "prior_failures": 1.0, "worker_mtbf_s": 1.0},
+        "stall": {"repeat_s": 0.0, "detect_s": 0.0, "stop_s": 0.0, "decide_s": 0.0, "regroup_s": 0.0},
+        "corrections": {"operations": 1.0, "step": 1.0, "transfer": 1.0, "slow": {}},
+        "chosen": None,
+        "horizon_s": 1.0,
+        "candidates": [],
+    }
 
 
 def prepared(generation: int, *, losses: int, prepare_s: float) -> dict[str, Any]:

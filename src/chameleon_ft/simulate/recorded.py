@@ -12,6 +12,7 @@ from typing import Any, Final
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import StallModel, estimate_step
 from chameleon_ft.observe import FailureRecord, GenerationPlan, RunDirectory, read_generation_plans
+from chameleon_ft.observe.decisions import decision_stories
 from chameleon_ft.plan import Plan
 from chameleon_ft.recovery import Situation
 from chameleon_ft.recovery.equivalence import loss_classes
@@ -146,12 +147,11 @@ def measured_parameters(
 def _phases(events: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """What single losses took. Those of several at once overlap; only their search is their own."""
     losses: dict[int, list[FailureRecord]] = defaultdict(list)
-    prepared: dict[int, bool] = {}
     for event in events:
         if event["event"] == "failure":
             losses[event["generation"]].append(FailureRecord.from_json(event))
-        elif event["event"] == "decision" and event["lost"]:
-            prepared[event["generation"]] = event["prepared"]
+    decided = (story.decided for story in decision_stories(events))
+    prepared = {each.generation: each.prepared for each in decided if each.lost}
     seen: dict[str, list[float]] = defaultdict(list)
     for generation, records in losses.items():
         first = records[0]
