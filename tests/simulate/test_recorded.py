@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import CostsFrom
+from chameleon_ft.plan import Plan
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.recorded import (
     Change,
@@ -88,7 +90,7 @@ def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
 def test_without_a_profile_it_is_what_the_run_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="had no profile"):
         recorded_run(recorded(tmp_path / "none", [started()], plans={1: (PLAN, "assumed")}))
-    plans = {1: (PLAN, "assumed"), 2: (PLAN, "measured")}
+    plans: dict[int, tuple[Plan, CostsFrom]] = {1: (PLAN, "assumed"), 2: (PLAN, "measured")}
     assert recorded_run(recorded(tmp_path / "some", [started()], plans=plans)).costs == costs(2)
 
 
