@@ -122,13 +122,13 @@ def made_in(folders: Iterable[Path]) -> list[Made]:
 
 
 def constants(made: Made, runs: Sequence[Made]) -> Parameters:
-    """What stalls and steps take, from runs of other scenarios: of the same policy, or else of all policies.
+    """What stalls and steps take, from runs of other scenarios: of the same policy where these say it, else of all.
 
-    Where there are no other scenarios, what the simulator assumes.
+    What none of them says is what the simulator assumes.
     """
     others = [other for other in runs if other.scenario != made.scenario]
-    alike = [other for other in others if other.policy == made.policy] or others
-    return measured_parameters(other.run for other in alike)
+    of_all = measured_parameters(other.run for other in others)
+    return measured_parameters((other.run for other in others if other.policy == made.policy), of_all)
 
 
 def replayed(made: Made, assumed: Parameters, *, by_class: bool) -> Replayed:

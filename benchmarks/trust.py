@@ -2,7 +2,7 @@
 
 The simulator is given what the run knew beforehand (profile, cluster, configuration, the plan to begin with) and what
 the world did to it: who was killed when, and who was there again when. What the phases of a stall take, and a step
-beyond its estimate, are medians over the runs of the other scenarios, of the same policy if there are some. Nothing is
+beyond its estimate, are medians over the runs of the other scenarios, of the same policy where these say it. Nothing is
 taken from the run itself: no step, no stall, no decision.
 
   real, simulated   samples per second over the window, as `benchmarks.policies` counts them

@@ -101,6 +101,17 @@ def test_constants_are_of_other_scenarios_and_if_possible_of_the_same_policy(tmp
     assert constants(medium_mend, others).stop_s == 3.0, "of another policy, where there is none of the same"
 
 
+def test_what_the_same_policy_does_not_say_others_do(tmp_path: Path) -> None:
+    make(tmp_path, "medium", policy="mend")
+    make(tmp_path, "rare", stop_s=3.0)
+    make(tmp_path, "frequent", policy="mend", stop_s=1.0)
+    events = tmp_path / "frequent" / "mend" / "events.jsonl"
+    events.write_text(json.dumps(started()) + "\n")  # it has seen no loss
+    runs = made_in([tmp_path])
+    (medium,) = [made for made in runs if made.scenario == "medium"]
+    assert constants(medium, runs).stop_s == 3.0
+
+
 def run_trust(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr("sys.argv", ["trust", *arguments])
     return trust.main()
