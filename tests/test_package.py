@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "profiles": PURE | {"config"},
     "models": {"errors", "keys", "config", "job", "data", "optim", "profiles"},
     "observe": PURE | {"config"},
-    "simulate": PURE,
+    "simulate": PURE | {"observe"},
     "verify": JOBS | {"errors", "observe"},
     "control": PURE | {"config", "observe", "profiles"},
     "runtime": PURE | JOBS | {"observe", "control", "profiles"},
