@@ -15,6 +15,7 @@ from chameleon_ft.presets import device, model_shape
 from chameleon_ft.profiles import derived_profile, read_profile, write_profile
 from chameleon_ft.simulate import load_trace
 from chameleon_ft.simulate.run import SIMULATED_POLICIES
+from tests.simulate.runs import decision, failure, recorded, started
 
 SHAPE = {
     "model_type": "llama",
@@ -188,6 +189,42 @@ def test_a_value_at_which_nothing_fits_is_left_open(capsys: pytest.CaptureFixtur
     printed = simulate(capsys, *case, "--sweep", "memory=0.001,80")
     assert "memory 0.001: no pipelines of 16 workers fit the memory" in printed
     assert "at no value can anything be trained" in simulate(capsys, *case, "--sweep", "memory=0.001", code=1)
+
+
+RUN_EVENTS = (
+    started(1000.0),
+    decision(2, prepared=True),
+    failure(1101.0, generation=2, detect_s=0.1, stop_s=0.2, decide_s=0.3, regroup_s=0.4, stall_s=1.0),
+    {"time": 1200.0, "event": "finished"},
+)
+
+
+def test_a_run_is_lived_through_by_other_policies(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    recorded(folder / "run", RUN_EVENTS, steps_s={1: [3.0] * 10})
+    of_run = ("--run", "run", "--policies", "drop-replica,oracle", "--assume", "step_overhead_s=0")
+    found = simulated(capsys, *of_run)
+    # As in tests/simulate/test_as_in_run.py: its own phases take a second, and step times are those of its profile.
+    fast_s, slow_s = 12 * 0.18 + 2 * (1e-5 + 6 * 10**8 / 50e9), 24 * 0.18
+    by_hand = 24 * (100.0 // fast_s + 99.0 / slow_s) / 200.0
+    assert found["policies"]["drop-replica"]["goodput"] == pytest.approx(by_hand)
+    assert found["policies"]["drop-replica"]["stall_s"] == pytest.approx(1.0)
+    assert (found["run_policy"], found["run_samples_per_s"]) == ("chameleon", pytest.approx(10 * 24 / 200.0))
+    shown = simulate(capsys, *of_run)
+    assert "the run run, 2 workers, 24 samples a step, 200 s; chameleon trained 1.2 samples/s in it" in shown
+
+
+def test_what_a_run_says_is_not_said_twice(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    recorded(folder / "run", RUN_EVENTS, steps_s={1: [3.0]})
+    for flag in (("--workers", "2"), ("--rate", "2"), ("--sweep", "rate=1,2"), ("--trace", "day.jsonl")):
+        error = simulate(capsys, "--run", "run", *flag, code=2)
+        assert f"leave out one of --run and {flag[0]}" in error
+    assert "give --workers, or the --run" in simulate(capsys, *COMMON, "--trace", "day.jsonl", code=2)
+    assert "is not a run directory" in simulate(capsys, "--run", "none", code=2)
+
+
+def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    recorded(folder / "run", RUN_EVENTS)
+    assert "no step was committed" in simulate(capsys, "--run", "run", code=2)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -111,7 +111,7 @@ def chosen_sweep(text: str) -> tuple[str, tuple[float, ...]]:
     return name, numbers
 
 
-def assumed(text: str) -> Parameters:
+def assumed(text: str, parameters: Parameters = Parameters()) -> Parameters:  # noqa: B008 - frozen
     """The parameters, with those that the text gives. Raises ConfigError for a name or a value that there is not."""
     names = [each.name for each in fields(Parameters)]
     kinds = get_type_hints(Parameters)
@@ -122,8 +122,8 @@ def assumed(text: str) -> Parameters:
         if name.strip() not in names or not numbers or (kinds[name.strip()] is int and numbers[0] != int(numbers[0])):
             raise ConfigError(f"--assume {part}: should be NAME=NUMBER, with a name of {', '.join(names)}")
         given[name.strip()] = int(numbers[0]) if kinds[name.strip()] is int else numbers[0]
-    make: Callable[..., Parameters] = Parameters
-    return make(**given)
+    change: Callable[..., Parameters] = replace
+    return change(parameters, **given)
 
 
 def _numbers(texts: Sequence[str]) -> tuple[float, ...]:

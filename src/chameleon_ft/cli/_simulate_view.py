@@ -17,6 +17,7 @@ from chameleon_ft.simulate.sweep import Point, Sweep
 __all__ = ["show_results", "show_sweep"]
 
 _WIDE = 110  # characters, from which on there is room for all columns
+_DAY_S = 86_400.0
 _KINDS = 2  # of decisions, that are named
 _WITH_UNITS = {"memory": "memory (GB)", "rate": "failure rate"}
 
@@ -70,10 +71,13 @@ def _kinds(own: PolicyResult) -> str:
 def _trace_in_words(trace: Trace) -> str:
     figures = trace_statistics(trace)
     slow = f", {figures.slow_share:.1%} slow" if figures.slow_share else ""
+    host = "worker" if trace.workers_per_host == 1 else "host"
+    # Of the minutes of a run that says nothing.
+    rate = f", {figures.faults_per_1000_host_days:.2f} per 1,000 {host}-days" if trace.duration_s >= _DAY_S else ""
     return (
-        f"{_counted(figures.faults, 'host failure')} on {_counted(figures.hosts, 'host')}, "
-        f"{figures.faults_per_1000_host_days:,.2f} per 1,000 host-days; {figures.availability:.1%} of the workers up "
-        f"on average{slow}, at worst {_counted(figures.most_hosts_down, 'host')} down"
+        f"{_counted(figures.faults, f'{host} failure')} on {_counted(figures.hosts, host)}{rate}; "
+        f"{figures.availability:.1%} of the workers up on average{slow}, at worst "
+        f"{_counted(figures.most_hosts_down, host)} down"
     )
 
 

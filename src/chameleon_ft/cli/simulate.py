@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
@@ -20,8 +20,10 @@ from chameleon_ft.cli._simulate_case import (
     names_only_failing,
     trace_of,
 )
+from chameleon_ft.cli._simulate_run import run_case
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.observe.picture_file import require_picture
+from chameleon_ft.plan import Plan
 from chameleon_ft.simulate import save_trace, trace_statistics
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.run import simulate
@@ -31,6 +33,7 @@ __all__ = ["main"]
 
 _NOTHING = "nothing to simulate: give a published --model and its --device, or a --profile"
 _PER_WORKER = 4  # micro-batches of a step, by default
+_BESIDE_A_RUN = ("run", "preset", "policies", "assume", "picture", "save_trace", "json")
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,20 @@ class SimulateArguments:
 
     For a published --model on a known --device or a --profile, on a cluster of --workers, over a failure --trace or one
     that is drawn by --generate. Nothing is started. The same arguments give the same results. With --sweep, at several
-    failure rates, cluster sizes, memories, bandwidths or batches.
+    failure rates, cluster sizes, memories, bandwidths or batches. With --run, through what happened in a run that was
+    made.
     """
 
-    workers: Annotated[int, tyro.conf.arg(help="Workers of the cluster: whole hosts.")]
+    workers: Annotated[
+        Optional[int],  # noqa: UP045
+        optional_argument("INT", "Workers of the cluster: whole hosts."),
+    ] = None
+    run: Annotated[
+        Optional[Path],  # noqa: UP045
+        optional_argument(
+            "PATH", "Directory of a run, for what was trained, on whom, from which plan, and its losses."
+        ),
+    ] = None
     preset: Preset = NO_PRESET
     profile: Annotated[
         Optional[Path],  # noqa: UP045
@@ -104,79 +117,115 @@ class SimulateArguments:
     json: Annotated[Switch, optional_argument("", "Print the results as JSON.")] = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """What is simulated, and how it is called."""
+
+    scene: Scene
+    title: str
+    parameters: Parameters
+    facts: dict[str, object]
+    start: Plan | None = None
+    as_in_run: bool = False
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given = parse_arguments(SimulateArguments, arguments, command="simulate")
     policies, parameters = chosen_policies(given.policies), assumed(given.assume)
     swept = None if given.sweep is None else chosen_sweep(given.sweep)
-    scene = _scene(given)
+    case = _drawn(given, parameters) if given.run is None else _of_run(given, given.run)
     if given.picture is not None:
         require_picture(given.picture)
     if given.save_trace is not None:
-        save_trace(scene.trace, given.save_trace)
+        save_trace(case.scene.trace, given.save_trace)
     if swept is None:
-        _simulate(given, scene, policies, parameters)
+        _simulate(given, case, policies)
     else:
-        _sweep(given, scene, policies, parameters, *swept)
+        _sweep(given, case, policies, *swept)
     return 0
 
 
-def _simulate(given: SimulateArguments, scene: Scene, policies: Sequence[str], parameters: Parameters) -> None:
+def _simulate(given: SimulateArguments, case: _Case, policies: Sequence[str]) -> None:
     from chameleon_ft.cli._simulate_progress import Progress
 
+    scene = case.scene
     with Progress(policies) as progress:
         results = simulate(
             scene.trace,
             scene.workload,
             scene.cluster,
             policies,
-            parameters=parameters,
+            parameters=case.parameters,
+            start=case.start,
+            as_in_run=case.as_in_run,
             progress=progress.of_policy,
         )
     if given.picture is not None:
         from chameleon_ft.simulate.picture import draw_results
 
-        draw_results(given.picture, title=_title(given, scene), results=results, trace=scene.trace)
+        draw_results(given.picture, title=case.title, results=results, trace=scene.trace)
     if given.json:
-        print(json.dumps({**_case(given, scene), **results.to_json()}))
+        print(json.dumps({**case.facts, **results.to_json()}))
     else:
         from chameleon_ft.cli._simulate_view import show_results
 
-        show_results(_title(given, scene), results, scene.trace)
+        show_results(case.title, results, scene.trace)
 
 
-def _sweep(
-    given: SimulateArguments,
-    scene: Scene,
-    policies: Sequence[str],
-    parameters: Parameters,
-    name: str,
-    values: Sequence[float],
-) -> None:
+def _sweep(given: SimulateArguments, case: _Case, policies: Sequence[str], name: str, values: Sequence[float]) -> None:
     from chameleon_ft.cli._simulate_progress import Progress
 
     with Progress(policies, name, values) as progress:
-        found = sweep(scene, name, values, policies, parameters=parameters, progress=progress.of_value)
+        found = sweep(case.scene, name, values, policies, parameters=case.parameters, progress=progress.of_value)
     if not found.policies:
         raise PlanError(f"--sweep {given.sweep}: at no value can anything be trained: {found.points[-1].misfit}")
     if given.picture is not None:
         from chameleon_ft.simulate.picture import draw_sweep
 
-        draw_sweep(given.picture, title=_title(given, scene), sweep=found)
+        draw_sweep(given.picture, title=case.title, sweep=found)
     if given.json:
-        print(json.dumps({**_case(given, scene), **found.to_json()}))
+        print(json.dumps({**case.facts, **found.to_json()}))
     else:
         from chameleon_ft.cli._simulate_view import show_sweep
 
-        show_sweep(_title(given, scene), found, scene.trace)
+        show_sweep(case.title, found, case.scene.trace)
+
+
+def _of_run(given: SimulateArguments, path: Path) -> _Case:
+    given.preset.refuse(f"the run {path} says what is simulated; leave out one of --run and this")
+    for each in fields(given):
+        if each.name not in _BESIDE_A_RUN and getattr(given, each.name) != each.default:
+            flag = f"--{each.name.replace('_', '-')}"
+            raise ConfigError(f"{flag}: the run {path} says what is simulated; leave out one of --run and {flag}")
+    found = run_case(path)
+    workload, policy = found.scene.workload, found.policy
+    return _Case(
+        scene=found.scene,
+        title=(
+            f"the run {path}, {len(found.scene.cluster.workers):,} workers, {workload.samples:,} samples a step, "
+            f"{found.scene.trace.duration_s:,.0f} s; {policy} trained {found.samples_per_s:.4g} samples/s in it"
+        ),
+        parameters=assumed(given.assume, found.parameters),
+        facts={"run": str(path), "run_policy": policy, "run_samples_per_s": found.samples_per_s},
+        start=found.start,
+        as_in_run=True,
+    )
+
+
+def _drawn(given: SimulateArguments, parameters: Parameters) -> _Case:
+    scene = _scene(given)
+    return _Case(scene=scene, title=_title(given, scene), parameters=parameters, facts=_facts(given, scene))
 
 
 def _scene(given: SimulateArguments) -> Scene:
-    per_host = given.workers_per_host
-    hosts = hosts_of(given.workers, per_host)
-    if given.workers < 1 or given.workers % per_host:
+    per_host, workers = given.workers_per_host, given.workers
+    if workers is None:
+        raise ConfigError("nobody trains: give --workers, or the --run that was made")
+    hosts = hosts_of(workers, per_host)
+    if workers < 1 or workers % per_host:
         raise ConfigError(
-            f"--workers {given.workers}: should be a multiple of the {per_host} workers of a host; "
+            f"--workers {workers}: should be a multiple of the {per_host} workers of a host; "
             "change one of --workers and --workers-per-host"
         )
     profile = profile_of(given.preset, given.profile, missing=_NOTHING)
@@ -189,8 +238,8 @@ def _scene(given: SimulateArguments) -> Scene:
         rate=given.rate,
         keep_repairs=given.keep_repairs,
     )
-    trace = trace_of(chosen, hosts=given.workers // per_host, workers_per_host=per_host)
-    micro_batches = _PER_WORKER * given.workers if given.micro_batches is None else given.micro_batches
+    trace = trace_of(chosen, hosts=workers // per_host, workers_per_host=per_host)
+    micro_batches = _PER_WORKER * workers if given.micro_batches is None else given.micro_batches
     return Scene(trace, profile.workload(micro_batches), profile.cluster(hosts))
 
 
@@ -202,12 +251,12 @@ def _title(given: SimulateArguments, scene: Scene) -> str:
     trained = f"{preset.model} on {preset.device}" if given.profile is None else f"the profile {given.profile.name}"
     rate = "" if given.rate == 1 else f", {given.rate:g} times the failures"
     return (
-        f"{trained}, {given.workers:,} workers, {scene.workload.samples:,} samples a step, "
+        f"{trained}, {scene.trace.workers:,} workers, {scene.workload.samples:,} samples a step, "
         f"{scene.trace.duration_s / 86_400:,.1f} days of {trace}{rate}"
     )
 
 
-def _case(given: SimulateArguments, scene: Scene) -> dict[str, object]:
+def _facts(given: SimulateArguments, scene: Scene) -> dict[str, object]:
     figures = trace_statistics(scene.trace)
     return {
         "model": given.preset.model,

@@ -51,6 +51,6 @@ def missing(own: PolicyResult) -> tuple[float, ...]:
 
     Time in which nothing was gained counts as at the failure-free rate; the rest is what steps took longer.
     """
-    in_time = [own.stall_s, own.lost_s, own.checkpoint_s + own.unfinished_s, own.down_s]
+    in_time = [own.stall_s, own.lost_s, own.checkpoint_s, own.down_s]
     shares = [seconds / own.duration_s for seconds in in_time]
     return max(0.0, 1.0 - own.share_of_failure_free - math.fsum(shares)), *shares

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from chameleon_ft.simulate.fleet import Fleet, arranged
-from chameleon_ft.simulate.planner import Chosen, Option, Outlook, best_option
+from chameleon_ft.simulate.in_force import PlanInForce
+from chameleon_ft.simulate.planner import Chosen, Option, Outlook
 from chameleon_ft.simulate.policies import CLASS_POLICIES
 from chameleon_ft.simulate.policies.symmetric import overhead
 from chameleon_ft.simulate.world import World
@@ -16,17 +17,15 @@ __all__ = ["ClassPlanner"]
 _LEAST_HOST = 4
 
 
-class ClassPlanner:
+class ClassPlanner(PlanInForce[Fleet]):
     """One policy. `shallow` begins with pipelines that are not deeper than a host has workers, or than four."""
 
     def __init__(self, policy: str, world: World, *, shallow: bool = False) -> None:
+        super().__init__()
         self._propose = CLASS_POLICIES[policy]
         self._world = world
         self._policy = policy
         self._shallow = shallow
-        # The plan that all of its workers are known to hold; None where that is not so for any.
-        self._reached: Fleet | None = None
-        self._decided: Fleet | None = None
 
     def start(self, speeds: Mapping[int, float]) -> Chosen | None:
         """Begin with the fastest pipelines, of one depth under a policy of equal pipelines."""
@@ -40,28 +39,15 @@ class ClassPlanner:
             step_s *= 1 + overhead(self._world, fleet, step_s)
         return self._in_force(Option(kind="start", plan=fleet, step_s=step_s, stall_s=0.0))
 
-    def decide(self, outlook: Outlook) -> Chosen | None:
-        """See `Planner`."""
-        if not outlook.interrupted:
-            self._reached = self._decided
-        options: list[Option] = []
+    def _lose(self, lost: frozenset[int]) -> None:
         if self._reached is not None:
-            self._reached = self._reached.without(outlook.lost)
-            if outlook.speeds:
-                options = list(self._propose(self._world, self._reached, outlook))
-        if not options:
-            options = self._from_checkpoint(outlook)
-        best = best_option(options, outlook.horizon_s)
-        if best is None:
-            self._reached = self._decided = None
-            return None
-        if best.from_checkpoint:
-            self._reached = None
-        return self._in_force(best)
+            self._reached = self._reached.without(lost)
 
-    def _in_force(self, option: Option) -> Chosen:
-        self._decided = option.plan
-        return Chosen(option=option, used=option.plan.used)
+    def _used(self, plan: Fleet) -> frozenset[int]:
+        return plan.used
+
+    def _options(self, reached: Fleet, outlook: Outlook) -> Sequence[Option]:
+        return self._propose(self._world, reached, outlook) if outlook.speeds else []
 
     def _first(self, speeds: Mapping[int, float]) -> Fleet | None:
         if self._world.start is not None and self._world.start.used <= speeds.keys():
@@ -76,6 +62,8 @@ class ClassPlanner:
 
     def _from_checkpoint(self, outlook: Outlook) -> list[Option]:
         """Equal pipelines of whoever is there, from the last checkpoint, when a layer has lost its last holder."""
+        if self._policy != "restart" and not self._world.parameters.has_checkpoints:
+            return []
         fleet = self._world.equal_fleet(Fleet(()), outlook.speeds)
         step_s = None if fleet is None else self._world.step_s(fleet, outlook.speeds)
         if fleet is None or step_s is None:

@@ -104,6 +104,8 @@ class _Run:
     hours: _Hours = field(default_factory=_Hours)
     decisions: list[DecisionRecord] = field(default_factory=list)
     open: _Open | None = None
+    weighs_at_s: float | None = None
+    """When it is decided what to do with workers that are back."""
 
     def __post_init__(self) -> None:
         self.speeds = dict.fromkeys(range(self.trace.workers), 1.0)
@@ -114,6 +116,13 @@ class _Run:
             self._start()
 
     def pass_to(self, time_s: float) -> None:
+        """Let time pass, and weigh what to do with those who are back when it is time to."""
+        while self.weighs_at_s is not None and self.weighs_at_s <= time_s:
+            self._pass_to(self.weighs_at_s)
+            self._decide(frozenset(), "back")
+        self._pass_to(time_s)
+
+    def _pass_to(self, time_s: float) -> None:
         seconds = time_s - self.account.clock_s
         used = 0 if self.chosen is None else len(self.chosen.used)
         self.hours.used += used * seconds
@@ -137,8 +146,25 @@ class _Run:
             return
         self.incidents += bool(lost)
         self.rate = self.rate.observed(failures=len(lost))
-        kinds = {event.kind for event in events}
-        self._decide(frozenset(lost), "lost" if lost else "back" if "back" in kinds else "slow")
+        if lost:
+            self._decide(frozenset(lost), "lost")
+        elif all(event.kind == "slow" for event in events):
+            self._decide(frozenset(), "slow")
+        else:
+            self._weigh_later()
+
+    def _weigh_later(self) -> None:
+        """Nobody is disturbed for those who are back before training goes on, but where all begin anew anyway."""
+        now_s = self.account.clock_s
+        if self.chosen is None:
+            self._decide(frozenset(), "back")
+            return
+        begins_anew = self.chosen.option.from_checkpoint and now_s < self.account.resume_s
+        at_s = (now_s if begins_anew else max(now_s, self.account.resume_s)) + self.parameters.weigh_s
+        if at_s == now_s:
+            self._decide(frozenset(), "back")
+        else:
+            self.weighs_at_s = at_s
 
     def _start(self) -> None:
         self.chosen = self.planner.start(dict(self.speeds))
@@ -148,6 +174,7 @@ class _Run:
             self._go_on(self.chosen.option, cause="start", finish_step=False)
 
     def _decide(self, lost: frozenset[int], cause: str) -> None:
+        self.weighs_at_s = None
         account, before = self.account, self.chosen
         hit = before is not None and not lost.isdisjoint(before.used)
         slowed = cause == "slow"
@@ -157,6 +184,7 @@ class _Run:
             horizon_s=self.rate.horizon_s(max(1, len(self.speeds))),
             repeat_s=account.part_s if hit else 0.0,
             rollback_s=account.unsaved_s if hit or before is None else 0.0,
+            running_s=max(0.0, account.clock_s - account.resume_s),
             interrupted=account.clock_s < account.resume_s,
             rate=self.rate,
         )
@@ -164,14 +192,15 @@ class _Run:
         if self.chosen is None:
             self._close()
             account.lose_step()
-            account.back_to_checkpoint()
+            if self.parameters.has_checkpoints:
+                account.back_to_checkpoint()
             account.waits()
             self._opened(outlook, cause, "wait", math.inf, 0.0)
             return
         option = self.chosen.option
         unchanged = before is not None and not option.stall_s and option.step_s == before.option.step_s
         if unchanged and not outlook.interrupted:
-            self.known.note(live_of(self.speeds.values()), self.samples_per_step / option.step_s)
+            self._note(option)
             return
         self._close()
         if hit or slowed or before is None:
@@ -184,14 +213,15 @@ class _Run:
 
     def _go_on(self, option: Option, *, cause: str, finish_step: bool) -> None:
         parameters = self.parameters
-        every_s = parameters.checkpoint_interval_s
+        # Where there are no checkpoints, the first would come after the end.
+        every_s = min(parameters.checkpoint_interval_s, 2 * self.trace.duration_s)
         if self.optimised:
             # Workers that are lost together are one failure to a run that starts again.
             together = max(1.0, self.rate.failures / max(1, self.incidents))
             mtbf_s = self.rate.horizon_s(max(1, len(self.speeds))) * together
             every_s = max(option.step_s, daly_interval_s(parameters.checkpoint_write_s, mtbf_s))
         self.account.changes(
-            step_s=option.step_s,
+            step_s=option.step_s + parameters.step_overhead_s,
             stall_s=option.stall_s,
             cause=cause,
             checkpoint_every_s=every_s,
@@ -199,7 +229,11 @@ class _Run:
             finish_step=finish_step,
             saved=option.saves_first,
         )
-        self.known.note(live_of(self.speeds.values()), self.samples_per_step / option.step_s)
+        self._note(option)
+
+    def _note(self, option: Option) -> None:
+        step_s = option.step_s + self.parameters.step_overhead_s
+        self.known.note(live_of(self.speeds.values()), self.samples_per_step / step_s)
 
     def _opened(
         self, outlook: Outlook, cause: str, kind: str, step_s: float, stall_s: float, again_s: float = 0.0
@@ -211,7 +245,7 @@ class _Run:
             live=len(outlook.speeds),
             predicted_stall_s=stall_s,
             stall_s=stall_s,
-            predicted_step_s=step_s,
+            predicted_step_s=step_s + self.parameters.step_overhead_s,
             step_s=None,
         )
         account = self.account

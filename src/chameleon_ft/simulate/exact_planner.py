@@ -7,14 +7,26 @@ from dataclasses import dataclass, replace
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.estimate import estimate_step
+from chameleon_ft.estimate import StallModel, estimate_step
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.recovery import Decision, FailureRate, Situation, decide, in_flight_ceiling, reroute
+from chameleon_ft.recovery import (
+    STAY,
+    Decision,
+    FailureRate,
+    Situation,
+    decide,
+    exchanged,
+    in_flight_ceiling,
+    refreshed,
+    reroute,
+)
+from chameleon_ft.recovery.equivalence import LossClass, loss_classes
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
 from chameleon_ft.search import InfeasibleError, find_plan
+from chameleon_ft.simulate.in_force import PlanInForce
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planner import Chosen, Option, Outlook, best_option
+from chameleon_ft.simulate.planner import Chosen, Option, Outlook
 from chameleon_ft.transfer import plan_in_roles, transfer_s, transfer_to
 
 __all__ = ["Decisions", "ExactPlanner", "RealPlan"]
@@ -31,61 +43,79 @@ class RealPlan:
 
 
 class Decisions:
-    """Decisions by what they are made from; made once where only the horizon or the repeated work is another.
+    """Decisions by what they are made from; made once where only the horizon or what stalls take is another.
 
     Then the same candidates are weighed anew, and only if another one wins the decision is made again.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[Decision, float]] = {}
+        self._known: dict[tuple[object, ...], tuple[Decision, Situation]] = {}
+        self._classes: dict[tuple[object, ...], tuple[LossClass, ...]] = {}
 
     def decide(self, situation: Situation, policy: str, rate: FailureRate) -> Decision:
         """What `recovery.decide` says."""
-        key = policy, situation.plan, situation.ceiling, situation.costs.cluster.workers, situation.phases
-        known = self._known.get(key)
+        key = policy, *_asked(situation)
         # What the paper proposes depends on the horizon.
-        if known is None or policy == "paper" or not self._wins_again(*known, situation, rate):
-            self._known[key] = known = decide(situation, policy, rate), situation.repeat_s
-        decision, repeat_s = known
-        chosen = decision.chosen
-        if chosen is None or not chosen.stall_s:
-            return decision
-        stall_s = chosen.stall_s - repeat_s + situation.repeat_s
-        return replace(decision, chosen=replace(chosen, stall_s=stall_s))
+        if policy != "paper" and (known := self._known.get(key)) is not None:
+            decision, before = known
+            fresh = refreshed(decision, before=before, now=situation, horizon_s=rate.horizon_s(len(situation.live)))
+            if fresh is not None:
+                return fresh
+        decision = decide(situation, policy, rate)
+        self._known[key] = decision, situation
+        return decision
 
-    @staticmethod
-    def _wins_again(decision: Decision, repeat_s: float, situation: Situation, rate: FailureRate) -> bool:
-        if decision.chosen is None:
-            return True
-        options: list[Option] = []
-        for each in decision.candidates:
-            if each.feasible and each.step_s is not None and each.stall_s is not None:
-                stall_s = each.stall_s and each.stall_s - repeat_s + situation.repeat_s
-                moved = each.moved_bytes or 0
-                options.append(
-                    Option(kind=each.policy, plan=each, step_s=each.step_s, stall_s=stall_s, moved_bytes=moved)
-                )
-        best = best_option(options, rate.horizon_s(len(situation.live)))
-        return best is not None and best.kind == decision.chosen.policy
+    def classes(self, situation: Situation) -> tuple[LossClass, ...]:
+        """The losses that come to the same, while everyone is there."""
+        key = _asked(situation)
+        if key not in self._classes:
+            self._classes[key] = loss_classes(situation)
+        return self._classes[key]
+
+    def prepared(
+        self, losses: LossClass, before: Situation, now: Situation, policy: str, rate: FailureRate
+    ) -> Decision:
+        """What was decided on the loss of one of a class, with workers exchanged.
+
+        Args:
+            losses: a class of `before`.
+            before: the situation while everyone was there.
+            now: one worker of the class is lost.
+            rate: that loss is counted.
+        """
+        lost = before.costs.cluster.without([losses.representative])
+        decision = self.decide(replace(now, costs=CostModel(before.costs.workload, lost)), policy, rate)
+        return exchanged(decision, losses.exchanges[now.lost[0]])
 
 
-class ExactPlanner:
-    """One policy of the runtime."""
+def _asked(situation: Situation) -> tuple[object, ...]:
+    return situation.plan, situation.ceiling, situation.costs.cluster.workers
+
+
+class ExactPlanner(PlanInForce[RealPlan]):
+    """One policy of the runtime; see `simulate` for `as_in_run`."""
 
     def __init__(
-        self, policy: str, costs: CostModel, parameters: Parameters, decisions: Decisions, start: Plan | None = None
+        self,
+        policy: str,
+        costs: CostModel,
+        parameters: Parameters,
+        decisions: Decisions,
+        start: Plan | None = None,
+        *,
+        as_in_run: bool = False,
     ) -> None:
+        super().__init__()
         self._policy = policy
         self._costs = costs
         self._parameters = parameters
         self._decisions = decisions
         self._start = start
+        self._rejoins = policy in _REJOINING and not as_in_run
         self._home: RealPlan | None = None
-        # What is in force, and the workers of it that were lost, though they may be back: they hold nothing.
-        self._reached: RealPlan | None = None
-        self._gone: frozenset[int] = frozenset()
-        self._decided: RealPlan | None = None
         self._last: RealPlan | None = None
+        # The workers of the plan that were lost, though they may be back: they hold nothing.
+        self._gone: frozenset[int] = frozenset()
 
     def start(self, speeds: Mapping[int, float]) -> Chosen | None:
         """See `Planner`: with the plan that was given, or the fastest that is found."""
@@ -102,68 +132,87 @@ class ExactPlanner:
         step_s = _step_s(self._home, costs)
         return self._in_force(Option(kind="start", plan=self._home, step_s=step_s, stall_s=0.0))
 
-    def decide(self, outlook: Outlook) -> Chosen | None:
-        """See `Planner`."""
-        if not outlook.interrupted:
-            if self._decided != self._reached:
-                self._gone = frozenset()
-            self._reached = self._decided
-        self._gone |= outlook.lost
-        options = [] if self._reached is None else self._options(self._reached, outlook)
-        if not options:
-            options = self._from_checkpoint(outlook)
-        best = best_option(options, outlook.horizon_s)
-        if best is None:
-            self._reached = self._decided = None
-            return None
-        if best.from_checkpoint:
-            self._reached = None
-        return self._in_force(best)
+    def _reach(self, plan: RealPlan | None) -> None:
+        if plan != self._reached:
+            self._gone = frozenset()
+        super()._reach(plan)
+
+    def _lose(self, lost: frozenset[int]) -> None:
+        self._gone |= lost
+
+    def _used(self, plan: RealPlan) -> frozenset[int]:
+        return frozenset(plan.plan.workers)
 
     def _in_force(self, option: Option) -> Chosen:
-        self._decided = self._last = option.plan
-        return Chosen(option=option, used=frozenset(option.plan.plan.workers))
+        self._last = option.plan
+        return super()._in_force(option)
 
     def _of(self, speeds: Mapping[int, float]) -> CostModel:
         cluster = self._costs.cluster
         workers = tuple(replace(each, speed=speeds[each.id]) for each in cluster.workers if each.id in speeds)
         return CostModel(self._costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host))
 
-    def _situation(self, reached: RealPlan, outlook: Outlook) -> Situation:
+    def _situation(self, reached: RealPlan, outlook: Outlook, phases: StallModel) -> Situation:
         gone = self._gone.intersection(reached.plan.workers)
         speeds = {worker: speed for worker, speed in outlook.speeds.items() if worker not in gone}
+        parameters = self._parameters
         return Situation(
             plan=reached.plan,
             ceiling=reached.ceiling,
             costs=self._of(speeds),
-            phases=self._parameters.after_loss if outlook.lost else self._parameters.after_change,
+            phases=phases,
             repeat_s=outlook.repeat_s,
-            restart_s=self._parameters.restart_s + outlook.rollback_s,
+            restart_s=parameters.restart_s + (outlook.rollback_s if parameters.has_checkpoints else 0.0),
+            has_checkpoints=parameters.has_checkpoints,
         )
 
+    def _decision(self, reached: RealPlan, outlook: Outlook) -> Decision:
+        """What was prepared, or else what is found now, which takes longer where somebody is lost."""
+        if not outlook.lost:
+            situation = self._situation(reached, outlook, self._parameters.after_change)
+            return self._decisions.decide(situation, self._policy, outlook.rate)
+        situation = self._situation(reached, outlook, self._parameters.after_loss)
+        found = None if outlook.interrupted else self._prepared(situation, outlook)
+        if found is None:
+            situation = replace(situation, phases=self._parameters.after_surprise)
+            found = self._decisions.decide(situation, self._policy, outlook.rate)
+        return found
+
+    def _prepared(self, situation: Situation, outlook: Outlook) -> Decision | None:
+        """As `Forethought` has it: one class of losses after the other, the largest first, each in its time."""
+        search_s = self._parameters.search_s
+        if len(situation.lost) != 1 or outlook.running_s < search_s:
+            return None
+        (lost,) = situation.lost
+        before = replace(situation, costs=self._of({**outlook.speeds, lost: 1.0}))
+        classes = sorted(self._decisions.classes(before), key=lambda each: -len(each.exchanges))
+        for number, losses in enumerate(classes, start=1):
+            if lost in losses.exchanges and number * search_s <= outlook.running_s:
+                return self._decisions.prepared(losses, before, situation, self._policy, outlook.rate)
+        return None
+
     def _options(self, reached: RealPlan, outlook: Outlook) -> list[Option]:
-        situation = self._situation(reached, outlook)
-        if not situation.live:
+        if not outlook.speeds:
             return []
         options: list[Option] = []
-        if not situation.lost:
-            step_s = _step_s(reached, situation.costs)
-            options.append(Option(kind="as-it-is", plan=reached, step_s=step_s, stall_s=0.0))
-        decision = self._decisions.decide(situation, self._policy, outlook.rate)
+        decision = self._decision(reached, outlook)
         chosen, course = decision.chosen, decision.course
         if chosen is not None and course is not None and chosen.step_s is not None and chosen.stall_s is not None:
-            again_s = outlook.repeat_s if chosen.stall_s else 0.0
+            from_checkpoint = course.transfer is None
+            again_s = outlook.rollback_s if from_checkpoint else outlook.repeat_s if chosen.stall_s else 0.0
             options.append(
                 Option(
-                    kind=chosen.policy,
+                    kind="as-it-is" if chosen.policy == STAY else chosen.policy,
                     plan=RealPlan(course.plan, course.ceiling),
                     step_s=chosen.step_s,
-                    stall_s=chosen.stall_s - again_s,
+                    stall_s=self._parameters.restart_s if from_checkpoint else chosen.stall_s - again_s,
                     again_s=again_s,
                     moved_bytes=chosen.moved_bytes or 0,
+                    from_checkpoint=from_checkpoint,
                 )
             )
-        if self._policy in _REJOINING:
+        if self._rejoins:
+            situation = self._situation(reached, outlook, self._parameters.after_change)
             options += self._rejoined(reached, situation, outlook)
         return options
 
@@ -201,10 +250,10 @@ class ExactPlanner:
     def _from_checkpoint(self, outlook: Outlook) -> list[Option]:
         """The layout that the runtime goes back to a checkpoint with."""
         last = self._last
-        if last is None or not outlook.speeds:
+        if last is None or not outlook.speeds or not self._parameters.has_checkpoints:
             return []
         self._gone = frozenset()
-        decision = decide(self._situation(last, outlook), "restart", outlook.rate)
+        decision = decide(self._situation(last, outlook, self._parameters.after_loss), "restart", outlook.rate)
         if decision.chosen is None or decision.course is None or decision.chosen.step_s is None:
             return []
         return [

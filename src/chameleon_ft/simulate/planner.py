@@ -24,6 +24,7 @@ class Outlook:
         horizon_s: seconds until the next failure that are to be expected (D).
         repeat_s: work of the interrupted step that is done again.
         rollback_s: the same, with all steps since the last checkpoint, for those that go back to one.
+        running_s: seconds since training went on with the plan in force; zero in a stall.
         interrupted: whether the change that was decided last had not been completed, so that its plan was not reached.
         rate: what the horizon is from.
     """
@@ -33,6 +34,7 @@ class Outlook:
     horizon_s: float
     repeat_s: float
     rollback_s: float
+    running_s: float
     interrupted: bool
     rate: FailureRate
 

@@ -106,18 +106,22 @@ class PolicyResult:
 
     @property
     def goodput(self) -> float:
-        """Samples that count, per second of the trace."""
-        return self.samples / self.duration_s
+        """Samples that count, per second of the trace; of the step that the end cut off, as many as had been done."""
+        return self._done / self.duration_s
 
     @property
     def share_of_failure_free(self) -> float:
-        """Samples as a share of what would have been trained without any event."""
-        return self.samples / self.failure_free_samples
+        """The same as a share of what would have been trained without any event."""
+        return self._done / self.failure_free_samples
 
     @property
     def share_of_oracle(self) -> float:
-        """Samples as a share of the oracle's; 1 where neither trained any."""
-        return self.samples / self.oracle_samples if self.oracle_samples else 1.0
+        """The same as a share of the oracle's; 1 where neither trained any."""
+        return self._done / self.oracle_samples if self.oracle_samples else 1.0
+
+    @property
+    def _done(self) -> float:
+        return self.samples + (self.unfinished_s * self.timeline[-1].samples_per_s if self.unfinished_s else 0.0)
 
     @property
     def stall_s(self) -> float:
@@ -198,9 +202,9 @@ class PolicyResult:
             raise ConservationError(f"{self.policy}: {hours} worker-hours are accounted for, but there are {wanted}")
 
     def _check_samples(self) -> None:
-        if self.samples < 0 or self.samples > self.oracle_samples * (1 + _ROUNDING):
+        if self.samples < 0 or self._done > self.oracle_samples * (1 + _ROUNDING):
             raise ConservationError(
-                f"{self.policy}: {self.samples} samples, where no policy can train more than {self.oracle_samples}"
+                f"{self.policy}: {self._done} samples, where no policy can train more than {self.oracle_samples}"
             )
 
 
@@ -231,8 +235,8 @@ class Results:
 
     @property
     def ranking(self) -> tuple[str, ...]:
-        """The policies by samples, most first."""
-        return tuple(sorted(self.policies, key=lambda name: (-self.policies[name].samples, name)))
+        """The policies by goodput, most first."""
+        return tuple(sorted(self.policies, key=lambda name: (-self.policies[name].goodput, name)))
 
     def to_json(self) -> dict[str, object]:
         """The figures that stand in `--json`."""

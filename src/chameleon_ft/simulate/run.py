@@ -41,6 +41,7 @@ def simulate(
     *,
     parameters: Parameters = Parameters(),  # noqa: B008 - frozen
     start: Plan | None = None,
+    as_in_run: bool = False,
     progress: Callable[[str, float], None] | None = None,
 ) -> Results:
     """What each policy makes of a trace.
@@ -55,6 +56,9 @@ def simulate(
         parameters: what is assumed.
         start: what all begin with; None for the fastest plan that is found. Policies that never leave the depth they
             begin with are then simulated from pipelines that fit on a host as well, and the better of both counts.
+        as_in_run: whether policies do just what they do in a run: under `reroute` and `recycle` those who are back stay
+            idle, and `restart` takes the layout with the most workers and writes checkpoints as often as others, if
+            these write any. Up to `exact_up_to` workers; above it is as without.
         progress: is called with the name of the policy and the share of the trace that it has lived through.
 
     Raises:
@@ -69,8 +73,9 @@ def simulate(
     courses: dict[str, Course] = {}
     for policy in policies:
         if policy != ORACLE:
-            planners = _planners(policy, world, decisions, start)
-            courses[policy] = _best_course(policy, planners, trace, world, known, progress)
+            planners = _planners(policy, world, decisions, start, as_in_run=as_in_run)
+            optimised = policy == "restart" and not _restarts_as_in_run(parameters, as_in_run=as_in_run)
+            courses[policy] = _best_course(policy, planners, trace, world, known, progress, optimised=optimised)
     oracle = _Oracle(trace, world, known)
     failure_free = known.best(live_of([1.0] * trace.workers)) * trace.duration_s
     results = {
@@ -102,14 +107,22 @@ def _check(trace: Trace, cluster: Cluster, policies: Sequence[str]) -> None:
         raise ConfigError("the workers of a simulated cluster must be alike; let the trace make some of them slow")
 
 
-def _planners(policy: str, world: World, decisions: Decisions, start: Plan | None) -> list[Planner]:
+def _planners(policy: str, world: World, decisions: Decisions, start: Plan | None, *, as_in_run: bool) -> list[Planner]:
     """The policy; twice where it depends on the depth that it begins with, and none is given."""
-    if policy in POLICIES and policy != "restart" and len(world.workers) <= world.parameters.exact_up_to:
-        return [ExactPlanner(policy, world.costs, world.parameters, decisions, start)]
+    exact = policy in POLICIES
+    if policy == "restart":
+        exact = _restarts_as_in_run(world.parameters, as_in_run=as_in_run)
+    if exact and len(world.workers) <= world.parameters.exact_up_to:
+        return [ExactPlanner(policy, world.costs, world.parameters, decisions, start, as_in_run=as_in_run)]
     planners: list[Planner] = [ClassPlanner(policy, world)]
     if start is None and policy in FIXED_DEPTH:
         planners.append(ClassPlanner(policy, world, shallow=True))
     return planners
+
+
+def _restarts_as_in_run(parameters: Parameters, *, as_in_run: bool) -> bool:
+    """Whether `restart` does. In a run without checkpoints it could not, and would say nothing."""
+    return as_in_run and parameters.has_checkpoints
 
 
 def _in_words(world: World) -> str:
@@ -130,6 +143,8 @@ def _best_course(
     world: World,
     known: KnownRates,
     progress: Callable[[str, float], None] | None,
+    *,
+    optimised: bool,
 ) -> Course:
     """The better one, of policies that never leave the depth they begin with."""
     courses = [
@@ -139,7 +154,7 @@ def _best_course(
             samples_per_step=world.costs.workload.samples,
             parameters=world.parameters,
             known=known,
-            optimised_checkpoints=policy == "restart",
+            optimised_checkpoints=optimised,
             progress=None if progress is None else lambda share: progress(policy, share),
         )
         for planner in planners
@@ -194,7 +209,8 @@ class _Oracle:
             fast = dict(live).get(1.0, 0)
             mix = world.mixes.fastest(fast) if fast else None
             if mix is not None:
-                known.note(live, world.costs.workload.samples / mix.step_s)
+                step_s = mix.step_s + world.parameters.step_overhead_s
+                known.note(live, world.costs.workload.samples / step_s)
         self._intervals = [(since_s, seconds, count, known.best(live)) for since_s, seconds, count, live in intervals]
         self.samples = math.fsum(seconds * rate for _, seconds, _, rate in self._intervals)
 

@@ -1,0 +1,223 @@
+"""A recorded run for the simulator: what it knew beforehand, what the world did to it, and what its stalls took."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.estimate import StallModel, estimate_step
+from chameleon_ft.observe import FailureRecord, GenerationPlan, RunDirectory, read_generation_plans
+from chameleon_ft.observe.decisions import decision_stories
+from chameleon_ft.plan import Plan
+from chameleon_ft.recovery import Situation
+from chameleon_ft.recovery.equivalence import loss_classes
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.simulate.events import Fault
+from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.trace import Trace
+
+__all__ = ["Change", "RecordedRun", "measured_parameters", "recorded_changes", "recorded_run", "trace_of_changes"]
+
+_AT_ONCE_S: Final = 0.25  # losses so close to each other are found before anything is decided
+_QUIET_S: Final = 0.5  # that a run waits for more newcomers before it weighs what to do with them
+_NO_STALL: Final = frozenset({"none", "stop", "restart", "checkpoint"})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Change:
+    """A worker is lost, or there again, so many seconds after the trace begins."""
+
+    time_s: float
+    worker: int
+    is_lost: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """What a run knew beforehand.
+
+    Attributes:
+        policy: that it had.
+        costs: what a step computes, and on whom, without anything that was learnt later.
+        start: the plan that it began with.
+        parameters: those that its configuration gives; the others as they were given.
+    """
+
+    policy: str
+    costs: CostModel
+    start: Plan
+    parameters: Parameters
+
+
+def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> RecordedRun:  # noqa: B008 - frozen
+    """Read what a run knew beforehand. Without a profile it knew nothing of times: then it is what it measured.
+
+    Args:
+        run: its directory.
+        parameters: what is assumed where the configuration says nothing.
+
+    Raises:
+        ConfigError: there is no plan of the run, it was resumed, or it had no profile and measured nothing.
+    """
+    config, first = run.config(), _first(run)
+    step_s = estimate_step(first.plan, first.program, first.costs).step_s
+    every = config.checkpoint.every
+    recovery = config.recovery
+    return RecordedRun(
+        policy=recovery.policy,
+        costs=first.costs,
+        start=first.plan,
+        parameters=replace(
+            parameters,
+            worker_mtbf_s=recovery.worker_mtbf_hours * 3600,
+            prior_failures=recovery.prior_weight,
+            restart_s=recovery.restart_s,
+            checkpoint_interval_s=every * step_s if every else math.inf,
+        ),
+    )
+
+
+def recorded_changes(run: RunDirectory) -> tuple[tuple[Change, ...], float]:
+    """(who was lost and came back when, seconds that it lasted), since the run began to train.
+
+    Raises ConfigError where it never began, or was resumed.
+    """
+    events = run.events()
+    began_at = _began_at(run, events)
+    changes = []
+    for event in events:
+        if event["event"] == "failure":
+            failure = FailureRecord.from_json(event)
+            changes.append(Change(event["time"] - failure.stall_s - began_at, failure.worker, is_lost=True))
+        elif event["event"] == "joined":
+            changes.append(Change(event["time"] - began_at, event["worker"], is_lost=False))
+    return tuple(sorted(changes)), events[-1]["time"] - began_at
+
+
+def trace_of_changes(changes: Iterable[Change], *, workers: int, duration_s: float, name: str = "") -> Trace:
+    """What happened as a trace.
+
+    Losses within a quarter of a second are one event, that of the first. Left out are changes that change nothing, such
+    as the loss of one who is lost, those that are not within the trace, and those of workers that have come later.
+    """
+    faults: list[Fault] = []
+    since_s: dict[int, float] = {}
+    together_s = -math.inf
+    for change in sorted(changes):
+        if not 0 <= change.time_s <= duration_s or change.worker >= workers:
+            continue
+        if not change.is_lost:
+            start_s = since_s.pop(change.worker, math.inf)
+            if start_s < change.time_s:
+                faults.append(Fault((change.worker,), start_s, change.time_s))
+        elif change.worker not in since_s:
+            if change.time_s > together_s + _AT_ONCE_S:
+                together_s = change.time_s
+            since_s[change.worker] = together_s
+    faults += [Fault((worker,), start_s) for worker, start_s in since_s.items()]
+    return Trace.from_faults(faults, workers=workers, duration_s=duration_s, name=name)
+
+
+def measured_parameters(
+    runs: Iterable[RunDirectory],
+    parameters: Parameters = Parameters(),  # noqa: B008 - frozen
+) -> Parameters:
+    """The phases of stalls and the overhead of a step, as medians over what these runs recorded.
+
+    What they did not see stays as in `parameters`. Raises ConfigError as `recorded_run` does.
+    """
+    seen: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        plans = read_generation_plans(run.plans)
+        for name, values in _phases(run.events()).items():
+            seen[name] += values
+        seen["search_s"] += _searches(run.events(), plans)
+        seen["step_overhead_s"] += _overheads(run, plans)
+    found: dict[str, Any] = {name: max(0.0, statistics.median(values)) for name, values in seen.items() if values}
+    if "search_s" in found:
+        found["weigh_s"] = _QUIET_S + found["search_s"]
+    return replace(parameters, **found)
+
+
+def _phases(events: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """What single losses took. Those of several at once overlap; only their search is their own."""
+    losses: dict[int, list[FailureRecord]] = defaultdict(list)
+    for event in events:
+        if event["event"] == "failure":
+            losses[event["generation"]].append(FailureRecord.from_json(event))
+    decided = (story.decided for story in decision_stories(events))
+    prepared = {each.generation: each.prepared for each in decided if each.lost}
+    seen: dict[str, list[float]] = defaultdict(list)
+    for generation, records in losses.items():
+        first = records[0]
+        if first.policy in _NO_STALL or generation not in prepared:
+            continue
+        seen["decide_s" if prepared[generation] else "search_s"].append(first.decide_s)
+        seen["regroup_s"].append(first.regroup_s)
+        if len(records) == 1:
+            seen["stop_s"].append(first.stop_s)
+            if first.detect_s is not None:
+                seen["detect_s"].append(first.detect_s)
+    return seen
+
+
+def _searches(events: Sequence[Mapping[str, Any]], plans: Mapping[int, GenerationPlan]) -> list[float]:
+    """What each decision took that was prepared beside training."""
+    found = []
+    for event in events:
+        if event["event"] == "prepared" and event["losses"] and (planned := plans.get(event["generation"])) is not None:
+            plan = planned.plan
+            situation = Situation(
+                plan=plan,
+                ceiling={},
+                costs=planned.costs,
+                phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0),
+                repeat_s=0.0,
+                restart_s=0.0,
+            )
+            found.append(event["prepare_s"] / len(loss_classes(situation)))
+    return found
+
+
+def _overheads(run: RunDirectory, plans: Mapping[int, GenerationPlan]) -> list[float]:
+    """By how much the steps of each generation took longer than it is estimated, but for its first step."""
+    first = _first(run)
+    steps_s: dict[int, list[float]] = defaultdict(list)
+    for step in run.steps():
+        steps_s[step.generation].append(step.step_s)
+    found = []
+    for generation, plan in plans.items():
+        if len(usual := steps_s[generation][1:]) > 1:
+            costs = first.costs if first.costs_from == "profile" else plan.costs
+            found.append(statistics.median(usual) - estimate_step(plan.plan, plan.program, costs).step_s)
+    return found
+
+
+def _first(run: RunDirectory) -> GenerationPlan:
+    _began_at(run, run.events())
+    plans = read_generation_plans(run.plans)
+    if not plans:
+        raise ConfigError(f"{run.path}: there is no plan of any generation in {run.plans.name}; the run never began")
+    first = next(iter(plans.values()))
+    if first.costs_from != "assumed":
+        return first
+    measured = [plan for plan in plans.values() if plan.costs_from == "measured"]
+    if not measured:
+        raise ConfigError(
+            f"{run.path}: the run had no profile, and has measured nothing of which a plan was made; "
+            "give it one (chameleon profile), or a run in which something failed"
+        )
+    return replace(first, costs=CostModel(measured[-1].costs.workload, first.costs.cluster), costs_from="measured")
+
+
+def _began_at(run: RunDirectory, events: Sequence[Mapping[str, Any]]) -> float:
+    begun = [float(event["time"]) for event in events if event["event"] == "started"]
+    if len(begun) != 1:
+        what = "it was resumed" if begun else "it never began to train"
+        raise ConfigError(f"{run.path}: {what}; give a run that was not ended on the way")
+    return begun[0]

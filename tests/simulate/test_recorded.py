@@ -1,0 +1,148 @@
+"""Runs that were recorded, read for the simulator."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import CostsFrom
+from chameleon_ft.plan import Plan
+from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.recorded import (
+    Change,
+    measured_parameters,
+    recorded_changes,
+    recorded_run,
+    trace_of_changes,
+)
+from tests.simulate.clusters import costs
+from tests.simulate.runs import PLAN, config, decision, failure, prepared, recorded, started
+
+# One micro-batch takes 6 x 30 ms; two workers also reduce 6 x 200 MB, each half of them twice, over 50 GB/s.
+STEP_S = 12 * 0.18 + 2 * (1e-5 + 6 * 10**8 / 50e9)
+
+# --- what happened ---------------------------------------------------------------------------------------------------
+
+
+CHANGES = st.lists(
+    st.builds(Change, st.integers(-3, 33).map(float), st.integers(0, 3), st.booleans()),
+    max_size=25,
+    unique_by=lambda change: (change.time_s, change.worker),
+)
+
+
+@given(CHANGES)
+def test_a_trace_has_up_who_was_up(changes: list[Change]) -> None:
+    trace = trace_of_changes(changes, workers=4, duration_s=30.0)
+    up = {0, 1, 2, 3}
+    for second in range(31):
+        for change in changes:
+            if change.time_s == second:
+                (up.discard if change.is_lost else up.add)(change.worker)
+        assert trace.live_at(float(second)) == up
+
+
+def test_losses_close_to_each_other_are_one_event() -> None:
+    changes = [Change(5.0, 1, True), Change(5.2, 2, True), Change(5.4, 0, True), Change(9.0, 1, False)]
+    trace = trace_of_changes(changes, workers=4, duration_s=20.0)
+    assert [(time_s, sorted(w for e in events for w in e.workers)) for time_s, events in trace.groups()] == [
+        (5.0, [1, 2]),
+        (5.4, [0]),
+        (9.0, [1]),
+    ]
+
+
+def test_losses_of_a_run_are_when_they_happened_not_when_they_were_recorded(tmp_path: Path) -> None:
+    events = [
+        started(1000.0),
+        failure(1050.0, worker=1, stall_s=2.0),
+        {"time": 1080.0, "event": "joined", "worker": 1},
+        {"time": 1100.0, "event": "finished"},
+    ]
+    changes, duration_s = recorded_changes(recorded(tmp_path / "run", events))
+    assert changes == (Change(48.0, 1, True), Change(80.0, 1, False))
+    assert duration_s == 100.0
+
+
+# --- what it knew ----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_knew_is_in_its_configuration_and_its_first_plan(tmp_path: Path) -> None:
+    of = config(policy="mend", worker_mtbf_hours=2.0, prior_weight=3.0, restart_s=77.0)
+    known = recorded_run(recorded(tmp_path / "run", [started()], of=of), Parameters(detect_s=9.0))
+    assert (known.policy, known.start, known.costs) == ("mend", PLAN, costs(2))
+    parameters = known.parameters
+    assert (parameters.worker_mtbf_s, parameters.prior_failures, parameters.restart_s) == (7200.0, 3.0, 77.0)
+    assert parameters.detect_s == 9.0
+    assert not parameters.has_checkpoints
+
+
+def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
+    known = recorded_run(recorded(tmp_path / "run", [started()], of=config(every=5)))
+    assert known.parameters.checkpoint_interval_s == pytest.approx(5 * STEP_S)
+
+
+def test_without_a_profile_it_is_what_the_run_measured(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="had no profile"):
+        recorded_run(recorded(tmp_path / "none", [started()], plans={1: (PLAN, "assumed")}))
+    plans: dict[int, tuple[Plan, CostsFrom]] = {1: (PLAN, "assumed"), 2: (PLAN, "measured")}
+    assert recorded_run(recorded(tmp_path / "some", [started()], plans=plans)).costs == costs(2)
+
+
+@pytest.mark.parametrize(
+    ("events", "message"), [([], "never began to train"), ([started(), started(1100.0)], "was resumed")]
+)
+def test_runs_that_say_too_little_are_refused(tmp_path: Path, events: list[dict[str, object]], message: str) -> None:
+    run = recorded(tmp_path / "run", events)
+    for read in (recorded_run, recorded_changes):
+        with pytest.raises(ConfigError, match=message):
+            read(run)
+
+
+def test_a_run_without_plans_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no plan of any generation"):
+        recorded_run(recorded(tmp_path / "run", [started()], plans={}))
+
+
+# --- what its stalls took --------------------------------------------------------------------------------------------
+
+
+def test_phases_are_medians_of_single_losses(tmp_path: Path) -> None:
+    events = [
+        started(),
+        prepared(1, losses=2, prepare_s=3.0),  # of one class: both workers are alike
+        decision(2, prepared=True),
+        failure(1010.0, generation=2, detect_s=0.1, stop_s=0.5, decide_s=0.01, regroup_s=0.2),
+        decision(3, prepared=False),
+        failure(1020.0, generation=3, detect_s=0.3, stop_s=0.7, decide_s=1.0, regroup_s=0.4),
+        # Two at once: what they took overlaps, but for the search and what follows.
+        decision(4, prepared=False, lost=(0, 1)),
+        failure(1030.0, generation=4, worker=0, detect_s=8.0, stop_s=8.0, decide_s=5.0, regroup_s=0.6),
+        failure(1030.0, generation=4, worker=1, detect_s=8.0, stop_s=8.0, decide_s=5.0, regroup_s=0.6),
+        # A spare, and a return to a checkpoint, stop nobody as a decision does.
+        failure(1040.0, generation=5, policy="none", regroup_s=9.0),
+        failure(1050.0, generation=6, policy="checkpoint", regroup_s=9.0),
+        {"time": 1060.0, "event": "finished"},
+    ]
+    found = measured_parameters([recorded(tmp_path / "run", events)])
+    assert (found.detect_s, found.stop_s, found.decide_s) == pytest.approx((0.2, 0.6, 0.01))
+    assert found.regroup_s == pytest.approx(0.4)
+    assert found.search_s == pytest.approx(3.0)  # of 3 (prepared), 1 and 5
+    assert found.weigh_s == pytest.approx(3.5)
+
+
+def test_the_overhead_of_steps_is_what_they_take_beyond_the_estimate(tmp_path: Path) -> None:
+    steps_s = {1: [50.0, STEP_S + 0.3, STEP_S + 0.1, STEP_S + 0.2]}  # the first one does not count
+    runs = [recorded(tmp_path / "run", [started()], steps_s=steps_s), recorded(tmp_path / "none", [started()])]
+    assert measured_parameters(runs).step_overhead_s == pytest.approx(0.2)
+
+
+def test_what_was_not_seen_stays_as_it_was(tmp_path: Path) -> None:
+    assumed = Parameters(detect_s=1.0, search_s=2.0, checkpoint_interval_s=math.inf)
+    assert measured_parameters([], assumed) == assumed
+    assert measured_parameters([recorded(tmp_path / "run", [started()])], assumed) == assumed
