@@ -132,7 +132,7 @@ def test_another_order_of_micro_batches_is_found_where_it_is_shorter(
     routes = [route.hops for route in plan.routes]
     trials = Trials(plan, costs, None)
     network = trials.network(routes)
-    rules = trials.rules(routes, extra=pp, forward_first=True)
+    rules = trials.largest(routes, next(trials.rules_to_try(routes[:1])))
     found = trials.run(network, rules)
 
     better = reranked(network, found, rules, enough_s=0.0, effort=EFFORT)

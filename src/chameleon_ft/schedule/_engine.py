@@ -19,8 +19,8 @@ from typing import Final
 
 from chameleon_ft.schedule._network import Network
 
-# A worker puts a weight gradient off when a tensor that it can use arrives before this share of it would be done. With
-# 3/4 the split schedule of a plain pipeline meets its bound for every ratio of F, I and W that the tests try.
+# With this patience and free messages the split schedule of a plain pipeline under the default limits meets its bound
+# for every ratio of F, I and W that the tests try.
 _PATIENCE: Final = 0.75
 # Arrivals this close (relative to the longest operation) are at the same time but for rounding.
 _SLACK: Final = 1e-9
@@ -33,6 +33,8 @@ class Rules:
     Attributes:
         in_flight, kept: limits by worker index, as in `InFlightLimit`.
         forward_first: whether a forward goes before a backward when both are ready and the limits allow it.
+        patience: a worker puts a weight gradient off when a tensor that it can use arrives before this share of it
+            would be done.
         gradients_only: whether only gradients may be run ahead of a full channel. Then workers hold each other back in
             one direction only, which leaves fewer choices but hardly ever a dead end.
     """
@@ -40,6 +42,7 @@ class Rules:
     in_flight: tuple[int, ...]
     kept: tuple[int, ...]
     forward_first: bool
+    patience: float = _PATIENCE
     gradients_only: bool = False
 
 
@@ -84,6 +87,7 @@ class Engine:
         "_kept",
         "_network",
         "_orders",
+        "_patience",
         "_pending",
         "_queues",
         "_rank",
@@ -105,6 +109,7 @@ class Engine:
         self._split = network.split_backward
         self._gradients_only = rules.gradients_only
         self._forward_first = rules.forward_first
+        self._patience = rules.patience
         self._room = list(rules.in_flight)
         self._kept = list(rules.kept)
         self._rank = rank
@@ -218,7 +223,7 @@ class Engine:
 
     def _better_soon(self, worker: int, horizon: float) -> bool:
         """Whether a tensor that the worker can use arrives before its next weight gradient is well under way."""
-        until = horizon + _PATIENCE * self._slots.weight_s[self._pending[worker][0]]
+        until = horizon + self._patience * self._slots.weight_s[self._pending[worker][0]]
         at = self._backward_at
         for queue in self._backward_in[worker]:
             if queue and horizon < at[queue[0]] < until:

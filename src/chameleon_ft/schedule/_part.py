@@ -84,8 +84,7 @@ class Part:
         if found.beyond_limits or self._is_within(self._enough_s):
             return
         ranked = reranked(self._network, found, rules, enough_s=self._enough_s, effort=int(effort * _RANKS))
-        depth = max(map(len, self._routes))
-        largest = self._trials.rules(self._routes, extra=depth, forward_first=rules.forward_first)
+        largest = self._trials.largest(self._routes, rules)
         shorter = shortened(
             self._network,
             ranked,
