@@ -83,15 +83,10 @@ class Part:
         rules, found = self.best
         if found.beyond_limits or self._is_within(self._enough_s):
             return
-        ranked = reranked(self._network, found, rules, enough_s=self._enough_s, effort=int(effort * _RANKS))
+        ranked = reranked(found, rules, enough_s=self._enough_s, effort=int(effort * _RANKS))
         largest = self._trials.largest(self._routes, rules)
-        shorter = shortened(
-            self._network,
-            ranked,
-            largest,
-            enough_s=self._enough_s,
-            effort=int(effort * (1 - _RULES - _RANKS) / _REPLAY),
-        )
+        effort = int(effort * (1 - _RULES - _RANKS) / _REPLAY)
+        shorter = shortened(ranked, largest, enough_s=self._enough_s, effort=effort)
         if shorter.step_s < ranked.step_s * (1 - ROUNDING):
             self.tried.insert(0, (largest, shorter))
         elif ranked is not found:

@@ -105,7 +105,7 @@ class Trials:
     def key(self, ways: Sequence[tuple[Hop, ...]]) -> tuple[object, ...]:
         """Equal where the same routes over these ways would be scheduled alike."""
         return (
-            tuple(self._builder.slots(hops).key() for hops in ways),
+            tuple(self._builder.slots(hops).tobytes() for hops in ways),
             tuple(self._ceiling.get(worker) for worker in self._builder.workers),
         )
 
@@ -113,7 +113,7 @@ class Trials:
         """The schedule of this network under `rules`."""
         found = schedule(network, rules)
         # A dead end is mostly met late, and then all begins again.
-        self.operations += len(network.dependencies.needs) * (2 if found.dead_end else 1)
+        self.operations += len(network.operations) * (2 if found.dead_end else 1)
         return found
 
     def rules_to_try(self, routes: Sequence[tuple[Hop, ...]]) -> Iterator[Rules]:
