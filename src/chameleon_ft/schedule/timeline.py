@@ -71,7 +71,9 @@ def replay(program: Program, costs: CostModel) -> Timeline:
     from chameleon_ft.schedule._kernels.replays import longest_path
 
     numbers = np.arange(len(operations))
-    starts_s, ends_s = map(np.ndarray.tolist, longest_path(_needs(workers, operations, costs), numbers, np.array(first)))
+    starts_s, ends_s = map(
+        np.ndarray.tolist, longest_path(_needs(workers, operations, costs), numbers, np.array(first))
+    )
     if min(ends_s) < 0:
         orders = (range(*own) for own in pairwise(first))
         never = (next((number for number in order if ends_s[number] < 0), None) for order in orders)
@@ -81,7 +83,8 @@ def replay(program: Program, costs: CostModel) -> Timeline:
 
 
 def _needs(workers: list[int], operations: list[Operation], costs: CostModel) -> Records:
-    """What they need and how long they take, of operations that are numbered in this order, each on the worker at its place.
+    """What these operations need and how long they take; they are numbered in this order, each on the worker at its
+    place.
 
     What an operation makes goes by whether it is a gradient, its micro-batch, and the hop that makes it; what I leaves
     for W goes by the name of the gradient that I makes.
