@@ -15,13 +15,13 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, split_lay
 from chameleon_ft.schedule import (
     InFlightLimit,
     OperationKind,
+    _orders,
     best_program,
     check_program,
     default_limits,
     list_schedule,
     replay,
 )
-from chameleon_ft.schedule import _orders
 from chameleon_ft.schedule.best import DEFAULT_EFFORT, QUICK_EFFORT, best_step_s, listed_step_s
 from tests.strategies import Planned, Shape, cost_models, equal_costs, pipelined, pipelines, planned, shapes
 

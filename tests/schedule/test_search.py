@@ -26,7 +26,7 @@ from chameleon_ft.schedule._local_search import shortened
 from chameleon_ft.schedule._orders import build_program
 from chameleon_ft.schedule._part import Part
 from chameleon_ft.schedule._rank_search import reranked
-from chameleon_ft.schedule._trials import Trials
+from chameleon_ft.schedule._trials import trials_of
 from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable
 
 # Enough for every search to begin.
@@ -35,7 +35,7 @@ EFFORT = 15_000
 
 def ruled(case: Planned, routes: Sequence[tuple[Hop, ...]]) -> tuple[Rules, Schedule]:
     """The best list schedule, before any search."""
-    part = Part(Trials(case.plan, case.costs, None), routes)
+    part = Part(trials_of(case.plan, case.costs, None), routes)
     part.try_rules()
     return part.best
 
@@ -127,7 +127,7 @@ def test_another_order_of_micro_batches_is_found_where_it_is_shorter(
     costs = equal_costs(layers=before.placement.num_layers, micro_batches=8, workers=2 * pp)
     plan = reroute(before, [lost], costs)
     routes = [route.hops for route in plan.routes]
-    trials = Trials(plan, costs, None)
+    trials = trials_of(plan, costs, None)
     network = trials.network(routes)
     rules = trials.largest(routes, next(trials.rules_to_try(routes[:1])))
     found = trials.run(network, rules)

@@ -65,6 +65,14 @@ class Schedule:
         codes = self.codes.tolist()
         return [codes[start:stop] for start, stop in pairwise(self.network.first.tolist())]
 
+    @property
+    def last_s(self) -> list[float]:
+        """By worker index, the end of its last operation; zero for one that has none."""
+        ends = self.network.first
+        last = self.ends_s[self.codes[np.maximum(ends[1:], 1) - 1]]
+        found: list[float] = np.where(ends[1:] > ends[:-1], last, 0.0).tolist()
+        return found
+
 
 def run(network: Network, rules: Rules, ways: Integers) -> Schedule | None:
     """The schedule under `rules`, or None at a dead end: see the kernel. `ways` says which route goes first."""

@@ -9,7 +9,7 @@ Operations have *codes*: of n slots, slot for F, slot + n for B or I, and slot +
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -73,15 +73,17 @@ class Network:
 class NetworkBuilder:
     """Builds networks of routes between the same workers; remembers the numbers of every route it has seen."""
 
-    def __init__(self, plan: Plan, costs: CostModel) -> None:
-        if plan.placement.num_layers != len(costs.workload.layers):
-            raise PlanError(
-                f"the plan places {plan.placement.num_layers} layers, but the workload has "
-                f"{len(costs.workload.layers)}; use the workload of the model that is planned"
-            )
-        self._times = _Times(costs, plan.recompute)
-        self._split = plan.split_backward
-        self._start(plan.workers)
+    def __init__(
+        self,
+        costs: CostModel,
+        *,
+        split_backward: bool,
+        recompute: Collection[int] = (),
+        workers: tuple[int, ...] = (),
+    ) -> None:
+        self.split_backward = split_backward
+        self._times = _Times(costs, recompute)
+        self._start(workers)
 
     def part(self, workers: tuple[int, ...]) -> NetworkBuilder:
         """A builder for routes between some of the workers, which are numbered in the order in which they are given."""
@@ -113,10 +115,10 @@ class NetworkBuilder:
         return Network(
             workers=self.workers,
             channels=np.array(list(self._channels), CHANNEL),
-            split_backward=self._split,
+            split_backward=self.split_backward,
             slots=slots,
-            operations=_operations(slots, split_backward=self._split),
-            first=np.concatenate(([0], np.cumsum(hops))) * (3 if self._split else 2),
+            operations=_operations(slots, split_backward=self.split_backward),
+            first=np.concatenate(([0], np.cumsum(hops))) * (3 if self.split_backward else 2),
             ways=begin,
             company=np.array([company[each] for each in workers])[taken],
         )
@@ -133,7 +135,7 @@ class NetworkBuilder:
         message_s = [self._times.message_s(hop, after.worker) for hop, after in pairwise(hops)]
         downs = [self._channel(*pair, gradient=False) for pair in pairwise(workers)]
         ups = [self._channel(after, before, gradient=True) for before, after in pairwise(workers)]
-        backward = OperationKind.INPUT_GRAD if self._split else OperationKind.BACKWARD
+        backward = OperationKind.INPUT_GRAD if self.split_backward else OperationKind.BACKWARD
         # Of zeros, so that what lies between the fields is the same in equal slots.
         slots = np.zeros(len(hops), SLOT)
         slots["worker"] = workers
@@ -141,21 +143,36 @@ class NetworkBuilder:
         slots["up"] = [-1, *ups]
         slots["forward_s"] = [self._times.compute_s(hop, OperationKind.FORWARD) for hop in hops]
         slots["backward_s"] = [self._times.compute_s(hop, backward) for hop in hops]
-        if self._split:
+        if self.split_backward:
             slots["weight_s"] = [self._times.compute_s(hop, OperationKind.WEIGHT_GRAD) for hop in hops]
         slots["down_s"] = [*message_s, 0.0]
         slots["up_s"] = [0.0, *message_s]
         slots["last"][-1] = True
+        slots["start"] = [hop.layers.start for hop in hops]
+        slots["stop"] = [hop.layers.stop for hop in hops]
         return slots
 
     def _channel(self, sender: int, receiver: int, *, gradient: bool) -> int:
         return self._channels.setdefault((sender, receiver, gradient), len(self._channels))
 
 
+def builder_of(plan: Plan, costs: CostModel) -> NetworkBuilder:
+    """Builds networks of routes between the workers of a plan.
+
+    Raises PlanError when the workload has another number of layers than the plan.
+    """
+    if plan.placement.num_layers != len(costs.workload.layers):
+        raise PlanError(
+            f"the plan places {plan.placement.num_layers} layers, but the workload has "
+            f"{len(costs.workload.layers)}; use the workload of the model that is planned"
+        )
+    return NetworkBuilder(costs, split_backward=plan.split_backward, recompute=plan.recompute, workers=plan.workers)
+
+
 class _Times:
     """Remembers the few different times that operations and messages have."""
 
-    def __init__(self, costs: CostModel, recompute: frozenset[int]) -> None:
+    def __init__(self, costs: CostModel, recompute: Collection[int]) -> None:
         self._costs = costs
         self._recompute = recompute
         self._worker = costs.cluster.worker

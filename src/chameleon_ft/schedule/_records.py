@@ -22,6 +22,8 @@ SLOT: Final = np.dtype(
         ("down_s", np.float64),
         ("up_s", np.float64),
         ("last", np.bool_),
+        ("start", np.int64),
+        ("stop", np.int64),
     ],
     align=True,
 )
@@ -29,7 +31,7 @@ SLOT: Final = np.dtype(
 
 worker: index of the slot's worker. down, up: channel of F's result and of B's or I's; `up` is -1 for the first slot of
 a route. forward_s, backward_s, weight_s: durations of F, of B or I, and of W (zero where there is none). down_s, up_s:
-message time of F's result and of B's or I's. last: whether the slot is the last of its route.
+message time of F's result and of B's or I's. last: whether the slot is the last of its route. start, stop: its layers.
 """
 
 CHANNEL: Final = np.dtype([("sender", np.int64), ("receiver", np.int64), ("gradient", np.bool_)], align=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from typing import Final, NamedTuple
 
 from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._components import different_ways
 from chameleon_ft.schedule._engine import Rules, Schedule
-from chameleon_ft.schedule._network import Network, NetworkBuilder
+from chameleon_ft.schedule._network import Network, NetworkBuilder, builder_of
 from chameleon_ft.schedule._orders import schedule
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit, limits_of_routes
@@ -80,23 +79,22 @@ _SHARED_FUSED: Final = (
 
 
 class Trials:
-    """Schedules routes between the workers of `plan`, each worker keeping no more than `ceiling` says.
+    """Schedules routes between these workers, each keeping no more than `ceiling` says.
 
     `operations` is the effort so far: how many have been scheduled.
     """
 
-    def __init__(self, plan: Plan, costs: CostModel, ceiling: Mapping[int, InFlightLimit] | None) -> None:
+    def __init__(
+        self, builder: NetworkBuilder, workers: tuple[int, ...], ceiling: Mapping[int, InFlightLimit] | None
+    ) -> None:
         self.operations = 0
         self._ceiling = {} if ceiling is None else ceiling
-        self._builder = NetworkBuilder(plan, costs)
-        self._split = plan.split_backward
+        self._builder = builder.part(workers)
+        self._split = builder.split_backward
 
     def part(self, workers: tuple[int, ...]) -> Trials:
         """Trials of some of the workers."""
-        part = copy(self)
-        part.operations = 0
-        part._builder = self._builder.part(workers)
-        return part
+        return Trials(self._builder, workers, self._ceiling)
 
     def network(self, routes: Sequence[tuple[Hop, ...]]) -> Network:
         """These routes, given by their hops, as the scheduler sees them."""
@@ -159,3 +157,8 @@ class Trials:
             kept = min(kept, ceiling.kept)
             in_flight = min(in_flight, ceiling.in_flight, kept)
         return InFlightLimit(in_flight, kept)
+
+
+def trials_of(plan: Plan, costs: CostModel, ceiling: Mapping[int, InFlightLimit] | None) -> Trials:
+    """Those of all workers of a plan."""
+    return Trials(builder_of(plan, costs), plan.workers, ceiling)

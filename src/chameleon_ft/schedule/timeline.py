@@ -83,7 +83,8 @@ def replay(program: Program, costs: CostModel) -> Timeline:
 
 
 def _needs(workers: list[int], operations: list[Operation], costs: CostModel) -> Records:
-    """What they need and how long they take, of operations that are numbered in this order, each on the worker at its place.
+    """What these operations need and how long they take; they are numbered in this order, each on the worker at its
+    place.
 
     What an operation makes goes by whether it is a gradient, its micro-batch, and the hop that makes it; what I leaves
     for W goes by the name of the gradient that I makes.

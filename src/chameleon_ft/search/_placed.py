@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.estimate import program_memory, state_bytes
+from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
@@ -111,20 +111,15 @@ def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, cur
             recompute.update(each.workers)
         first = len(routes)
         routes += [Route(number, hops) for number in range(first, first + timed.micro_batches)]
-    workload = costs.workload
     programs = {id(each.timed): each.timed for each in pipelines}.values()
-    placement = Placement(len(workload.layers), held)
+    placement = Placement(len(costs.workload.layers), held)
     return FoundPlan(
         name=name,
         plan=Plan(placement, tuple(routes), timer.split_backward, frozenset(recompute)),
         ceiling=FrozenMap(ceiling),
         step_s=synced_s(pipelines, costs),
         program_s=max(timed.program_s for timed in programs),
-        peak_bytes=max(
-            memory.peak_bytes
-            for timed in programs
-            for memory in program_memory(timed.program, timed.plan.placement, workload).values()
-        ),
+        peak_bytes=max(map(timer.peak_bytes, programs)),
         moved_bytes=moved_bytes(placement, costs, current),
     )
 

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.schedule import CostModel, InFlightLimit, Program, best_program, replay
+from chameleon_ft.estimate.memory import schedule_bytes, state_bytes_of
+from chameleon_ft.plan import Hop, LayerRange, Placement
+from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.schedule._engine import Schedule
+from chameleon_ft.schedule.best import pipeline_schedule
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
 
@@ -22,9 +25,8 @@ class TimedPipeline:
         stops: where its stages stop.
         micro_batches: its share.
         recompute: whether its workers recompute.
-        plan: it alone, on some workers.
-        program: what they run.
-        program_s: seconds until the last operation has ended.
+        workers: some that it was scheduled on.
+        schedule: what they run.
         ends_s: seconds until the last operation of each stage has ended; it makes gradients.
     """
 
@@ -32,10 +34,14 @@ class TimedPipeline:
     stops: Stops
     micro_batches: int
     recompute: bool
-    plan: Plan
-    program: Program
-    program_s: float
+    workers: tuple[int, ...]
+    schedule: Schedule
     ends_s: tuple[float, ...]
+
+    @property
+    def program_s(self) -> float:
+        """Seconds until the last operation has ended."""
+        return self.schedule.step_s
 
 
 class Timer:
@@ -61,6 +67,8 @@ class Timer:
         self.crew = crew
         self._hosts = {worker.id: worker.host for worker in costs.cluster.workers}
         self._known: dict[tuple[object, ...], TimedPipeline] = {}
+        # By identity: all of them are known for good.
+        self._peaks: dict[int, int] = {}
 
     def mean_bound_s(self, depth: int, share: float, sync: SyncCost) -> float:
         """The bound of pipelines of this depth, of workers of one kind, with so many micro-batches on the average."""
@@ -105,6 +113,19 @@ class Timer:
             workers, timed.shape, timed.stops, timed.micro_batches, recompute=timed.recompute, effort=effort
         )
 
+    def peak_bytes(self, timed: TimedPipeline) -> int:
+        """Of the worker that needs most memory."""
+        found = self._peaks.get(id(timed))
+        if found is None:
+            hops = hops_of(timed.workers, timed.stops)
+            placement = Placement(timed.stops[-1], {hop.worker: (hop.layers,) for hop in hops})
+            recompute = timed.workers if timed.recompute else ()
+            state = state_bytes_of(placement, self.costs.workload)
+            moving = schedule_bytes(timed.schedule, self.costs.workload, recompute=recompute)
+            peaks = [state[worker] + own for worker, own in zip(timed.workers, moving, strict=True)]
+            found = self._peaks[id(timed)] = max(peaks)
+        return found
+
     def limits(self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool) -> list[InFlightLimit]:
         """What each stage may keep."""
         pipelines = self.recomputing if recompute and self.recomputing is not None else self.pipelines
@@ -114,27 +135,24 @@ class Timer:
         self, workers: Sequence[int], shape: Shape, stops: Stops, micro_batches: int, recompute: bool, effort: int
     ) -> TimedPipeline:
         self.spent += effort
-        hops = hops_of(workers, stops)
-        plan = Plan(
-            Placement(stops[-1], {hop.worker: (hop.layers,) for hop in hops}),
-            tuple(Route(number, hops) for number in range(micro_batches)),
-            self.split_backward,
-            frozenset(workers) if recompute else frozenset(),
-        )
         limits = self.limits(shape, stops, micro_batches, recompute=recompute)
-        ceiling = dict(zip(workers, limits, strict=True))
-        program = best_program(plan, self.costs, ceiling=ceiling, effort=effort).program
-        timeline = replay(program, self.costs)
-        ends_s = {timed.worker: timed.end_s for timed in timeline.operations}
+        schedule = pipeline_schedule(
+            hops_of(workers, stops),
+            micro_batches,
+            self.costs,
+            split_backward=self.split_backward,
+            recompute=workers if recompute else (),
+            ceiling=dict(zip(workers, limits, strict=True)),
+            effort=effort,
+        )
         return TimedPipeline(
             shape=shape,
             stops=stops,
             micro_batches=micro_batches,
             recompute=recompute,
-            plan=plan,
-            program=program,
-            program_s=timeline.step_s,
-            ends_s=tuple(ends_s[worker] for worker in workers),
+            workers=tuple(workers),
+            schedule=schedule,
+            ends_s=tuple(schedule.last_s),
         )
 
 

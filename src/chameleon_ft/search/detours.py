@@ -12,7 +12,7 @@ from chameleon_ft.plan import Hop, Plan, Route
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule._components import components
 from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._trials import ROUNDING, Trials
+from chameleon_ft.schedule._trials import ROUNDING, trials_of
 from chameleon_ft.schedule.best import best_step_s, listed_step_s
 from chameleon_ft.search._spread import Losses, Piece, Spread, joined_hops
 
@@ -136,7 +136,7 @@ class _Scheduled:
     def improved(self, start: Spread) -> Spread:
         """`start` after moves and swaps of pieces that made the step shorter, under the best rules first."""
         routes = self._hops(start)
-        trials = Trials(self._plan(start), self._costs, self._ceiling)
+        trials = trials_of(self._plan(start), self._costs, self._ceiling)
         part = Part(trials, routes)
         part.try_rules()
         best, step_s = start, part.best[1].step_s

@@ -9,10 +9,11 @@ from typing import Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate import estimate_step, total_work_bound_s
+from chameleon_ft.estimate import estimate_parts, total_work_bound_s
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, default_limits
+from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
+from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.search._bounds import SyncCost
 from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort, polish_effort
 from chameleon_ft.search._kinds import Crew, grouped
@@ -329,7 +330,7 @@ def _weighed(
     for name, plan in others.items():
         ceilings: tuple[Mapping[int, InFlightLimit] | None, ...] = (None, default_limits(plan))
         for ceiling in ceilings:
-            estimate = estimate_step(plan, best_program(plan, costs, ceiling=ceiling).program, costs)
+            estimate = estimate_parts(plan, best_parts(plan, costs, ceiling=ceiling), costs)
             missing = estimate.over_capacity(costs)
             if not missing:
                 found.append(
@@ -339,7 +340,7 @@ def _weighed(
                         ceiling=FrozenMap(ceiling or {}),
                         step_s=estimate.step_s,
                         program_s=estimate.program_s,
-                        peak_bytes=max(memory.peak_bytes for memory in estimate.memory.values()),
+                        peak_bytes=max(estimate.peak_bytes.values()),
                         moved_bytes=moved_bytes(plan.placement, costs, current),
                     )
                 )

@@ -283,9 +283,10 @@ def _ready_forward(run: _Run, worker: int, horizon: float) -> int:
     best = -1
     for place in range(run.workers[worker].forward_in, run.workers[worker].forward_in_end):
         slot = _first_in(run, run.lists[place])
-        if slot >= 0 and run.hops[slot].forward_at <= horizon and _goes_before(run, slot, best):
-            if _may_send(run, worker, run.slots[slot].down):
-                best = slot
+        is_there = slot >= 0 and run.hops[slot].forward_at <= horizon
+        # Whether it may be sent is asked last, for it is noted who may not.
+        if is_there and _goes_before(run, slot, best) and _may_send(run, worker, run.slots[slot].down):
+            best = slot
     return best
 
 
@@ -295,9 +296,10 @@ def _ready_backward(run: _Run, worker: int, horizon: float) -> int:
     best = -1
     for place in range(run.workers[worker].backward_in, run.workers[worker].backward_in_end):
         slot = _first_in(run, run.lists[place])
-        if slot >= 0 and run.hops[slot].backward_at <= horizon and _goes_before(run, slot, best):
-            if _may_send(run, worker, run.slots[slot].up):
-                best = slot
+        is_there = slot >= 0 and run.hops[slot].backward_at <= horizon
+        # Whether it may be sent is asked last, for it is noted who may not.
+        if is_there and _goes_before(run, slot, best) and _may_send(run, worker, run.slots[slot].up):
+            best = slot
     return best
 
 

@@ -453,7 +453,4 @@ def _can_run(search: _Search, codes: Integers) -> bool:
                     left += 1
             sending[worker] = False
             place[worker] += 1
-    for worker in range(num_workers):
-        if place[worker] < first[worker + 1]:
-            return False
-    return True
+    return bool((place == first[1:]).all())
