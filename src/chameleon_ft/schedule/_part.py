@@ -10,15 +10,16 @@ from operator import ge
 from typing import Final
 
 from chameleon_ft.plan.plan import Hop
+from chameleon_ft.schedule._components import different_ways
 from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._local_search import shortened
 from chameleon_ft.schedule._rank_search import reranked
 from chameleon_ft.schedule._trials import ROUNDING, Trials
 
-# Shares of the effort that go into trying rules, and into the ranks of micro-batches; what a replay of an operation
-# costs, when one that is scheduled costs 1.
-_RULES: Final = 1 / 5
-_RANKS: Final = 1 / 2
+# Shares of the effort that go into trying rules and, where routes share stages, into the ranks of micro-batches; what a
+# replay of an operation costs, when one that is scheduled costs 1.
+_RULES: Final = 1 / 2
+_RANKS: Final = 1 / 4
 _REPLAY: Final = 1 / 7
 
 
@@ -34,6 +35,7 @@ class Part:
     def __init__(self, trials: Trials, routes: Sequence[tuple[Hop, ...]]) -> None:
         self._trials = trials
         self._routes = routes
+        self._is_shared = len(different_ways(routes)[0]) > 1
         self._network = trials.network(routes)
         self._enough_s = self._network.lower_bound_s() * (1 + ROUNDING)
         self._untried = trials.rules_to_try(routes)
@@ -77,15 +79,17 @@ class Part:
     def finish(self, effort: float) -> None:
         """Try rules, then make the best schedule shorter where a search finds how.
 
-        Micro-batches are ranked anew under its rules, then operations change places under the largest limits there are.
+        Micro-batches that do not all go one way are ranked anew under its rules; then operations change places under the
+        largest limits there are.
         """
         self.try_rules(effort * _RULES)
         rules, found = self.best
         if found.beyond_limits or self._is_within(self._enough_s):
             return
-        ranked = reranked(found, rules, enough_s=self._enough_s, effort=int(effort * _RANKS))
+        ranks = _RANKS if self._is_shared else 0.0
+        ranked = reranked(found, rules, enough_s=self._enough_s, effort=int(effort * ranks))
         largest = self._trials.largest(self._routes, rules)
-        effort = int(effort * (1 - _RULES - _RANKS) / _REPLAY)
+        effort = int(effort * (1 - _RULES - ranks) / _REPLAY)
         shorter = shortened(ranked, largest, enough_s=self._enough_s, effort=effort)
         if shorter.step_s < ranked.step_s * (1 - ROUNDING):
             self.tried.insert(0, (largest, shorter))

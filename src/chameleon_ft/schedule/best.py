@@ -32,8 +32,8 @@ __all__ = [
     "step_s_of",
 ]
 
-# Some tens of milliseconds.
-DEFAULT_EFFORT: Final = 30_000
+# Some ten milliseconds.
+DEFAULT_EFFORT: Final = 100_000
 # One or two list schedules of a pipeline.
 QUICK_EFFORT: Final = 1_000
 
