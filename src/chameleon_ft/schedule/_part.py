@@ -23,7 +23,7 @@ _REPLAY: Final = 1 / 7
 
 
 class Part:
-    """Schedules of the same routes.
+    """Schedules of the same routes: these ways, and for each route the index of the one that it takes.
 
     Attributes:
         tried: rules and what came of them, best first: schedules within the limits go before those that exceed one,
@@ -31,12 +31,12 @@ class Part:
         finished: whether nothing more is going to be tried.
     """
 
-    def __init__(self, trials: Trials, routes: Sequence[tuple[Hop, ...]]) -> None:
+    def __init__(self, trials: Trials, ways: Sequence[tuple[Hop, ...]], taken: Sequence[int]) -> None:
         self._trials = trials
-        self._routes = routes
-        self._network = trials.network(routes)
+        self._ways = ways
+        self._network = trials.network(ways, taken)
         self._enough_s = self._network.lower_bound_s() * (1 + ROUNDING)
-        self._untried = trials.rules_to_try(routes)
+        self._untried = trials.rules_to_try(ways)
         # Rules that led to dead ends, and those to try with only gradients run ahead when there are no others.
         self._dead_ends: list[Rules] = []
         self._strained = deque[Rules]()
@@ -84,8 +84,8 @@ class Part:
         if found.beyond_limits or self._is_within(self._enough_s):
             return
         ranked = reranked(found, rules, enough_s=self._enough_s, effort=int(effort * _RANKS))
-        depth = max(map(len, self._routes))
-        largest = self._trials.rules(self._routes, extra=depth, forward_first=rules.forward_first)
+        depth = max(map(len, self._ways))
+        largest = self._trials.rules(self._ways, extra=depth, forward_first=rules.forward_first)
         effort = int(effort * (1 - _RULES - _RANKS) / _REPLAY)
         shorter = shortened(ranked, largest, enough_s=self._enough_s, effort=effort)
         if shorter.step_s < ranked.step_s * (1 - ROUNDING):

@@ -124,13 +124,23 @@ class Pipelines:
         times = self.times[shape[0]]
         counts = window_counts(window)
         after_s = self.stage(shape[1:], window).returned_s if len(shape) > 1 else self.nothing_s
-        own_s = counts[:, np.newaxis, np.newaxis] * (times.forward_s + times.backward_s)
-        np.maximum(own_s, times.through_s + after_s[:, np.newaxis, :], out=own_s)
-        capacity = self.kinds[shape[0]].memory_bytes
-        if capacity is not None:
-            own_s[~self._rooms(shape, counts)] = np.inf
-        computed_s = np.maximum(counts[:, np.newaxis, np.newaxis] * times.work_s, own_s + times.weight_s)
-        return _Stage(computed_s, own_s.min(axis=2))
+        bounded = self.kinds[shape[0]].memory_bytes is not None
+        rooms = self._rooms(shape, counts) if bounded else np.empty((0, 0, 0), dtype=np.bool_)
+        # Here, because to import a kernel loads numba, and most who import this run none.
+        from chameleon_ft.search._bounds_kernel import stage_bounds
+
+        return _Stage(
+            *stage_bounds(
+                counts,
+                times.forward_s,
+                times.backward_s,
+                times.weight_s,
+                times.work_s,
+                times.through_s,
+                after_s,
+                rooms,
+            )
+        )
 
     def _rooms(self, shape: Shape, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
         depth = len(shape)
@@ -253,9 +263,10 @@ class PipelineBounds:
         if found is None:
             stage = self.pipelines.stage(shape, window)
             after_s = self.ended(shape[1:], window) if len(shape) > 1 else self.pipelines.nothing_s
-            both = stage.computed_s + self._sync_s
-            np.maximum(both, self.pipelines.times[shape[0]].down_s + after_s[:, np.newaxis, :], out=both)
-            found = self._ended[key] = both.min(axis=2)
+            from chameleon_ft.search._bounds_kernel import end_bounds
+
+            down_s = self.pipelines.times[shape[0]].down_s
+            found = self._ended[key] = end_bounds(stage.computed_s, self._sync_s, down_s, after_s)
         return found
 
     def sync_s(self, start: int) -> Seconds:
