@@ -326,6 +326,7 @@ SURFACE = {
     "estimate": [
         "MemoryUse",
         "MessageBuffers",
+        "PartsEstimate",
         "PipelineTimes",
         "StallModel",
         "StepEstimate",
@@ -334,6 +335,7 @@ SURFACE = {
         "TransitionEstimate",
         "WorkerMemory",
         "cluster_bound_s",
+        "estimate_parts",
         "estimate_step",
         "estimate_sync",
         "one_f_one_b_bound_s",

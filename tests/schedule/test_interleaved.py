@@ -44,7 +44,7 @@ def test_a_dead_end_is_left_by_smaller_limits() -> None:
     equal = equal_costs(layers=4, micro_batches=3, workers=2)
     layers = tuple(replace(layer, forward_s=2.0 if i == 1 else 1.0) for i, layer in enumerate(equal.workload.layers))
     costs = replace(equal, workload=replace(equal.workload, layers=layers))
-    network = builder_of(plan, costs).network(route.hops for route in plan.routes)
+    network = builder_of(plan, costs).network_of(route.hops for route in plan.routes)
     limits = default_limits(plan)
     in_flight, kept = (tuple(getattr(limits[worker], name) for worker in (0, 1)) for name in ("in_flight", "kept"))
     for gradients_only in (False, True):

@@ -21,6 +21,7 @@ from chameleon_ft.schedule import (
     list_schedule,
     replay,
 )
+from chameleon_ft.schedule._components import different_ways
 from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._local_search import shortened
 from chameleon_ft.schedule._orders import build_program
@@ -35,7 +36,7 @@ EFFORT = 15_000
 
 def ruled(case: Planned, routes: Sequence[tuple[Hop, ...]]) -> tuple[Rules, Schedule]:
     """The best list schedule, before any search."""
-    part = Part(trials_of(case.plan, case.costs, None), routes)
+    part = Part(trials_of(case.plan, case.costs, None), *different_ways(routes))
     part.try_rules()
     return part.best
 
@@ -128,8 +129,8 @@ def test_another_order_of_micro_batches_is_found_where_it_is_shorter(
     plan = reroute(before, [lost], costs)
     routes = [route.hops for route in plan.routes]
     trials = trials_of(plan, costs, None)
-    network = trials.network(routes)
-    rules = trials.largest(routes, next(trials.rules_to_try(routes[:1])))
+    network = trials.network(*different_ways(routes))
+    rules = trials.largest(different_ways(routes)[0], next(trials.rules_to_try(routes[:1])))
     found = trials.run(network, rules)
 
     better = reranked(found, rules, enough_s=0.0, effort=EFFORT)

@@ -94,7 +94,7 @@ def plan_bound_s(plan: Plan, costs: CostModel) -> float:
         PlanError: the workload has another number of layers than the plan.
         ConfigError: the plan has a worker that the cluster does not.
     """
-    return builder_of(plan, costs).network(route.hops for route in plan.routes).lower_bound_s()
+    return builder_of(plan, costs).network_of(route.hops for route in plan.routes).lower_bound_s()
 
 
 def rerouting_bound_s(

@@ -55,7 +55,7 @@ from chameleon_ft.schedule._engine import Schedule
 from chameleon_ft.schedule._records import Integers, Records
 from chameleon_ft.workload import Workload, is_recomputed
 
-__all__ = ["MemoryUse", "MessageBuffers", "WorkerMemory", "program_memory", "schedule_bytes", "state_bytes_of"]
+__all__ = ["MemoryUse", "MessageBuffers", "Stages", "WorkerMemory", "program_memory", "schedule_bytes"]
 
 _KINDS: Final = {
     OperationKind.FORWARD: FORWARD,
@@ -146,19 +146,18 @@ def program_memory(
             f"{placement.num_layers} layers are placed, but the workload has {len(workload.layers)}; "
             "use the workload of the model that is planned"
         )
-    stages = _Stages(workload)
+    stages = Stages(workload)
     first = [0]
     records: list[tuple[int, ...]] = []
-    recompute: dict[int, bool] = {}
     for worker in placement.workers:
         operations = program.of(worker)
-        recompute[worker] = any(operation.recompute for operation in operations)
-        records += _records(operations, stages, len(records), recompute=recompute[worker])
+        recompute = any(operation.recompute for operation in operations)
+        records += _records(operations, stages, len(records), recompute=recompute)
         first.append(len(records))
     worst = stages.worst(np.array(records, OPERATION), np.array(first), buffers)
     memory: dict[int, WorkerMemory] = {}
     for worker, begin, own in zip(placement.workers, first, worst, strict=False):
-        state, place = stages.state_of(placement, worker, recompute=recompute[worker]), int(own["place"])
+        state, place = stages.state_of(placement, worker), int(own["place"])
         if place < 0:
             memory[worker] = WorkerMemory(state, None)
         else:
@@ -167,18 +166,12 @@ def program_memory(
     return memory
 
 
-def state_bytes_of(placement: Placement, workload: Workload) -> dict[int, int]:
-    """Bytes that each worker of `placement` holds all the time."""
-    layers = _Layers(workload, recompute=False)
-    return {worker: layers.state_of(placement, worker).total_bytes for worker in placement.workers}
-
-
-def schedule_bytes(schedule: Schedule, workload: Workload, *, recompute: Collection[int] = ()) -> list[int]:
+def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Collection[int] = ()) -> list[int]:
     """Bytes that each worker, by index, holds beside those at its worst moment; some workers may recompute.
 
     As `program_memory` has it of a program: a schedule is not one yet, and to make one takes longer than this.
     """
-    network, stages = schedule.network, _Stages(workload)
+    network = schedule.network
     slots, count = network.slots, len(network.slots)
     recomputes = [worker in recompute for worker in network.workers]
     of_worker = np.array(recomputes)[slots["worker"]]
@@ -207,7 +200,7 @@ def schedule_bytes(schedule: Schedule, workload: Workload, *, recompute: Collect
 
 
 def _records(
-    operations: Sequence[Operation], stages: _Stages, num_hops: int, *, recompute: bool
+    operations: Sequence[Operation], stages: Stages, num_hops: int, *, recompute: bool
 ) -> Iterator[tuple[int, ...]]:
     """`OPERATION` of those of a worker, where so many hops of others have got a number."""
     hops = dict.fromkeys((operation.micro_batch, operation.hop) for operation in operations)
@@ -224,23 +217,29 @@ def _records(
         )
 
 
-class _Stages:
+class Stages:
     """The ranges of layers that operations are on, by number."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._layers_if: dict[bool, _Layers] = {}
         self._numbers: dict[tuple[LayerRange, bool], int] = {}
+        self._stages = np.empty(0, STAGE)
+        self._moments = np.empty((0, len(_KINDS)), MOMENT)
 
     def number(self, layers: LayerRange, *, recompute: bool) -> int:
         """The number of these layers on a worker that recomputes, or on one that does not."""
         return self._numbers.setdefault((layers, recompute), len(self._numbers))
 
-    def state_of(self, placement: Placement, worker: int, *, recompute: bool) -> MemoryUse:
+    def state_of(self, placement: Placement, worker: int) -> MemoryUse:
         """What a worker holds all the time."""
-        return self._layers(recompute).state_of(placement, worker)
+        return self._layers(recompute=False).state_of(placement, worker)
 
-    def _layers(self, recompute: bool) -> _Layers:
+    def state_bytes(self, placement: Placement) -> dict[int, int]:
+        """Bytes that each worker holds all the time."""
+        return {worker: self.state_of(placement, worker).total_bytes for worker in placement.workers}
+
+    def _layers(self, *, recompute: bool) -> _Layers:
         if recompute not in self._layers_if:
             self._layers_if[recompute] = _Layers(self._workload, recompute=recompute)
         return self._layers_if[recompute]
@@ -250,24 +249,27 @@ class _Stages:
         # Here, because to import a kernel loads numba, and most who import this run none.
         from chameleon_ft.estimate._memory_kernel import worst_moments
 
-        stages = np.empty(len(self._numbers), STAGE)
-        moments = np.zeros((len(self._numbers), len(_KINDS)), MOMENT)
-        for (layers, recompute), number in self._numbers.items():
-            of = self._layers(recompute)
-            above, below = of.output(layers.stop - 1), of.output(layers.start - 1)
-            stages[number] = (below, above, of.activations(layers), of.weight_grads(layers))
-            for kind, place in _KINDS.items():
-                own = of.worst(kind, layers)
-                moments[number, place] = (
-                    own.activation_bytes,
-                    own.weight_grad_bytes,
-                    own.message_bytes,
-                    own.working_bytes,
-                )
+        fresh = [self._row(*key) for key in list(self._numbers)[len(self._stages) :]]
+        if fresh:
+            self._stages = np.concatenate((self._stages, np.array([stage for stage, _ in fresh], STAGE)))
+            self._moments = np.concatenate((self._moments, np.array([moments for _, moments in fresh], MOMENT)))
         worst = np.zeros(len(first) - 1, WORST)
         kept = -1 if buffers.sends_kept is None else buffers.sends_kept
-        worst_moments(operations, first, stages, moments, ahead=buffers.receives_ahead, kept=kept, worst=worst)
+        worst_moments(
+            operations, first, self._stages, self._moments, ahead=buffers.receives_ahead, kept=kept, worst=worst
+        )
         return worst
+
+    def _row(
+        self, layers: LayerRange, recompute: bool
+    ) -> tuple[tuple[int, int, int, int], list[tuple[int, int, int, int]]]:
+        """`STAGE`, and by kind `MOMENT`."""
+        of = self._layers(recompute=recompute)
+        worst = (of.worst(kind, layers) for kind in _KINDS)
+        return (
+            (of.output(layers.start - 1), of.output(layers.stop - 1), of.activations(layers), of.weight_grads(layers)),
+            [(own.activation_bytes, own.weight_grad_bytes, own.message_bytes, own.working_bytes) for own in worst],
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chameleon_ft.estimate.gradient_sync import sync_after
-from chameleon_ft.estimate.memory import schedule_bytes, state_bytes_of
+from chameleon_ft.estimate.memory import Stages, schedule_bytes
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._engine import Schedule
@@ -46,11 +46,12 @@ def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel)
     # Of each schedule by worker index; parts that are alike share one.
     known: dict[int, tuple[list[dict[tuple[int, int], float]], list[int]]] = {}
     made_s: dict[int, Mapping[tuple[int, int], float]] = {}
-    peak_bytes = state_bytes_of(plan.placement, costs.workload)
+    stages = Stages(costs.workload)
+    peak_bytes = stages.state_bytes(plan.placement)
     for part in parts:
         schedule = part.schedule
         if id(schedule) not in known:
-            moving = schedule_bytes(schedule, costs.workload, recompute=plan.recompute)
+            moving = schedule_bytes(schedule, stages, recompute=plan.recompute)
             known[id(schedule)] = _made_s(schedule), moving
         for worker, own_s, own_bytes in zip(part.component.workers, *known[id(schedule)], strict=True):
             made_s[worker] = own_s

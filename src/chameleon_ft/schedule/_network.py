@@ -9,7 +9,7 @@ Operations have *codes*: of n slots, slot for F, slot + n for B or I, and slot +
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -97,10 +97,13 @@ class NetworkBuilder:
         self._channels: dict[tuple[int, int, bool], int] = {}
         self._known: dict[tuple[Hop, ...], Records] = {}
 
-    def network(self, routes: Iterable[tuple[Hop, ...]]) -> Network:
+    def network_of(self, routes: Iterable[tuple[Hop, ...]]) -> Network:
         """The network of these routes, each given by its hops."""
-        ways, ways_taken = different_ways(routes)
-        taken = np.array(ways_taken)
+        return self.network(*different_ways(routes))
+
+    def network(self, ways: Sequence[tuple[Hop, ...]], way_of: Sequence[int]) -> Network:
+        """The network of routes over these ways; `way_of` has the index of that of each route."""
+        taken = np.array(way_of)
         of_ways = [self.slots(hops) for hops in ways]
         lengths = np.array([len(hops) for hops in ways])
         company = Counter[tuple[int, ...]]()

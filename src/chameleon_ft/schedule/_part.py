@@ -10,7 +10,6 @@ from operator import ge
 from typing import Final
 
 from chameleon_ft.plan.plan import Hop
-from chameleon_ft.schedule._components import different_ways
 from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._local_search import shortened
 from chameleon_ft.schedule._rank_search import reranked
@@ -24,7 +23,7 @@ _REPLAY: Final = 1 / 7
 
 
 class Part:
-    """Schedules of the same routes.
+    """Schedules of the same routes: these ways, and for each route the index of the one that it takes.
 
     Attributes:
         tried: rules and what came of them, best first: schedules within the limits go before those that exceed one,
@@ -32,13 +31,13 @@ class Part:
         finished: whether nothing more is going to be tried.
     """
 
-    def __init__(self, trials: Trials, routes: Sequence[tuple[Hop, ...]]) -> None:
+    def __init__(self, trials: Trials, ways: Sequence[tuple[Hop, ...]], taken: Sequence[int]) -> None:
         self._trials = trials
-        self._routes = routes
-        self._is_shared = len(different_ways(routes)[0]) > 1
-        self._network = trials.network(routes)
+        self._ways = ways
+        self._is_shared = len(ways) > 1
+        self._network = trials.network(ways, taken)
         self._enough_s = self._network.lower_bound_s() * (1 + ROUNDING)
-        self._untried = trials.rules_to_try(routes)
+        self._untried = trials.rules_to_try(ways)
         # Rules that led to dead ends, and those to try with only gradients run ahead when there are no others.
         self._dead_ends: list[Rules] = []
         self._strained = deque[Rules]()
@@ -79,8 +78,8 @@ class Part:
     def finish(self, effort: float) -> None:
         """Try rules, then make the best schedule shorter where a search finds how.
 
-        Micro-batches that do not all go one way are ranked anew under its rules; then operations change places under the
-        largest limits there are.
+        Micro-batches that do not all go one way are ranked anew under its rules. Then operations change places under
+        the largest limits there are.
         """
         self.try_rules(effort * _RULES)
         rules, found = self.best
@@ -88,7 +87,7 @@ class Part:
             return
         ranks = _RANKS if self._is_shared else 0.0
         ranked = reranked(found, rules, enough_s=self._enough_s, effort=int(effort * ranks))
-        largest = self._trials.largest(self._routes, rules)
+        largest = self._trials.largest(self._ways, rules)
         effort = int(effort * (1 - _RULES - ranks) / _REPLAY)
         shorter = shortened(ranked, largest, enough_s=self._enough_s, effort=effort)
         if shorter.step_s < ranked.step_s * (1 - ROUNDING):

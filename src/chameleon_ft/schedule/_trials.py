@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from chameleon_ft.plan.plan import Hop, Plan
-from chameleon_ft.schedule._components import different_ways
 from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._network import Network, NetworkBuilder, builder_of
 from chameleon_ft.schedule._orders import schedule
@@ -96,9 +95,9 @@ class Trials:
         """Trials of some of the workers."""
         return Trials(self._builder, workers, self._ceiling)
 
-    def network(self, routes: Sequence[tuple[Hop, ...]]) -> Network:
-        """These routes, given by their hops, as the scheduler sees them."""
-        return self._builder.network(routes)
+    def network(self, ways: Sequence[tuple[Hop, ...]], taken: Sequence[int]) -> Network:
+        """Routes over these ways, and which of them each takes, as the scheduler sees them."""
+        return self._builder.network(ways, taken)
 
     def key(self, ways: Sequence[tuple[Hop, ...]]) -> tuple[object, ...]:
         """Equal where the same routes over these ways would be scheduled alike."""
@@ -114,12 +113,11 @@ class Trials:
         self.operations += len(network.operations) * (2 if found.dead_end else 1)
         return found
 
-    def rules_to_try(self, routes: Sequence[tuple[Hop, ...]]) -> Iterator[Rules]:
+    def rules_to_try(self, ways: Sequence[tuple[Hop, ...]]) -> Iterator[Rules]:
         """The default limits and some larger ones, up to a whole pipeline depth more, with several preferences.
 
         More in flight than 1F1B keeps hides latency, and keeps busy the pipeline whose stage is shared with others.
         """
-        ways, _ = different_ways(routes)
         plain, shared = (_PLAIN_SPLIT, _SHARED_SPLIT) if self._split else (_PLAIN_FUSED, _SHARED_FUSED)
         tried: set[Rules] = set()
         for trial in shared if len(ways) > 1 else plain:
@@ -128,9 +126,8 @@ class Trials:
                 tried.add(rules)
                 yield rules
 
-    def largest(self, routes: Sequence[tuple[Hop, ...]], rules: Rules) -> Rules:
+    def largest(self, ways: Sequence[tuple[Hop, ...]], rules: Rules) -> Rules:
         """`rules` with the largest limits of all that are tried."""
-        ways, _ = different_ways(routes)
         return self._rules(ways, _Trial(rules.forward_first, rules.patience, extra=max(map(len, ways))))
 
     def _rules(self, ways: Sequence[tuple[Hop, ...]], trial: _Trial) -> Rules:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -134,16 +134,14 @@ def _limits(plan: Plan, parts: Iterable[ScheduledPart]) -> dict[int, InFlightLim
 def pipeline_schedule(
     hops: tuple[Hop, ...],
     micro_batches: int,
-    costs: CostModel,
+    builder: NetworkBuilder,
     *,
-    split_backward: bool,
-    recompute: Collection[int],
     ceiling: Mapping[int, InFlightLimit],
     effort: float,
 ) -> Schedule:
     """The schedule of `best_program` for a plan of one pipeline; its workers are in the order of the stages."""
-    builder = NetworkBuilder(costs, split_backward=split_backward, recompute=recompute)
-    part = Part(Trials(builder, tuple(hop.worker for hop in hops), ceiling), [hops] * micro_batches)
+    trials = Trials(builder, tuple(hop.worker for hop in hops), ceiling)
+    part = Part(trials, [hops], [0] * micro_batches)
     while not part.finished:
         part.finish(effort)
     return part.best[1]
@@ -186,7 +184,7 @@ def _parts(
         own = trials.part(component.workers)
         key = component.taken, own.key(component.ways)
         if key not in known:
-            known[key] = Part(own, [route.hops for route in component.routes])
+            known[key] = Part(own, component.ways, component.taken)
         found.append((component, known[key]))
     while not (slowest := max(known.values(), key=_urgency)).finished:
         finish(slowest)

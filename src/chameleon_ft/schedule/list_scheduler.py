@@ -58,7 +58,7 @@ def list_schedule(
     limits = default_limits(plan) if limits is None else limits
     if missing := [worker for worker in plan.workers if worker not in limits]:
         raise PlanError(f"the limits say nothing about worker {missing[0]}; give one for every worker of the plan")
-    network = builder_of(plan, costs).network(route.hops for route in plan.routes)
+    network = builder_of(plan, costs).network_of(route.hops for route in plan.routes)
     rules = Rules(
         in_flight=tuple(limits[worker].in_flight for worker in plan.workers),
         kept=tuple(limits[worker].kept for worker in plan.workers),

@@ -144,23 +144,28 @@ class Pipelines:
         times = self.times[shape[0]]
         counts = window_counts(window)
         after_s = self.stage(shape[1:], window).returned_s if len(shape) > 1 else self.nothing_s
-        own_s = counts[:, np.newaxis, np.newaxis] * (times.forward_s + times.backward_s)
-        work_s = counts[:, np.newaxis, np.newaxis] * times.work_s
-        held = self.held(shape[0], window)
-        if held is not None:
-            first_s = self.stage(shape[1:], 0).returned_s[0] if len(shape) > 1 else self.nothing_s[0]
-            # Stages without layers take for ever, and their differences are no numbers.
-            with np.errstate(invalid="ignore"):
-                back_s = times.forward_s + 2 * times.message_s + first_s
-                idle_s = np.fmax(back_s - held.forwards * times.forward_s, 0.0)
-                own_s += idle_s + np.fmax(held.weight_grads * times.weight_s, 0.0)
-            work_s += idle_s
-        np.maximum(own_s, times.through_s + after_s[:, np.newaxis, :], out=own_s)
-        if held is not None:
-            own_s[~self._rooms(shape, counts)] = np.inf
-        return _Stage(np.maximum(work_s, own_s + times.weight_s), own_s.min(axis=2))
+        held = self.held_back(shape[0], window)
+        first_s = self.stage(shape[1:], 0).returned_s[0] if held and len(shape) > 1 else self.nothing_s[0]
+        nothing = np.empty((0, 0, 0), dtype=np.int64)
+        # Here, because to import a kernel loads numba, and most who import this run none.
+        from chameleon_ft.search._bounds_kernel import stage_bounds
 
-    def held(self, kind: int, window: int) -> HeldBack | None:
+        return _Stage(
+            *stage_bounds(
+                counts,
+                times.forward_s,
+                times.backward_s,
+                times.weight_s,
+                times.message_s,
+                first_s,
+                after_s,
+                self._rooms(shape, counts) if held else nothing.astype(np.bool_),
+                held.forwards if held else nothing,
+                held.weight_grads if held else nothing,
+            )
+        )
+
+    def held_back(self, kind: int, window: int) -> HeldBack | None:
         """What memory does to a stage on a worker of this kind; None where it is no matter."""
         capacity = self.kinds[kind].memory_bytes
         if capacity is None:
@@ -250,7 +255,7 @@ class PipelineBounds:
         window, place = divmod(micro_batches - 1, _WINDOW)
         starts = (0, *stops[:-1])
         for kind, start, stop in zip(reversed(shape), reversed(starts), reversed(stops), strict=True):
-            times, held = self.pipelines.times[kind], self.pipelines.held(kind, window)
+            times, held = self.pipelines.times[kind], self.pipelines.held_back(kind, window)
             forward_s, backward_s = times.forward_s[start, stop], times.backward_s[start, stop]
             own_s, work_s = micro_batches * (forward_s + backward_s), micro_batches * times.work_s[start, stop]
             first_s += times.through_s[start, stop]
@@ -305,9 +310,10 @@ class PipelineBounds:
         if found is None:
             stage = self.pipelines.stage(shape, window)
             after_s = self.ended(shape[1:], window) if len(shape) > 1 else self.pipelines.nothing_s
-            both = stage.computed_s + self._sync_s
-            np.maximum(both, self.pipelines.times[shape[0]].down_s + after_s[:, np.newaxis, :], out=both)
-            found = self._ended[key] = both.min(axis=2)
+            from chameleon_ft.search._bounds_kernel import end_bounds
+
+            down_s = self.pipelines.times[shape[0]].down_s
+            found = self._ended[key] = end_bounds(stage.computed_s, self._sync_s, down_s, after_s)
         return found
 
     def sync_s(self, start: int) -> Seconds:

@@ -65,9 +65,9 @@ def is_exact(counts: Sequence[int]) -> bool:
 def mix_of_number(values: Mapping[Size, int], count: int, fewest: int, most: int) -> BoundedMix:
     """The same for workers of one kind and from `fewest` to `most` items.
 
-    A small table is made at once. Else the bound is that of parts of items, which is met on the corners of the upper
-    hull of all items: by two neighbouring ones. The mix is made of those two, with one item between them for the workers
-    that are left over; it is worth as much as the bound says where sizes of the two differ by one.
+    Small tables are made at once, and are exact. Else the bound is that of parts of items, which is met on the corners
+    of the upper hull of all items: by two neighbouring ones. The mix is made of those two, with one item between them
+    for the workers that are left over; it is worth as much as the bound says where sizes of the two differ by one.
     """
     items = {size: value for (size,), value in values.items() if 0 < size <= count and value > 0}
     most = min(most, count // min(items)) if items else 0

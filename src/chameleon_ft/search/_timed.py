@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from chameleon_ft.estimate.memory import schedule_bytes, state_bytes_of
+from chameleon_ft.estimate.memory import Stages, schedule_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule._engine import Schedule
+from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule.best import pipeline_schedule
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
@@ -53,6 +54,7 @@ class Timer:
         pipelines: what pipelines can do at best.
         recomputing: the same for those that recompute; None where memory is no matter.
         spent: the effort so far, in operations that might be scheduled.
+        synced_s: what `remembered_s` remembers.
     """
 
     def __init__(self, costs: CostModel, crew: Crew, *, split_backward: bool) -> None:
@@ -69,6 +71,12 @@ class Timer:
         self._known: dict[tuple[object, ...], TimedPipeline] = {}
         # By identity: all of them are known for good.
         self._peaks: dict[int, int] = {}
+        self.synced_s: dict[tuple[tuple[int, tuple[int, ...]], ...], float] = {}
+        self._stages = Stages(costs.workload)
+        self._builders = {
+            recompute: NetworkBuilder(costs, split_backward=split_backward, recompute=self._hosts if recompute else ())
+            for recompute in (False, True)
+        }
 
     def mean_bound_s(self, depth: int, share: float, sync: SyncCost) -> float:
         """The bound of pipelines of this depth, of workers of one kind, with so many micro-batches on the average."""
@@ -119,11 +127,10 @@ class Timer:
         if found is None:
             hops = hops_of(timed.workers, timed.stops)
             placement = Placement(timed.stops[-1], {hop.worker: (hop.layers,) for hop in hops})
-            recompute = timed.workers if timed.recompute else ()
-            state = state_bytes_of(placement, self.costs.workload)
-            moving = schedule_bytes(timed.schedule, self.costs.workload, recompute=recompute)
-            peaks = [state[worker] + own for worker, own in zip(timed.workers, moving, strict=True)]
-            found = self._peaks[id(timed)] = max(peaks)
+            moving = schedule_bytes(timed.schedule, self._stages, recompute=timed.workers if timed.recompute else ())
+            state = self._stages.state_bytes(placement)
+            found = max(state[worker] + own for worker, own in zip(timed.workers, moving, strict=True))
+            self._peaks[id(timed)] = found
         return found
 
     def limits(self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool) -> list[InFlightLimit]:
@@ -139,9 +146,7 @@ class Timer:
         schedule = pipeline_schedule(
             hops_of(workers, stops),
             micro_batches,
-            self.costs,
-            split_backward=self.split_backward,
-            recompute=workers if recompute else (),
+            self._builders[recompute],
             ceiling=dict(zip(workers, limits, strict=True)),
             effort=effort,
         )

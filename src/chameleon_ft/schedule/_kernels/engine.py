@@ -146,14 +146,17 @@ def scheduled(
         split: whether backward is split.
         forward_first, patience, gradients_only: of `Rules`.
     """
-    run = _begun(slots, channels, in_flight, kept, 3 if split else 2)
+    # A kernel hands back a plain tuple much faster than one with names.
+    run = _Run(*_begun(slots, channels, in_flight, kept, 3 if split else 2))
     found, strained, beyond_limits = _go_on(run, ways, split, forward_first, patience, gradients_only)
     return Scheduled(run.codes, strained, beyond_limits) if found else None
 
 
 @kernel
-def _begun(slots: Records, channels: Records, in_flight: Integers, kept: Integers, operations: int) -> _Run:
-    """A run in which everyone is free; so many operations are run for each slot."""
+def _begun(
+    slots: Records, channels: Records, in_flight: Integers, kept: Integers, operations: int
+) -> tuple[Records, Records, Records, Records, Integers, Integers, Records, Records]:
+    """The parts of a run in which everyone is free; so many operations are run for each slot."""
     num_slots, num_workers, num_channels = len(slots), len(in_flight), len(channels)
     workers = np.zeros(num_workers, _WORKER)
     queues = np.zeros(num_channels + num_workers, _QUEUE)
@@ -201,7 +204,7 @@ def _begun(slots: Records, channels: Records, in_flight: Integers, kept: Integer
     # was denied in.
     events = np.empty(3 * operations * num_slots + 3 * num_workers, _EVENT)
     codes = np.empty(operations * num_slots, np.int64)
-    return _Run(slots, np.zeros(num_slots, _HOP), workers, queues, lists, codes, events, state)
+    return slots, np.zeros(num_slots, _HOP), workers, queues, lists, codes, events, state
 
 
 @lean_kernel
