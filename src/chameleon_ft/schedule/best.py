@@ -32,7 +32,7 @@ __all__ = [
     "step_s_of",
 ]
 
-# Some tens of milliseconds.
+# Some milliseconds.
 DEFAULT_EFFORT: Final = 30_000
 # One or two list schedules of a pipeline.
 QUICK_EFFORT: Final = 1_000
