@@ -386,6 +386,7 @@ SURFACE = {
         "prepare_decisions",
         "refreshed",
         "reroute",
+        "warm_up",
     ],
 }
 

@@ -15,6 +15,7 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, split_lay
 from chameleon_ft.schedule import (
     InFlightLimit,
     OperationKind,
+    _engine,
     _orders,
     best_program,
     check_program,
@@ -131,7 +132,7 @@ def test_pipelines_that_are_alike_are_scheduled_once(split_backward: bool, monke
     costs = equal_costs(layers=4, micro_batches=150, workers=200, latency_s=0.5)
     slow = tuple(replace(worker, speed=0.5) if worker.id == 77 else worker for worker in costs.cluster.workers)
     runs = Counter[int]()
-    run = _orders.run
+    run = _engine.run
     monkeypatch.setattr(
         _orders, "run", lambda network, *rest: (runs.update([len(network.slots)]), run(network, *rest))[1]
     )

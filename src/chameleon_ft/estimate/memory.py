@@ -195,7 +195,7 @@ def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Collection[
     records["receives"] = np.select([kind == 0, kind == 1], [before[slot], after[slot]], False)
     records["sends"] = np.select([kind == 0, kind == 1], [after[slot], before[slot]], False)
     worst = stages.worst(records, network.first, MessageBuffers())
-    found: list[int] = sum(worst[name] for name in MOMENT.names or ()).tolist()
+    found: list[int] = np.sum([worst[name] for name in MOMENT.names or ()], axis=0).tolist()
     return found
 
 

@@ -32,7 +32,7 @@ __all__ = [
     "step_s_of",
 ]
 
-# Some ten milliseconds.
+# Some milliseconds.
 DEFAULT_EFFORT: Final = 100_000
 # One or two list schedules of a pipeline.
 QUICK_EFFORT: Final = 1_000

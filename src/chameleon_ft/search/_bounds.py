@@ -47,7 +47,7 @@ Stops: TypeAlias = tuple[int, ...]
 _ROUNDING: Final = 1e-12
 # Numbers of micro-batches that are looked at together.
 _WINDOW: Final = 4
-# Numbers in the matrices that are kept, the latest ones: 128 MB. Made again they take some tenths of a millisecond.
+# Numbers in the matrices that are kept, the latest ones: 128 MB. Made again they take some hundredths of a millisecond.
 _REMEMBERED: Final = 1 << 24
 # By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
 _SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)

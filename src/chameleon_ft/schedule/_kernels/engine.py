@@ -431,7 +431,8 @@ def _take(run: _Run, channel: int, now: float) -> None:
 def _held_back(run: _Run, worker: int) -> bool:
     """Whether the last message of `worker` waits for the one before it to be received."""
     channel = run.workers[worker].sending
-    return channel >= 0 and run.queues[channel].tail > run.queues[channel].head + 1
+    held_back: bool = channel >= 0 and run.queues[channel].tail > run.queues[channel].head + 1
+    return held_back
 
 
 @lean_part

@@ -323,7 +323,9 @@ def _passes(search: _Search, moved: int, codes: Integers) -> bool:
 def _in_one_channel(search: _Search, one: int, other: int) -> bool:
     """Whether both receive, or both send, through one channel: messages must not change their order."""
     received, sent = search.received_in[one], search.sent_in[one]
-    return (received >= 0 and received == search.received_in[other]) or (sent >= 0 and sent == search.sent_in[other])
+    both_receive: bool = received >= 0 and received == search.received_in[other]
+    both_send: bool = sent >= 0 and sent == search.sent_in[other]
+    return both_receive or both_send
 
 
 @part_of_kernel
@@ -402,7 +404,8 @@ def _best_that_runs(search: _Search, present: Integers, neighbours: _Neighbours,
 @part_of_kernel
 def _is_better(neighbours: _Neighbours, one: int, other: int) -> bool:
     one_s, other_s = neighbours.step_s[one], neighbours.step_s[other]
-    return one_s < other_s or (one_s == other_s and neighbours.sum_s[one] < neighbours.sum_s[other])
+    better: bool = one_s < other_s or (one_s == other_s and neighbours.sum_s[one] < neighbours.sum_s[other])
+    return better
 
 
 @part_of_kernel
