@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Before torch is imported: tests share the machine's cores with each other and with the processes they start, and
@@ -17,3 +18,10 @@ settings.register_profile(
 )
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("chameleon")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile kernels, once for this installation, before any test or process that it starts is timed."""
+    from chameleon_ft.recovery import warm_up
+
+    warm_up()

@@ -328,6 +328,7 @@ SURFACE = {
     "estimate": [
         "MemoryUse",
         "MessageBuffers",
+        "PartsEstimate",
         "PipelineTimes",
         "StallModel",
         "StepEstimate",
@@ -336,6 +337,7 @@ SURFACE = {
         "TransitionEstimate",
         "WorkerMemory",
         "cluster_bound_s",
+        "estimate_parts",
         "estimate_step",
         "estimate_sync",
         "one_f_one_b_bound_s",
@@ -386,6 +388,7 @@ SURFACE = {
         "prepare_decisions",
         "refreshed",
         "reroute",
+        "warm_up",
     ],
 }
 

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "verify": JOBS | {"errors", "observe"},
     "control": PURE | {"config", "observe", "profiles"},
     "runtime": PURE | JOBS | {"observe", "control", "profiles"},
-    "launch": {"errors", "config", "observe", "plan", "control", "profiles", "runtime"},
+    "launch": {"errors", "config", "observe", "plan", "recovery", "control", "profiles", "runtime"},
     "cli": PURE
     | {"config", "job", "data", "observe", "control", "profiles", "runtime", "launch", "verify", "simulate"},
 }
@@ -78,6 +78,13 @@ def test_imports_point_one_way() -> None:
 )
 def test_what_does_not_compute_loads_no_torch(part: str) -> None:
     code = f"import sys, chameleon_ft{part}; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert result.stdout == "False\n"
+
+
+@pytest.mark.parametrize("part", ["", ".cli", ".control.messages", ".runtime.rank", ".recovery", ".simulate"])
+def test_to_import_is_not_to_compile(part: str) -> None:
+    code = f"import sys, chameleon_ft{part}; print('numba' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert result.stdout == "False\n"
 

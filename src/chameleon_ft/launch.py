@@ -40,6 +40,7 @@ from chameleon_ft.observe import (
 from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile, profile_of_run
+from chameleon_ft.recovery import warm_up
 
 __all__ = ["coordinate", "supervise", "train", "work"]
 
@@ -243,9 +244,10 @@ def _be_in_the_background() -> None:
 
 
 def _load_solvers() -> None:
-    """Import what decisions are made with, which the first one would have to wait for else."""
+    """Import, and after an installation compile, what decisions are made with: the first one would wait for it else."""
     for name in ("rustworkx", "scipy.optimize", "scipy.sparse.csgraph"):
         importlib.import_module(name)
+    warm_up()
 
 
 def _rank_entry(*, coordinator: str, token: str, worker: int, life: int, host: str, local_index: int) -> None:

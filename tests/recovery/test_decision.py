@@ -186,12 +186,12 @@ def test_where_memory_forbids_to_re_partition_it_reroutes() -> None:
 def test_memory_counts_while_layers_move_too(memory_bytes: int, reason: str | None) -> None:
     now = situation(dp=2, pp=2, layers=(layer(100), layer(100)), memory_bytes=memory_bytes)
     exchanged = data_pipeline_plan(layer_costs=[1.0, 1.0], dp=2, pp=2, micro_batches=8, workers=(1, 0, 2, 3))
-    candidate, course = weighed(Proposal(name="exchange", plan=exchanged), now, 1e6)
+    candidate, way = weighed(Proposal(name="exchange", plan=exchanged), now, 1e6)
     assert candidate.peak_bytes is not None
     assert candidate.peak_bytes < 600
     assert candidate.moved_bytes == 600
     assert candidate.reason == reason
-    assert (course is None) == (reason is not None)
+    assert (way is None) == (reason is not None)
 
 
 def with_memory(now: Situation, memory_bytes: int) -> Situation:
@@ -245,9 +245,9 @@ def test_gradients_are_reduced_while_the_program_still_runs() -> None:
         Placement(2, {0: (whole,), 1: (second,)}),
         (Route(0, (Hop(0, whole),)), Route(1, (Hop(0, first), Hop(1, second)))),
     )
-    candidate, course = weighed(Proposal(name="shared", plan=plan), now, 1e6)
-    assert course is not None
-    sync = estimate_step(plan, course.program, now.costs).sync
+    candidate, way = weighed(Proposal(name="shared", plan=plan), now, 1e6)
+    assert way is not None
+    sync = estimate_step(plan, way.course().program, now.costs).sync
     (reduction,) = sync.reductions
     assert reduction.start_s < sync.program_s
     assert candidate.step_s == sync.end_s < sync.program_s + reduction.end_s - reduction.start_s
@@ -255,9 +255,9 @@ def test_gradients_are_reduced_while_the_program_still_runs() -> None:
 
 def test_a_plan_of_workers_that_are_lost_cannot_be_run() -> None:
     now = after(situation(dp=2, pp=2), 3)
-    candidate, course = weighed(Proposal(name="as-before", plan=now.plan), now, 1e6)
+    candidate, way = weighed(Proposal(name="as-before", plan=now.plan), now, 1e6)
     assert candidate == Candidate(policy="as-before", reason="it needs workers that are not live: [3]")
-    assert course is None
+    assert way is None
 
 
 def test_what_nobody_has_to_stop_for_costs_nothing() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import best_program, check_program, default_limits, list_schedule, replay
-from chameleon_ft.schedule._engine import Engine, Rules
-from chameleon_ft.schedule._network import NetworkBuilder
+from chameleon_ft.schedule._engine import Rules, run
+from chameleon_ft.schedule._network import builder_of
 from tests.strategies import equal_costs
 
 
@@ -44,16 +44,15 @@ def test_a_dead_end_is_left_by_smaller_limits() -> None:
     equal = equal_costs(layers=4, micro_batches=3, workers=2)
     layers = tuple(replace(layer, forward_s=2.0 if i == 1 else 1.0) for i, layer in enumerate(equal.workload.layers))
     costs = replace(equal, workload=replace(equal.workload, layers=layers))
-    network = NetworkBuilder(plan, costs).network(route.hops for route in plan.routes)
+    network = builder_of(plan, costs).network_of(route.hops for route in plan.routes)
     limits = default_limits(plan)
     in_flight, kept = (tuple(getattr(limits[worker], name) for worker in (0, 1)) for name in ("in_flight", "kept"))
-    rank = list(range(len(network.slots.worker)))
     for gradients_only in (False, True):
         rules = Rules(in_flight=in_flight, kept=kept, forward_first=True, gradients_only=gradients_only)
-        assert Engine(network, rules, rank).run() is None
+        assert run(network, rules, network.ways) is None
 
     program = list_schedule(plan, costs)
 
     check_program(program, plan)
-    one_by_one_s = sum(map(sum, (network.slots.forward_s, network.slots.backward_s)))
+    one_by_one_s = sum(network.slots["forward_s"] + network.slots["backward_s"])
     assert replay(program, costs).step_s < 0.75 * one_by_one_s

@@ -21,13 +21,13 @@ from chameleon_ft.schedule import (
     list_schedule,
     replay,
 )
+from chameleon_ft.schedule._components import different_ways
 from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._local_search import shortened
-from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._orders import build_program
 from chameleon_ft.schedule._part import Part
 from chameleon_ft.schedule._rank_search import reranked
-from chameleon_ft.schedule._trials import Trials
+from chameleon_ft.schedule._trials import trials_of
 from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable
 
 # Enough for every search to begin.
@@ -36,7 +36,7 @@ EFFORT = 15_000
 
 def ruled(case: Planned, routes: Sequence[tuple[Hop, ...]]) -> tuple[Rules, Schedule]:
     """The best list schedule, before any search."""
-    part = Part(Trials(case.plan, case.costs, None), routes)
+    part = Part(trials_of(case.plan, case.costs, None), *different_ways(routes))
     part.try_rules()
     return part.best
 
@@ -94,13 +94,12 @@ def _lower(limits: Mapping[int, InFlightLimit], ceiling: dict[int, InFlightLimit
 @given(st.one_of(planned(), rerouted()))
 def test_each_search_says_what_its_orders_take(case: Planned) -> None:
     routes = [route.hops for route in case.plan.routes]
-    network = NetworkBuilder(case.plan, case.costs).network(routes)
     rules, found = ruled(case, routes)
     assume(not found.beyond_limits)
 
     for better in (
-        reranked(network, found, rules, enough_s=0.0, effort=EFFORT),
-        shortened(network, found, rules, enough_s=0.0, effort=EFFORT),
+        reranked(found, rules, enough_s=0.0, effort=EFFORT),
+        shortened(found, rules, enough_s=0.0, effort=EFFORT),
     ):
         program = build_program(case.plan, better.orders)
         check_program(program, case.plan)
@@ -112,11 +111,10 @@ def test_each_search_says_what_its_orders_take(case: Planned) -> None:
 @given(rerouted())
 def test_what_is_enough_is_left_as_it_is(case: Planned) -> None:
     routes = [route.hops for route in case.plan.routes]
-    network = NetworkBuilder(case.plan, case.costs).network(routes)
     rules, found = ruled(case, routes)
 
-    assert reranked(network, found, rules, enough_s=found.step_s, effort=EFFORT) == found
-    assert shortened(network, found, rules, enough_s=found.step_s, effort=EFFORT) == found
+    assert reranked(found, rules, enough_s=found.step_s, effort=EFFORT) is found
+    assert shortened(found, rules, enough_s=found.step_s, effort=EFFORT).orders == found.orders
 
 
 @pytest.mark.parametrize(
@@ -130,11 +128,11 @@ def test_another_order_of_micro_batches_is_found_where_it_is_shorter(
     costs = equal_costs(layers=before.placement.num_layers, micro_batches=8, workers=2 * pp)
     plan = reroute(before, [lost], costs)
     routes = [route.hops for route in plan.routes]
-    trials = Trials(plan, costs, None)
-    network = trials.network(routes)
-    rules = trials.rules(routes, extra=pp, forward_first=True)
+    trials = trials_of(plan, costs, None)
+    network = trials.network(*different_ways(routes))
+    rules = trials.largest(different_ways(routes)[0], next(trials.rules_to_try(routes[:1])))
     found = trials.run(network, rules)
 
-    better = reranked(network, found, rules, enough_s=0.0, effort=EFFORT)
+    better = reranked(found, rules, enough_s=0.0, effort=EFFORT)
 
     assert (found.step_s, better.step_s) == (listed_s, searched_s)

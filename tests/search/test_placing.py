@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import estimate_sync
-from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.plan import LayerRange, Placement, Route
 from chameleon_ft.schedule import CostModel, Operation, Program, replay
+from chameleon_ft.schedule._orders import operations_of
 from chameleon_ft.search._arrange import by_pipeline, by_stage
 from chameleon_ft.search._effort import LOOK
 from chameleon_ft.search._kinds import Crew
 from chameleon_ft.search._placed import PlacedPipeline, synced_s
-from chameleon_ft.search._timed import Timer
+from chameleon_ft.search._timed import Timer, hops_of
 from tests.search.instances import instance
 from tests.search.oracle import cuts
 
@@ -80,8 +81,12 @@ def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: b
     operations: dict[int, tuple[Operation, ...]] = {}
     first = 0
     for pipeline in placed:
-        renamed = dict(zip((hop.worker for hop in pipeline.timed.plan.routes[0].hops), pipeline.workers, strict=True))
-        for hop in pipeline.timed.plan.routes[0].hops:
+        timed = pipeline.timed
+        hops = hops_of(timed.workers, timed.stops)
+        routes = [Route(number, hops) for number in range(timed.micro_batches)]
+        programs = operations_of(routes, timed.schedule.orders, split_backward=split, recompute=frozenset())
+        renamed = dict(zip(timed.workers, pipeline.workers, strict=True))
+        for hop, program in zip(hops, programs, strict=True):
             worker = renamed[hop.worker]
             held[worker] = (hop.layers,)
             operations[worker] = tuple(
@@ -91,8 +96,8 @@ def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: b
                     receive_from=None if operation.receive_from is None else renamed[operation.receive_from],
                     send_to=None if operation.send_to is None else renamed[operation.send_to],
                 )
-                for operation in pipeline.timed.program.of(hop.worker)
+                for operation in program
             )
-        first += pipeline.timed.micro_batches
+        first += timed.micro_batches
     whole = estimate_sync(Placement(layers, held), replay(Program(operations), costs), costs)
     assert synced_s(placed, costs) == pytest.approx(max(whole.end_s, whole.program_s))

@@ -16,6 +16,7 @@ from chameleon_ft.estimate.bounds import (
 from chameleon_ft.estimate.cluster_bound import cluster_bound_s
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync, reduction_s
 from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory
+from chameleon_ft.estimate.parts import PartsEstimate, estimate_parts
 from chameleon_ft.estimate.stages import PipelineTimes, pipeline_times
 from chameleon_ft.estimate.step import StepEstimate, estimate_step
 from chameleon_ft.estimate.transition import StallModel, TransitionEstimate, state_bytes
@@ -23,6 +24,7 @@ from chameleon_ft.estimate.transition import StallModel, TransitionEstimate, sta
 __all__ = [
     "MemoryUse",
     "MessageBuffers",
+    "PartsEstimate",
     "PipelineTimes",
     "StallModel",
     "StepEstimate",
@@ -31,6 +33,7 @@ __all__ = [
     "TransitionEstimate",
     "WorkerMemory",
     "cluster_bound_s",
+    "estimate_parts",
     "estimate_step",
     "estimate_sync",
     "one_f_one_b_bound_s",

@@ -14,7 +14,7 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate.stages import PipelineTimes
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.schedule._network import NetworkBuilder
+from chameleon_ft.schedule._network import builder_of
 from chameleon_ft.sync import Segment, gradient_segments
 
 __all__ = [
@@ -94,7 +94,7 @@ def plan_bound_s(plan: Plan, costs: CostModel) -> float:
         PlanError: the workload has another number of layers than the plan.
         ConfigError: the plan has a worker that the cluster does not.
     """
-    return NetworkBuilder(plan, costs).network(route.hops for route in plan.routes).lower_bound_s()
+    return builder_of(plan, costs).network_of(route.hops for route in plan.routes).lower_bound_s()
 
 
 def rerouting_bound_s(

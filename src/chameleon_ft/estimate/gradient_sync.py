@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel, OperationKind, Timeline
 from chameleon_ft.sync import Segment, SyncRounds, gradient_rounds, segment_bytes
 
-__all__ = ["SyncEstimate", "TimedReduction", "estimate_sync", "reduction_s"]
+__all__ = ["MadeAt", "SyncEstimate", "TimedReduction", "estimate_sync", "reduction_s", "sync_after"]
+
+MadeAt: TypeAlias = Mapping[int, Mapping[tuple[int, int], float]]
+"""By worker, and by the first layer of a range and the one after its last, when its gradients are made, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +62,27 @@ def estimate_sync(placement: Placement, timeline: Timeline, costs: CostModel) ->
         NoHolderError: a layer has no holder.
         PlanError: the workload has another number of layers than the placement.
     """
+    return sync_after(placement, _made_s(timeline), timeline.step_s, costs)
+
+
+def sync_after(placement: Placement, made_s: MadeAt, program_s: float, costs: CostModel) -> SyncEstimate:
+    """The same, given for each worker and range of layers that it runs the end of the last operation that makes
+    gradients, and the end of all.
+    """
     rounds = gradient_rounds(placement, costs.workload.tied_layers)
-    ready = _Ready(timeline)
     free_s: dict[int, float] = {}
     reductions: list[TimedReduction] = []
     for number, segments in enumerate(rounds.rounds):
         for segment in segments:
             if not segment_bytes(segment, costs.workload):
                 continue
-            start_s = max(max(free_s.get(worker, 0.0), ready.at(worker, segment)) for worker in segment.holders)
+            start_s = max(
+                max(free_s.get(worker, 0.0), _ready_s(made_s.get(worker, {}), segment)) for worker in segment.holders
+            )
             end_s = start_s + reduction_s(segment, costs)
             free_s.update(dict.fromkeys(segment.holders, end_s))
             reductions.append(TimedReduction(segment, number, start_s, end_s))
-    return SyncEstimate(tuple(reductions), rounds, timeline.step_s)
+    return SyncEstimate(tuple(reductions), rounds, program_s)
 
 
 def reduction_s(segment: Segment, costs: CostModel) -> float:
@@ -78,20 +90,18 @@ def reduction_s(segment: Segment, costs: CostModel) -> float:
     return costs.cluster.ring_all_reduce_s(segment.holders, segment_bytes(segment, costs.workload))
 
 
-class _Ready:
+def _made_s(timeline: Timeline) -> MadeAt:
+    found: dict[int, dict[tuple[int, int], float]] = {}
+    for timed in timeline.operations:
+        if timed.operation.kind in (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD):
+            layers = timed.operation.layers
+            found.setdefault(timed.worker, {})[layers.start, layers.stop] = timed.end_s
+    return found
+
+
+def _ready_s(made_s: Mapping[tuple[int, int], float], segment: Segment) -> float:
     """When a worker has the gradients of a segment."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        # For each worker and range of layers that it runs, the end of the last operation that makes gradients.
-        self._last_s: dict[int, dict[tuple[int, int], float]] = {}
-        for timed in timeline.operations:
-            if timed.operation.kind in (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD):
-                layers = timed.operation.layers
-                self._last_s.setdefault(timed.worker, {})[layers.start, layers.stop] = timed.end_s
-
-    def at(self, worker: int, segment: Segment) -> float:
-        made: Mapping[tuple[int, int], float] = self._last_s.get(worker, {})
-        return max(
-            (end_s for (start, stop), end_s in made.items() if any(start <= layer < stop for layer in segment.made_by)),
-            default=0.0,
-        )
+    return max(
+        (end_s for (start, stop), end_s in made_s.items() if any(start <= layer < stop for layer in segment.made_by)),
+        default=0.0,
+    )

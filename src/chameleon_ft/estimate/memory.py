@@ -31,18 +31,38 @@ working bytes of the last layer. With tensor parallelism all bytes are those of 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Final
+
+import numpy as np
 
 from chameleon_ft.errors import ConfigError, PlanError
-from chameleon_ft.estimate._receives import Receives
+from chameleon_ft.estimate._memory_records import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    MOMENT,
+    OPERATION,
+    STAGE,
+    WEIGHT_GRAD,
+    WORST,
+)
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import Operation, OperationKind, Program
+from chameleon_ft.schedule._engine import Schedule
+from chameleon_ft.schedule._records import Integers, Records
 from chameleon_ft.workload import Workload, is_recomputed
 
-__all__ = ["MemoryUse", "MessageBuffers", "WorkerMemory", "program_memory"]
+__all__ = ["MemoryUse", "MessageBuffers", "Stages", "WorkerMemory", "program_memory", "schedule_bytes"]
+
+_KINDS: Final = {
+    OperationKind.FORWARD: FORWARD,
+    OperationKind.BACKWARD: BACKWARD,
+    OperationKind.INPUT_GRAD: INPUT_GRAD,
+    OperationKind.WEIGHT_GRAD: WEIGHT_GRAD,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +146,130 @@ def program_memory(
             f"{placement.num_layers} layers are placed, but the workload has {len(workload.layers)}; "
             "use the workload of the model that is planned"
         )
-    layers_if: dict[bool, _Layers] = {}
-    memory: dict[int, WorkerMemory] = {}
+    stages = Stages(workload)
+    first = [0]
+    records: list[tuple[int, ...]] = []
     for worker in placement.workers:
         operations = program.of(worker)
         recompute = any(operation.recompute for operation in operations)
-        if recompute not in layers_if:
-            layers_if[recompute] = _Layers(workload, recompute=recompute)
-        layers = layers_if[recompute]
-        memory[worker] = _Worker(layers.state_of(placement, worker), layers, buffers, operations).worst()
+        records += _records(operations, stages, len(records), recompute=recompute)
+        first.append(len(records))
+    worst = stages.worst(np.array(records, OPERATION), np.array(first), buffers)
+    memory: dict[int, WorkerMemory] = {}
+    for worker, begin, own in zip(placement.workers, first, worst, strict=False):
+        state, place = stages.state_of(placement, worker), int(own["place"])
+        if place < 0:
+            memory[worker] = WorkerMemory(state, None)
+        else:
+            peak = dataclasses.replace(state, **{name: int(own[name]) for name in MOMENT.names or ()})
+            memory[worker] = WorkerMemory(peak, program.of(worker)[place - begin])
     return memory
+
+
+def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Collection[int] = ()) -> list[int]:
+    """Bytes that each worker, by index, holds beside those at its worst moment; some workers may recompute.
+
+    As `program_memory` has it of a program: a schedule is not one yet, and to make one takes longer than this.
+    """
+    network = schedule.network
+    slots, count = network.slots, len(network.slots)
+    recomputes = [worker in recompute for worker in network.workers]
+    of_worker = np.array(recomputes)[slots["worker"]]
+    ranges, stage_of = np.unique(np.stack([slots["start"], slots["stop"], of_worker]), axis=1, return_inverse=True)
+    numbers = [
+        stages.number(LayerRange(start, stop), recompute=bool(again)) for start, stop, again in ranges.T.tolist()
+    ]
+    # Whether the hop before, and the one after, is on another worker.
+    apart = slots["worker"][1:] != slots["worker"][:-1]
+    first, last = slots["up"] < 0, slots["last"]
+    before, after = ~first, ~last
+    before[1:] &= apart
+    after[:-1] &= apart
+    kind, slot = np.divmod(schedule.codes, count)
+    records = np.zeros(len(slot), OPERATION)
+    records["kind"] = np.where(network.split_backward & (kind > 0), kind + 1, kind)
+    records["hop"] = slot
+    records["after"] = np.where(~last & ~after, np.arange(count) + 1, -1)[slot]
+    records["stage"] = np.array(numbers)[stage_of][slot]
+    records["first"] = first[slot]
+    records["receives"] = np.select([kind == 0, kind == 1], [before[slot], after[slot]], False)
+    records["sends"] = np.select([kind == 0, kind == 1], [after[slot], before[slot]], False)
+    worst = stages.worst(records, network.first, MessageBuffers())
+    found: list[int] = np.sum([worst[name] for name in MOMENT.names or ()], axis=0).tolist()
+    return found
+
+
+def _records(
+    operations: Sequence[Operation], stages: Stages, num_hops: int, *, recompute: bool
+) -> Iterator[tuple[int, ...]]:
+    """`OPERATION` of those of a worker, where so many hops of others have got a number."""
+    hops = dict.fromkeys((operation.micro_batch, operation.hop) for operation in operations)
+    numbers = {hop: num_hops + number for number, hop in enumerate(hops)}
+    for operation in operations:
+        yield (
+            _KINDS[operation.kind],
+            numbers[operation.micro_batch, operation.hop],
+            numbers.get((operation.micro_batch, operation.hop + 1), -1),
+            stages.number(operation.layers, recompute=recompute),
+            operation.first,
+            operation.receive_from is not None,
+            operation.send_to is not None,
+        )
+
+
+class Stages:
+    """The ranges of layers that operations are on, by number."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._layers_if: dict[bool, _Layers] = {}
+        self._numbers: dict[tuple[LayerRange, bool], int] = {}
+        self._stages = np.empty(0, STAGE)
+        self._moments = np.empty((0, len(_KINDS)), MOMENT)
+
+    def number(self, layers: LayerRange, *, recompute: bool) -> int:
+        """The number of these layers on a worker that recomputes, or on one that does not."""
+        return self._numbers.setdefault((layers, recompute), len(self._numbers))
+
+    def state_of(self, placement: Placement, worker: int) -> MemoryUse:
+        """What a worker holds all the time."""
+        return self._layers(recompute=False).state_of(placement, worker)
+
+    def state_bytes(self, placement: Placement) -> dict[int, int]:
+        """Bytes that each worker holds all the time."""
+        return {worker: self.state_of(placement, worker).total_bytes for worker in placement.workers}
+
+    def _layers(self, *, recompute: bool) -> _Layers:
+        if recompute not in self._layers_if:
+            self._layers_if[recompute] = _Layers(self._workload, recompute=recompute)
+        return self._layers_if[recompute]
+
+    def worst(self, operations: Records, first: Integers, buffers: MessageBuffers) -> Records:
+        """`WORST` of each worker; `first` are the places of their first operations, and in the end their number."""
+        # Here, because to import a kernel loads numba, and most who import this run none.
+        from chameleon_ft.estimate._memory_kernel import worst_moments
+
+        fresh = [self._row(*key) for key in list(self._numbers)[len(self._stages) :]]
+        if fresh:
+            self._stages = np.concatenate((self._stages, np.array([stage for stage, _ in fresh], STAGE)))
+            self._moments = np.concatenate((self._moments, np.array([moments for _, moments in fresh], MOMENT)))
+        worst = np.zeros(len(first) - 1, WORST)
+        kept = -1 if buffers.sends_kept is None else buffers.sends_kept
+        worst_moments(
+            operations, first, self._stages, self._moments, ahead=buffers.receives_ahead, kept=kept, worst=worst
+        )
+        return worst
+
+    def _row(
+        self, layers: LayerRange, recompute: bool
+    ) -> tuple[tuple[int, int, int, int], list[tuple[int, int, int, int]]]:
+        """`STAGE`, and by kind `MOMENT`."""
+        of = self._layers(recompute=recompute)
+        worst = (of.worst(kind, layers) for kind in _KINDS)
+        return (
+            (of.output(layers.start - 1), of.output(layers.stop - 1), of.activations(layers), of.weight_grads(layers)),
+            [(own.activation_bytes, own.weight_grad_bytes, own.message_bytes, own.working_bytes) for own in worst],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,155 +364,3 @@ def _summed(amounts: Iterable[int]) -> Callable[[LayerRange], int]:
     """Sums over ranges of layers, of the amounts of each."""
     until = list(accumulate(amounts, initial=0))
     return lambda layers: until[layers.stop] - until[layers.start]
-
-
-_Hop = tuple[int, int]  # (micro-batch, hop)
-
-
-class _Worker:
-    """A worker on its way through its operations."""
-
-    def __init__(
-        self, state: MemoryUse, layers: _Layers, buffers: MessageBuffers, operations: tuple[Operation, ...]
-    ) -> None:
-        self._state = state
-        self._layers = layers
-        self._buffers = buffers
-        self._operations = operations
-        self._activations = self._weight_grads = self._sent = self._handed = self._used = 0
-        # Inputs of hops that are the output of the hop before, on this worker too, and counted there.
-        self._shared: dict[_Hop, int] = {}
-        # How many operations will yet use the gradient that a hop has handed over.
-        self._uses: dict[_Hop, int] = {}
-        # Sends that are kept, the latest last: bytes, and the hop whose output it is, if it is one.
-        self._sends: deque[tuple[int, _Hop | None]] = deque()
-        # Outputs among them that are held for their own backward too, and so are counted as activations.
-        self._twice: dict[_Hop, int] = {}
-        self._worst = WorkerMemory(state, None)
-        self._worst_bytes = -1
-
-    def worst(self) -> WorkerMemory:
-        receives = Receives(self._operations, self._layers.output, self._buffers.receives_ahead)
-        for operation in self._operations:
-            self._compare(operation, _NOTHING, receives.posted() + self._used)
-            self._used = 0
-            self._run(operation, receives.left(operation))
-        return self._worst
-
-    def _run(self, operation: Operation, waiting: int) -> None:
-        match operation.kind:
-            case OperationKind.FORWARD:
-                self._forward(operation, waiting)
-            case OperationKind.BACKWARD:
-                self._backward(operation, waiting)
-            case OperationKind.INPUT_GRAD if operation.first:
-                # It computes nothing: all stays as it is until W, and the gradient that has come too.
-                self._weight_grads += self._received(operation)
-            case OperationKind.INPUT_GRAD:
-                self._input_grad(operation, waiting)
-            case OperationKind.WEIGHT_GRAD if operation.first:
-                self._weight_grads -= self._received(operation)
-                self._backward(operation, waiting)
-            case OperationKind.WEIGHT_GRAD:
-                self._weight_grad(operation, waiting)
-
-    def _forward(self, operation: Operation, waiting: int) -> None:
-        hop, output = _hop(operation), self._layers.output(operation.layers.stop - 1)
-        if operation.receive_from is None:
-            self._shared[hop] = self._layers.output(operation.layers.start - 1)
-        self._compute(operation, OperationKind.FORWARD, waiting)
-        self._activations += self._activations_of(operation)
-        if operation.send_to is not None:
-            self._twice[hop] = output
-            self._keep(output, hop)
-
-    def _backward(self, operation: Operation, waiting: int) -> None:
-        """A B, or the W of a first hop, which is one."""
-        self._activations -= self._activations_of(operation)
-        incoming = self._received(operation)
-        self._compute(operation, OperationKind.BACKWARD, waiting + incoming)
-        self._used = incoming if operation.receive_from is not None else 0
-        self._pass_on(operation, uses=1)
-
-    def _input_grad(self, operation: Operation, waiting: int) -> None:
-        self._activations -= self._activations_of(operation)
-        self._shared.pop(_hop(operation), None)
-        self._compute(operation, OperationKind.INPUT_GRAD, waiting)
-        self._weight_grads += self._layers.weight_grads(operation.layers)
-        # What waits for W keeps the input, and with it the input's gradient.
-        self._pass_on(operation, uses=2)
-
-    def _weight_grad(self, operation: Operation, waiting: int) -> None:
-        self._weight_grads -= self._layers.weight_grads(operation.layers)
-        self._compute(operation, OperationKind.WEIGHT_GRAD, waiting)
-        self._use(_hop(operation), self._layers.output(operation.layers.start - 1))
-
-    def _pass_on(self, operation: Operation, *, uses: int) -> None:
-        """A hop's backward is done: its activations are not needed any more, and its gradient goes on."""
-        hop, layers = _hop(operation), operation.layers
-        self._shared.pop(hop, None)
-        # An output that is still kept as sent is held by that alone now.
-        self._sent += self._twice.pop(hop, 0)
-        self._use((operation.micro_batch, operation.hop + 1), self._layers.output(layers.stop - 1))
-        outgoing = self._layers.output(layers.start - 1)
-        if operation.first:
-            return
-        if operation.send_to is not None:
-            self._sent += outgoing
-            self._keep(outgoing, None)
-        else:
-            self._handed += outgoing
-            self._uses[hop] = uses
-
-    def _use(self, maker: _Hop, gradient: int) -> None:
-        """An operation has used the gradient that the hop `maker` made, if that was handed over on this worker."""
-        if maker in self._uses:
-            self._uses[maker] -= 1
-            if not self._uses[maker]:
-                del self._uses[maker]
-                self._handed -= gradient
-
-    def _received(self, operation: Operation) -> int:
-        """Bytes of the gradient that a hop's backward starts from, where another worker has sent it."""
-        handed = (operation.micro_batch, operation.hop + 1) in self._uses
-        return 0 if handed else self._layers.output(operation.layers.stop - 1)
-
-    def _activations_of(self, operation: Operation) -> int:
-        layers = operation.layers
-        whole = self._layers.activations(layers) + self._layers.output(layers.stop - 1)
-        return whole - self._shared.get(_hop(operation), 0)
-
-    def _keep(self, num_bytes: int, output_of: _Hop | None) -> None:
-        """Keep a message that was sent, and let go of the earliest if there are too many."""
-        self._sends.append((num_bytes, output_of))
-        if self._buffers.sends_kept is not None and len(self._sends) > self._buffers.sends_kept:
-            let_go, hop = self._sends.popleft()
-            if hop is None or self._twice.pop(hop, None) is None:
-                self._sent -= let_go
-
-    def _compute(self, operation: Operation, kind: OperationKind, messages: int) -> None:
-        own = self._layers.worst(kind, operation.layers)
-        self._compare(operation, own, messages, shared=self._shared.get(_hop(operation), 0))
-
-    def _compare(self, operation: Operation, own: _Moment, messages: int, *, shared: int = 0) -> None:
-        """Remember what is held, and what `operation` itself needs, if it is more than ever before."""
-        messages += self._sent + self._handed
-        activations = self._activations - shared
-        total = activations + self._weight_grads + messages + own.total_bytes
-        if total > self._worst_bytes:
-            self._worst_bytes = total
-            use = dataclasses.replace(
-                self._state,
-                activation_bytes=activations + own.activation_bytes,
-                weight_grad_bytes=self._weight_grads + own.weight_grad_bytes,
-                message_bytes=messages + own.message_bytes,
-                working_bytes=own.working_bytes,
-            )
-            self._worst = WorkerMemory(use, operation)
-
-
-_NOTHING = _Moment()
-
-
-def _hop(operation: Operation) -> _Hop:
-    return operation.micro_batch, operation.hop

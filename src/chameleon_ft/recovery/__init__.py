@@ -10,6 +10,7 @@ from chameleon_ft.recovery.precompute import PreparedDecisions, decide_on_class,
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.refresh import refreshed
 from chameleon_ft.recovery.situation import Situation
+from chameleon_ft.recovery.warm_up import warm_up
 from chameleon_ft.search.detours import reroute
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "prepare_decisions",
     "refreshed",
     "reroute",
+    "warm_up",
 ]

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.estimate import StepEstimate, TransitionEstimate, estimate_step, state_bytes
+from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, state_bytes
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.situation import Situation
-from chameleon_ft.schedule import InFlightLimit, Program, best_program, default_limits
+from chameleon_ft.schedule import InFlightLimit, Program, default_limits
+from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.transfer import Transfer, transfer_s, transfer_to
 
-__all__ = ["Candidate", "Course", "goes_on", "weighed"]
+__all__ = ["Candidate", "Course", "Way", "goes_on", "weighed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,25 @@ class Course:
     ceiling: Mapping[int, InFlightLimit]
     program: Program
     transfer: Transfer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What a course is made of; most are not taken, and to make a program takes its time."""
+
+    plan: Plan
+    ceiling: Mapping[int, InFlightLimit]
+    parts: Sequence[ScheduledPart]
+    transfer: Transfer | None
+
+    def course(self) -> Course:
+        """The course, with its program."""
+        return Course(
+            plan=self.plan,
+            ceiling=FrozenMap(self.ceiling),
+            program=program_of(self.plan, self.parts),
+            transfer=self.transfer,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +93,8 @@ class Candidate:
         return self.reason is None
 
 
-def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple[Candidate, Course | None]:
-    """What is predicted of a proposal, and how to carry it out if it is feasible."""
+def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple[Candidate, Way | None]:
+    """What is predicted of a proposal, and the way to carry it out if it is feasible."""
     plan = proposal.plan
     if plan is None:
         return Candidate(policy=proposal.name, reason=proposal.reason), None
@@ -100,7 +120,7 @@ def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple
     candidate = Candidate(
         policy=proposal.name,
         step_s=step_s,
-        peak_bytes=max(memory.peak_bytes for memory in estimate.memory.values()),
+        peak_bytes=max(estimate.peak_bytes.values()),
         stall_s=stall_s,
         transfer_s=moves_s,
         moved_bytes=_all_bytes(plan, situation) if transfer is None else transfer.total_bytes,
@@ -111,9 +131,7 @@ def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple
     )
     if reason:
         return candidate, None
-    return candidate, Course(
-        plan=plan, ceiling=FrozenMap(scheduled.ceiling), program=scheduled.program, transfer=transfer
-    )
+    return candidate, Way(plan, scheduled.ceiling, scheduled.parts, transfer)
 
 
 def samples_until(horizon_s: float, situation: Situation, *, step_s: float, stall_s: float, last_holders: int) -> float:
@@ -134,8 +152,8 @@ def _last_holders(plan: Plan) -> int:
 class _Scheduled:
     plan: Plan
     ceiling: Mapping[int, InFlightLimit]
-    program: Program
-    estimate: StepEstimate
+    parts: Sequence[ScheduledPart]
+    estimate: PartsEstimate
 
 
 def _scheduled(proposal: Proposal, plan: Plan, situation: Situation) -> _Scheduled:
@@ -155,9 +173,8 @@ def _scheduled(proposal: Proposal, plan: Plan, situation: Situation) -> _Schedul
 
 
 def _under(ceiling: Mapping[int, InFlightLimit], plan: Plan, situation: Situation) -> _Scheduled:
-    program = best_program(plan, situation.costs, ceiling=ceiling).program
-    estimate = estimate_step(plan, program, situation.costs)
-    return _Scheduled(plan, ceiling, program, estimate)
+    parts = best_parts(plan, situation.costs, ceiling=ceiling)
+    return _Scheduled(plan, ceiling, parts, estimate_parts(plan, parts, situation.costs))
 
 
 def goes_on(proposal: Proposal, situation: Situation) -> bool:
@@ -173,7 +190,7 @@ def _stall_s(proposal: Proposal, situation: Situation, moves_s: float) -> float:
     return TransitionEstimate(phases=situation.phases, transfer_s=moves_s, repeat_s=situation.repeat_s).lost_s
 
 
-def _too_large(estimate: StepEstimate, situation: Situation) -> str | None:
+def _too_large(estimate: PartsEstimate, situation: Situation) -> str | None:
     missing = estimate.over_capacity(situation.costs)
     return _short_of(missing, "in a step") if missing else None
 

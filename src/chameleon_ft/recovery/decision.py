@@ -95,7 +95,7 @@ def decide(situation: Situation, policy: str, rate: FailureRate) -> Decision:
         horizon_s=horizon_s,
         candidates=candidates,
         chosen=None if index is None else candidates[index],
-        course=None if index is None else both[index][1],
+        course=None if index is None or (way := both[index][1]) is None else way.course(),
     )
 
 

@@ -15,15 +15,15 @@ from chameleon_ft.schedule._local_search import shortened
 from chameleon_ft.schedule._rank_search import reranked
 from chameleon_ft.schedule._trials import ROUNDING, Trials
 
-# Shares of the effort that go into trying rules, and into the ranks of micro-batches; what a replay of an operation
-# costs, when one that is scheduled costs 1.
-_RULES: Final = 1 / 5
-_RANKS: Final = 1 / 2
+# Shares of the effort that go into trying rules and, where routes share stages, into the ranks of micro-batches; what a
+# replay of an operation costs, when one that is scheduled costs 1.
+_RULES: Final = 1 / 2
+_RANKS: Final = 1 / 4
 _REPLAY: Final = 1 / 7
 
 
 class Part:
-    """Schedules of the same routes.
+    """Schedules of the same routes: these ways, and for each route the index of the one that it takes.
 
     Attributes:
         tried: rules and what came of them, best first: schedules within the limits go before those that exceed one,
@@ -31,12 +31,13 @@ class Part:
         finished: whether nothing more is going to be tried.
     """
 
-    def __init__(self, trials: Trials, routes: Sequence[tuple[Hop, ...]]) -> None:
+    def __init__(self, trials: Trials, ways: Sequence[tuple[Hop, ...]], taken: Sequence[int]) -> None:
         self._trials = trials
-        self._routes = routes
-        self._network = trials.network(routes)
+        self._ways = ways
+        self._is_shared = len(ways) > 1
+        self._network = trials.network(ways, taken)
         self._enough_s = self._network.lower_bound_s() * (1 + ROUNDING)
-        self._untried = trials.rules_to_try(routes)
+        self._untried = trials.rules_to_try(ways)
         # Rules that led to dead ends, and those to try with only gradients run ahead when there are no others.
         self._dead_ends: list[Rules] = []
         self._strained = deque[Rules]()
@@ -77,22 +78,18 @@ class Part:
     def finish(self, effort: float) -> None:
         """Try rules, then make the best schedule shorter where a search finds how.
 
-        Micro-batches are ranked anew under its rules, then operations change places under the largest limits there are.
+        Micro-batches that do not all go one way are ranked anew under its rules. Then operations change places under
+        the largest limits there are.
         """
         self.try_rules(effort * _RULES)
         rules, found = self.best
         if found.beyond_limits or self._is_within(self._enough_s):
             return
-        ranked = reranked(self._network, found, rules, enough_s=self._enough_s, effort=int(effort * _RANKS))
-        depth = max(map(len, self._routes))
-        largest = self._trials.rules(self._routes, extra=depth, forward_first=rules.forward_first)
-        shorter = shortened(
-            self._network,
-            ranked,
-            largest,
-            enough_s=self._enough_s,
-            effort=int(effort * (1 - _RULES - _RANKS) / _REPLAY),
-        )
+        ranks = _RANKS if self._is_shared else 0.0
+        ranked = reranked(found, rules, enough_s=self._enough_s, effort=int(effort * ranks))
+        largest = self._trials.largest(self._ways, rules)
+        effort = int(effort * (1 - _RULES - ranks) / _REPLAY)
+        shorter = shortened(ranked, largest, enough_s=self._enough_s, effort=effort)
         if shorter.step_s < ranked.step_s * (1 - ROUNDING):
             self.tried.insert(0, (largest, shorter))
         elif ranked is not found:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+import numpy as np
+
 from chameleon_ft.schedule._engine import Rules, Schedule
-from chameleon_ft.schedule._network import Network
-from chameleon_ft.schedule._orders import schedule, ways_by_place
+from chameleon_ft.schedule._orders import schedule
 
 # There is no search in plans so large that it would hardly begin.
 _LEAST_TRIALS: Final = 50
@@ -20,19 +21,21 @@ _LEAST_TRIALS: Final = 50
 # By how many places a micro-batch goes forward or back; besides, it goes first of all and last of all.
 _STEPS: Final = (2, 4)
 
-_Ways = tuple[range, ...]
+# The first slots of routes, in the order of their ranks.
+_Ways = tuple[int, ...]
 
 
-def reranked(network: Network, found: Schedule, rules: Rules, *, enough_s: float, effort: int) -> Schedule:
+def reranked(found: Schedule, rules: Rules, *, enough_s: float, effort: int) -> Schedule:
     """A schedule under `rules` that takes no longer than `found`, which was made under them by the usual ranks.
 
     First improvements are taken until there is none, or the time is `enough_s`, or `effort` operations have been
     scheduled.
     """
-    trials = effort // len(network.dependencies.needs)
+    network = found.network
+    trials = effort // len(network.operations)
     if trials < _LEAST_TRIALS:
         return found
-    best, ways = found, tuple(ways_by_place(network))
+    best, ways = found, tuple(network.ways_by_place().tolist())
     seen = {ways}
     improved = True
     while improved:
@@ -44,7 +47,7 @@ def reranked(network: Network, found: Schedule, rules: Rules, *, enough_s: float
                 continue
             seen.add(neighbour)
             trials -= 1
-            trial = schedule(network, rules, neighbour)
+            trial = schedule(network, rules, np.array(neighbour))
             if trial.step_s < best.step_s and not trial.beyond_limits:
                 best, ways, improved = trial, neighbour, True
                 break

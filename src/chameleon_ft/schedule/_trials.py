@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
-from typing import Final
+from typing import Final, NamedTuple
 
 from chameleon_ft.plan.plan import Hop, Plan
-from chameleon_ft.schedule._components import different_ways
 from chameleon_ft.schedule._engine import Rules, Schedule
-from chameleon_ft.schedule._network import Network, NetworkBuilder
+from chameleon_ft.schedule._network import Network, NetworkBuilder, builder_of
 from chameleon_ft.schedule._orders import schedule
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit, limits_of_routes
@@ -17,40 +16,93 @@ from chameleon_ft.schedule.limits import InFlightLimit, limits_of_routes
 # Times that differ by less than this share differ by rounding only.
 ROUNDING: Final = 1e-9
 
-# Whether forwards go first, and how much more than by default is kept; None is a whole pipeline depth.
-_PLAIN: Final = ((True, 0), (True, 1), (True, 2), (True, None), (False, 0), (False, 1), (False, 2), (False, None))
-# Where routes share stages: what is most often best first.
-_SPLIT: Final = ((False, 2), (False, 3), (False, 1), (False, None), (True, 2), (True, None), (True, 0), (False, 0))
-_FUSED: Final = ((True, None), (True, 3), (True, 2), (False, 2), (True, 1), (False, None), (True, 0), (False, 0))
+
+class _Trial(NamedTuple):
+    """What is tried: as in `Rules`, and by how much more a worker may have in flight, and keep, than by default: shares
+    of that, and a number of micro-batches besides.
+    """
+
+    forward_first: bool
+    patience: float
+    in_flight: float = 0.0
+    kept: float = 0.0
+    extra: int = 0
+
+
+# What to try, in order. The first is 1F1B or ZB-H1 where a pipeline has all its stages for itself. Each of the others
+# is what made up most for some hundred plans, of presets and generated, that those before it leave something to gain.
+# With room for more than ZB-H1, no waiting, and twice as much in flight at the first stage as at the default, bubbles
+# become short (as ZB-H2's: Qi et al., Zero Bubble Pipeline Parallelism, 2023).
+_PLAIN_SPLIT: Final = (
+    _Trial(True, 0.75),
+    _Trial(True, 0.1, 0.5, 1.0),
+    _Trial(True, 0.1, 1.0, 1.0),
+    _Trial(True, 0.4, 0.25, 1.0),
+    _Trial(True, 0.4),
+    _Trial(False, 0.25, 0.5, 1.0),
+    _Trial(True, 0.1, 0.25, 1.0),
+    _Trial(False, 0.0, 0.75, 0.75),
+    _Trial(True, 0.0, 0.5, 0.5),
+    _Trial(True, 0.25, 0.0, 1.0),
+    _Trial(True, 0.0, 0.25, 0.25),
+    _Trial(False, 0.4, 0.0, 1.0),
+)
+_PLAIN_FUSED: Final = (
+    _Trial(True, 0.0),
+    _Trial(True, 0.0, 1.0, 1.0),
+    _Trial(True, 0.0, 0.5, 0.5),
+    _Trial(False, 0.0, 0.5, 0.5),
+    _Trial(True, 0.0, 0.25, 0.25),
+    _Trial(True, 0.0, 0.75, 0.75),
+    _Trial(False, 0.0, 0.75, 0.75),
+)
+_SHARED_SPLIT: Final = (
+    _Trial(False, 0.1, 0.5, 0.5, 2),
+    _Trial(True, 0.0, 0.5, 0.5, 4),
+    _Trial(False, 0.0, 1.0, 1.0),
+    _Trial(False, 0.1, 0.5, 0.5),
+    _Trial(False, 0.1, 0.0, 0.0, 2),
+    _Trial(True, 0.0, 0.5, 0.5, 2),
+    _Trial(True, 0.0),
+    _Trial(False, 0.25, 0.0, 0.0, 4),
+)
+_SHARED_FUSED: Final = (
+    _Trial(False, 0.0, 0.5, 0.5, 1),
+    _Trial(True, 0.0, 0.5, 0.5, 4),
+    _Trial(True, 0.0, 1.0, 1.0),
+    _Trial(True, 0.0),
+    _Trial(False, 0.0, 0.5, 0.5, 4),
+    _Trial(True, 0.0, 0.0, 0.0, 2),
+    _Trial(True, 0.0, 0.0, 0.0, 4),
+)
 
 
 class Trials:
-    """Schedules routes between the workers of `plan`, each worker keeping no more than `ceiling` says.
+    """Schedules routes between these workers, each keeping no more than `ceiling` says.
 
     `operations` is the effort so far: how many have been scheduled.
     """
 
-    def __init__(self, plan: Plan, costs: CostModel, ceiling: Mapping[int, InFlightLimit] | None) -> None:
+    def __init__(
+        self, builder: NetworkBuilder, workers: tuple[int, ...], ceiling: Mapping[int, InFlightLimit] | None
+    ) -> None:
         self.operations = 0
         self._ceiling = {} if ceiling is None else ceiling
-        self._builder = NetworkBuilder(plan, costs)
-        self._split = plan.split_backward
+        self._builder = builder.part(workers)
+        self._split = builder.split_backward
 
     def part(self, workers: tuple[int, ...]) -> Trials:
         """Trials of some of the workers."""
-        part = copy(self)
-        part.operations = 0
-        part._builder = self._builder.part(workers)
-        return part
+        return Trials(self._builder, workers, self._ceiling)
 
-    def network(self, routes: Sequence[tuple[Hop, ...]]) -> Network:
-        """These routes, given by their hops, as the scheduler sees them."""
-        return self._builder.network(routes)
+    def network(self, ways: Sequence[tuple[Hop, ...]], taken: Sequence[int]) -> Network:
+        """Routes over these ways, and which of them each takes, as the scheduler sees them."""
+        return self._builder.network(ways, taken)
 
     def key(self, ways: Sequence[tuple[Hop, ...]]) -> tuple[object, ...]:
         """Equal where the same routes over these ways would be scheduled alike."""
         return (
-            tuple(self._builder.slots(hops).key() for hops in ways),
+            tuple(self._builder.slots(hops).tobytes() for hops in ways),
             tuple(self._ceiling.get(worker) for worker in self._builder.workers),
         )
 
@@ -58,39 +110,52 @@ class Trials:
         """The schedule of this network under `rules`."""
         found = schedule(network, rules)
         # A dead end is mostly met late, and then all begins again.
-        self.operations += len(network.dependencies.needs) * (2 if found.dead_end else 1)
+        self.operations += len(network.operations) * (2 if found.dead_end else 1)
         return found
 
-    def rules_to_try(self, routes: Sequence[tuple[Hop, ...]]) -> Iterator[Rules]:
-        """The default limits and some larger ones, up to a whole pipeline depth more, with either preference.
+    def rules_to_try(self, ways: Sequence[tuple[Hop, ...]]) -> Iterator[Rules]:
+        """The default limits and some larger ones, up to a whole pipeline depth more, with several preferences.
 
         More in flight than 1F1B keeps hides latency, and keeps busy the pipeline whose stage is shared with others.
-        Where routes share stages, what has most often been best comes first; elsewhere, what keeps least.
         """
-        ways, _ = different_ways(routes)
-        depth = max(map(len, ways))
-        shared = _SPLIT if self._split else _FUSED
+        plain, shared = (_PLAIN_SPLIT, _SHARED_SPLIT) if self._split else (_PLAIN_FUSED, _SHARED_FUSED)
         tried: set[Rules] = set()
-        for forward_first, extra in shared if len(ways) > 1 else _PLAIN:
-            rules = self.rules(ways, extra=depth if extra is None else min(extra, depth), forward_first=forward_first)
+        for trial in shared if len(ways) > 1 else plain:
+            rules = self._rules(ways, trial)
             if rules not in tried:
                 tried.add(rules)
                 yield rules
 
-    def rules(self, ways: Sequence[tuple[Hop, ...]], *, extra: int, forward_first: bool) -> Rules:
-        """The default limits of routes over these ways and `extra` more, as far as the ceiling allows."""
+    def largest(self, ways: Sequence[tuple[Hop, ...]], rules: Rules) -> Rules:
+        """`rules` with the largest limits of all that are tried."""
+        return self._rules(ways, _Trial(rules.forward_first, rules.patience, extra=max(map(len, ways))))
+
+    def _rules(self, ways: Sequence[tuple[Hop, ...]], trial: _Trial) -> Rules:
+        """The default limits of routes over these ways, raised as far as the ceiling allows."""
+        depth = max(map(len, ways))
         limits = limits_of_routes(self._builder.workers, ways)
-        raised = [self._raised(worker, limits[worker], extra) for worker in self._builder.workers]
+        raised = [self._raised(worker, limits[worker], trial, depth) for worker in self._builder.workers]
         return Rules(
             in_flight=tuple(limit.in_flight for limit in raised),
             kept=tuple(limit.kept for limit in raised),
-            forward_first=forward_first,
+            forward_first=trial.forward_first,
+            patience=trial.patience,
         )
 
-    def _raised(self, worker: int, limit: InFlightLimit, extra: int) -> InFlightLimit:
-        in_flight, kept = limit.in_flight + extra, limit.kept + extra
+    def _raised(self, worker: int, limit: InFlightLimit, trial: _Trial, depth: int) -> InFlightLimit:
+        more = [
+            min(depth, math.ceil(share * number) + trial.extra)
+            for share, number in ((trial.in_flight, limit.in_flight), (trial.kept, limit.kept))
+        ]
+        kept = limit.kept + max(more)
+        in_flight = min(limit.in_flight + more[0], kept)
         ceiling = self._ceiling.get(worker)
         if ceiling is not None:
             kept = min(kept, ceiling.kept)
             in_flight = min(in_flight, ceiling.in_flight, kept)
         return InFlightLimit(in_flight, kept)
+
+
+def trials_of(plan: Plan, costs: CostModel, ceiling: Mapping[int, InFlightLimit] | None) -> Trials:
+    """Those of all workers of a plan."""
+    return Trials(builder_of(plan, costs), plan.workers, ceiling)

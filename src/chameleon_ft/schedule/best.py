@@ -7,19 +7,33 @@ from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.plan import Plan
+from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._components import Component, components
+from chameleon_ft.schedule._engine import Rules, Schedule
+from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._orders import operations_of
 from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._trials import Trials
+from chameleon_ft.schedule._trials import Trials, trials_of
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit
 from chameleon_ft.schedule.program import Operation, Program
 
-__all__ = ["DEFAULT_EFFORT", "QUICK_EFFORT", "ScheduledProgram", "best_program", "best_step_s", "listed_step_s"]
+__all__ = [
+    "DEFAULT_EFFORT",
+    "QUICK_EFFORT",
+    "ScheduledPart",
+    "ScheduledProgram",
+    "best_parts",
+    "best_program",
+    "best_step_s",
+    "listed_step_s",
+    "pipeline_schedule",
+    "program_of",
+    "step_s_of",
+]
 
-# Some tens of milliseconds.
-DEFAULT_EFFORT: Final = 30_000
+# Some milliseconds.
+DEFAULT_EFFORT: Final = 100_000
 # One or two list schedules of a pipeline.
 QUICK_EFFORT: Final = 1_000
 
@@ -37,6 +51,15 @@ class ScheduledProgram:
     program: Program
     step_s: float
     limits: Mapping[int, InFlightLimit]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledPart:
+    """Workers that are joined by routes, with the schedule that was chosen for them and the rules it was made by."""
+
+    component: Component
+    rules: Rules
+    schedule: Schedule
 
 
 def best_program(
@@ -68,25 +91,67 @@ def best_program(
         PlanError: the workload has another number of layers than the plan.
         ConfigError: the plan has a worker that the cluster does not.
     """
+    parts = best_parts(plan, costs, ceiling=ceiling, effort=effort)
+    return ScheduledProgram(
+        program=program_of(plan, parts), step_s=step_s_of(parts), limits=FrozenMap(_limits(plan, parts))
+    )
+
+
+def best_parts(
+    plan: Plan, costs: CostModel, *, ceiling: Mapping[int, InFlightLimit] | None = None, effort: float = DEFAULT_EFFORT
+) -> list[ScheduledPart]:
+    """The schedules that `best_program` makes its program of, which takes longer than to find them."""
+    return [
+        ScheduledPart(component, *part.best)
+        for component, part in _parts(plan, costs, ceiling, lambda part: part.finish(effort))
+    ]
+
+
+def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
+    """What each worker of the plan runs."""
     operations: dict[int, tuple[Operation, ...]] = dict.fromkeys(plan.workers, ())
-    limits = dict.fromkeys(plan.workers, InFlightLimit(1, 1))
-    step_s = 0.0
-    for component, part in _parts(plan, costs, ceiling, lambda part: part.finish(effort)):
-        rules, found = part.best
+    for part in parts:
         own = operations_of(
-            component.routes, found.orders, split_backward=plan.split_backward, recompute=plan.recompute
+            part.component.routes, part.schedule.orders, split_backward=plan.split_backward, recompute=plan.recompute
         )
-        operations.update(zip(component.workers, own, strict=True))
-        limits.update(zip(component.workers, map(InFlightLimit, rules.in_flight, rules.kept), strict=True))
-        step_s = max(step_s, found.step_s)
-    return ScheduledProgram(program=Program(operations), step_s=step_s, limits=FrozenMap(limits))
+        operations.update(zip(part.component.workers, own, strict=True))
+    return Program(operations)
+
+
+def step_s_of(parts: Iterable[ScheduledPart]) -> float:
+    """Seconds until the last operation has ended."""
+    return max(part.schedule.step_s for part in parts)
+
+
+def _limits(plan: Plan, parts: Iterable[ScheduledPart]) -> dict[int, InFlightLimit]:
+    limits = dict.fromkeys(plan.workers, InFlightLimit(1, 1))
+    for part in parts:
+        own = map(InFlightLimit, part.rules.in_flight, part.rules.kept)
+        limits.update(zip(part.component.workers, own, strict=True))
+    return limits
+
+
+def pipeline_schedule(
+    hops: tuple[Hop, ...],
+    micro_batches: int,
+    builder: NetworkBuilder,
+    *,
+    ceiling: Mapping[int, InFlightLimit],
+    effort: float,
+) -> Schedule:
+    """The schedule of `best_program` for a plan of one pipeline; its workers are in the order of the stages."""
+    trials = Trials(builder, tuple(hop.worker for hop in hops), ceiling)
+    part = Part(trials, [hops], [0] * micro_batches)
+    while not part.finished:
+        part.finish(effort)
+    return part.best[1]
 
 
 def best_step_s(
     plan: Plan, costs: CostModel, *, ceiling: Mapping[int, InFlightLimit] | None = None, effort: float = DEFAULT_EFFORT
 ) -> float:
     """`step_s` of `best_program`, without the program."""
-    return _step_s(_parts(plan, costs, ceiling, lambda part: part.finish(effort)))
+    return step_s_of(best_parts(plan, costs, ceiling=ceiling, effort=effort))
 
 
 def listed_step_s(
@@ -101,10 +166,7 @@ def listed_step_s(
 
     No further ones are tried when that is `enough_s` or less.
     """
-    return _step_s(_parts(plan, costs, ceiling, lambda part: part.try_rules(effort, enough_s=enough_s)))
-
-
-def _step_s(parts: Iterable[tuple[Component, Part]]) -> float:
+    parts = _parts(plan, costs, ceiling, lambda part: part.try_rules(effort, enough_s=enough_s))
     return max(part.best[1].step_s for _, part in parts)
 
 
@@ -115,14 +177,14 @@ def _parts(
     finish: Callable[[Part], None],
 ) -> list[tuple[Component, Part]]:
     """The components of a plan, each with its schedules; those that are alike share them."""
-    trials = Trials(plan, costs, ceiling)
+    trials = trials_of(plan, costs, ceiling)
     known: dict[tuple[object, ...], Part] = {}
     found: list[tuple[Component, Part]] = []
     for component in components(plan.routes):
         own = trials.part(component.workers)
         key = component.taken, own.key(component.ways)
         if key not in known:
-            known[key] = Part(own, [route.hops for route in component.routes])
+            known[key] = Part(own, component.ways, component.taken)
         found.append((component, known[key]))
     while not (slowest := max(known.values(), key=_urgency)).finished:
         finish(slowest)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.plan import Plan
 from chameleon_ft.schedule._engine import Rules
-from chameleon_ft.schedule._network import NetworkBuilder
+from chameleon_ft.schedule._network import builder_of
 from chameleon_ft.schedule._orders import build_program, schedule
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit, default_limits
@@ -58,7 +58,7 @@ def list_schedule(
     limits = default_limits(plan) if limits is None else limits
     if missing := [worker for worker in plan.workers if worker not in limits]:
         raise PlanError(f"the limits say nothing about worker {missing[0]}; give one for every worker of the plan")
-    network = NetworkBuilder(plan, costs).network(route.hops for route in plan.routes)
+    network = builder_of(plan, costs).network_of(route.hops for route in plan.routes)
     rules = Rules(
         in_flight=tuple(limits[worker].in_flight for worker in plan.workers),
         kept=tuple(limits[worker].kept for worker in plan.workers),

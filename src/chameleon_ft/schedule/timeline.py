@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from chameleon_ft.errors import ProgramError
-from chameleon_ft.schedule._longest_path import Dependencies, longest_path
+from chameleon_ft.schedule._records import OPERATION, Records
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.program import Operation, OperationKind, Program
 
@@ -57,21 +60,31 @@ def replay(program: Program, costs: CostModel) -> Timeline:
     """
     workers: list[int] = []
     operations: list[Operation] = []
-    orders: list[range] = []
+    first = [0]
     for worker, own in program.operations.items():
-        orders.append(range(len(operations), len(operations) + len(own)))
         operations += own
         workers += [worker] * len(own)
-    starts_s, ends_s = longest_path(orders, _dependencies(workers, operations, costs))
-    if ends_s and min(ends_s) < 0:
+        first.append(len(operations))
+    if not operations:
+        return Timeline(())
+    # Here, because to import a kernel loads numba, and most who import this run none.
+    from chameleon_ft.schedule._kernels.replays import longest_path
+
+    numbers = np.arange(len(operations))
+    starts_s, ends_s = map(
+        np.ndarray.tolist, longest_path(_needs(workers, operations, costs), numbers, np.array(first))
+    )
+    if min(ends_s) < 0:
+        orders = (range(*own) for own in pairwise(first))
         never = (next((number for number in order if ends_s[number] < 0), None) for order in orders)
         stuck = ", ".join(f"worker {workers[number]} at {operations[number]}" for number in never if number is not None)
         raise ProgramError(f"the program never ends: nobody will ever make what is needed by {stuck}")
     return Timeline(tuple(map(TimedOperation, workers, operations, starts_s, ends_s)))
 
 
-def _dependencies(workers: list[int], operations: list[Operation], costs: CostModel) -> Dependencies:
-    """Of operations that are numbered in this order, each on the worker at its place.
+def _needs(workers: list[int], operations: list[Operation], costs: CostModel) -> Records:
+    """What these operations need and how long they take; they are numbered in this order, each on the worker at its
+    place.
 
     What an operation makes goes by whether it is a gradient, its micro-batch, and the hop that makes it; what I leaves
     for W goes by the name of the gradient that I makes.
@@ -102,7 +115,9 @@ def _dependencies(workers: list[int], operations: list[Operation], costs: CostMo
         needs[number] = needed = makers.get(made_by, number)
         if workers[needed] != worker:
             delay_s[number] = times.message_s(workers[needed], worker, operation)
-    return Dependencies(needs=needs, delay_s=delay_s, duration_s=duration_s)
+    found = np.empty(len(operations), OPERATION)
+    found["needs"], found["delay_s"], found["duration_s"] = needs, delay_s, duration_s
+    return found
 
 
 class _Times:

@@ -8,13 +8,19 @@ the first activation comes in there, for m micro-batches and the best cut of eac
 
 A stage of f, b, w seconds (F; B or I; W) with messages of c seconds to the next and s seconds of gradient sync gives
 
-    own      = max(m (f + b), f + c + returned' + c + b)
+    first    = f + c + returned'(1) + c
+    idle     = max(0, first - min(m, K) f)
+    own      = max(m (f + b) + max(0, m - V) w + idle, f + c + returned' + c + b)
     returned = own
-    ended    = max(m (f + b + w) + s, own + w + s, f + c + ended')
+    ended    = max(m (f + b + w) + idle + s, own + w + s, f + c + ended')
 
 where ' is of the stages after it, and what is largest over all workers is made least over all cuts, stage by stage. The
-bounds of DESIGN section 4 are the special case of one stage that has more to do than the others. Memory is a part of
-it: a stage has to be able to keep the micro-batches that 1F1B has in flight there.
+bounds of DESIGN section 4 are the special case of one stage that has more to do than the others.
+
+Memory is a part of it. A stage has to be able to keep the micro-batches that 1F1B has in flight there. It cannot have
+more than K in flight, so until the first gradient comes back it runs no more forwards than that; and no more than V can
+wait for their W when the last I has ended, so the others have had theirs. With room for just one pipeline depth P, that
+is the bubble of ZB-H1, (P - 1) (f + b - w) (Qi et al., Zero Bubble Pipeline Parallelism, 2023).
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ Stops: TypeAlias = tuple[int, ...]
 _ROUNDING: Final = 1e-12
 # Numbers of micro-batches that are looked at together.
 _WINDOW: Final = 4
-# Numbers in the matrices that are kept, the latest ones: 128 MB. Made again they take some tenths of a millisecond.
+# Numbers in the matrices that are kept, the latest ones: 128 MB. Made again they take some hundredths of a millisecond.
 _REMEMBERED: Final = 1 << 24
 # By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
 _SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
@@ -72,6 +78,19 @@ class _Stage:
     returned_s: _Times
 
 
+@dataclass(frozen=True, slots=True)
+class HeldBack:
+    """What memory does to stages of one worker: by micro-batches, start and stop.
+
+    Attributes:
+        forwards: the most that can be run until the first gradient comes back.
+        weight_grads: the least W that have been run when the last I has ended.
+    """
+
+    forwards: NDArray[np.int64]
+    weight_grads: NDArray[np.int64]
+
+
 class Pipelines:
     """What pipelines of workers of `kinds` can do, with fused or split backward, before their gradients are reduced."""
 
@@ -87,6 +106,7 @@ class Pipelines:
         self.closed_form = ClosedForm(costs, kinds, split_backward=split_backward)
         self._bounds: dict[SyncCost, PipelineBounds] = {}
         self._stages: dict[tuple[Shape, int], _Stage] = {}
+        self._held: dict[tuple[int, int], HeldBack] = {}
         nothing = np.full((_WINDOW, self.num_layers + 1), np.inf)
         nothing[:, -1] = 0.0
         self.nothing_s = nothing
@@ -124,13 +144,42 @@ class Pipelines:
         times = self.times[shape[0]]
         counts = window_counts(window)
         after_s = self.stage(shape[1:], window).returned_s if len(shape) > 1 else self.nothing_s
-        own_s = counts[:, np.newaxis, np.newaxis] * (times.forward_s + times.backward_s)
-        np.maximum(own_s, times.through_s + after_s[:, np.newaxis, :], out=own_s)
-        capacity = self.kinds[shape[0]].memory_bytes
-        if capacity is not None:
-            own_s[~self._rooms(shape, counts)] = np.inf
-        computed_s = np.maximum(counts[:, np.newaxis, np.newaxis] * times.work_s, own_s + times.weight_s)
-        return _Stage(computed_s, own_s.min(axis=2))
+        held = self.held_back(shape[0], window)
+        first_s = self.stage(shape[1:], 0).returned_s[0] if held and len(shape) > 1 else self.nothing_s[0]
+        nothing = np.empty((0, 0, 0), dtype=np.int64)
+        # Here, because to import a kernel loads numba, and most who import this run none.
+        from chameleon_ft.search._bounds_kernel import stage_bounds
+
+        return _Stage(
+            *stage_bounds(
+                counts,
+                times.forward_s,
+                times.backward_s,
+                times.weight_s,
+                times.message_s,
+                first_s,
+                after_s,
+                self._rooms(shape, counts) if held else nothing.astype(np.bool_),
+                held.forwards if held else nothing,
+                held.weight_grads if held else nothing,
+            )
+        )
+
+    def held_back(self, kind: int, window: int) -> HeldBack | None:
+        """What memory does to a stage on a worker of this kind; None where it is no matter."""
+        capacity = self.kinds[kind].memory_bytes
+        if capacity is None:
+            return None
+        found = self._held.get((capacity, window))
+        if found is None:
+            counts = window_counts(window)
+            waiting = np.stack([self.memory.most_waiting(capacity, int(count)) for count in counts])
+            by_count = counts[:, np.newaxis, np.newaxis]
+            found = self._held[capacity, window] = HeldBack(
+                forwards=np.minimum(by_count, self.memory.most_in_flight(capacity)),
+                weight_grads=np.maximum(0, by_count - waiting),
+            )
+        return found
 
     def _rooms(self, shape: Shape, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
         depth = len(shape)
@@ -201,14 +250,22 @@ class PipelineBounds:
         return self.pipelines.closed_form.most(shape, time_s * (1 + _ROUNDING), self.sync.per_byte_s, enough)
 
     def bound_s(self, shape: Shape, stops: Stops, micro_batches: int) -> float:
-        """Seconds below which no order of operations can be on this cut; memory is not looked at."""
-        returned_s = ended_s = 0.0
+        """Seconds below which no order of operations can be on this cut, if it fits."""
+        first_s = returned_s = ended_s = 0.0
+        window, place = divmod(micro_batches - 1, _WINDOW)
         starts = (0, *stops[:-1])
         for kind, start, stop in zip(reversed(shape), reversed(starts), reversed(stops), strict=True):
-            times = self.pipelines.times[kind]
+            times, held = self.pipelines.times[kind], self.pipelines.held_back(kind, window)
             forward_s, backward_s = times.forward_s[start, stop], times.backward_s[start, stop]
-            own_s = max(micro_batches * (forward_s + backward_s), times.through_s[start, stop] + returned_s)
-            computed_s = max(micro_batches * times.work_s[start, stop], own_s + times.weight_s[start, stop])
+            own_s, work_s = micro_batches * (forward_s + backward_s), micro_batches * times.work_s[start, stop]
+            first_s += times.through_s[start, stop]
+            if held is not None:
+                forwards = held.forwards[place, start, stop]
+                idle_s = max(0.0, first_s - backward_s - forwards * forward_s)
+                own_s += idle_s + held.weight_grads[place, start, stop] * times.weight_s[start, stop]
+                work_s += idle_s
+            own_s = max(own_s, times.through_s[start, stop] + returned_s)
+            computed_s = max(work_s, own_s + times.weight_s[start, stop])
             ended_s = max(computed_s + self._sync_s[start, stop], times.down_s[start, stop] + ended_s)
             returned_s = own_s
         return float(ended_s)
@@ -253,9 +310,10 @@ class PipelineBounds:
         if found is None:
             stage = self.pipelines.stage(shape, window)
             after_s = self.ended(shape[1:], window) if len(shape) > 1 else self.pipelines.nothing_s
-            both = stage.computed_s + self._sync_s
-            np.maximum(both, self.pipelines.times[shape[0]].down_s + after_s[:, np.newaxis, :], out=both)
-            found = self._ended[key] = both.min(axis=2)
+            from chameleon_ft.search._bounds_kernel import end_bounds
+
+            down_s = self.pipelines.times[shape[0]].down_s
+            found = self._ended[key] = end_bounds(stage.computed_s, self._sync_s, down_s, after_s)
         return found
 
     def sync_s(self, start: int) -> Seconds:

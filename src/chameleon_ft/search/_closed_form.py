@@ -17,14 +17,30 @@ layers cannot be cut, some stage has as much work as the largest of the best cut
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search._kinds import Kind, Shape
 
 _ROUNDING: Final = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class _Speeds:
+    """Those of the workers of a shape, and what is asked of them."""
+
+    speeds: NDArray[np.float64]
+    total: float
+    least: float
+    largest: float
+
+    @classmethod
+    def of(cls, speeds: Sequence[float]) -> _Speeds:
+        return cls(np.array(speeds), sum(speeds), min(speeds), max(speeds))
 
 
 class ClosedForm:
@@ -52,34 +68,34 @@ class ClosedForm:
         )
         self._largest_s = _largest_stage_s(work_s)
         self._last: dict[tuple[Shape, float], int] = {}
+        self._crews: dict[Shape, _Speeds] = {}
 
     def most(self, shape: Shape, time_s: float, per_byte_s: float, enough: int) -> int:
         """The most micro-batches, up to `enough`, with so many seconds of gradient sync for every byte."""
         if not self._work_s:
             return enough
-        speeds = [self._speeds[kind] for kind in shape]
-        # Workers that are never idle do no more.
-        low, high = 0, int(min(enough, time_s * sum(speeds) / self._work_s * (1 + _ROUNDING)))
-        if largest_s := self._largest_s[len(shape)]:
-            high = int(min(high, time_s * max(speeds) / largest_s * (1 + _ROUNDING)))
-        extra = self._bytes_per_s * per_byte_s * min(speeds)
-        # Times that are asked for differ little, and so do answers.
-        last = self._last.get((shape, per_byte_s), 0)
-        for at in (last, last + 1):
-            if low < at <= high:
-                low, high = (at, high) if self._possible(speeds, at, time_s, extra) else (low, at - 1)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._possible(speeds, middle, time_s, extra) else (low, middle - 1)
-        self._last[shape, per_byte_s] = low
-        return low
+        # Here, because to import a kernel loads numba, and most who import this run none.
+        from chameleon_ft.search._closed_form_kernel import most_possible
 
-    def _possible(self, speeds: Sequence[float], micro_batches: int, time_s: float, extra: float) -> bool:
-        work_s = self._work_s * (1 - _ROUNDING)
-        if micro_batches * work_s > time_s * _shared(speeds, self._ahead / micro_batches):
-            return False
-        count = micro_batches + extra
-        return not extra or count * work_s <= time_s * _shared(speeds, self._ahead_of_sync / count)
+        crew = self._crews.get(shape)
+        if crew is None:
+            crew = self._crews[shape] = _Speeds.of([self._speeds[kind] for kind in shape])
+        # Workers that are never idle do no more.
+        high = int(min(enough, time_s * crew.total / self._work_s * (1 + _ROUNDING)))
+        if largest_s := self._largest_s[len(shape)]:
+            high = int(min(high, time_s * crew.largest / largest_s * (1 + _ROUNDING)))
+        # Times that are asked for differ little, and so do answers.
+        found = self._last[shape, per_byte_s] = most_possible(
+            crew.speeds,
+            self._work_s * (1 - _ROUNDING),
+            self._ahead,
+            self._ahead_of_sync,
+            float(time_s),
+            self._bytes_per_s * per_byte_s * crew.least,
+            self._last.get((shape, per_byte_s), 0),
+            high,
+        )
+        return found
 
 
 def _largest_stage_s(work_s: Sequence[float]) -> list[float]:
@@ -95,15 +111,3 @@ def _largest_stage_s(work_s: Sequence[float]) -> list[float]:
         largest_s = np.maximum(largest_s[:, np.newaxis], stages).min(axis=0)
         found.append(float(largest_s[-1]))
     return found
-
-
-def _shared(speeds: Sequence[float], head: float) -> float:
-    """Sum of speed_i * product over j < i of (1 - head * speed_j / fastest)."""
-    if head > 0 and speeds.count(speeds[0]) == len(speeds):
-        return float(speeds[0] * (1 - (1 - head) ** len(speeds)) / head)
-    fastest = max(speeds)
-    total, part = 0.0, 1.0
-    for speed in speeds:
-        total += speed * part
-        part *= 1 - head * speed / fastest
-    return total

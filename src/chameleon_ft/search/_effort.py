@@ -6,17 +6,17 @@ from typing import Final
 
 from chameleon_ft.schedule.best import DEFAULT_EFFORT as PROGRAM_EFFORT
 
-DEFAULT_EFFORT: Final = 20_000
-"""About how many operations a search may schedule before it settles for what it has; some tenths of a second."""
+DEFAULT_EFFORT: Final = 80_000
+"""About how many operations a search may schedule before it settles for what it has; some hundredths of a second."""
 
 # Shares of a search's effort that a look at a pipeline may take, and the programs of those that are chosen; and the
-# least for a look: some 2 milliseconds.
+# least for a look: some millisecond.
 _LOOK: Final = 1 / 8
 _POLISH: Final = 1 / 2
-LOOK: Final = 2_500
+LOOK: Final = 10_000
 # List schedules of a pipeline that effort should do for; what a search may cost however little effort it is given.
 _LOOKS: Final = 12
-_LEAST_EFFORT: Final = 20_000
+_LEAST_EFFORT: Final = 80_000
 # F, and B or I and W.
 _OPERATIONS_PER_HOP: Final = 3
 

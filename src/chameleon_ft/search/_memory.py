@@ -32,6 +32,7 @@ Bytes: TypeAlias = NDArray[np.int64]
 # Receives that are posted.
 _AHEAD: Final = 4
 _NONE: Final = -(2**62)
+_ANY: Final = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,27 @@ class StageMemory:
             spare = capacity - need.fixed
             # Where messages are empty, any number fits or none.
             each = np.maximum(need.each, 1)
-            found = np.where(need.each > 0, spare // each, np.where(spare >= 0, 2**62, -1))
+            found = np.where(need.each > 0, spare // each, np.where(spare >= 0, _ANY, -1))
             self._most[key] = found
         return found
+
+    def most_in_flight(self, capacity: int) -> Bytes:
+        """By start and stop, more micro-batches than any order of operations can have between F and B (or I) at once.
+
+        Each of them holds its activations, and what was sent on is kept. Where the state alone is too much, it is one.
+        """
+        stages = self._stages
+        return _how_many(self._spare(capacity), stages.activations + stages.output)
+
+    def most_waiting(self, capacity: int, micro_batches: int) -> Bytes:
+        """By start and stop, more than any order can have waiting for W when the last I has ended."""
+        stages = self._stages
+        # The I of a first hop lets go of nothing.
+        each = np.concatenate([stages.activations[:1], stages.weight_grads[1:]])
+        return _how_many(self._spare(capacity) - micro_batches * stages.both, each)
+
+    def _spare(self, capacity: int) -> Bytes:
+        return capacity - self._stages.state - self._stages.samples
 
     def limits(
         self, stops: tuple[int, ...], capacities: tuple[int | None, ...], micro_batches: int
@@ -186,6 +205,12 @@ class _Stages:
 def base_limit(position: int, depth: int) -> InFlightLimit:
     """What stage `position` of a pipeline has to be able to keep: the micro-batches that 1F1B has in flight there."""
     return InFlightLimit(depth - position, depth - position)
+
+
+def _how_many(spare: Bytes, each: Bytes) -> Bytes:
+    """How often `each` goes into `spare`, at least once; any number of times where it is nothing."""
+    found: Bytes = np.where(each > 0, np.maximum(spare // np.maximum(each, 1), 1), _ANY)
+    return found
 
 
 def _column(values: list[int]) -> Bytes:

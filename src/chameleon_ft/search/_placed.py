@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.estimate import program_memory, state_bytes
+from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
@@ -78,6 +78,15 @@ def synced_s(pipelines: Sequence[PlacedPipeline], costs: CostModel) -> float:
     return end_s
 
 
+def remembered_s(pipelines: Sequence[PlacedPipeline], timer: Timer) -> float:
+    """`synced_s` of pipelines that come from this timer, which is asked for several times."""
+    key = tuple((id(each.timed), each.workers) for each in pipelines)
+    found = timer.synced_s.get(key)
+    if found is None:
+        found = timer.synced_s[key] = synced_s(pipelines, timer.costs)
+    return found
+
+
 def polished(pipelines: Sequence[PlacedPipeline], timer: Timer, effort: int | None) -> tuple[PlacedPipeline, ...]:
     """The same with the best program for every pipeline that would end last otherwise, in a search of this effort."""
     programs = {id(each.timed): each for each in pipelines}
@@ -89,7 +98,7 @@ def polished(pipelines: Sequence[PlacedPipeline], timer: Timer, effort: int | No
         best[key] = timer.moved(each.timed, each.workers, effort=polish_effort(effort))
         last_s = max(last_s, best[key].program_s)
     better = tuple(PlacedPipeline(best.get(id(each.timed), each.timed), each.workers) for each in pipelines)
-    return min((better, tuple(pipelines)), key=lambda each: synced_s(each, timer.costs))
+    return min((better, tuple(pipelines)), key=lambda each: remembered_s(each, timer))
 
 
 def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement | None) -> FoundPlan:
@@ -111,20 +120,15 @@ def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, cur
             recompute.update(each.workers)
         first = len(routes)
         routes += [Route(number, hops) for number in range(first, first + timed.micro_batches)]
-    workload = costs.workload
     programs = {id(each.timed): each.timed for each in pipelines}.values()
-    placement = Placement(len(workload.layers), held)
+    placement = Placement(len(costs.workload.layers), held)
     return FoundPlan(
         name=name,
         plan=Plan(placement, tuple(routes), timer.split_backward, frozenset(recompute)),
         ceiling=FrozenMap(ceiling),
-        step_s=synced_s(pipelines, costs),
+        step_s=remembered_s(pipelines, timer),
         program_s=max(timed.program_s for timed in programs),
-        peak_bytes=max(
-            memory.peak_bytes
-            for timed in programs
-            for memory in program_memory(timed.program, timed.plan.placement, workload).values()
-        ),
+        peak_bytes=max(map(timer.peak_bytes, programs)),
         moved_bytes=moved_bytes(placement, costs, current),
     )
 

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.schedule import CostModel, InFlightLimit, Program, best_program, replay
+from chameleon_ft.estimate.memory import Stages, schedule_bytes
+from chameleon_ft.plan import Hop, LayerRange, Placement
+from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.schedule._engine import Schedule
+from chameleon_ft.schedule._network import NetworkBuilder
+from chameleon_ft.schedule.best import pipeline_schedule
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
 
@@ -22,9 +26,8 @@ class TimedPipeline:
         stops: where its stages stop.
         micro_batches: its share.
         recompute: whether its workers recompute.
-        plan: it alone, on some workers.
-        program: what they run.
-        program_s: seconds until the last operation has ended.
+        workers: some that it was scheduled on.
+        schedule: what they run.
         ends_s: seconds until the last operation of each stage has ended; it makes gradients.
     """
 
@@ -32,10 +35,14 @@ class TimedPipeline:
     stops: Stops
     micro_batches: int
     recompute: bool
-    plan: Plan
-    program: Program
-    program_s: float
+    workers: tuple[int, ...]
+    schedule: Schedule
     ends_s: tuple[float, ...]
+
+    @property
+    def program_s(self) -> float:
+        """Seconds until the last operation has ended."""
+        return self.schedule.step_s
 
 
 class Timer:
@@ -47,6 +54,7 @@ class Timer:
         pipelines: what pipelines can do at best.
         recomputing: the same for those that recompute; None where memory is no matter.
         spent: the effort so far, in operations that might be scheduled.
+        synced_s: what `remembered_s` remembers.
     """
 
     def __init__(self, costs: CostModel, crew: Crew, *, split_backward: bool) -> None:
@@ -61,6 +69,14 @@ class Timer:
         self.crew = crew
         self._hosts = {worker.id: worker.host for worker in costs.cluster.workers}
         self._known: dict[tuple[object, ...], TimedPipeline] = {}
+        # By identity: all of them are known for good.
+        self._peaks: dict[int, int] = {}
+        self.synced_s: dict[tuple[tuple[int, tuple[int, ...]], ...], float] = {}
+        self._stages = Stages(costs.workload)
+        self._builders = {
+            recompute: NetworkBuilder(costs, split_backward=split_backward, recompute=self._hosts if recompute else ())
+            for recompute in (False, True)
+        }
 
     def mean_bound_s(self, depth: int, share: float, sync: SyncCost) -> float:
         """The bound of pipelines of this depth, of workers of one kind, with so many micro-batches on the average."""
@@ -105,6 +121,18 @@ class Timer:
             workers, timed.shape, timed.stops, timed.micro_batches, recompute=timed.recompute, effort=effort
         )
 
+    def peak_bytes(self, timed: TimedPipeline) -> int:
+        """Of the worker that needs most memory."""
+        found = self._peaks.get(id(timed))
+        if found is None:
+            hops = hops_of(timed.workers, timed.stops)
+            placement = Placement(timed.stops[-1], {hop.worker: (hop.layers,) for hop in hops})
+            moving = schedule_bytes(timed.schedule, self._stages, recompute=timed.workers if timed.recompute else ())
+            state = self._stages.state_bytes(placement)
+            found = max(state[worker] + own for worker, own in zip(timed.workers, moving, strict=True))
+            self._peaks[id(timed)] = found
+        return found
+
     def limits(self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool) -> list[InFlightLimit]:
         """What each stage may keep."""
         pipelines = self.recomputing if recompute and self.recomputing is not None else self.pipelines
@@ -114,27 +142,22 @@ class Timer:
         self, workers: Sequence[int], shape: Shape, stops: Stops, micro_batches: int, recompute: bool, effort: int
     ) -> TimedPipeline:
         self.spent += effort
-        hops = hops_of(workers, stops)
-        plan = Plan(
-            Placement(stops[-1], {hop.worker: (hop.layers,) for hop in hops}),
-            tuple(Route(number, hops) for number in range(micro_batches)),
-            self.split_backward,
-            frozenset(workers) if recompute else frozenset(),
-        )
         limits = self.limits(shape, stops, micro_batches, recompute=recompute)
-        ceiling = dict(zip(workers, limits, strict=True))
-        program = best_program(plan, self.costs, ceiling=ceiling, effort=effort).program
-        timeline = replay(program, self.costs)
-        ends_s = {timed.worker: timed.end_s for timed in timeline.operations}
+        schedule = pipeline_schedule(
+            hops_of(workers, stops),
+            micro_batches,
+            self._builders[recompute],
+            ceiling=dict(zip(workers, limits, strict=True)),
+            effort=effort,
+        )
         return TimedPipeline(
             shape=shape,
             stops=stops,
             micro_batches=micro_batches,
             recompute=recompute,
-            plan=plan,
-            program=program,
-            program_s=timeline.step_s,
-            ends_s=tuple(ends_s[worker] for worker in workers),
+            workers=tuple(workers),
+            schedule=schedule,
+            ends_s=tuple(schedule.last_s),
         )
 
 

@@ -10,9 +10,9 @@ from chameleon_ft.errors import NoHolderError
 from chameleon_ft.estimate import plan_bound_s
 from chameleon_ft.plan import Hop, Plan, Route
 from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.schedule._components import components
+from chameleon_ft.schedule._components import components, different_ways
 from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._trials import ROUNDING, Trials
+from chameleon_ft.schedule._trials import ROUNDING, trials_of
 from chameleon_ft.schedule.best import best_step_s, listed_step_s
 from chameleon_ft.search._spread import Losses, Piece, Spread, joined_hops
 
@@ -135,9 +135,8 @@ class _Scheduled:
 
     def improved(self, start: Spread) -> Spread:
         """`start` after moves and swaps of pieces that made the step shorter, under the best rules first."""
-        routes = self._hops(start)
-        trials = Trials(self._plan(start), self._costs, self._ceiling)
-        part = Part(trials, routes)
+        trials = trials_of(self._plan(start), self._costs, self._ceiling)
+        part = Part(trials, *different_ways(self._hops(start)))
         part.try_rules()
         best, step_s = start, part.best[1].step_s
         for rules, _ in list(part.tried):
@@ -147,7 +146,7 @@ class _Scheduled:
                 for neighbour in _neighbours(best):
                     if trials.operations >= _SEARCH:
                         return best
-                    found_s = trials.run(trials.network(self._hops(neighbour)), rules).step_s
+                    found_s = trials.run(trials.network(*different_ways(self._hops(neighbour))), rules).step_s
                     if found_s < step_s * (1 - ROUNDING):
                         best, step_s, improved = neighbour, found_s, True
                         break

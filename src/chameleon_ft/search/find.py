@@ -9,10 +9,11 @@ from typing import Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate import estimate_step, total_work_bound_s
+from chameleon_ft.estimate import estimate_parts, total_work_bound_s
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, default_limits
+from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
+from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.search._bounds import SyncCost
 from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort, polish_effort
 from chameleon_ft.search._kinds import Crew, grouped
@@ -25,7 +26,7 @@ from chameleon_ft.search._placed import (
     in_roles,
     moved_bytes,
     polished,
-    synced_s,
+    remembered_s,
     ways_to_place,
 )
 from chameleon_ft.search._sync import about, least_sync, numbers_of_pipelines
@@ -271,7 +272,7 @@ class _Search:
         if self._effort is None:
             return min((self._on(workers, timed, timer) for workers in ways), key=lambda placed: placed.step_s)
         on_ways = [tuple(map(PlacedPipeline, timed, workers)) for workers in ways]
-        best = min(on_ways, key=lambda pipelines: synced_s(pipelines, self._costs))
+        best = min(on_ways, key=lambda pipelines: remembered_s(pipelines, timer))
         return self._on([each.workers for each in best], timed, timer)
 
     def _on(self, workers: Sequence[tuple[int, ...]], timed: Sequence[TimedPipeline], timer: Timer) -> _Placed:
@@ -279,7 +280,7 @@ class _Search:
         pipelines = tuple(
             PlacedPipeline(timer.moved(each, own, effort=effort), own) for each, own in zip(timed, workers, strict=True)
         )
-        return _Placed(pipelines, timer, step_s=synced_s(pipelines, self._costs))
+        return _Placed(pipelines, timer, step_s=remembered_s(pipelines, timer))
 
     def _in_roles(self, placed: Sequence[_Placed]) -> list[_Placed]:
         """The best ones as they are, and with stages on the workers that hold most of them."""
@@ -291,7 +292,7 @@ class _Search:
         for each in few:
             for keep_hosts in (True, False):
                 pipelines = in_roles(each.pipelines, each.timer, self._current, keep_hosts=keep_hosts, effort=effort)
-                found.append(_Placed(pipelines, each.timer, step_s=synced_s(pipelines, self._costs)))
+                found.append(_Placed(pipelines, each.timer, step_s=remembered_s(pipelines, each.timer)))
                 if _links_are_equal(self._costs.cluster):
                     break
         return found
@@ -307,7 +308,7 @@ class _Search:
 
     def _polished(self, placed: _Placed) -> _Placed:
         pipelines = polished(placed.pipelines, placed.timer, self._effort)
-        return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, self._costs))
+        return replace(placed, pipelines=pipelines, step_s=remembered_s(pipelines, placed.timer))
 
 
 def _bound_of_equals_s(costs: CostModel) -> float:
@@ -329,7 +330,7 @@ def _weighed(
     for name, plan in others.items():
         ceilings: tuple[Mapping[int, InFlightLimit] | None, ...] = (None, default_limits(plan))
         for ceiling in ceilings:
-            estimate = estimate_step(plan, best_program(plan, costs, ceiling=ceiling).program, costs)
+            estimate = estimate_parts(plan, best_parts(plan, costs, ceiling=ceiling), costs)
             missing = estimate.over_capacity(costs)
             if not missing:
                 found.append(
@@ -339,7 +340,7 @@ def _weighed(
                         ceiling=FrozenMap(ceiling or {}),
                         step_s=estimate.step_s,
                         program_s=estimate.program_s,
-                        peak_bytes=max(memory.peak_bytes for memory in estimate.memory.values()),
+                        peak_bytes=max(estimate.peak_bytes.values()),
                         moved_bytes=moved_bytes(plan.placement, costs, current),
                     )
                 )

@@ -1,0 +1,260 @@
+"""The way of workers through their operations that `estimate.memory` tells of, compiled by numba."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from chameleon_ft.estimate._memory_records import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
+from chameleon_ft.schedule._records import Integers, Records
+
+_HOP: Final = np.dtype([("shared", np.int64), ("twice", np.int64), ("uses", np.int64)], align=True)
+"""What there is of a hop.
+
+shared: bytes of its input that are the output of the hop before, on this worker too, and counted there. twice: bytes of
+its output that are kept as sent, but held for its own backward too, and so counted as activations. uses: how many
+operations will yet use the gradient that it has handed over.
+"""
+
+_SEND: Final = np.dtype([("num_bytes", np.int64), ("hop", np.int64)], align=True)
+"""A message that is kept, and the hop whose output it is, or -1."""
+
+_HELD: Final = np.dtype(
+    [
+        ("activations", np.int64),
+        ("weight_grads", np.int64),
+        ("sent", np.int64),
+        ("handed", np.int64),
+        ("used", np.int64),
+        ("first_send", np.int64),
+        ("sends", np.int64),
+        ("worst", np.int64),
+    ],
+    align=True,
+)
+"""What a worker holds, in bytes; the places of the first send that is kept and of the next; the most it ever held."""
+
+
+class _Walk(NamedTuple):
+    """What a worker has to run, and how far it has come.
+
+    Attributes:
+        operations, stages, moments: see `_memory_records`.
+        ahead, kept: of `MessageBuffers`; -1 for all sends.
+        hops: `_HOP`.
+        sends: `_SEND`, the latest last.
+        held: one `_HELD`.
+        worst: one `WORST` for each worker.
+    """
+
+    operations: Records
+    stages: Records
+    moments: Records
+    ahead: int
+    kept: int
+    hops: Records
+    sends: Records
+    held: Records
+    worst: Records
+
+
+def worst_moments(
+    operations: Records, first: Integers, stages: Records, moments: Records, *, ahead: int, kept: int, worst: Records
+) -> None:
+    """Write into `worst` when each worker holds most.
+
+    Args:
+        operations: worker by worker, see `_memory_records`.
+        first: the place of each worker's first operation; in the end their number.
+        stages, moments: see `_memory_records`.
+        ahead, kept: of `MessageBuffers`; -1 for all sends.
+        worst: one for each worker, to be filled.
+    """
+    count = len(operations)
+    hops, sends, held = np.zeros(count, _HOP), np.empty(count, _SEND), np.zeros(1, _HELD)
+    walk = _Walk(operations, stages, moments, ahead, kept, hops, sends, held, worst)
+    _walk_all(walk, first, np.zeros(count + 1, np.int64))
+
+
+@lean_kernel
+def _walk_all(walk: _Walk, first: Integers, until: Integers) -> None:
+    held = walk.held[0]
+    for worker in range(len(first) - 1):
+        held.activations = held.weight_grads = held.sent = held.handed = held.used = 0
+        held.first_send = held.sends = 0
+        held.worst = -1
+        walk.worst[worker].place = -1
+        _walk_one(walk, worker, first[worker], first[worker + 1], until)
+
+
+@lean_part
+def _walk_one(walk: _Walk, worker: int, start: int, stop: int, until: Integers) -> None:
+    held = walk.held[0]
+    # Bytes of all messages up to each that is received, in their order.
+    num_receives = 0
+    for place in range(start, stop):
+        own = walk.operations[place]
+        if own.receives:
+            stage = walk.stages[own.stage]
+            until[num_receives + 1] = until[num_receives] + (stage.below if own.kind == FORWARD else stage.above)
+            num_receives += 1
+    received = 0
+    for place in range(start, stop):
+        # Receives that are asked for: when the operation begins to wait, and while it runs.
+        posted = min(received + walk.ahead, num_receives)
+        held_then = held.activations + held.weight_grads + until[posted] - until[received] + held.used
+        held_then += held.sent + held.handed
+        if held_then > held.worst:
+            held.worst = held_then
+            messages = until[posted] - until[received] + held.used + held.sent + held.handed
+            _remember(walk, worker, place, held.activations, held.weight_grads, messages, 0)
+        held.used = 0
+        if walk.operations[place].receives:
+            received += 1
+        _run(walk, worker, place, until[posted] - until[received])
+
+
+@lean_part
+def _run(walk: _Walk, worker: int, place: int, waiting: int) -> None:
+    own, held = walk.operations[place], walk.held[0]
+    if own.kind == FORWARD:
+        _forward(walk, worker, place, waiting)
+    elif own.kind == BACKWARD:
+        _backward(walk, worker, place, waiting)
+    elif own.kind == INPUT_GRAD:
+        if own.first:
+            # It computes nothing: all stays as it is until W, and the gradient that has come too.
+            held.weight_grads += _received(walk, place)
+        else:
+            _input_grad(walk, worker, place, waiting)
+    elif own.first:
+        held.weight_grads -= _received(walk, place)
+        _backward(walk, worker, place, waiting)
+    else:
+        _weight_grad(walk, worker, place, waiting)
+
+
+@lean_part
+def _forward(walk: _Walk, worker: int, place: int, waiting: int) -> None:
+    own, held = walk.operations[place], walk.held[0]
+    hop, stage = walk.hops[own.hop], walk.stages[own.stage]
+    if not own.receives:
+        hop.shared = stage.below
+    _compute(walk, worker, place, FORWARD, waiting)
+    held.activations += stage.activations + stage.above - hop.shared
+    if own.sends:
+        hop.twice = stage.above
+        _keep(walk, stage.above, own.hop)
+
+
+@lean_part
+def _backward(walk: _Walk, worker: int, place: int, waiting: int) -> None:
+    """A B, or the W of a first hop, which is one."""
+    own, held = walk.operations[place], walk.held[0]
+    stage = walk.stages[own.stage]
+    held.activations -= stage.activations + stage.above - walk.hops[own.hop].shared
+    incoming = _received(walk, place)
+    _compute(walk, worker, place, BACKWARD, waiting + incoming)
+    held.used = incoming if own.receives else 0
+    _pass_on(walk, place, 1)
+
+
+@lean_part
+def _input_grad(walk: _Walk, worker: int, place: int, waiting: int) -> None:
+    own, held = walk.operations[place], walk.held[0]
+    stage = walk.stages[own.stage]
+    held.activations -= stage.activations + stage.above - walk.hops[own.hop].shared
+    walk.hops[own.hop].shared = 0
+    _compute(walk, worker, place, INPUT_GRAD, waiting)
+    held.weight_grads += stage.weight_grads
+    # What waits for W keeps the input, and with it the input's gradient.
+    _pass_on(walk, place, 2)
+
+
+@lean_part
+def _weight_grad(walk: _Walk, worker: int, place: int, waiting: int) -> None:
+    own = walk.operations[place]
+    stage = walk.stages[own.stage]
+    walk.held[0].weight_grads -= stage.weight_grads
+    _compute(walk, worker, place, WEIGHT_GRAD, waiting)
+    _use(walk, own.hop, stage.below)
+
+
+@lean_part
+def _pass_on(walk: _Walk, place: int, uses: int) -> None:
+    """A hop's backward is done: its activations are not needed any more, and its gradient goes on."""
+    own, held = walk.operations[place], walk.held[0]
+    hop, stage = walk.hops[own.hop], walk.stages[own.stage]
+    hop.shared = 0
+    # An output that is still kept as sent is held by that alone now.
+    held.sent += hop.twice
+    hop.twice = 0
+    _use(walk, own.after, stage.above)
+    if own.first:
+        return
+    if own.sends:
+        held.sent += stage.below
+        _keep(walk, stage.below, -1)
+    else:
+        held.handed += stage.below
+        hop.uses = uses
+
+
+@lean_part
+def _use(walk: _Walk, maker: int, gradient: int) -> None:
+    """An operation has used the gradient that the hop `maker` made, if that was handed over on this worker."""
+    if maker >= 0 and walk.hops[maker].uses > 0:
+        walk.hops[maker].uses -= 1
+        if walk.hops[maker].uses == 0:
+            walk.held[0].handed -= gradient
+
+
+@lean_part
+def _received(walk: _Walk, place: int) -> int:
+    """Bytes of the gradient that a hop's backward starts from, where another worker has sent it."""
+    own = walk.operations[place]
+    if own.after >= 0 and walk.hops[own.after].uses > 0:
+        return 0
+    above: int = walk.stages[own.stage].above
+    return above
+
+
+@lean_part
+def _keep(walk: _Walk, num_bytes: int, hop: int) -> None:
+    """Keep a message that was sent, and let go of the earliest if there are too many."""
+    held = walk.held[0]
+    walk.sends[held.sends].num_bytes, walk.sends[held.sends].hop = num_bytes, hop
+    held.sends += 1
+    if 0 <= walk.kept < held.sends - held.first_send:
+        let_go = walk.sends[held.first_send]
+        held.first_send += 1
+        if let_go.hop >= 0 and walk.hops[let_go.hop].twice > 0:
+            walk.hops[let_go.hop].twice = 0
+        else:
+            held.sent -= let_go.num_bytes
+
+
+@lean_part
+def _compute(walk: _Walk, worker: int, place: int, kind: int, messages: int) -> None:
+    """Remember what is held while the operation runs as one of this kind, if it is more than ever before."""
+    own, held = walk.operations[place], walk.held[0]
+    moment = walk.moments[own.stage, kind]
+    activations = held.activations - walk.hops[own.hop].shared + moment.activation_bytes
+    weight_grads = held.weight_grads + moment.weight_grad_bytes
+    messages += held.sent + held.handed + moment.message_bytes
+    total = activations + weight_grads + messages + moment.working_bytes
+    if total > held.worst:
+        held.worst = total
+        _remember(walk, worker, place, activations, weight_grads, messages, moment.working_bytes)
+
+
+@lean_part
+def _remember(
+    walk: _Walk, worker: int, place: int, activations: int, weight_grads: int, messages: int, working: int
+) -> None:
+    worst = walk.worst[worker]
+    worst.place = place
+    worst.activation_bytes, worst.weight_grad_bytes = activations, weight_grads
+    worst.message_bytes, worst.working_bytes = messages, working

@@ -1,0 +1,74 @@
+"""What is predicted of a plan whose parts are scheduled, without a program: enough to compare it with others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from chameleon_ft.estimate.gradient_sync import sync_after
+from chameleon_ft.estimate.memory import Stages, schedule_bytes
+from chameleon_ft.plan import Plan
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.schedule._engine import Schedule
+from chameleon_ft.schedule.best import ScheduledPart, step_s_of
+
+__all__ = ["PartsEstimate", "estimate_parts"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartsEstimate:
+    """The figures of a `StepEstimate` that decisions are made by.
+
+    Attributes:
+        program_s: seconds until the last operation has ended.
+        step_s: seconds until all gradients are reduced as well; vote and update come on top.
+        peak_bytes: what each worker holds at its worst moment.
+    """
+
+    program_s: float
+    step_s: float
+    peak_bytes: Mapping[int, int]
+
+    def over_capacity(self, costs: CostModel) -> dict[int, int]:
+        """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
+        capacity = {worker.id: worker.memory_bytes for worker in costs.cluster.workers}
+        return {
+            worker: peak - limit
+            for worker, peak in self.peak_bytes.items()
+            if (limit := capacity[worker]) is not None and peak > limit
+        }
+
+
+def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> PartsEstimate:
+    """What `estimate_step` says of the program of these parts, which need not be made for it; see there for errors."""
+    # Of each schedule by worker index; parts that are alike share one.
+    known: dict[int, tuple[list[dict[tuple[int, int], float]], list[int]]] = {}
+    made_s: dict[int, Mapping[tuple[int, int], float]] = {}
+    stages = Stages(costs.workload)
+    peak_bytes = stages.state_bytes(plan.placement)
+    for part in parts:
+        schedule = part.schedule
+        if id(schedule) not in known:
+            moving = schedule_bytes(schedule, stages, recompute=plan.recompute)
+            known[id(schedule)] = _made_s(schedule), moving
+        for worker, own_s, own_bytes in zip(part.component.workers, *known[id(schedule)], strict=True):
+            made_s[worker] = own_s
+            peak_bytes[worker] += own_bytes
+    sync = sync_after(plan.placement, made_s, step_s_of(parts), costs)
+    # The same sum as in `StepEstimate`, so that both round alike.
+    return PartsEstimate(sync.program_s, sync.program_s + sync.exposed_s, peak_bytes)
+
+
+def _made_s(schedule: Schedule) -> list[dict[tuple[int, int], float]]:
+    """By worker index and range of layers, the end of the last operation that makes gradients."""
+    slots, count = schedule.network.slots, len(schedule.network.slots)
+    ranges, which = np.unique(np.stack([slots["worker"], slots["start"], slots["stop"]]), axis=1, return_inverse=True)
+    last_s = np.zeros(ranges.shape[1])
+    # B, or W, which are the last of the codes.
+    np.maximum.at(last_s, which, schedule.ends_s[-count:])
+    found: list[dict[tuple[int, int], float]] = [{} for _ in schedule.network.workers]
+    for (worker, start, stop), end_s in zip(ranges.T.tolist(), last_s.tolist(), strict=True):
+        found[worker][start, stop] = end_s
+    return found

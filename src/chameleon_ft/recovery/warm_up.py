@@ -1,0 +1,46 @@
+"""A first decision, for which nobody waits."""
+
+from __future__ import annotations
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.estimate import StallModel
+from chameleon_ft.plan.layouts import data_pipeline_plan
+from chameleon_ft.recovery.decision import decide
+from chameleon_ft.recovery.failure_rate import FailureRate
+from chameleon_ft.recovery.situation import Situation
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.workload import LayerCost, Workload
+
+__all__ = ["warm_up"]
+
+
+def warm_up() -> None:
+    """Compile what decisions run, or load it where that was done before, so that the first one need not wait for it.
+
+    That takes some tenths of a second in a process; after an installation, and wherever no folder can be written in
+    which what was compiled is kept, some tens of seconds.
+    """
+    layer = LayerCost(
+        "layer",
+        1.0,
+        1.0,
+        1.0,
+        param_bytes=1,
+        gradient_bytes=1,
+        optimizer_bytes=2,
+        activation_bytes=1,
+        weight_grad_bytes=1,
+        output_bytes=1,
+    )
+    plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=3, pp=2, micro_batches=6, split_backward=True)
+    workers = tuple(Worker(worker, "host", memory_bytes=1000) for worker in plan.workers[1:])
+    cluster = Cluster(workers, Link(0.1, 10.0), Link(0.1, 10.0))
+    situation = Situation(
+        plan=plan,
+        ceiling={},
+        costs=CostModel(Workload((layer,) * 4, plan.micro_batches, 1), cluster),
+        phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0),
+        repeat_s=0.0,
+        restart_s=0.0,
+    )
+    decide(situation, "chameleon", FailureRate(worker_mtbf_s=1.0, prior_failures=1.0))

@@ -1,0 +1,78 @@
+"""The inner loop of `search._closed_form`, compiled by numba; the names are those of the formula there."""
+
+from __future__ import annotations
+
+from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
+from chameleon_ft.schedule._records import Floats
+
+
+@lean_kernel
+def most_possible(
+    speeds: Floats,
+    work_s: float,
+    ahead: float,
+    ahead_of_sync: float,
+    time_s: float,
+    extra: float,
+    guess: int,
+    high: int,
+) -> int:
+    """The most micro-batches, up to `high`, that the formula allows.
+
+    Args:
+        speeds: of the workers, s_i.
+        work_s: of a micro-batch, W.
+        ahead, ahead_of_sync: share h of what comes before, of the operations and of gradient sync.
+        time_s: until when, T.
+        extra: what sync takes, in micro-batches, g.
+        guess: where to look first.
+        high: see above.
+    """
+    low = 0
+    for at in (guess, guess + 1):
+        if low < at <= high:
+            if _possible(speeds, work_s, ahead, ahead_of_sync, time_s, extra, at):
+                low = at
+            else:
+                high = at - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _possible(speeds, work_s, ahead, ahead_of_sync, time_s, extra, middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@lean_part
+def _possible(
+    speeds: Floats,
+    work_s: float,
+    ahead: float,
+    ahead_of_sync: float,
+    time_s: float,
+    extra: float,
+    micro_batches: int,
+) -> bool:
+    if micro_batches * work_s > time_s * _shared(speeds, ahead / micro_batches):
+        return False
+    count = micro_batches + extra
+    return extra == 0.0 or count * work_s <= time_s * _shared(speeds, ahead_of_sync / count)
+
+
+@lean_part
+def _shared(speeds: Floats, head: float) -> float:
+    """Sum of speed_i * product over j < i of (1 - head * speed_j / fastest)."""
+    first = fastest = speeds[0]
+    equal = True
+    for speed in speeds:
+        fastest = max(fastest, speed)
+        equal = equal and speed == first
+    if head > 0 and equal:
+        shared: float = first * (1 - (1 - head) ** float(len(speeds))) / head
+        return shared
+    total, part = 0.0, 1.0
+    for speed in speeds:
+        total += speed * part
+        part *= 1 - head * speed / fastest
+    return total
