@@ -13,7 +13,9 @@ from chameleon_ft.cli._console import output
 from chameleon_ft.cli._explain_words import (
     corrections_in_words,
     duration,
+    measured_stall_in_words,
     megabytes,
+    predicted_stall_in_words,
     rate_in_words,
     stall_in_words,
     why,
@@ -108,7 +110,7 @@ def _came(story: DecisionStory) -> Table:
     else:
         facts.add_row("done", escape(f"{story.policy}: {done}" if done else story.policy))
     if best is not None and best.step_s is not None and best.stall_s is not None:
-        facts.add_row("predicted", f"step {best.step_s:.3f} s, stall {best.stall_s:.3f} s")
+        facts.add_row("predicted", f"step {best.step_s:.3f} s, {predicted_stall_in_words(best, decided.stall)}")
     if story.goes_on:
         facts.add_row("came", "nobody stopped for it")
     elif outcome is None:
@@ -120,6 +122,8 @@ def _came(story: DecisionStory) -> Table:
             f"step {outcome.measured_step_s:.3f} s{_share(outcome.step_error)}, "
             f"stall {outcome.measured_stall_s:.3f} s{_share(outcome.stall_error)}, {steps}",
         )
+        if parts := measured_stall_in_words(outcome, story.losses):
+            facts.add_row("", parts)
     return facts
 
 
