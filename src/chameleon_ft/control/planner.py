@@ -213,7 +213,9 @@ class Planner:
     def _reference(self, hosts: Mapping[int, str]) -> CostModel:
         """What observations are compared with: the profile, or where there is none a second for the whole model."""
         if self._profile is not None:
-            return self._job.with_tied(costs_of_run(self._config, self._profile, hosts))
+            costs = costs_of_run(self._config, self._profile, hosts)
+            # The layers of emulated devices stand for those of the profile, and so do their bytes.
+            return costs if self._config.device == "emulated" else self._job.completed(costs)
         return self._job.costs(self._config, hosts, OperationRate(forward_s=1.0, backward_s=1.0))
 
     @property
