@@ -211,7 +211,7 @@ class Observed:
 
     @property
     def stall_errors(self) -> list[float]:
-        """The same of the stall of each decision after a loss that no other one overtook; a restart as it is charged."""
+        """The same of the stall of decisions after a loss that no other one overtook; restarts as they are charged."""
         charged_s = {outage.generation: outage.charged_s for outage in self.outages}
         known = [each for each in self.outcomes if each.generation in charged_s and each.measured_stall_s > 0]
         return [each.predicted_stall_s / (each.measured_stall_s + charged_s[each.generation]) - 1 for each in known]

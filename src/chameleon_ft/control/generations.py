@@ -124,6 +124,7 @@ class Generations:
     def begin(self, decision: Decision) -> None:
         """Start the first generation of this life of the run."""
         self.number += 1
+        self._outcomes.begun(time.time())
         self._launch(decision)
 
     def close(self, status: RunStatus, reason: str) -> None:
