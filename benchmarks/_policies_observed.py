@@ -7,10 +7,12 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from chameleon_ft.observe import RunDirectory
 
 __all__ = ["Change", "Commit", "Observed", "Outage", "Outcome", "Stretch", "mean_size"]
 
@@ -54,11 +56,21 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run said of one of its decisions: predicted and measured seconds of the stall."""
+    """What a run said of one of its decisions: what it had predicted, and what came in the `steps` that followed."""
 
     generation: int
-    predicted_s: float
-    measured_s: float
+    steps: int
+    predicted_step_s: float
+    measured_step_s: float
+    predicted_stall_s: float
+    measured_stall_s: float
+
+    @classmethod
+    def of(cls, event: Mapping[str, Any]) -> Outcome | None:
+        """That of an event `outcome`; None where nothing had been predicted."""
+        if event["predicted_stall_s"] is None or event["predicted_step_s"] is None:
+            return None
+        return cls(**{each.name: event[each.name] for each in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +100,7 @@ class Observed:
         duration_s: length of the window.
         workers: of the start.
         skipped: workers that should have been killed and were not live.
-        predicted_s: generation -> seconds of a step, by its plan, program and profile.
+        outcomes: of all decisions, also those on workers that had joined.
         ended: why the run ended inside the window; None where it did not.
         others_share: what other processes took of the machine.
     """
@@ -101,7 +113,6 @@ class Observed:
     skipped: tuple[int, ...]
     outages: tuple[Outage, ...]
     outcomes: tuple[Outcome, ...]
-    predicted_s: dict[int, float]
     ended: str | None
     others_share: float = math.nan
 
@@ -111,12 +122,18 @@ class Observed:
 
     @classmethod
     def read(cls, path: Path) -> Observed:
-        """Read what `write` wrote."""
+        """Read what `write` wrote.
+
+        Earlier versions did not keep what was predicted of steps: that is looked up in the run that lies beside it.
+        """
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if data.pop("predicted_s", None) is not None:
+            data["outcomes"] = _outcomes_of(
+                path.parent / data["run"], [each["generation"] for each in data["outcomes"]]
+            )
         parts = {"commits": Commit, "changes": Change, "outages": Outage, "outcomes": Outcome}
         data |= {name: tuple(part(**each) for each in data[name]) for name, part in parts.items()}
         data["skipped"] = tuple(data["skipped"])
-        data["predicted_s"] = {int(generation): value for generation, value in data["predicted_s"].items()}
         return cls(**data)
 
     @property
@@ -185,17 +202,27 @@ class Observed:
 
     @property
     def step_errors(self) -> list[float]:
-        """Predicted by measured seconds of a step, less one, for each generation that has some."""
-        measured = self.steps_s()
-        both = sorted(measured.keys() & self.predicted_s.keys())
-        return [self.predicted_s[each] / statistics.median(measured[each]) - 1 for each in both]
+        """Predicted by measured seconds of a step, less one, of each decision that more steps followed than the first.
+
+        In the first one, buffers and connections are made.
+        """
+        known = [each for each in self.outcomes if each.steps > 1]
+        return [each.predicted_step_s / each.measured_step_s - 1 for each in known]
 
     @property
     def stall_errors(self) -> list[float]:
-        """The same of the stall of each decision after a loss that no other one overtook."""
-        lost = {outage.generation for outage in self.outages}
-        known = [each for each in self.outcomes if each.generation in lost and each.measured_s > 0]
-        return [each.predicted_s / each.measured_s - 1 for each in known]
+        """The same of the stall of decisions after a loss that no other one overtook; restarts as they are charged."""
+        charged_s = {outage.generation: outage.charged_s for outage in self.outages}
+        known = [each for each in self.outcomes if each.generation in charged_s and each.measured_stall_s > 0]
+        return [each.predicted_stall_s / (each.measured_stall_s + charged_s[each.generation]) - 1 for each in known]
+
+
+def _outcomes_of(run: Path, generations: Collection[int]) -> list[dict[str, Any]]:
+    if not RunDirectory(run).events_file.exists():
+        raise SystemExit(f"{run}: its events are gone, without which the results of an earlier version cannot be read")
+    events = (event for event in RunDirectory(run).events() if event["event"] == "outcome")
+    found = [outcome for event in events if (outcome := Outcome.of(event)) is not None]
+    return [asdict(outcome) for outcome in found if outcome.generation in generations]
 
 
 def mean_size(errors: Sequence[float]) -> float:

@@ -19,8 +19,7 @@ from benchmarks._policies_scenarios import Loss
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.inject import inject
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
-from chameleon_ft.observe.comparison import compare_generations
+from chameleon_ft.observe import RunDirectory
 
 __all__ = ["Clock", "observe"]
 
@@ -139,10 +138,8 @@ class _Watch:
                 )
             case "joined":
                 self.changes.append(Change(at_s, event["worker"], 1))
-            case "outcome" if event["predicted_stall_s"] is not None:
-                self.outcomes.append(
-                    Outcome(event["generation"], event["predicted_stall_s"], event["measured_stall_s"])
-                )
+            case "outcome" if (outcome := Outcome.of(event)) is not None:
+                self.outcomes.append(outcome)
 
 
 def observe(
@@ -176,7 +173,6 @@ def observe(
         skipped=tuple(watch.skipped),
         outages=tuple(watch.outages),
         outcomes=tuple(watch.outcomes),
-        predicted_s=_predicted(watch.run),
         ended=ended,
     )
 
@@ -212,11 +208,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 process.wait(1)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(20)
-
-
-def _predicted(run: RunDirectory) -> dict[int, float]:
-    compared = compare_generations(read_generation_plans(run.plans), read_recorded_steps(run.timelines))
-    return {each.generation: each.predicted.step_s for each in compared}
 
 
 def _commit(at_s: float, line: dict[str, Any]) -> Commit:

@@ -20,6 +20,7 @@ _BYTES: Final = (
     "optimizer_bytes",
     "working_bytes",
     "sample_bytes",
+    "unmoved_bytes",
 )
 
 
@@ -42,6 +43,7 @@ class LayerCost:
         optimizer_bytes: bytes of the optimizer's state, master copies of the parameters included.
         working_bytes: bytes needed on top of all this only while one of the layer's operations runs, at the most.
         sample_bytes: bytes of the samples that a worker keeps at hand for the layer, which reads inputs or targets.
+        unmoved_bytes: those of `param_bytes` that do not move with the layer: buffers that every worker makes itself.
 
     With tensor parallelism all bytes are those of one rank of the worker.
 
@@ -62,6 +64,7 @@ class LayerCost:
     working_bytes: int = 0
     fused_backward_s: float | None = None
     sample_bytes: int = 0
+    unmoved_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in ("forward_s", "input_grad_s", "weight_grad_s"):

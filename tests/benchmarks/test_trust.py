@@ -48,7 +48,6 @@ def make(
         skipped=(),
         outages=(),
         outcomes=(),
-        predicted_s={},
         ended=ended,
     )
     observed.write(folder / scenario / f"{policy}.json")

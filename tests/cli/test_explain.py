@@ -36,8 +36,9 @@ weighed in 20 ms
 why        25.0% more samples than reroute: it moves 47.1 MB, and its steps are 20.0% shorter, which makes up for 250 ms
            more of stall 1.750 s after the loss; the next failure is expected in 16.7 min
 done       repartition: micro-batches 2, 3 of worker 3 go to worker 1
-predicted  step 400 ms, stall 750 ms
+predicted  step 400 ms, stall 750 ms, 250 ms of it transfer
 came       step 410 ms (+2.5%), stall 900 ms (+20.0%), after 10 steps
+           stall = repeat 0.767 + detect 0.010 + stop 0.020 + decide 0.003 + regroup 0.100
 """
 
 
@@ -94,6 +95,31 @@ def test_a_decision_to_go_on_as_before(tmp_path: Path, capsys: pytest.CaptureFix
     assert "weighed while training went on, in 20 ms\n" in text
     assert "done       stay\n" in text
     assert "came       nobody stopped for it\n" in text
+
+
+def test_the_stall_of_a_restart_has_parts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    restart = decided(2, 5, chosen="restart", candidates=[weighed("restart", 0.4, 300.0, 47_056_120)])
+    restart["candidates"][0]["transfer_s"] = 0.0
+    loss = {**lost(5, 2), "policy": "restart", "resume_step": 38}
+    outcome = {**came(2), "policy": "restart", "predicted_stall_s": 300.0, "measured_stall_s": 1.5}
+    text = told(capsys, write(tmp_path, started(), restart, planned(2, "restart"), loss, outcome))
+    assert (
+        "predicted  step 0.400 s, stall 300.000 s: recovery.restart_s, all that a return to a checkpoint is taken to "
+        "cost\n" in text
+    )
+    assert "came       step 0.410 s (+2.5%), stall 1.500 s (-99.5%), after 10 steps\n" in text
+    assert (
+        "stall = repeat 1.367 (2 steps repeated) + detect 0.010 + stop 0.020 + decide 0.003 + regroup 0.100\n" in text
+    )
+
+
+def test_what_was_recorded_by_an_earlier_version_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event = decided(2, 5)
+    del event["stall"]["restart_s"]
+    for candidate in event["candidates"]:
+        del candidate["transfer_s"]
+    text = told(capsys, write(tmp_path, started(), event, planned(2, "repartition")))
+    assert "predicted  step 0.400 s, stall 0.750 s\n" in text
 
 
 def test_a_run_without_decisions_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -258,7 +258,9 @@ def test_a_resumed_run_begins_at_its_newest_checkpoint(tmp_path: Path) -> None:
         stage.start()
         stage.commit(4)
         assert [record.step for record in stage.run.steps()] == [0, 1, 2, 3, 4, 4]
-        assert stage.events("started")[-1]["first_step"] == 4
+        before, after = stage.events("started")
+        assert (before["first_step"], before["checkpoint"]) == (0, None)
+        assert (after["first_step"], after["checkpoint"]) == (4, 4)
 
     first(tmp_path)
     second(tmp_path)

@@ -15,7 +15,7 @@ def test_before_anything_has_failed_the_prior_holds() -> None:
     experience = Experience(Recovery(worker_mtbf_hours=10.0, prior_weight=2.0))
     experience.live(4, 0.0)
     assert experience.rate.horizon_s(4) == pytest.approx(36_000 / 4)
-    assert experience.phases.total_s > 0
+    assert experience.phases(looked_up=True).total_s > 0
 
 
 def test_failures_and_the_time_of_all_workers_count() -> None:
@@ -33,5 +33,20 @@ def test_the_phases_of_the_next_stall_are_the_medians_of_those_that_were() -> No
     for number, stop_s in enumerate((0.1, 0.2, 0.9)):
         record = failure_record(number, detect_s=None if number == 1 else 0.5)
         experience.resumed(dataclasses.replace(record, stop_s=stop_s, regroup_s=1.0))
-    phases = experience.phases
-    assert (phases.detect_s, phases.stop_s, phases.decide_s, phases.regroup_s) == (0.5, 0.2, 0.003, 1.0)
+    phases = experience.phases(looked_up=False)
+    assert (phases.detect_s, phases.stop_s, phases.regroup_s) == (0.5, 0.2, 1.0)
+
+
+def test_a_search_says_nothing_of_how_long_it_takes_to_look_up() -> None:
+    experience = Experience(Recovery())
+    unseen = experience.phases(looked_up=True)
+    assert experience.phases(looked_up=False) == unseen
+    for decide_s in (1.0, 1.2, 9.0):
+        experience.decided(looked_up=False, decide_s=decide_s, hand_out_s=decide_s / 10)
+    assert experience.phases(looked_up=False).decide_s == 1.2
+    assert experience.phases(looked_up=True) == unseen
+    assert experience.hand_out_s(looked_up=False) == 0.12
+    assert experience.hand_out_s(looked_up=True) == 0.12, "until one is known, it is taken to be that of the others"
+    experience.decided(looked_up=True, decide_s=0.01, hand_out_s=0.005)
+    assert experience.phases(looked_up=True).decide_s == 0.01
+    assert (experience.hand_out_s(looked_up=True), experience.hand_out_s(looked_up=False)) == (0.005, 0.12)

@@ -178,10 +178,11 @@ async def test_the_loss_of_a_spare_says_nothing_of_stalls(stage: Stage) -> None:
     stage.park(2, 3)
     stage.start()
     generations: Any = stage.coordinator._generations
-    before = generations._experience.phases
+    experience = generations._deliberation._experience
+    before = experience.phases(looked_up=False)
     stage.reap(0)
     assert len(stage.failures) == 2
-    assert generations._experience.phases == before
+    assert experience.phases(looked_up=False) == before
 
 
 class _Foreseeing:
@@ -203,7 +204,7 @@ class _Foreseeing:
 @scene(**THREE_PIPELINES)
 async def test_after_a_transition_the_next_loss_is_prepared_for(stage: Stage) -> None:
     generations: Any = stage.coordinator._generations
-    foreseeing = generations._forethought = _Foreseeing()
+    foreseeing = generations._deliberation._forethought = _Foreseeing()
     stage.train(workers=6)
     assert [each.plan.workers for each in foreseeing.asked] == [(0, 1, 2, 3, 4, 5)] * 3
     stage.reap(1)

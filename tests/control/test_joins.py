@@ -410,6 +410,48 @@ async def test_a_spare_that_is_lost_before_the_step_for_it_is_over(stage: Stage)
 
 
 @scene(**RESPAWNING)
+async def test_a_loss_in_the_stop_for_a_newcomer_does_not_hide_what_became_of_it(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        await lose_and_respawn(stage)
+        come(stage, 1)
+        await until(lambda: stage.ranks[0].count(Pause))
+        pause(stage, 3)
+        stage.park(3, 4, 0, 1, 3)
+        stage.reap(2)
+        order = stage.order()
+        assert 2 not in order.everyone
+        stage.start()
+    (record,) = stage.events("join")
+    placed, spare = ([1], []) if 1 in order.members else ([], [1])
+    assert (record["workers"], record["spares"], record["generation"]) == (placed, spare, order.generation)
+    loss = stage.events("failure")[-1]
+    assert (loss["worker"], loss["generation"]) == (2, order.generation)
+    assert record["policy"] == loss["policy"] == stage.events("decision")[-1]["chosen"]
+    assert 0.0 <= record["stop_s"] <= record["stall_s"]
+
+
+@scene(**RESPAWNING)
+async def test_a_message_that_fails_before_the_pause_does_not_hide_what_became_of_a_newcomer(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        await lose_and_respawn(stage)
+        come(stage, 1)
+        await until(lambda: stage.ranks[0].count(Pause))
+        stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))
+        stage.park(3, 3)
+        assert 1 in stage.order().members
+        stage.start()
+        stage.commit(3)
+        stage.reap(0)
+        stage.park(4, 4)
+        stage.start()
+    (record,) = stage.events("join")
+    assert (record["workers"], record["spares"], record["generation"]) == ([1], [], 3)
+    assert len(stage.failures) == 2
+
+
+@scene(**RESPAWNING)
 async def test_a_newcomer_that_dies_in_its_transition(stage: Stage) -> None:
     async with watched(stage):
         stage.train()

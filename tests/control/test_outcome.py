@@ -66,6 +66,17 @@ def test_ten_steps_are_waited_for_and_the_first_is_left_out(followed: Followed) 
     assert len(followed.reported) == 1
 
 
+def test_a_loss_before_the_first_operation_is_measured_from_the_beginning() -> None:
+    followed = Followed()
+    followed.outcomes.begun(followed.now)
+    followed.decide(after=3.0)
+    followed.resume(after=0.5)
+    followed.commit(0.6)
+    followed.outcomes.end()
+    (record,) = followed.reported
+    assert record.measured_stall_s == pytest.approx(3.5)
+
+
 def test_where_it_ends_earlier_there_are_fewer_steps(followed: Followed) -> None:
     followed.decide(after=1.0)
     followed.resume(after=0.5)

@@ -18,10 +18,12 @@ from chameleon_ft.models.build import (
     build_layer,
     param_bytes,
     seed_forward,
+    state_bytes,
     tie,
     tied_bytes,
 )
 from chameleon_ft.models.llama import llama_layers, next_token_loss
+from chameleon_ft.optim import adamw
 
 CONFIG = LlamaConfig(
     vocab_size=50, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, seq_len=8, dropout=0.5
@@ -209,6 +211,65 @@ def test_parameter_bytes_are_those_of_the_built_layers() -> None:
     expected = [sum(p.nbytes for p in build_layer(LLAMA, layer, 0).parameters()) for layer in range(4)]
 
     assert list(param_bytes(LLAMA)) == expected
+
+
+class Buffered(nn.Module):
+    """Has a weight that is trained and one that is not, and a buffer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(torch.zeros(3, 5))
+        self.frozen = nn.Parameter(torch.zeros(7), requires_grad=False)
+        self.register_buffer("kept", torch.zeros(11))
+        self.register_buffer("made", torch.zeros(13), persistent=False)
+
+    def forward(self, boundary: Tensor) -> Tensor:
+        return boundary * self.trained.sum()
+
+
+def _adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return adamw(parameters, lr=0.1)
+
+
+def _momentum(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def _amsgrad(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, amsgrad=True, fused=True)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, _momentum, torch.optim.AdamW, _adamw, _amsgrad])
+def test_the_state_of_a_layer_is_what_torch_keeps_of_it_after_a_step(optimizer: Any) -> None:
+    job = Job(
+        layers=(*llama_layers(CONFIG), Buffered, nn.Identity),
+        loss=next_token_loss,
+        dataset=Zeros(8),
+        optimizer=optimizer,
+    )
+    expected = []
+    for layer in range(job.num_layers):
+        module = build_layer(job, layer, 0)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.ones_like(parameter)
+        kept: list[Tensor] = []
+        if trained:
+            used = optimizer(trained)
+            used.step()
+            kept = [value for own in used.state.values() for value in own.values() if isinstance(value, Tensor)]
+        expected.append(sum(tensor.nbytes for tensor in [*module.state_dict().values(), *kept]))
+    assert list(state_bytes(job)) == expected
+
+
+class _Unable(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("only on a device")
+
+
+def test_an_optimizer_that_makes_no_step_here_is_taken_to_keep_nothing() -> None:
+    job = Job(layers=[Buffered], loss=next_token_loss, dataset=Zeros(8), optimizer=_Unable)
+    assert state_bytes(job) == (4 * (3 * 5 + 7 + 11),)
 
 
 # --- tied parameters -------------------------------------------------------------------------------------------------

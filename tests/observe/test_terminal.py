@@ -56,6 +56,22 @@ def test_it_tells_the_run_from_beginning_to_end() -> None:
     assert text.count("runs/one") == 2, "where the files are is the first and the last that one wants to know"
 
 
+@pytest.mark.parametrize(
+    ("generation", "checkpoint", "words"),
+    [
+        (1, None, None),
+        (3, 40, "from    the checkpoint of step 40, the newest that is complete"),
+        (3, None, "from    fresh weights: the run has no complete checkpoint to go on from"),
+    ],
+)
+def test_it_says_what_a_run_goes_on_from(generation: int, checkpoint: int | None, words: str | None) -> None:
+    out = io.StringIO()
+    view = TerminalView(Console(file=out, width=80, highlight=False))
+    view.started(dataclasses.replace(run_info(), generation=generation, checkpoint=checkpoint))
+    found = [line.strip() for line in out.getvalue().splitlines() if line.strip().startswith("from")]
+    assert found == ([] if words is None else [words])
+
+
 def test_what_has_moved_is_in_the_banner() -> None:
     moved = dataclasses.replace(
         failure_record(1), transfer_s=0.25, moved_bytes=50_000_000, rounds=2, regroup_s=0.1, stall_s=0.383

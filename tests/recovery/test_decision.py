@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chameleon_ft.control.transition import placement_of
 from chameleon_ft.errors import ConfigError, NoHolderError, PlanError
 from chameleon_ft.estimate import estimate_step, state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
@@ -300,7 +301,9 @@ def test_the_event_has_these_fields() -> None:
     assert set(record) == {"chosen", "horizon_s", "candidates"}
     assert record["chosen"] in [each["policy"] for each in record["candidates"]]
     for each in record["candidates"]:
-        assert set(each) == {"policy", "step_s", "stall_s", "bytes", "last_holders", "samples", "feasible", "reason"}
+        assert set(each) == {
+            *("policy", "step_s", "stall_s", "transfer_s", "bytes", "last_holders", "samples", "feasible", "reason")
+        }
     alone = after(now, 2)
     none = decide(alone, "chameleon", rate_of(1e6, alone)).to_json()
     assert none["chosen"] is None
@@ -309,6 +312,7 @@ def test_the_event_has_these_fields() -> None:
             "policy": policy,
             "step_s": None,
             "stall_s": None,
+            "transfer_s": None,
             "bytes": None,
             "last_holders": 0,
             "samples": 0.0,
@@ -317,6 +321,46 @@ def test_the_event_has_these_fields() -> None:
         }
         for policy in ("reroute", "mend", "repartition")
     ]
+
+
+def test_what_deciding_took_is_predicted_as_it_was() -> None:
+    now = after(situation(dp=3, pp=2), 1)
+    rate = rate_of(100.0, now)
+    asked: list[int] = []
+
+    def decide_s() -> float:
+        asked.append(1)
+        return 7.0
+
+    found = decide(now, "chameleon", rate, decide_s=decide_s)
+    assert asked == [1], "once, when all is weighed"
+    assert found.phases == replace(now.phases, decide_s=7.0)
+    expected = decide(replace(now, phases=found.phases), "chameleon", rate)
+    assert found.chosen == expected.chosen
+    assert [each.stall_s for each in found.candidates] == pytest.approx([each.stall_s for each in expected.candidates])
+    assert [each.samples for each in found.candidates] == pytest.approx([each.samples for each in expected.candidates])
+
+
+def test_what_a_transfer_that_was_cut_short_has_left_behind_need_not_move_again() -> None:
+    now = after(situation(dp=3, pp=2), 1)
+    rate = rate_of(1e6, now)
+    first = decide(now, "repartition", rate)
+    assert first.course is not None
+    assert first.course.transfer is not None
+    whole = first.course.transfer.placement
+    both = {
+        worker: tuple(dict.fromkeys((*now.placement.ranges_of(worker), *whole.ranges_of(worker))))
+        for worker in now.live
+    }
+    layers = {worker: sorted({layer for own in ranges for layer in own}) for worker, ranges in both.items()}
+    there = replace(now, holdings=placement_of(layers, whole.num_layers))
+    again = decide(there, "repartition", rate)
+    assert first.chosen is not None
+    assert again.chosen is not None
+    assert first.chosen.moved_bytes
+    assert first.chosen.stall_s is not None
+    assert (again.chosen.moved_bytes, again.chosen.transfer_s) == (0, 0.0)
+    assert again.chosen.stall_s == now.phases.total_s + now.repeat_s
 
 
 def test_what_cannot_be_decided_is_refused() -> None:

@@ -53,8 +53,8 @@ def test_one_worker_of_eight(tmp_path: Path) -> None:
     assert failure.policy.startswith("repartition")
     assert failure.moved_bytes == transition["moved_bytes"] > 0
     assert failure.rounds == transition["rounds"] > 0
-    # The model's parameters are all that the plan knew of; AdamW keeps two more numbers for each, and a counter.
-    assert transition["moved_bytes"] > 3 * transition["planned_bytes"]
+    # Not only parameters: of each, AdamW keeps two more numbers and a counter.
+    assert transition["moved_bytes"] == transition["planned_bytes"] > 0
     assert failure.stall_s >= failure.transfer_s > 0
 
 

@@ -11,6 +11,8 @@ from rich.table import Table
 
 from chameleon_ft.cli._explain_words import (
     corrections_in_words,
+    measured_stall_in_words,
+    predicted_stall_in_words,
     rate_in_words,
     stall_in_words,
     why,
@@ -111,7 +113,7 @@ def _came(story: DecisionStory) -> Table:
     else:
         facts.add_row("done", escape(f"{story.policy}: {done}" if done else story.policy))
     if best is not None and best.step_s is not None and best.stall_s is not None:
-        facts.add_row("predicted", f"step {duration(best.step_s)}, stall {duration(best.stall_s)}")
+        facts.add_row("predicted", f"step {duration(best.step_s)}, {predicted_stall_in_words(best, decided.stall)}")
     if story.goes_on:
         facts.add_row("came", "nobody stopped for it")
     elif outcome is None:
@@ -123,6 +125,8 @@ def _came(story: DecisionStory) -> Table:
             f"step {duration(outcome.measured_step_s)}{_share(outcome.step_error)}, "
             f"stall {duration(outcome.measured_stall_s)}{_share(outcome.stall_error)}, {steps}",
         )
+        if parts := measured_stall_in_words(outcome, story.losses):
+            facts.add_row("", parts)
     return facts
 
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from chameleon_ft.observe import FailureRecord, OutcomeRecord
 from chameleon_ft.observe.decisions import DecisionEvent, ObservedRate, StallParts, UsedCorrections, WeighedCandidate
 from chameleon_ft.quantities import data_size, duration
 
-__all__ = ["corrections_in_words", "rate_in_words", "stall_in_words", "why"]
+__all__ = [
+    "corrections_in_words",
+    "measured_stall_in_words",
+    "predicted_stall_in_words",
+    "rate_in_words",
+    "stall_in_words",
+    "why",
+]
 
 _EQUAL = 1e-9  # relative; samples that differ by less are equal to the decision
 _NOTICEABLE_S = 5e-4  # of a stall
@@ -77,6 +87,38 @@ def stall_in_words(stall: StallParts) -> str:
         f"{total_s:.3f} s = repeat {stall.repeat_s:.3f} + detect {stall.detect_s:.3f} + stop {stall.stop_s:.3f} + "
         f"decide {stall.decide_s:.3f} + regroup {stall.regroup_s:.3f}; transfers on top"
     )
+
+
+def predicted_stall_in_words(chosen: WeighedCandidate, stall: StallParts) -> str:
+    """Say what the stall of the chosen candidate was predicted to be, and of what."""
+    assert chosen.stall_s is not None
+    words = f"stall {duration(chosen.stall_s)}"
+    if stall.restart_s is not None and chosen.stall_s == stall.restart_s:
+        return f"{words}: recovery.restart_s, all that a return to a checkpoint is taken to cost"
+    return f"{words}, {duration(chosen.transfer_s)} of it transfer" if chosen.transfer_s else words
+
+
+def measured_stall_in_words(outcome: OutcomeRecord, losses: Sequence[FailureRecord]) -> str:
+    """Say what a measured stall was made of, by the loss that was noticed last; empty where nobody was lost.
+
+    What lies before the phases is work that was done again: of the interrupted step, and steps since a checkpoint.
+    """
+    own = [loss for loss in losses if loss.generation == outcome.generation]
+    if not own:
+        return ""
+    last = min(own, key=lambda loss: loss.stall_s)
+    phases = {
+        "detect": last.detect_s or 0.0,
+        "stop": last.stop_s,
+        "decide": last.decide_s,
+        "transfer": last.transfer_s,
+        "regroup": last.regroup_s,
+    }
+    again_s = max(0.0, outcome.measured_stall_s - sum(phases.values()))
+    steps = last.step - last.resume_step
+    repeated = f" ({steps} step{'' if steps == 1 else 's'} repeated)" if steps > 0 else ""
+    parts = " + ".join(f"{name} {part_s:.3f}" for name, part_s in phases.items() if part_s or name != "transfer")
+    return f"stall = repeat {again_s:.3f}{repeated} + {parts}"
 
 
 def corrections_in_words(corrections: UsedCorrections) -> str:

@@ -7,13 +7,15 @@ import contextlib
 import time
 import traceback
 from concurrent.futures import Executor
-from typing import Any
 
 from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.control.checkpoints import CheckpointCollector
+from chameleon_ft.control.crashes import Crashes
+from chameleon_ft.control.deliberation import Deliberation
 from chameleon_ft.control.experience import Experience
 from chameleon_ft.control.forethought import Forethought
 from chameleon_ft.control.generations import Generations, Phase
+from chameleon_ft.control.injected import Injected
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.joins import Joins
 from chameleon_ft.control.members import Members, Worker
@@ -27,7 +29,6 @@ from chameleon_ft.control.messages import (
     Hello,
     HostHello,
     Inject,
-    Kill,
     Message,
     Parked,
     PeerFailed,
@@ -35,15 +36,16 @@ from chameleon_ft.control.messages import (
     Probe,
     ProcessState,
     Ready,
-    Refused,
     Started,
     Switched,
     Welcome,
     WorkerExited,
 )
-from chameleon_ft.control.outage import Loss, exit_in_words
+from chameleon_ft.control.newcomers import Newcomers
+from chameleon_ft.control.outage import exit_in_words
 from chameleon_ft.control.outcome import Outcomes
 from chameleon_ft.control.planner import Planner
+from chameleon_ft.control.refusals import Refusals
 from chameleon_ft.control.respawns import Respawns
 from chameleon_ft.control.server import Departure, Peer
 from chameleon_ft.control.watchdog import Watchdog
@@ -62,7 +64,6 @@ from chameleon_ft.profiles import Profile
 __all__ = ["Coordinator"]
 
 _TICK_S = 0.05
-_REFUSALS_RECORDED = 100  # each; after that at every power of two
 
 
 class Coordinator:
@@ -92,26 +93,35 @@ class Coordinator:
         self._job = job
         self._resume = resume
         self._members = Members(config.workers)
-        self._faults = FaultLog(run.faults_file)
+        self._injected = Injected(self._members, FaultLog(run.faults_file))
         self._watchdog = Watchdog(config.timeouts)
         self._planner = Planner(config, job, profile=profile, plan=plan)
         self._outcomes = Outcomes(recorder.outcome)
-        self._crashes: dict[int, tuple[int, str]] = {}  # step -> the worker that its own error ended in it, and that
+        self._crashes = Crashes()
         self._checkpoints = CheckpointCollector(
             run.checkpoints, num_layers=job.num_layers, model=job.fingerprint, keep=config.checkpoint.keep
         )
+        newcomers = Newcomers()
+        deliberation = Deliberation(
+            members=self._members,
+            planner=self._planner,
+            experience=Experience(config.recovery),
+            forethought=None
+            if executor is None
+            else Forethought(config.recovery.policy, executor, prepared=self._on_prepared),
+            recorder=recorder,
+        )
         self._generations = Generations(
             owner=self,
+            cause_of=self._injected.cause,
             members=self._members,
             planner=self._planner,
             recorder=recorder,
             watchdog=self._watchdog,
             checkpoints=self._checkpoints,
-            experience=Experience(config.recovery),
+            deliberation=deliberation,
+            newcomers=newcomers,
             outcomes=self._outcomes,
-            forethought=None
-            if executor is None
-            else Forethought(config.recovery.policy, executor, prepared=self._on_prepared),
             timeouts=config.timeouts,
             store_port=store_port,
             # A run that goes on continues the numbers, for its records are kept by generation.
@@ -121,14 +131,15 @@ class Coordinator:
         self._joins = Joins(
             members=self._members,
             generations=self._generations,
+            newcomers=newcomers,
+            deliberation=deliberation,
             planner=self._planner,
             respawns=self._respawns,
             recorder=recorder,
             executor=executor,
         )
         self._interrupted = False
-        self._refusals = 0
-        self._began_at = time.time()
+        self._refusals = Refusals(recorder)
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
 
     # --- its life ----------------------------------------------------------------------------------------------------
@@ -198,7 +209,7 @@ class Coordinator:
             case HostHello():
                 self._joins.add_host(peer, message)
             case Inject():
-                peer.send(self._inject(message))
+                peer.send(self._injected.inject(message, committed=self._generations.committed))
             case WorkerExited() if self._members.is_supervisor(peer):
                 self._exited(self._members.started_by(peer, message.worker, message.life), message.exit_code)
             case ProcessState() if self._members.is_supervisor(peer):
@@ -224,10 +235,8 @@ class Coordinator:
         self.lose(worker.id, how, cause)
 
     def refused(self, address: str, reason: str) -> None:
-        """Record that somebody was turned away; of very many, as from a scanner, ever fewer are written down."""
-        self._refusals += 1
-        if self._refusals <= _REFUSALS_RECORDED or self._refusals.bit_count() == 1:
-            self._recorder.event("refused", address=address, reason=reason, count=self._refusals)
+        """Record that somebody was turned away."""
+        self._refusals.add(address, reason)
 
     def broken(self, error: Exception) -> None:
         """End the run because of a mistake of the coordinator itself, and write it down."""
@@ -294,12 +303,7 @@ class Coordinator:
             self.end("failed", str(error))
             return
         self._recorder.started(
-            self._planner.describe(
-                decision.plan,
-                run=str(self._run.path),
-                first_step=decision.first_step,
-                generation=self._generations.number,
-            )
+            self._planner.describe(decision, run=str(self._run.path), generation=self._generations.number)
         )
 
     # --- progress ----------------------------------------------------------------------------------------------------
@@ -365,19 +369,12 @@ class Coordinator:
         self._respawns.reaped(worker, asyncio.get_running_loop().time())
 
     def _on_crash(self, worker: Worker, error: str) -> None:
-        """A rank's own code failed: its loss, unless every other one would fail of the same.
-
-        One that has come in this step proves nothing: what it lacks, the others may have.
-        """
+        """A rank's own code failed: its loss, unless every other one would fail of the same."""
         step = self._generations.committed
-        if worker.takes_part and (step == 0 or (worker.first_step or 0) < step):
-            other, known = self._crashes.get(step, (worker.id, ""))
-            same = known == error and other != worker.id
-            if self._generations.phase is Phase.GATHERING or same or step == 0:
-                log = self._run.logs / f"worker-{worker.id}.log"
-                self.end("failed", f"worker {worker.id} failed in step {step}: {error}; see {log}")
-                return
-            self._crashes[step] = worker.id, error
+        if self._crashes.is_everyones(worker, error, step=step):
+            log = self._run.logs / f"worker-{worker.id}.log"
+            self.end("failed", f"worker {worker.id} failed in step {step}: {error}; see {log}")
+            return
         self.lose(worker.id, "self", error)
 
     def lose(self, worker: int, noticed_by: NoticedBy, cause: str) -> None:
@@ -393,39 +390,5 @@ class Coordinator:
         if not lost.takes_part:
             self._joins.failed(lost, cause)
             return
-        fault = self._fault(lost)
-        self._generations.lost(
-            Loss(
-                worker=worker,
-                step=self._generations.committed,
-                noticed_by=noticed_by,
-                cause=cause,
-                noticed_at=time.time(),
-                life=lost.life,
-                failed_at=None if fault is None else fault["time"],
-            )
-        )
-
-    def cause(self, loss: Loss) -> str:
-        """Say what is known by now of why a worker was lost."""
-        worker = self._members.in_life(loss.worker, loss.life)
-        assert worker is not None
-        return loss.cause_in_words(crash=worker.crash, exit_code=worker.exit_code, fault=self._fault(worker))
-
-    def _fault(self, worker: Worker) -> dict[str, Any] | None:
-        """Return the failure that was injected into a worker in this life of it, and of the run."""
-        return self._faults.first_since(worker.id, max(self._began_at, worker.since))
-
-    def _inject(self, message: Inject) -> Message:
-        if message.worker not in self._members.live():
-            return Refused(reason=f"worker {message.worker} is not live; live are {self._members.live()}")
-        committed = self._generations.committed
-        if message.step is not None and message.step < committed:
-            return Refused(reason=f"step {message.step} is over; the run is in step {committed}")
-        worker = self._members[message.worker]
-        if message.kind == "kill" and message.phase is None and worker.supervisor is not None:
-            self._faults.append(worker=worker.id, kind="kill", phase=None, step=None)
-            worker.supervisor.send(Kill(worker=worker.id))
-        else:
-            self._members.send(worker.id, message)
-        return message
+        step = self._generations.committed
+        self._generations.lost(self._injected.loss(lost, step=step, noticed_by=noticed_by, cause=cause))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -124,6 +124,7 @@ def decide(
     policy: str,
     rate: FailureRate,
     prepared: recovery.Decision | None = None,
+    decide_s: Callable[[], float] | None = None,
 ) -> Decision:
     """Choose how to go on; where nothing that the policy proposes can be done, all return to the newest checkpoint.
 
@@ -134,6 +135,7 @@ def decide(
         policy: name of a policy.
         rate: how soon the next failure is to be expected.
         prepared: what was decided on this beforehand; None if nothing was.
+        decide_s: asked what deciding takes in all, when it has been weighed; see `recovery.decide`.
 
     Raises:
         NoHolderError: layers are held by nobody and there is no checkpoint.
@@ -142,7 +144,7 @@ def decide(
     """
     if not outlook.lost and not situation.newcomers:
         return _again(situation, outlook)
-    weighed = prepared or recovery.decide(outlook, policy, rate)
+    weighed = prepared or recovery.decide(outlook, policy, rate, decide_s=decide_s)
     if weighed.chosen is None or weighed.course is None:
         return _fall_back(situation, outlook, weighed)
     course = weighed.course

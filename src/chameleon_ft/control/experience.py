@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from chameleon_ft.config import Recovery
 from chameleon_ft.estimate import StallModel
@@ -14,6 +15,7 @@ __all__ = ["Experience"]
 
 _UNSEEN = StallModel(detect_s=0.01, stop_s=0.03, decide_s=0.05, regroup_s=0.1)
 """The phases of a stall before there was one: those of a few workers on one machine."""
+_UNSEEN_HAND_OUT_S: Final = 0.01
 
 
 @dataclass(slots=True)
@@ -25,6 +27,9 @@ class Experience:
     _workers: int = 0
     _since: float | None = None
     _outages: list[FailureRecord] = field(default_factory=list)
+    # Of decisions that were looked up, and of those that were not.
+    _decide_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+    _hand_out_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
 
     def __post_init__(self) -> None:
         self._rate = FailureRate(
@@ -46,20 +51,41 @@ class Experience:
         """Training has gone on after an outage."""
         self._outages.append(record)
 
+    def decided(self, *, looked_up: bool, decide_s: float, hand_out_s: float) -> None:
+        """A decision was carried out.
+
+        Args:
+            looked_up: whether it had been prepared.
+            decide_s: seconds from the moment when all had stopped until everyone was told.
+            hand_out_s: seconds of these after it was weighed.
+        """
+        self._decide_s[looked_up].append(decide_s)
+        self._hand_out_s[looked_up].append(hand_out_s)
+
     @property
     def rate(self) -> FailureRate:
         """How soon the next failure is to be expected."""
         return self._rate
 
-    @property
-    def phases(self) -> StallModel:
-        """What the phases of the next stall will take: the medians of those that were."""
+    def hand_out_s(self, *, looked_up: bool) -> float:
+        """What it takes, once a decision was weighed, until everyone is told: the median of those that were."""
+        own = self._hand_out_s[looked_up] or self._hand_out_s[not looked_up]
+        return statistics.median(own) if own else _UNSEEN_HAND_OUT_S
+
+    def phases(self, *, looked_up: bool) -> StallModel:
+        """What the phases of the next stall will take: the medians of those that were.
+
+        Args:
+            looked_up: whether the decision will have been prepared; a search takes much longer.
+        """
+        decided = self._decide_s[looked_up]
+        decide_s = statistics.median(decided) if decided else _UNSEEN.decide_s
         if not self._outages:
-            return _UNSEEN
+            return replace(_UNSEEN, decide_s=decide_s)
         detected = [record.detect_s for record in self._outages if record.detect_s is not None]
         return StallModel(
             detect_s=statistics.median(detected) if detected else _UNSEEN.detect_s,
             stop_s=statistics.median(record.stop_s for record in self._outages),
-            decide_s=statistics.median(record.decide_s for record in self._outages),
+            decide_s=decide_s,
             regroup_s=statistics.median(record.regroup_s for record in self._outages),
         )

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Protocol
 
-from chameleon_ft import recovery
 from chameleon_ft.config import Timeouts
 from chameleon_ft.control.checkpoints import CheckpointCollector
 from chameleon_ft.control.decision import Decision, Prepared, Situation
-from chameleon_ft.control.experience import Experience
-from chameleon_ft.control.forethought import Forethought
+from chameleon_ft.control.deliberation import Deliberation
 from chameleon_ft.control.members import Members
 from chameleon_ft.control.messages import Committed, Parked, Pause, PeerFailed, Stop, Switched, Vote
+from chameleon_ft.control.newcomers import Newcomers
 from chameleon_ft.control.outage import Loss, Outage
 from chameleon_ft.control.outcome import Outcomes
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.suspicion import Suspicion
 from chameleon_ft.control.watchdog import Watchdog
 from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
-from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import NoticedBy, Recorder, RunStatus
 from chameleon_ft.plan import Plan
-from chameleon_ft.recovery import FailureRate
 
 __all__ = ["Generations", "Owner", "Phase"]
 
@@ -55,46 +52,45 @@ class Owner(Protocol):
     def lose(self, worker: int, noticed_by: NoticedBy, cause: str) -> None:
         """Give up a worker."""
 
-    def cause(self, loss: Loss) -> str:
-        """Say what is known by now of why a worker was lost."""
-
 
 class Generations:
     """Takes a run from one membership to the next.
+
+    `cause_of` says of a loss what is known by now of why it came.
 
     Attributes:
         phase: where the run is.
         number: of the generation in force; while one is being stopped, that of the next.
         committed: steps known to be applied by some worker, alive or not.
-        newcomers: live workers that no decision has reckoned with yet.
-        is_pausing: whether everyone is to stop after the current step, for a place to be made for newcomers.
     """
 
     def __init__(
         self,
         *,
         owner: Owner,
+        cause_of: Callable[[Loss], str],
         members: Members,
         planner: Planner,
         recorder: Recorder,
         watchdog: Watchdog,
         checkpoints: CheckpointCollector,
-        experience: Experience,
+        deliberation: Deliberation,
+        newcomers: Newcomers,
         outcomes: Outcomes,
-        forethought: Forethought | None,
         timeouts: Timeouts,
         store_port: int,
         last: int,
     ) -> None:
         self._owner = owner
+        self._cause_of = cause_of
         self._members = members
         self._planner = planner
         self._recorder = recorder
         self._watchdog = watchdog
         self._checkpoints = checkpoints
-        self._experience = experience
+        self._deliberation = deliberation
+        self._newcomers = newcomers
         self._outcomes = outcomes
-        self._forethought = forethought
         self._timeouts = timeouts
         self._store_port = store_port
         self.phase = Phase.GATHERING
@@ -108,10 +104,12 @@ class Generations:
         self._finished: set[int] = set()
         self._suspicion = Suspicion()
         self._outage = Outage()
-        self.newcomers: set[int] = set()
-        self.is_pausing = False
-        self._prepared: Prepared | None = None
         self._at_boundary = False  # whether the generation that is being stopped had paused
+
+    @property
+    def decision(self) -> Decision | None:
+        """What the newest generation was begun with; None before the first."""
+        return self._decision
 
     @property
     def plan(self) -> Plan | None:
@@ -126,14 +124,14 @@ class Generations:
     def begin(self, decision: Decision) -> None:
         """Start the first generation of this life of the run."""
         self.number += 1
+        self._outcomes.begun(time.time())
         self._launch(decision)
 
     def close(self, status: RunStatus, reason: str) -> None:
         """The run is over: record the losses of workers that had done their part, or before it could go on."""
         self.phase = Phase.OVER
         self._outcomes.end()
-        if self._forethought is not None:
-            self._forethought.drop()
+        self._deliberation.forget()
         if self._outage.losses:
             self._record_outage(None if status == "failed" else self._decision, stop=reason)
 
@@ -166,18 +164,13 @@ class Generations:
         if self.phase is not Phase.REGROUPING:
             return
         self.phase = Phase.TRAINING
-        self._outcomes.resumed(time.time())
-        if self._outage.losses:
-            self._record_outage(self._decision)
-        elif self._outage.paused_at and self._decision is not None:
-            self._recorder.join(
-                self._outage.join_record(
-                    self._decision, sorted(self.newcomers), generation=self.number, resumed_at=time.time()
-                )
-            )
-        self._outage = Outage()
-        self.newcomers.clear()
-        self._prepared = None
+        now = time.time()
+        self._outcomes.resumed(now)
+        outage, newcomers = self._outage, sorted(self._newcomers.workers)
+        self._record_outage(self._decision)
+        if self._decision is not None and (newcomers or (outage.paused and not outage.losses)):
+            self._recorder.join(outage.join_record(self._decision, newcomers, generation=self.number, resumed_at=now))
+        self._newcomers.settle()
 
     def step_committed(self, message: Committed) -> bool:
         """A worker has applied a step; return whether it is the first to say so."""
@@ -187,7 +180,8 @@ class Generations:
         self._last_vote = message.vote
         self._suspicion.settle()
         self._watchdog.committed(asyncio.get_running_loop().time(), step_s=message.step_s)
-        self._foresee()
+        if self.phase is Phase.TRAINING:  # who trains has switched to it
+            self._deliberation.foresee(self._decision, step_s=self._watchdog.step_s)
         return True
 
     def parked(self, worker: int, message: Parked) -> None:
@@ -209,38 +203,15 @@ class Generations:
 
     # --- joins -------------------------------------------------------------------------------------------------------
 
-    def admit(self, worker: int) -> None:
-        """Reckon with a worker that is ready to take part, as a spare."""
-        self.newcomers.add(worker)
-        self._experience.live(len(self._members.live()), time.monotonic())
-
-    def outlook(self) -> tuple[recovery.Situation, recovery.FailureRate]:
-        """What to decide on now whether to stop for newcomers, at the end of a step: everyone trains."""
-        assert self._decision is not None
-        return self._outlook(self._decision, replace(self._experience.phases, detect_s=0.0, decide_s=0.0), 0.0)
-
-    def weighed(self, prepared: Prepared) -> None:
-        """It has been weighed what to do with the newcomers: have everyone stop after this step, or go on as before."""
-        if prepared.outlook.live != tuple(self._members.live()):
-            return
-        if prepared.is_change:
-            self._prepared = prepared
-            self.is_pausing = True
-            self._members.tell(Pause(generation=self.number))
-        else:
-            known = self._planner.known(self.committed, prepared.outlook, prepared.rate)
-            self._record_decision(prepared.search_s, {"prepared": True, **known, **prepared.decision.to_json()})
-            self.newcomers.clear()
-
-    def unweighed(self) -> None:
-        """It cannot be said what to do with the newcomers: they stay spares, and everyone goes on as before."""
-        self.newcomers.clear()
+    def pause_for(self, prepared: Prepared) -> None:
+        """Have everyone stop after this step, to do what was weighed on newcomers."""
+        self._newcomers.pause(prepared)
+        self._members.tell(Pause(generation=self.number))
 
     def paused(self, message: Committed) -> None:
         """The step is over after which everyone was told to stop."""
         if self.phase is Phase.TRAINING and message.generation == self.number:
-            self._outage.paused_at = time.time()
-            self._at_boundary = True
+            self._outage.paused = self._at_boundary = True
             self._stop()
 
     # --- losses ------------------------------------------------------------------------------------------------------
@@ -248,8 +219,8 @@ class Generations:
     def lost(self, loss: Loss) -> None:
         """Go on without a worker, which is fenced already."""
         self._outage.losses.append(loss)
-        self.newcomers.discard(loss.worker)
-        self._experience.failed(len(self._members.live()), time.monotonic())
+        self._newcomers.workers.discard(loss.worker)
+        self._deliberation.failed()
         if self.phase is Phase.STOPPING:
             self._parked.pop(loss.worker, None)
             self._proceed()
@@ -282,7 +253,8 @@ class Generations:
         """End the generation: everyone leaves what it is doing and says what it holds."""
         self.number += 1
         self.phase = Phase.STOPPING
-        self.is_pausing = False
+        self._newcomers.is_pausing = False
+        self._outage.ended_at = self._outage.ended_at or time.time()
         self._parked.clear()
         self._finished.clear()
         self._members.tell(Stop(generation=self.number))
@@ -300,12 +272,11 @@ class Generations:
             return
         self._suspicion.dismiss()
         self._outage.stopped_at = time.time()
-        self._outage.switched = None
+        self._outage.switched, self._outage.weighed_at = None, 0.0
         # Where one has switched, everybody has confirmed; where none has, everybody has what it had before.
         if any(parked.placed == self.number - 1 for parked in self._parked.values()):
             self._in_force = self._decision
         assert self._in_force is not None
-        phases, repeat_s = self._outage.stall_so_far(self._outcomes.since, self._experience.phases)
         situation = Situation(
             plan=self._in_force.plan,
             live=self._members.live(),
@@ -313,20 +284,23 @@ class Generations:
             committed=self.committed,
             last_vote=self._last_vote,
             checkpoints=self._checkpoints.complete(),
-            newcomers=frozenset(self.newcomers),
+            newcomers=frozenset(self._newcomers.workers),
         )
         try:
             if not situation.live:
                 raise ControlError("no worker is left")
-            outlook, rate = self._outlook(self._in_force, phases, repeat_s)
-            prepared = self._foreseen(outlook, rate)
-            decision = self._planner.go_on(situation, outlook, rate, prepared=prepared)
+            decision = self._deliberation.decide(
+                situation,
+                self._in_force,
+                self._outage,
+                generation=self.number,
+                since=self._outcomes.since,
+                prepared=self._newcomers.prepared,
+            )
         except (NoHolderError, ControlError, ProfileError) as error:
             self._give_up(error)
             return
         if decision.weighed is not None:
-            search_s = time.time() - self._outage.stopped_at
-            self._record_decision(search_s, decision.to_json())
             self._outcomes.decided(
                 generation=self.number,
                 policy=decision.policy,
@@ -335,31 +309,6 @@ class Generations:
                 now=time.time(),
             )
         self._launch(decision)
-
-    def _outlook(
-        self, in_force: Decision, phases: StallModel, repeat_s: float
-    ) -> tuple[recovery.Situation, FailureRate]:
-        outlook = self._planner.outlook(
-            in_force, self._members.live(), self._members.hosts(), phases=phases, repeat_s=repeat_s
-        )
-        return outlook, self._experience.rate
-
-    def _foreseen(self, outlook: recovery.Situation, rate: FailureRate) -> recovery.Decision | None:
-        """What was decided on just this while training went on."""
-        if self._prepared is not None and self._prepared.is_for(outlook):
-            return self._prepared.decision
-        return None if self._forethought is None else self._forethought.look_up(outlook, rate)
-
-    def _foresee(self) -> None:
-        """While all is well, have decisions prepared for the next loss."""
-        if self._forethought is None or self.phase is not Phase.TRAINING:
-            return
-        training = self._decision  # who trains has switched to it
-        assert training is not None
-        if set(self._members.live()).issuperset(training.plan.workers):
-            self._forethought.expect(
-                lambda: self._outlook(training, self._experience.phases, self._watchdog.step_s / 2)
-            )
 
     def _blame(self) -> bool:
         """Messages failed, and yet everyone is there: give up who is in most of them, or try again if nobody is named.
@@ -393,11 +342,10 @@ class Generations:
             decision, self._members.hosts(), generation=self.number, store_port=self._store_port
         )
         self._decision = decision
-        if self._forethought is not None:
-            self._forethought.drop()
+        self._deliberation.forget()
         if decision.transition is None:
             self._in_force = decision
-        self._experience.live(len(self._members.live()), time.monotonic())
+        self._deliberation.live()
         self.committed = decision.first_step
         self._finished.clear()
         if decision.load != "keep":
@@ -410,10 +358,6 @@ class Generations:
         # Before any answer is looked at: what is recorded of a generation means nothing without its plan.
         self._recorder.plan(planned, policy=decision.policy)
 
-    def _record_decision(self, search_s: float, fields: Mapping[str, Any]) -> None:
-        trigger = "loss" if fields["lost"] else "join"
-        self._recorder.event("decision", generation=self.number, trigger=trigger, search_s=search_s, **fields)
-
     def _record_outage(self, decision: Decision | None, *, stop: str = "") -> None:
         now = time.time()
         outage, self._outage = self._outage, Outage()
@@ -421,9 +365,8 @@ class Generations:
         outage = replace(
             outage, stopped_at=outage.stopped_at or now, decided_at=outage.decided_at or outage.stopped_at or now
         )
-        for record in outage.records(
-            decision, generation=self.number, resumed_at=now, cause_of=self._owner.cause, stop=stop
-        ):
+        records = outage.records(decision, generation=self.number, resumed_at=now, cause_of=self._cause_of, stop=stop)
+        for record in records:
             self._recorder.failure(record)
-            if decision is not None and was_a_stall:
-                self._experience.resumed(record)
+        if decision is not None and was_a_stall:
+            self._deliberation.resumed(outage, records)

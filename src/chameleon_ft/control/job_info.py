@@ -46,6 +46,7 @@ class JobInfo:
         boundaries: what leaves each layer for one micro-batch.
         boundary_bytes: its size.
         param_bytes: bytes of each layer's parameters.
+        state_bytes: bytes that move with each layer: parameters, persistent buffers, and what the optimizer keeps.
         tied: parameters that layers share.
         device: what computes, as it calls itself; empty where this host has no such device.
         versions: package -> version, of what has an influence on how long operations take.
@@ -57,6 +58,7 @@ class JobInfo:
     boundaries: tuple[BoundaryMessage, ...]
     boundary_bytes: tuple[int, ...]
     param_bytes: tuple[int, ...]
+    state_bytes: tuple[int, ...]
     tied: tuple[TiedParameters, ...] = ()
     device: str = ""
     versions: Mapping[str, str] = FrozenMap({})
@@ -94,10 +96,11 @@ class JobInfo:
                 weight_grad_s=rate.backward_s / 2 * cost / total,
                 param_bytes=param_bytes,
                 gradient_bytes=param_bytes,
+                optimizer_bytes=state_bytes - param_bytes,
                 output_bytes=boundary_bytes,
             )
-            for index, (cost, param_bytes, boundary_bytes) in enumerate(
-                zip(self.relative_costs, self.param_bytes, self.boundary_bytes, strict=True)
+            for index, (cost, param_bytes, state_bytes, boundary_bytes) in enumerate(
+                zip(self.relative_costs, self.param_bytes, self.state_bytes, self.boundary_bytes, strict=True)
             )
         )
         workers = tuple(Worker(worker, host) for worker, host in sorted(hosts.items()))
@@ -106,6 +109,16 @@ class JobInfo:
             Cluster(workers, _LOOPBACK, _LOOPBACK),
         )
 
-    def with_tied(self, costs: CostModel) -> CostModel:
-        """Return a profile's cost model of this job, which knows of each layer alone, with what its layers share."""
-        return CostModel(dataclasses.replace(costs.workload, tied=self.tied), costs.cluster)
+    def completed(self, costs: CostModel) -> CostModel:
+        """Return a profile's cost model of this job with what only the job knows: what its layers share, what moves.
+
+        A profile has measured what each layer takes in memory, buffers included that do not move.
+        """
+        layers = tuple(_moving(*each) for each in zip(costs.workload.layers, self.state_bytes, strict=True))
+        return CostModel(dataclasses.replace(costs.workload, layers=layers, tied=self.tied), costs.cluster)
+
+
+def _moving(layer: LayerCost, state_bytes: int) -> LayerCost:
+    """The layer with so many bytes that move."""
+    more = state_bytes - layer.param_bytes - layer.optimizer_bytes
+    return dataclasses.replace(layer, optimizer_bytes=layer.optimizer_bytes + max(0, more), unmoved_bytes=max(0, -more))

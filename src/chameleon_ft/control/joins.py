@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.control.decision import Prepared
+from chameleon_ft.control.deliberation import Deliberation
 from chameleon_ft.control.forethought import decide_and_check
 from chameleon_ft.control.generations import Generations, Phase
 from chameleon_ft.control.members import Members, Worker
 from chameleon_ft.control.messages import Hello, HostHello
+from chameleon_ft.control.newcomers import Newcomers
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.respawns import Respawns
 from chameleon_ft.control.server import Peer
@@ -43,6 +45,8 @@ class Joins:
         *,
         members: Members,
         generations: Generations,
+        newcomers: Newcomers,
+        deliberation: Deliberation,
         planner: Planner,
         respawns: Respawns,
         recorder: Recorder,
@@ -50,6 +54,8 @@ class Joins:
     ) -> None:
         self._members = members
         self._generations = generations
+        self._newcomers = newcomers
+        self._deliberation = deliberation
         self._planner = planner
         self._respawns = respawns
         self._recorder = recorder
@@ -104,11 +110,11 @@ class Joins:
     def look(self, now: float) -> None:
         """Do what is to be done at this time, by the event loop's clock: to be called again and again."""
         generations = self._generations
-        if generations.phase is not Phase.TRAINING or generations.is_pausing:
+        if generations.phase is not Phase.TRAINING or self._newcomers.is_pausing:
             return
         if self._weighing is None:
             self._admit(now)
-            if generations.newcomers and self._all_have_come(now):
+            if self._newcomers.workers and self._all_have_come(now):
                 self._weighing = _Weighing(generations.number, asyncio.create_task(self._weighed()))
         elif self._weighing.task.done():
             weighing, self._weighing = self._weighing, None
@@ -116,14 +122,25 @@ class Joins:
             if weighing.generation != generations.number:
                 return
             if error is None:
-                generations.weighed(weighing.task.result())
+                self._was_weighed(weighing.task.result())
             else:
                 self._leave_as_spares(f"{type(error).__name__}: {error}")
 
+    def _was_weighed(self, prepared: Prepared) -> None:
+        """Have everyone stop after this step, or go on as before."""
+        generations = self._generations
+        if prepared.outlook.live != tuple(self._members.live()):
+            return
+        if prepared.is_change:
+            generations.pause_for(prepared)
+        else:
+            self._deliberation.goes_on(prepared, step=generations.committed, generation=generations.number)
+            self._newcomers.settle()
+
     def _leave_as_spares(self, error: str) -> None:
         """Weighing has failed, its process is gone perhaps. Training does not depend on it."""
-        workers = sorted(self._generations.newcomers)
-        self._generations.unweighed()
+        workers = sorted(self._newcomers.workers)
+        self._newcomers.settle()
         if workers:
             names = ", ".join(map(str, workers))
             who, them = (
@@ -144,11 +161,12 @@ class Joins:
         for worker in waiting:
             if worker.lost:
                 continue
-            if not self._generations.newcomers:
+            if not self._newcomers.workers:
                 self._first_at = now
             self._last_at = now
             worker.takes_part = True
-            self._generations.admit(worker.id)
+            self._newcomers.workers.add(worker.id)
+            self._deliberation.live()
 
     def _all_have_come(self, now: float) -> bool:
         if now < self._last_at + _QUIET_S:
@@ -157,7 +175,9 @@ class Joins:
 
     async def _weighed(self) -> Prepared:
         """Decide while training goes on."""
-        outlook, rate = self._generations.outlook()
+        training = self._generations.decision
+        assert training is not None
+        outlook, rate = self._deliberation.on_newcomers(training)
         start, loop = time.perf_counter(), asyncio.get_running_loop()
         decision = await loop.run_in_executor(self._executor, decide_and_check, outlook, self._planner.policy, rate)
         return Prepared(outlook=outlook, rate=rate, decision=decision, search_s=time.perf_counter() - start)

@@ -30,6 +30,7 @@ def known(step: int, outlook: recovery.Situation, rate: FailureRate, corrections
             "stop_s": phases.stop_s,
             "decide_s": phases.decide_s,
             "regroup_s": phases.regroup_s,
+            "restart_s": outlook.restart_s,
         },
         "corrections": corrections.to_json(),
     }

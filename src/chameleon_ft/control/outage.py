@@ -50,11 +50,18 @@ class Outage:
     """The losses between two stretches of training, and when its phases ended."""
 
     losses: list[Loss] = field(default_factory=list)
-    paused_at: float = 0.0
-    """When the step was over after which everyone was to stop; 0 where nobody was told to."""
+    ended_at: float = 0.0
+    """When everyone was told to leave what it was doing, for the first time; 0 where nobody was."""
+    paused: bool = False
+    """Whether that was at the end of a step, as everyone had been told to."""
     stopped_at: float = 0.0
     """When the last survivor had left its operation."""
+    weighed_at: float = 0.0
+    """When it was known what was chosen; 0 where there was nothing to choose."""
+    looked_up: bool = False
+    """Whether that had been weighed beforehand."""
     decided_at: float = 0.0
+    """When everyone had been told."""
     switched: Switched | None = None
     """What the first worker said that saw the transition complete."""
 
@@ -119,15 +126,15 @@ class Outage:
     def join_record(
         self, decision: Decision, newcomers: Sequence[int], *, generation: int, resumed_at: float
     ) -> JoinRecord:
-        """Return the record of a stop that was made for `newcomers`; see `records`."""
+        """Return the record of a stop that `newcomers` were reckoned with in; see `records`."""
         return JoinRecord(
             workers=tuple(worker for worker in newcomers if worker in decision.plan.workers),
             spares=tuple(worker for worker in newcomers if worker not in decision.plan.workers),
-            stop_s=max(0.0, self.stopped_at - self.paused_at),
+            stop_s=max(0.0, self.stopped_at - self.ended_at),
             decide_s=max(0.0, self.decided_at - self.stopped_at),
             regroup_s=max(0.0, resumed_at - self.decided_at - self._transfer_s),
             transfer_s=self._transfer_s,
-            stall_s=max(0.0, resumed_at - self.paused_at),
+            stall_s=max(0.0, resumed_at - self.ended_at),
             policy=decision.policy,
             action=decision.action,
             generation=generation,

@@ -49,8 +49,12 @@ class Outcomes:
 
     @property
     def since(self) -> float | None:
-        """When the last step was committed, training went on or the last decision was made, whichever is latest."""
+        """When the last step was committed, training began or went on, or the last decision was made: the latest."""
         return self._since
+
+    def begun(self, now: float) -> None:
+        """The first generation has its orders."""
+        self._since = now
 
     def decided(
         self, *, generation: int, policy: str, predicted: Candidate | None, repeated_steps: int, now: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from chameleon_ft import recovery
@@ -13,6 +13,7 @@ from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.known import known
 from chameleon_ft.control.messages import OperationTimes, Run, Transition
 from chameleon_ft.control.observations import Corrections, Observations
+from chameleon_ft.control.transition import placement_of
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
@@ -87,6 +88,7 @@ class Planner:
         *,
         phases: StallModel,
         repeat_s: float,
+        held: Mapping[int, Collection[int]] | None = None,
     ) -> recovery.Situation:
         """The situation in numbers, when only `live` are left of the workers.
 
@@ -94,6 +96,7 @@ class Planner:
             in_force: whose placement the workers hold.
             phases: what the stall will take, transfers left out.
             repeat_s: seconds of work of the interrupted step that is done again.
+            held: live worker -> the layers that it holds; None: its part of the placement in force.
         """
         costs = self._costs(hosts)
         cluster = costs.cluster
@@ -108,6 +111,7 @@ class Planner:
             has_checkpoints=self._config.checkpoint.every > 0,
             step_factor=self._seen.unexplained(costs),
             transfer_factor=self._seen.transfers,
+            holdings=None if held is None else placement_of(held, in_force.plan.placement.num_layers),
         )
 
     def go_on(
@@ -117,9 +121,12 @@ class Planner:
         rate: FailureRate,
         *,
         prepared: recovery.Decision | None,
+        decide_s: Callable[[], float] | None = None,
     ) -> Decision:
         """Decide what follows a loss, or what to do with those who have come; see `decide`, also for what it raises."""
-        decision = decide(situation, outlook, policy=self.policy, rate=rate, prepared=prepared)
+        decision = decide(situation, outlook, policy=self.policy, rate=rate, prepared=prepared, decide_s=decide_s)
+        if decision.weighed is not None:
+            outlook = replace(outlook, phases=decision.weighed.phases)
         return replace(decision, known=self.known(situation.committed, outlook, rate))
 
     def known(self, step: int, outlook: recovery.Situation, rate: FailureRate) -> dict[str, object]:
@@ -179,17 +186,19 @@ class Planner:
             for worker in decision.everyone
         }
 
-    def describe(self, plan: Plan, *, run: str, first_step: int, generation: int) -> RunInfo:
-        """Say what is trained, on what and by whom."""
+    def describe(self, decision: Decision, *, run: str, generation: int) -> RunInfo:
+        """Say what is trained, on what, by whom, and from where it goes on."""
+        plan = decision.plan
         return RunInfo(
             model=self._job.model,
             data=self._job.data,
             run=run,
             pipelines=tuple(dict.fromkeys(tuple(hop.worker for hop in route.hops) for route in plan.routes)),
             stages=tuple(f"{hop.layers.start}-{hop.layers.stop - 1}" for hop in plan.routes[0].hops),
-            first_step=first_step,
+            first_step=decision.first_step,
             steps=self._config.steps,
             generation=generation,
+            checkpoint=decision.load if isinstance(decision.load, int) else None,
         )
 
     def _costs(self, hosts: Mapping[int, str]) -> CostModel:
@@ -204,7 +213,9 @@ class Planner:
     def _reference(self, hosts: Mapping[int, str]) -> CostModel:
         """What observations are compared with: the profile, or where there is none a second for the whole model."""
         if self._profile is not None:
-            return self._job.with_tied(costs_of_run(self._config, self._profile, hosts))
+            costs = costs_of_run(self._config, self._profile, hosts)
+            # The layers of emulated devices stand for those of the profile, and so do their bytes.
+            return costs if self._config.device == "emulated" else self._job.completed(costs)
         return self._job.costs(self._config, hosts, OperationRate(forward_s=1.0, backward_s=1.0))
 
     @property

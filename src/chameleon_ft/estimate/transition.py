@@ -77,7 +77,7 @@ class TransitionEstimate:
 
 def state_bytes(layer: LayerCost) -> int:
     """Bytes that move with a layer: its parameters and optimizer state. Gradients are made anew."""
-    return layer.param_bytes + layer.optimizer_bytes
+    return layer.param_bytes + layer.optimizer_bytes - layer.unmoved_bytes
 
 
 def _check_seconds(name: str, value: float) -> None:

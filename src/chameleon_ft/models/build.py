@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,22 @@ from chameleon_ft.job import BoundarySpec
 from chameleon_ft.keys import init_key, step_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn
 
     from chameleon_ft.job import Job
 
-__all__ = ["blank_layer", "boundary_specs", "build_layer", "param_bytes", "seed_forward", "tie", "tied_bytes"]
+__all__ = [
+    "blank_layer",
+    "boundary_specs",
+    "build_layer",
+    "param_bytes",
+    "seed_forward",
+    "state_bytes",
+    "tie",
+    "tied_bytes",
+]
 
 
 def build_layer(job: Job, layer: int, seed: int) -> nn.Module:
@@ -129,6 +139,46 @@ def param_bytes(job: Job) -> tuple[int, ...]:
         if id(factory) not in known:
             known[id(factory)] = sum(parameter.nbytes for parameter in _build_on_meta(job, layer).parameters())
     return tuple(known[id(factory)] for factory in job.layers)
+
+
+def state_bytes(job: Job) -> tuple[int, ...]:
+    """The bytes of each layer's state once a step has been made, first layer to last; nothing is allocated.
+
+    That is what moves with a layer: parameters, persistent buffers, and what the optimizer keeps of its parameters. It
+    makes a step on the meta device for that. One that cannot counts with what it had set up until then, which is all of
+    it for most; what comes later is left out.
+
+    Raises:
+        ConfigError: a layer cannot be built on the meta device; the message names it.
+    """
+    known: dict[int, int] = {}
+    for layer, factory in enumerate(job.layers):
+        if id(factory) not in known:
+            module = _build_on_meta(job, layer)
+            known[id(factory)] = _tensor_bytes(module.state_dict()) + _optimizer_bytes(job, module)
+    return tuple(known[id(factory)] for factory in job.layers)
+
+
+def _optimizer_bytes(job: Job, module: nn.Module) -> int:
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not parameters:
+        return 0
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    state: Mapping[Any, Mapping[str, Any]] = {}
+    # Whatever a user's optimizer cannot do here, it may well be able to do on a device.
+    with contextlib.suppress(Exception):
+        optimizer = job.optimizer(parameters)
+        state = optimizer.state
+        for group in optimizer.param_groups:
+            # Kernels that the meta device does not have; what is kept is the same without them.
+            group.update({name: False for name in ("fused", "foreach") if name in group})
+        optimizer.step()
+    return sum(_tensor_bytes(own) for own in state.values())
+
+
+def _tensor_bytes(values: Mapping[str, Any]) -> int:
+    return sum(value.nbytes for value in values.values() if isinstance(value, torch.Tensor))
 
 
 class _NothingDrawn(TorchDispatchMode):

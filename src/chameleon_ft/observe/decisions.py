@@ -33,6 +33,7 @@ class WeighedCandidate(_Part):
     policy: str
     step_s: float | None
     stall_s: float | None
+    transfer_s: float | None = None
     moved_bytes: int | None = Field(alias="bytes")
     samples: float
     feasible: bool
@@ -49,13 +50,14 @@ class ObservedRate(_Part):
 
 
 class StallParts(_Part):
-    """Seconds of the stall that do not depend on what is chosen."""
+    """Seconds of the stall that do not depend on what is chosen; and what a return to a checkpoint is taken to cost."""
 
     repeat_s: float
     detect_s: float
     stop_s: float
     decide_s: float
     regroup_s: float
+    restart_s: float | None = None
 
 
 class UsedCorrections(_Part):

@@ -181,14 +181,17 @@ class OutcomeRecord(_Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRecord(_Record):
-    """A stop at the end of a step for workers that have come, up to the next step's first operation; in seconds."""
+    """What became of workers that have come, in the stop that they were reckoned with in; times are in seconds.
+
+    That is one at the end of a step, for them; or one that a loss or a failed message made before it came to that.
+    """
 
     workers: tuple[int, ...]
     """Those that the new plan has a place for."""
     spares: tuple[int, ...]
     """Those that it has none for."""
     stop_s: float
-    """From the end of the step until everyone had left its operation."""
+    """From the moment when everyone was told to stop until all had left their operations."""
     decide_s: float
     """From there until the new plan was chosen."""
     regroup_s: float

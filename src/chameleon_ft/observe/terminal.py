@@ -45,6 +45,10 @@ class TerminalView:
         facts.add_row("model", info.model)
         facts.add_row("data", info.data)
         facts.add_row("steps", f"{info.first_step} to {info.steps - 1}")
+        if info.checkpoint is not None:
+            facts.add_row("from", f"the checkpoint of step {info.checkpoint}, the newest that is complete")
+        elif info.generation > 1:
+            facts.add_row("from", "fresh weights: the run has no complete checkpoint to go on from")
         facts.add_row("files", info.run)
         facts.add_row("layout", _layout(info))
         self._print("Chameleon", style="bold")

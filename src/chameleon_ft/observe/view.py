@@ -30,6 +30,8 @@ class RunInfo:
     steps: int
     """Steps of the whole run."""
     generation: int
+    checkpoint: int | None = None
+    """Step of the checkpoint that the state is from; None for fresh weights."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, state_bytes
-from chameleon_ft.plan import Plan
+from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
 from chameleon_ft.recovery.proposal import Proposal
@@ -18,7 +18,7 @@ from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.transfer import Transfer, transfer_s, transfer_to
 
-__all__ = ["Candidate", "Course", "Way", "goes_on", "weighed"]
+__all__ = ["Candidate", "Course", "Way", "fresh", "goes_on", "weighed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple
     transfer: Transfer | None = None
     if not proposal.from_checkpoint:
         try:
-            transfer = transfer_to(situation.placement, plan.placement, live=situation.live, layers=layers)
+            transfer = transfer_to(situation.held, plan.placement, live=situation.live, layers=layers)
         except NoHolderError as error:
             return Candidate(policy=proposal.name, reason=str(error)), None
     stays = goes_on(proposal, situation)
@@ -132,6 +132,41 @@ def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple
     if reason:
         return candidate, None
     return candidate, Way(plan, scheduled.ceiling, scheduled.parts, transfer)
+
+
+def fresh(candidate: Candidate, *, before: Situation, now: Situation, horizon_s: float) -> Candidate:
+    """What is predicted of a candidate by what is known now; what fits memory is not looked at again.
+
+    Steps are longer or shorter as the times of layers and `step_factor` are, transfers as `transfer_factor` is, and
+    stalls by what differs in phases and in work that is done again.
+
+    Args:
+        before: what it was weighed on, but for who is live.
+        now: the situation with the same plan in force.
+        horizon_s: seconds until the next failure, as they are to be expected now.
+    """
+    if candidate.step_s is None or candidate.stall_s is None or candidate.transfer_s is None:
+        return candidate
+    slower = now.step_factor / before.step_factor * (_work_s(now) / _work_s(before))
+    slower_transfer = now.transfer_factor / before.transfer_factor
+    known_s = before.phases.total_s + before.repeat_s
+    later_s = now.phases.total_s + now.repeat_s - known_s
+    step_s, stall_s = candidate.step_s * slower, candidate.stall_s
+    # Not what comes from a checkpoint, or goes on without a stop.
+    if math.isclose(stall_s, known_s + candidate.transfer_s):
+        stall_s = max(0.0, stall_s + later_s + candidate.transfer_s * (slower_transfer - 1))
+    samples = samples_until(horizon_s, now, step_s=step_s, stall_s=stall_s, last_holders=candidate.last_holders)
+    return replace(
+        candidate,
+        step_s=step_s,
+        stall_s=stall_s,
+        transfer_s=candidate.transfer_s * slower_transfer,
+        samples=samples if candidate.feasible else 0.0,
+    )
+
+
+def _work_s(situation: Situation) -> float:
+    return math.fsum(layer.forward_s + layer.backward_s for layer in situation.costs.workload.layers)
 
 
 def samples_until(horizon_s: float, situation: Situation, *, step_s: float, stall_s: float, last_holders: int) -> float:
@@ -199,20 +234,23 @@ def _too_large_meanwhile(transfer: Transfer | None, situation: Situation) -> str
     """While state moves, a worker has what it held, gradients included, and beside it what it has received."""
     if transfer is None:
         return None
-    layers = situation.costs.workload.layers
-    held = {
-        worker: sum(state_bytes(layers[layer]) + layers[layer].gradient_bytes for own in ranges for layer in own)
-        for worker, ranges in situation.placement.ranges.items()
+    layers, before, after = situation.costs.workload.layers, situation.placement, transfer.placement
+    needed = {
+        worker: sum(state_bytes(layers[layer]) + layers[layer].gradient_bytes for layer in _layers(before, worker))
+        + sum(state_bytes(layers[layer]) for layer in _layers(after, worker) - _layers(before, worker))
+        for worker in after.workers
+        if not _layers(after, worker) <= _layers(before, worker)
     }
-    received: Counter[int] = Counter()
-    for message in transfer.messages:
-        received[message.destination] += message.num_bytes
     missing = {
         worker: short
-        for worker, num_bytes in received.items()
-        if (short := held.get(worker, 0) + num_bytes - _capacity(situation.costs.cluster, worker)) > 0
+        for worker, num_bytes in needed.items()
+        if (short := num_bytes - _capacity(situation.costs.cluster, worker)) > 0
     }
     return _short_of(missing, "while layers move") if missing else None
+
+
+def _layers(placement: Placement, worker: int) -> set[int]:
+    return {layer for own in placement.ranges_of(worker) for layer in own}
 
 
 def _capacity(cluster: Cluster, worker: int) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.recovery._course import Candidate, Course, goes_on, weighed
+from chameleon_ft.estimate import StallModel
+from chameleon_ft.recovery._course import Candidate, Course, fresh, goes_on, weighed
 from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.policies import policy_named
 from chameleon_ft.recovery.proposal import Proposal
@@ -28,12 +29,14 @@ class Decision:
 
     Attributes:
         horizon_s: seconds until the next failure that were expected (D).
+        phases: what the stall was taken to be, transfers left out.
         candidates: all that was weighed, in the order of the proposals.
         chosen: the one of them that is carried out; None if none is feasible.
         course: how to carry it out; None likewise.
     """
 
     horizon_s: float
+    phases: StallModel
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None
     course: Course | None
@@ -48,6 +51,7 @@ class Decision:
                     "policy": each.policy,
                     "step_s": each.step_s,
                     "stall_s": each.stall_s,
+                    "transfer_s": each.transfer_s,
                     "bytes": each.moved_bytes,
                     "last_holders": each.last_holders,
                     "samples": each.samples,
@@ -59,7 +63,9 @@ class Decision:
         }
 
 
-def decide(situation: Situation, policy: str, rate: FailureRate) -> Decision:
+def decide(
+    situation: Situation, policy: str, rate: FailureRate, *, decide_s: Callable[[], float] | None = None
+) -> Decision:
     """Weigh what the policy proposes, and choose what trains the most samples until the next failure.
 
     samples(D) = B max(0, D - stall - r) / step time, which is Eq. 8 of arXiv 2508.21613 times D, but for r: the time
@@ -75,6 +81,8 @@ def decide(situation: Situation, policy: str, rate: FailureRate) -> Decision:
         situation: what was running, and who is live.
         policy: name of one of `POLICIES`.
         rate: how soon the next failure is to be expected; the losses that led here are counted already.
+        decide_s: asked when all is weighed what that phase of the stall takes, now that most of it is over; for a
+            decision that everyone waits for. None: as the situation has it.
 
     Raises:
         ConfigError: no policy has this name.
@@ -89,10 +97,14 @@ def decide(situation: Situation, policy: str, rate: FailureRate) -> Decision:
         stay = Proposal(name=STAY, plan=situation.plan, ceiling=situation.ceiling)
         proposals = [stay, *(each for each in proposals if not goes_on(each, situation))]
     both = [weighed(proposal, situation, horizon_s) for proposal in proposals]
-    candidates = tuple(candidate for candidate, _ in both)
+    now = situation
+    if decide_s is not None:
+        now = replace(situation, phases=replace(situation.phases, decide_s=decide_s()))
+    candidates = tuple(fresh(candidate, before=situation, now=now, horizon_s=horizon_s) for candidate, _ in both)
     index = best_of(candidates)
     return Decision(
         horizon_s=horizon_s,
+        phases=now.phases,
         candidates=candidates,
         chosen=None if index is None else candidates[index],
         course=None if index is None or (way := both[index][1]) is None else way.course(),

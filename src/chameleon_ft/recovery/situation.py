@@ -32,6 +32,8 @@ class Situation:
             longer, whatever the plan.
         transfer_factor: measured seconds of transfers by those that messages and links explain, likewise.
         effort: how much `find_plan` searches.
+        holdings: what live workers hold, where that is more than their part of the plan: a transfer that was cut short
+            leaves layers behind that need not be sent again.
 
     Raises:
         ConfigError: seconds that are negative or not finite, or factors that are not positive.
@@ -47,6 +49,7 @@ class Situation:
     step_factor: float = 1.0
     transfer_factor: float = 1.0
     effort: int | None = DEFAULT_EFFORT
+    holdings: Placement | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ceiling", FrozenMap(self.ceiling))
@@ -72,5 +75,10 @@ class Situation:
 
     @property
     def placement(self) -> Placement:
-        """What the live workers hold. What a worker outside the plan may still have is of an earlier step."""
+        """What the plan gives the live workers. What one outside it may still have is of an earlier step."""
         return self.plan.placement.without(self.lost)
+
+    @property
+    def held(self) -> Placement:
+        """What the live workers hold: what need not be sent to them, and what they can send."""
+        return self.placement if self.holdings is None else self.holdings

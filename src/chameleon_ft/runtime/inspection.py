@@ -13,7 +13,7 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.messages import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
 from chameleon_ft.job import Job, load_job
-from chameleon_ft.models.build import boundary_specs, param_bytes, tied_bytes
+from chameleon_ft.models.build import boundary_specs, param_bytes, state_bytes, tied_bytes
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
 from chameleon_ft.runtime.device import device_name
@@ -60,6 +60,7 @@ def inspect_job(config: RunConfig) -> JobInfo:
         ),
         boundary_bytes=tuple(spec.num_bytes for spec in boundaries),
         param_bytes=sizes,
+        state_bytes=state_bytes(job),
         tied=tuple(TiedParameters(layers, num_bytes) for layers, num_bytes in tied.items()),
         device=_device_name(config),
         versions=FrozenMap({"python": platform.python_version(), "torch": str(torch.__version__)}),

@@ -41,7 +41,7 @@ def _transfers(found: FoundPlan, situation: Situation, least_bytes: int) -> list
     kinds: dict[int, Hashable] = worker_kinds(cluster)
     at_home = {worker.id: (worker.host, kinds[worker.id]) for worker in cluster.workers}
     near, anywhere = (
-        plan_transfer(situation.placement, found.plan.placement, kinds=kinds_of, layers=layers)
+        plan_transfer(situation.held, found.plan.placement, kinds=kinds_of, layers=layers)
         for kinds_of in (at_home, kinds)
     )
     return [near, anywhere] if anywhere.total_bytes < min(near.total_bytes, least_bytes) else [near]

@@ -17,7 +17,7 @@ def propose(situation: Situation, horizon_s: float) -> list[Proposal]:
 
     Oobleck does not say which worker takes which place: those for which least moves on each host, and on any host.
     """
-    found = oobleck_plan(situation.costs, split_backward=situation.plan.split_backward, current=situation.placement)
+    found = oobleck_plan(situation.costs, split_backward=situation.plan.split_backward, current=situation.held)
     if found is None:
         return [Proposal(name=_NAME, reason="no combination of templates fits the memory and uses all live workers")]
     return in_roles(_NAME, [found.found], situation)

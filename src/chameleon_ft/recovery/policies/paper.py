@@ -29,7 +29,7 @@ def propose(situation: Situation, horizon_s: float) -> list[Proposal]:
     transfer; what follows is weighed by our predictions like any other proposal. Backward is split if it was. Where
     only one of both can be done, it is taken.
     """
-    found = paper_plan(situation.costs, split_backward=situation.plan.split_backward, current=situation.placement)
+    found = paper_plan(situation.costs, split_backward=situation.plan.split_backward, current=situation.held)
     if found is None:
         moved = [Proposal(name=_MOVED, reason="no pipelines of equal cuts fit the memory of all live workers")]
     else:
@@ -111,7 +111,7 @@ def _stage_s(layers: LayerRange, situation: Situation) -> tuple[float, float]:
 
 def _transition_s(plan: Plan, situation: Situation) -> float:
     layers, cluster = situation.costs.workload.layers, situation.costs.cluster
-    transfer = transfer_to(situation.placement, plan.placement, live=situation.live, layers=layers)
+    transfer = transfer_to(situation.held, plan.placement, live=situation.live, layers=layers)
     return transfer_s(transfer.rounds, cluster)
 
 

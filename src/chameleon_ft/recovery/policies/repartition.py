@@ -22,7 +22,7 @@ def propose(situation: Situation, horizon_s: float) -> list[Proposal]:
     try:
         found = find_plan(
             situation.costs,
-            current=situation.placement,
+            current=situation.held,
             two_holders=not situation.has_checkpoints,
             effort=situation.effort,
         )
