@@ -91,7 +91,7 @@ def main() -> int:
     found = {name: parts[name]() for name in given.parts}
     report = Report(
         benchmark="transition",
-        columns=("median (least to largest)", "times", "", ""),
+        columns=("median (least to largest)", "runs", ""),
         rows=tuple(row for part in found.values() for row in part.rows),
         bars=tuple(bar for part in found.values() for bar in part.bars),
         results={name: part.results for name, part in found.items()},
@@ -205,13 +205,12 @@ def _moved_part(name: str, repeats: list[_Repeat]) -> _Part:
         "torch.distributed, memory used before, MB/s": [each.busiest_bytes / each.plain_reused_s for each in repeats],
         "link of a profile, MB/s": [each.link_bytes_per_s for each in repeats],
     }
-    what = f"{first.moved_bytes / 1e6:,.0f} MB, {len(first.rounds)} rounds, {pairs} pairs at most"
-    rows = [(f"{name}: {what}", str(len(repeats)), "", "")]
+    what = f"{first.moved_bytes / 1e6:,.0f} MB, rounds: {len(first.rounds)}, pairs at once: {pairs}"
+    rows = [(f"{name}: {what}", str(len(repeats)), "")]
     rows += [
-        (f"  {row}", "", Spread(tuple(each / 1e6 for each in each_rate)).shown(0), "")
-        for row, each_rate in rates.items()
+        (f"  {row}", "", Spread(tuple(each / 1e6 for each in each_rate)).shown(0)) for row, each_rate in rates.items()
     ]
-    rows += [(f"  transition, share {row}", "", Spread(tuple(each)).shown(2), "") for row, each in shares.items()]
+    rows += [(f"  transition, share {row}", "", Spread(tuple(each)).shown(2)) for row, each in shares.items()]
     most_beyond = max(abs(each.moved.moved_bytes - each.moved.least_bytes) for each in repeats)
     bars = [
         Bar(name=f"{name}: median share {row}", value=Spread(tuple(each)).median, limit=_LEAST_SHARE, at_least=True)
@@ -230,7 +229,7 @@ def _regrouping(given: argparse.Namespace, folder: Path, neighbours: Neighbours)
             measure = partial(_outages, regroup_config(policy, given.profile), given)
             outages += neighbours.undisturbed(measure, folder / f"regroup-{policy}-{number}")
         regroup = Spread(tuple(each["regroup_s"] for each in outages))
-        part.rows.append((f"regroup, s: 32 workers, {policy}", str(len(outages)), regroup.shown(), ""))
+        part.rows.append((f"regroup, s: 32 workers, {policy}", str(len(outages)), regroup.shown()))
         part.bars.append(
             Bar(name=f"regroup: longest, {policy}, s", value=max(regroup.values), limit=_LONGEST_REGROUP_S)
         )
