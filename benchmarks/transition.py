@@ -46,6 +46,7 @@ _PARTS: Final = ("pair", "several", "regroup")
 _ALWAYS: Final = 1_000_000  # steps: a run is ended when it has shown what it is for
 _LINK_REPEATS: Final = 20
 _LEAST_SHARE: Final = 0.8
+_REUSED: Final = "of torch.distributed, memory used before"  # for comparison: layers that stay need memory of their own
 _LONGEST_REGROUP_S: Final = 1.0
 _REGROUP_POLICIES: Final[tuple[PolicyName, ...]] = ("reroute", "repartition")
 _REGROUP_KILLS: Final = ((2, (5,)), (4, (14, 27)), (6, (9,)))
@@ -195,7 +196,7 @@ def _moved_part(name: str, repeats: list[_Repeat]) -> _Part:
     pairs = max(len(messages) for messages in first.rounds)
     shares = {
         "of torch.distributed, new memory": [each.plain_new_s / each.moved.transfer_s for each in repeats],
-        "of torch.distributed, memory used before": [each.plain_reused_s / each.moved.transfer_s for each in repeats],
+        _REUSED: [each.plain_reused_s / each.moved.transfer_s for each in repeats],
     }
     if pairs == 1:
         shares["of the link in a profile"] = [each.bytes_per_s / each.link_bytes_per_s for each in repeats]
@@ -215,6 +216,7 @@ def _moved_part(name: str, repeats: list[_Repeat]) -> _Part:
     bars = [
         Bar(name=f"{name}: median share {row}", value=Spread(tuple(each)).median, limit=_LEAST_SHARE, at_least=True)
         for row, each in shares.items()
+        if row != _REUSED
     ]
     bars.append(Bar(name=f"{name}: bytes moved beyond the best assignment", value=most_beyond, limit=0))
     return _Part(rows=rows, bars=bars, results={"repeats": [each.to_json() for each in repeats]})
