@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 __all__ = ["Messages", "read_times"]
 
@@ -74,7 +74,7 @@ def _rank(rank: int, messages: Messages, port: int, out: Path) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://{_HOST}:{port}", rank=rank, world_size=messages.ranks)
     own = [[message for message in each if rank in message[:2]] for each in messages.rounds]
     sent = {size: torch.ones(size, dtype=torch.uint8) for each in own for _, _, sizes in each for size in sizes}
-    kept: dict[tuple[int, int, int], torch.Tensor] = {}
+    kept: dict[tuple[int, ...], torch.Tensor] = {}
 
     def buffer(*key: int) -> torch.Tensor:
         tensor = kept.get(key) if messages.reuse else None
@@ -112,4 +112,4 @@ def _free_port() -> int:
 
 if __name__ == "__main__":
     given = Messages.read(Path(sys.argv[1]))
-    multiprocessing.spawn(_rank, (given, _free_port(), Path(sys.argv[2])), nprocs=given.ranks)
+    spawn(_rank, (given, _free_port(), Path(sys.argv[2])), nprocs=given.ranks)

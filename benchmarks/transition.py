@@ -207,7 +207,7 @@ def _moved_part(name: str, repeats: list[_Repeat]) -> _Part:
         "link of a profile, MB/s": [each.link_bytes_per_s for each in repeats],
     }
     what = f"{first.moved_bytes / 1e6:,.0f} MB, rounds: {len(first.rounds)}, pairs at once: {pairs}"
-    rows = [(f"{name}: {what}", str(len(repeats)), "")]
+    rows: list[tuple[str, ...]] = [(f"{name}: {what}", str(len(repeats)), "")]
     rows += [
         (f"  {row}", "", Spread(tuple(each / 1e6 for each in each_rate)).shown(0)) for row, each_rate in rates.items()
     ]
