@@ -27,7 +27,7 @@ from chameleon_ft.runtime import layer_messages
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Membership
 from chameleon_ft.runtime.faults import FaultInjector
-from chameleon_ft.runtime.layer_messages import receive_layer, send_layer, tensor_bytes
+from chameleon_ft.runtime.layer_messages import IncomingLayers, OutgoingLayer, OutgoingLayers, tensor_bytes
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers, LayerState
 from chameleon_ft.runtime.transition import Mover, channels_of_transition
 from chameleon_ft.sync import Segment
@@ -170,11 +170,33 @@ def carry_out(
 # --- one layer -------------------------------------------------------------------------------------------------------
 
 
-def passed_on(state: LayerState, network: Network | None = None) -> LayerState:
+def send(states: Sequence[LayerState], network: Network, *, num_bytes: int = 7) -> None:
+    """Have worker 0 send layers to worker 1."""
+    layers = [OutgoingLayer(state, num_bytes) for state in states]
+    outgoing = OutgoingLayers(layers, Line(network, 0), peer=1, tag=2, device=CPU)
+    for _ in layers:
+        outgoing.start_next()
+    for _ in layers:
+        outgoing.finish_next()
+
+
+def receive(
+    network: Network, *, count: int = 1, room: Callable[[int], Mapping[str, Tensor]] = lambda number: {}
+) -> list[LayerState]:
+    """Have worker 1 receive layers from worker 0, all of them under way at once."""
+    incoming = IncomingLayers(Line(network, 1), peer=0, tag=2, device=CPU)
+    incoming.describe()
+    for number in range(count):
+        incoming.start_next(room(number))
+    return [incoming.finish_next() for _ in range(count)]
+
+
+def passed_on(state: LayerState) -> LayerState:
     """What arrives when a state is sent."""
-    network = network or Network()
-    send_layer(state, Line(network, 0), peer=1, tag=2, num_bytes=7, device=CPU).wait()
-    return receive_layer(Line(network, 1), peer=0, tag=2, device=CPU)
+    network = Network()
+    send([state], network)
+    (arrived,) = receive(network)
+    return arrived
 
 
 @pytest.mark.parametrize("piece_bytes", [8, 1 << 25])
@@ -205,7 +227,7 @@ def test_any_values_of_an_optimizer_are_taken_along() -> None:
 def test_emulated_links_carry_the_bytes_of_the_profile() -> None:
     network = Network()
     state = {"a": torch.ones(3), "b": torch.ones(9)}
-    send_layer(state, Line(network, 0), peer=1, tag=2, num_bytes=4000, device=CPU)
+    send([state], network, num_bytes=4000)
     assert [stands_for for stands_for in network.stood_for if stands_for] == [1000, 3000]
 
 
@@ -217,15 +239,41 @@ def test_a_layer_that_was_damaged_on_its_way_is_noticed(
     monkeypatch.setattr(layer_messages, "_PIECE_BYTES", piece_bytes)
     held = trained(toy_job(LAYERS), [1])
     network = Network()
-    send_layer(held.state_of(1), Line(network, 0), peer=1, tag=2, num_bytes=7, device=CPU)
+    send([held.state_of(1)], network)
     queue = network.queue(0, 1, 2)
     parts = [queue.get() for _ in range(queue.qsize())]
     parts[number].view(torch.uint8)[0] ^= 1
     for part in parts:
         queue.put(part)
     with pytest.raises(CommunicationError, match=r"worker 0 failed: .* another checksum") as caught:
-        receive_layer(Line(network, 1), peer=0, tag=2, device=CPU)
+        receive(network)
     assert caught.value.peer == 0
+
+
+def test_several_layers_may_be_under_way_at_once() -> None:
+    held = trained(toy_job(LAYERS), range(LAYERS))
+    network = Network()
+    send([held.state_of(layer) for layer in range(LAYERS)], network)
+    for layer, arrived in enumerate(receive(network, count=LAYERS)):
+        assert_equal(arrived, held.state_of(layer))
+
+
+def test_tensors_are_received_where_there_is_room_that_fits() -> None:
+    state = {name: torch.arange(6.0).view(2, 3) for name in ("fits", "type", "shape", "turned", "none")}
+    room = {
+        "fits": torch.zeros(2, 3),
+        "type": torch.zeros(2, 3, dtype=torch.float64),
+        "shape": torch.zeros(3, 2),
+        "turned": torch.zeros(3, 2).t(),
+        "other": torch.zeros(2, 3),
+    }
+    network = Network()
+    send([state], network)
+    (arrived,) = receive(network, room=lambda number: room)
+    assert_equal(arrived, state)
+    taken = {name for name in room.keys() & arrived.keys() if arrived[name].data_ptr() == room[name].data_ptr()}
+    assert taken == {"fits"}
+    assert all(not room[name].any() for name in room.keys() - taken)
 
 
 # --- layers that come and go -----------------------------------------------------------------------------------------
@@ -243,6 +291,21 @@ def test_layers_come_and_go_while_the_others_train_on() -> None:
         train(part, step)
     for layer in (1, 2, 4):
         assert_equal(part.state_of(layer), whole.state_of(layer))
+
+
+def test_parameters_stay_where_they_were_received() -> None:
+    job = toy_job(LAYERS)
+    source, target = trained(job, [1]), HeldLayers(job, (), seed=SEED, device=CPU)
+    module = target.blank(1)
+    room = {f"module/{name}": value for name, value in module.state_dict().items()}
+    network = Network()
+    send([source.state_of(1)], network)
+    (arrived,) = receive(network, room=lambda number: room)
+    target.take_in(1, arrived, module)
+    assert_equal(target.state_of(1), source.state_of(1))
+    for key, value in target.state_of(1).items():
+        if isinstance(value, Tensor):
+            assert value.data_ptr() == arrived[key].data_ptr(), key
 
 
 def test_gradients_can_be_let_go_of() -> None:

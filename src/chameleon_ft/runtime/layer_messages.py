@@ -1,41 +1,45 @@
-"""A layer's state on its way from one worker to another: what describes it, its tensors, and their checksums.
+"""The layers of a message on their way from one worker to another: what describes them, their tensors, their checksums.
 
 Under one tag are sent, in this order: size and CRC-32 of the description; the description, which tells type and shape
-of every tensor, and the value of what is none; the tensors, large ones in pieces; and the CRC-32 of each piece. So a
-receiver needs to know nothing of the optimizer that the sender's state is from, and tensors are sent from where they
-are and received where they stay.
+of every tensor of every layer, and the value of what is none; and then for each layer its tensors, large ones in
+pieces, and the checksum of each piece. So a receiver needs to know nothing of the optimizer that the sender's state is
+from, and tensors are sent from where they are and received where they stay. Since it knows all layers from the
+beginning, it can make room for the next one, and have it arrive, while it is still busy with the one before.
 """
 
 from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from chameleon_ft.runtime.checksums import checksum
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
 from chameleon_ft.runtime.layers import LayerState
 
-__all__ = ["LayerInFlight", "receive_layer", "send_layer", "tensor_bytes"]
+__all__ = ["IncomingLayers", "OutgoingLayer", "OutgoingLayers", "tensor_bytes"]
 
 # Checking goes on beside the link as long as there is another piece to wait for.
 _PIECE_BYTES: Final = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInFlight:
-    """A layer that is being sent. Its tensors must not change until it has been waited for."""
+class OutgoingLayer:
+    """A layer to be sent.
 
-    parts: list[tuple[InFlight, Tensor]]
+    Attributes:
+        state: as `HeldLayers.state_of` gives it.
+        num_bytes: what the layer has in the profile, for links that are emulated.
+    """
 
-    def wait(self) -> None:
-        """Block until all of it has been taken over. Raises CommunicationError."""
-        for part, _ in self.parts:
-            part.wait()
+    state: Mapping[str, Any]
+    num_bytes: int
 
 
 def tensor_bytes(state: Mapping[str, Any]) -> int:
@@ -43,92 +47,154 @@ def tensor_bytes(state: Mapping[str, Any]) -> int:
     return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
 
 
-def send_layer(
-    state: Mapping[str, Any],
-    communicators: Communicators,
-    *,
-    peer: int,
-    tag: int,
-    num_bytes: int,
-    device: torch.device,
-) -> LayerInFlight:
-    """Start sending a layer's state.
+class OutgoingLayers:
+    """Layers that are sent to a worker one after the other, described at once.
 
     Args:
-        num_bytes: what the layer has in the profile, for links that are emulated.
+        layers: in the order in which they are sent.
+        peer: who receives them.
         device: where tensors are sent from; what is elsewhere, such as a counter of an optimizer, is copied.
 
     Raises:
         CommunicationError: the peer is gone.
     """
-    entries = {key: _described(value) for key, value in state.items()}
-    description = torch.frombuffer(bytearray(pickle.dumps(entries)), dtype=torch.uint8)
-    total = max(1, tensor_bytes(state))
-    parts: list[tuple[InFlight, Tensor]] = []
 
-    def send(tensor: Tensor, stands_for_bytes: int = 0) -> None:
-        parts.append((communicators.send(tensor, peer=peer, tag=tag, stands_for_bytes=stands_for_bytes), tensor))
+    def __init__(
+        self,
+        layers: Sequence[OutgoingLayer],
+        communicators: Communicators,
+        *,
+        peer: int,
+        tag: int,
+        device: torch.device,
+    ) -> None:
+        self._waiting = deque(layers)
+        self._under_way: deque[list[tuple[InFlight, Tensor]]] = deque()
+        self._communicators = communicators
+        self._peer = peer
+        self._tag = tag
+        self._device = device
+        entries = [{key: _described(value) for key, value in layer.state.items()} for layer in layers]
+        description = torch.frombuffer(bytearray(pickle.dumps(entries)), dtype=torch.uint8)
+        size = torch.tensor([description.numel(), _crc(description)], dtype=torch.int64, device=device)
+        self._description = [self._send(size), self._send(description.to(device))]
 
-    send(torch.tensor([description.numel(), _checksum(description)], dtype=torch.int64, device=device))
-    send(description.to(device))
-    checksums = []
-    for value in state.values():
-        if isinstance(value, Tensor):
-            for piece in _pieces(value.detach().to(device).contiguous()):
-                send(piece, num_bytes * piece.numel() // total)
-                checksums.append(_checksum(piece))
-    if checksums:
-        send(torch.tensor(checksums, dtype=torch.int64, device=device))
-    return LayerInFlight(parts)
+    def start_next(self) -> None:
+        """Start sending the next layer, if there is one. Its tensors must not change until it has been finished.
+
+        Raises:
+            CommunicationError: the peer is gone.
+        """
+        if not self._waiting:
+            return
+        layer = self._waiting.popleft()
+        total = max(1, tensor_bytes(layer.state))
+        sent: list[tuple[InFlight, Tensor]] = []
+        checksums = []
+        for value in layer.state.values():
+            if isinstance(value, Tensor):
+                for piece in _pieces(value.detach().to(self._device).contiguous()):
+                    sent.append(self._send(piece, layer.num_bytes * piece.numel() // total))
+                    checksums.append(checksum(piece))
+        if checksums:
+            sent.append(self._send(torch.tensor(checksums, dtype=torch.int64, device=self._device)))
+        self._under_way.append(sent)
+
+    def finish_next(self) -> None:
+        """Block until all of the earliest layer under way has been taken over. Raises CommunicationError."""
+        for part, _ in (*self._description, *self._under_way.popleft()):
+            part.wait()
+        self._description = []
+
+    def _send(self, tensor: Tensor, stands_for_bytes: int = 0) -> tuple[InFlight, Tensor]:
+        sending = self._communicators.send(tensor, peer=self._peer, tag=self._tag, stands_for_bytes=stands_for_bytes)
+        return sending, tensor
 
 
-def receive_layer(communicators: Communicators, *, peer: int, tag: int, device: torch.device) -> LayerState:
-    """Receive a layer's state, and see that it is what was sent. Its tensors are on `device`.
+class IncomingLayers:
+    """Layers that are received from a worker one after the other; their tensors are on `device`."""
 
-    Raises:
-        CommunicationError: the peer is gone, or what has arrived is not what was sent.
-    """
+    def __init__(self, communicators: Communicators, *, peer: int, tag: int, device: torch.device) -> None:
+        self._communicators = communicators
+        self._peer = peer
+        self._tag = tag
+        self._device = device
+        self._described: deque[dict[str, tuple[Any, ...]]] = deque()
+        self._under_way: deque[tuple[LayerState, list[tuple[InFlight, Tensor]]]] = deque()
 
-    damaged = CommunicationError(peer, "the state of a layer has arrived with another checksum than it was sent with")
+    def describe(self) -> None:
+        """Receive what describes the layers. To be called once, before all else.
 
-    def start(tensor: Tensor) -> tuple[InFlight, Tensor]:
-        return communicators.receive(tensor, peer=peer, tag=tag), tensor
+        Raises:
+            CommunicationError: the peer is gone, or what has arrived is not what was sent.
+        """
+        size, crc = map(int, self._arrived(torch.empty(2, dtype=torch.int64, device=self._device)))
+        description = self._arrived(torch.empty(size, dtype=torch.uint8, device=self._device))
+        if _crc(description) != crc:
+            raise self._damaged()
+        self._described = deque(pickle.loads(description.numpy().data))
 
-    def arrived(tensor: Tensor) -> Tensor:
-        receive, _ = start(tensor)
+    def start_next(self, room: Mapping[str, Tensor]) -> None:
+        """Start receiving the next layer.
+
+        Args:
+            room: tensors to receive into, by the same keys as the state's; those of another type, shape or device, and
+                those that are not contiguous, are left alone.
+
+        Raises:
+            CommunicationError: the peer is gone.
+        """
+        state = {key: self._placed(entry, room.get(key)) for key, entry in self._described.popleft().items()}
+        pieces = [piece for value in state.values() if isinstance(value, Tensor) for piece in _pieces(value)]
+        under_way = [self._receive(piece) for piece in pieces]
+        if pieces:
+            under_way.append(self._receive(torch.empty(len(pieces), dtype=torch.int64, device=self._device)))
+        self._under_way.append((state, under_way))
+
+    def finish_next(self) -> LayerState:
+        """Wait for the earliest layer under way, and see that it is what was sent.
+
+        Raises:
+            CommunicationError: the peer is gone, or what has arrived is not what was sent.
+        """
+        state, under_way = self._under_way.popleft()
+        if not under_way:
+            return state
+        *pieces, (last, checksums) = under_way
+        found = []
+        for receive, piece in pieces:
+            receive.wait()
+            found.append(checksum(piece))
+        last.wait()
+        if checksums.tolist() != found:
+            raise self._damaged()
+        return state
+
+    def _receive(self, tensor: Tensor) -> tuple[InFlight, Tensor]:
+        return self._communicators.receive(tensor, peer=self._peer, tag=self._tag), tensor
+
+    def _arrived(self, tensor: Tensor) -> Tensor:
+        receive, _ = self._receive(tensor)
         receive.wait()
         return tensor.cpu()
 
-    size, checksum = map(int, arrived(torch.empty(2, dtype=torch.int64, device=device)))
-    description = arrived(torch.empty(size, dtype=torch.uint8, device=device))
-    if _checksum(description) != checksum:
-        raise damaged
-    entries = pickle.loads(description.numpy().data)
-    state = {key: _allocated(entry, device) for key, entry in entries.items()}
-    pieces = [piece for value in state.values() if isinstance(value, Tensor) for piece in _pieces(value)]
-    under_way = [start(piece) for piece in pieces]
-    if not pieces:
-        return state
-    last, checksums = start(torch.empty(len(pieces), dtype=torch.int64, device=device))
-    found = []
-    for receive, piece in under_way:
-        receive.wait()
-        found.append(_checksum(piece))
-    last.wait()
-    if checksums.tolist() != found:
-        raise damaged
-    return state
+    def _placed(self, entry: tuple[Any, ...], room: Tensor | None) -> Any:
+        if len(entry) == 1:
+            return entry[0]
+        dtype, shape = entry
+        fits = room is not None and (room.dtype, room.shape, room.device) == (dtype, shape, self._device)
+        if room is not None and fits and room.is_contiguous():
+            return room.detach()
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _damaged(self) -> CommunicationError:
+        return CommunicationError(
+            self._peer, "the state of a layer has arrived with another checksum than it was sent with"
+        )
 
 
 def _described(value: Any) -> tuple[Any, ...]:
     return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (value,)
-
-
-def _allocated(entry: tuple[Any, ...], device: torch.device) -> Any:
-    if len(entry) == 1:
-        return entry[0]
-    dtype, shape = entry
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -137,5 +203,5 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     return iter(flat.split(_PIECE_BYTES)) if flat.numel() else iter(())
 
 
-def _checksum(tensor: Tensor) -> int:
+def _crc(tensor: Tensor) -> int:
     return zlib.crc32(tensor.cpu().numpy().data)

@@ -39,9 +39,17 @@ class HeldLayers:
     def layers(self) -> frozenset[int]:
         return frozenset(self._modules)
 
-    def take_in(self, layer: int, state: Mapping[str, Any]) -> None:
-        """Hold one more layer, with the state that `state_of` gave elsewhere; tensors of `state` may be kept."""
-        module = blank_layer(self._job, layer, self._seed).to(self._device).train()
+    def blank(self, layer: int) -> nn.Module:
+        """Make a layer for `take_in`, which is not held yet; its parameters may hold anything."""
+        return blank_layer(self._job, layer, self._seed).to(self._device).train()
+
+    def take_in(self, layer: int, state: Mapping[str, Any], module: nn.Module | None = None) -> None:
+        """Hold one more layer, with the state that `state_of` gave elsewhere; tensors of `state` may be kept.
+
+        Args:
+            module: what `blank` gave for the layer; tensors of `state` may be its own, then nothing is copied.
+        """
+        module = self.blank(layer) if module is None else module
         self._modules = dict(sorted({**self._modules, layer: module}.items()))
         self._renew_optimizer()
         self.restore(layer, state)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from itertools import groupby, zip_longest
+from itertools import groupby
 
 import torch
+from torch import nn
 
 from chameleon_ft.control.messages import Transition
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Communicators
 from chameleon_ft.runtime.faults import FaultInjector
-from chameleon_ft.runtime.layer_messages import LayerInFlight, receive_layer, send_layer, tensor_bytes
+from chameleon_ft.runtime.layer_messages import IncomingLayers, OutgoingLayer, OutgoingLayers, tensor_bytes
 from chameleon_ft.runtime.layers import HeldLayers
 
 __all__ = ["Mover", "channels_of_transition"]
@@ -64,48 +66,36 @@ class Mover:
     def _move(self, moves: Sequence[_Move], held: HeldLayers, communicators: Communicators, step: int) -> int:
         """Go through the rounds. In each, layers go out and come in one by one and side by side.
 
-        Everybody takes part in the n-th layer of a round only when it is through with the ones before, and what it has
-        to send then is on its way before it waits for anything: so there is always somebody who can go on.
+        The layer after the one that is waited for is under way already. Everybody starts its n-th layers, out and in,
+        only when it is through with those before the last, and before it waits for any after these: so there is always
+        somebody who can go on.
         """
-        received = 0
-        slots = [slot for _, own in groupby(moves, key=lambda move: move[0]) for slot in self._slots(list(own))]
-        for number, (outgoing, incoming) in enumerate(slots):
+        rounds = [self._exchange(list(own), held, communicators) for _, own in groupby(moves, key=lambda move: move[0])]
+        number_of_slots = sum(exchange.slots for exchange in rounds)
+        number = received = 0
+        for exchange in rounds:
             self._activity.begin("transfer")
-            if number == len(slots) // 2:
-                self._faults.at("transfer", step)
-            sending = None if outgoing is None else self._send(outgoing, held, communicators)
-            if incoming is not None:
-                received += self._receive(incoming, held, communicators)
-            if sending is not None:
-                with self._activity.waiting("transfer"):
-                    sending.wait()
-        if not slots:
+            exchange.begin()
+            for _ in range(exchange.slots):
+                self._activity.begin("transfer")
+                if number == number_of_slots // 2:
+                    self._faults.at("transfer", step)
+                received += exchange.slot()
+                number += 1
+        if not rounds:
             self._faults.at("transfer", step)
         return received
 
-    def _slots(self, moves: Sequence[_Move]) -> list[tuple[_Move | None, _Move | None]]:
-        """What goes out and what comes in at the same time, of one round."""
-        outgoing = [move for move in moves if move[1] == self._worker]
-        incoming = [move for move in moves if move[2] == self._worker]
-        return list(zip_longest(outgoing, incoming))
-
-    def _send(self, move: _Move, held: HeldLayers, communicators: Communicators) -> LayerInFlight:
-        _, _, destination, layer, num_bytes = move
-        return send_layer(
-            held.state_of(layer),
-            communicators,
-            peer=destination,
-            tag=_tag(layer),
-            num_bytes=num_bytes,
+    def _exchange(self, moves: Sequence[_Move], held: HeldLayers, communicators: Communicators) -> _Exchange:
+        return _Exchange(
+            outgoing=[move for move in moves if move[1] == self._worker],
+            incoming=[move for move in moves if move[2] == self._worker],
+            held=held,
+            communicators=communicators,
             device=self._device,
+            activity=self._activity,
+            stand_ins=self._stand_ins,
         )
-
-    def _receive(self, move: _Move, held: HeldLayers, communicators: Communicators) -> int:
-        _, source, _, layer, num_bytes = move
-        with self._activity.waiting(f"layer {layer} of worker {source}"):
-            state = receive_layer(communicators, peer=source, tag=_tag(layer), device=self._device)
-        held.take_in(layer, state)
-        return num_bytes if self._stand_ins else tensor_bytes(state)
 
     def _confirm(self, received: int, everyone: tuple[int, ...], communicators: Communicators, step: int) -> int:
         ballot = torch.tensor([float(received), 1.0], dtype=torch.float64)
@@ -118,6 +108,82 @@ class Mover:
         if round(confirmed) != len(everyone):
             raise CommunicationError(None, f"the confirmation counted {confirmed:g} of {len(everyone)} workers")
         return round(moved)
+
+
+class _Exchange:
+    """A worker's part in a round: layers to one other, from one other, or both."""
+
+    def __init__(
+        self,
+        *,
+        outgoing: Sequence[_Move],
+        incoming: Sequence[_Move],
+        held: HeldLayers,
+        communicators: Communicators,
+        device: torch.device,
+        activity: Activity,
+        stand_ins: bool,
+    ) -> None:
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._held = held
+        self._communicators = communicators
+        self._device = device
+        self._activity = activity
+        self._stand_ins = stand_ins
+        self._out: OutgoingLayers | None = None
+        self._in: IncomingLayers | None = None
+        self._blank: deque[nn.Module] = deque()
+        self._slot = 0
+        self.slots = max(len(outgoing), len(incoming))
+        """Layers that go out or come in, those counted once that do at the same time."""
+
+    def begin(self) -> None:
+        """Exchange descriptions and start the first layers. Raises CommunicationError."""
+        if self._outgoing:
+            _, _, destination, first, _ = self._outgoing[0]
+            layers = [OutgoingLayer(self._held.state_of(move[3]), move[4]) for move in self._outgoing]
+            self._out = OutgoingLayers(
+                layers, self._communicators, peer=destination, tag=_tag(first), device=self._device
+            )
+        if self._incoming:
+            _, source, _, first, _ = self._incoming[0]
+            self._in = IncomingLayers(self._communicators, peer=source, tag=_tag(first), device=self._device)
+            with self._activity.waiting(f"what worker {source} sends"):
+                self._in.describe()
+        self._start(0)
+
+    def slot(self) -> int:
+        """Go through one layer out and one in, as far as there are, and start the next; return the bytes received.
+
+        Raises:
+            CommunicationError: the other end is gone, or a layer has arrived damaged.
+        """
+        index, self._slot = self._slot, self._slot + 1
+        self._start(index + 1)
+        received = 0
+        if self._in is not None and index < len(self._incoming):
+            received = self._take_in(self._in, self._incoming[index])
+        if self._out is not None and index < len(self._outgoing):
+            with self._activity.waiting("transfer"):
+                self._out.finish_next()
+        return received
+
+    def _start(self, index: int) -> None:
+        """Start receiving before sending: what is sent is checked meanwhile."""
+        if self._in is not None and index < len(self._incoming):
+            module = self._held.blank(self._incoming[index][3])
+            self._blank.append(module)
+            self._in.start_next({f"module/{name}": value for name, value in module.state_dict().items()})
+        if self._out is not None:
+            self._out.start_next()
+
+    def _take_in(self, incoming: IncomingLayers, move: _Move) -> int:
+        _, source, _, layer, num_bytes = move
+        with self._activity.waiting(f"layer {layer} of worker {source}"):
+            state = incoming.finish_next()
+        self._held.take_in(layer, state, self._blank.popleft())
+        return num_bytes if self._stand_ins else tensor_bytes(state)
 
 
 def channels_of_transition(transition: Transition) -> tuple[Channel, ...]:

@@ -1,0 +1,149 @@
+"""Runs whose placement changes, and what their files say of it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+
+from benchmarks._common import child, write_config
+from chameleon_ft.config import RunConfig
+from chameleon_ft.job import load_job
+from chameleon_ft.observe import GenerationPlan, RunDirectory, read_generation_plans
+from chameleon_ft.plan import Placement
+from chameleon_ft.transfer import transfer_to
+from chameleon_ft.workload import LayerCost
+
+__all__ = ["Moved", "layer_tensors", "least_bytes", "moved_in", "run_until"]
+
+_POLL_S: Final = 0.1
+_END_WITHIN_S: Final = 20.0
+_COUNTER_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A transition that was carried out.
+
+    Attributes:
+        rounds: the messages, as (source, destination, bytes of each of its tensors).
+        moved_bytes: what the workers counted as it arrived.
+        least_bytes: the fewest that any assignment of workers to places moves.
+        transfer_s: by the record of the run.
+        regroup_s: by the record of the run.
+    """
+
+    rounds: tuple[tuple[tuple[int, int, tuple[int, ...]], ...], ...]
+    moved_bytes: int
+    least_bytes: int
+    transfer_s: float
+    regroup_s: float
+
+
+def run_until(config: RunConfig, *, run: Path, event: str, count: int, timeout_s: float) -> RunDirectory:
+    """Run `config` in the directory `run` until `count` generations have an event of this name, and the last a step.
+
+    Ends the benchmark where that does not come within `timeout_s`.
+    """
+    run.parent.mkdir(parents=True, exist_ok=True)
+    file, log = write_config(config, run.with_suffix(".toml")), run.with_suffix(".log")
+    deadline = time.monotonic() + timeout_s
+    with child([sys.executable, "-m", "chameleon_ft", "train", str(file), "--out", str(run)], log=log) as process:
+        while not _trained_after(run, event, count):
+            if process.poll() is not None:
+                raise SystemExit(f"{run}: the run ended before there were {count} events {event!r}; see {log}")
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{run}: no {count} events {event!r} within {timeout_s:g} s (--timeout); see {log}")
+            time.sleep(_POLL_S)
+        for _ in range(2):  # the second one ends it at once
+            process.send_signal(signal.SIGINT)
+            time.sleep(_POLL_S)
+        with contextlib.suppress(Exception):
+            process.wait(_END_WITHIN_S)
+    return RunDirectory.open(run)
+
+
+def moved_in(run: RunDirectory) -> list[Moved]:
+    """The transitions of a run in which something moved, in order. What moves is the state of AdamW."""
+    plans = read_generation_plans(run.plans)
+    tensors = layer_tensors(run.config())
+    events = run.events()
+    records = {event["generation"]: event for event in events if event["event"] in ("failure", "join")}
+    found = []
+    for event in events:
+        if event["event"] == "transition" and (record := records.get(event["generation"])) is not None:
+            before = plans[max(number for number in plans if number < event["generation"])]
+            found.append(_moved(before, plans[event["generation"]], event, record, tensors))
+    return found
+
+
+def layer_tensors(config: RunConfig) -> list[tuple[int, ...]]:
+    """Bytes of each tensor of each layer's state under AdamW: parameters, two moments and a counter for each."""
+    found = []
+    with torch.device("meta"):
+        for factory in load_job(config.job, config).layers:
+            module = factory()
+            sizes = [value.nbytes for value in module.state_dict().values()]
+            trained = [parameter.nbytes for parameter in module.parameters() if parameter.requires_grad]
+            found.append((*sizes, *(size for each in trained for size in (each, each, _COUNTER_BYTES))))
+    return found
+
+
+def least_bytes(old: Placement, new: Placement, *, live: Sequence[int], layer_bytes: Sequence[int]) -> int:
+    """The fewest bytes that live workers have to receive, whoever of them takes which place of the new placement."""
+    missing = [
+        [sum(layer_bytes[layer] for layer in _layers(new, place) - _layers(old, worker)) for place in new.workers]
+        for worker in live
+    ]
+    costs = np.array(missing, dtype=np.int64)
+    return int(costs[linear_sum_assignment(costs)].sum())
+
+
+def _moved(
+    before: GenerationPlan,
+    after: GenerationPlan,
+    event: Mapping[str, Any],
+    record: Mapping[str, Any],
+    tensors: Sequence[tuple[int, ...]],
+) -> Moved:
+    live = sorted(worker.id for worker in after.costs.cluster.workers)
+    old, new = before.plan.placement, after.plan.placement
+    old = old.without([worker for worker in old.workers if worker not in live])
+    sizes = [sum(each) for each in tensors]
+    costs = [LayerCost(str(number), 0.0, 0.0, 0.0, param_bytes=size) for number, size in enumerate(sizes)]
+    transfer = transfer_to(old, new, live=live, layers=costs)
+    return Moved(
+        rounds=tuple(
+            tuple(
+                (each.source, each.destination, tuple(size for layer in each.layers for size in tensors[layer]))
+                for each in messages
+            )
+            for messages in transfer.rounds
+        ),
+        moved_bytes=event["moved_bytes"],
+        least_bytes=least_bytes(old, new, live=live, layer_bytes=sizes),
+        transfer_s=event["transfer_s"],
+        regroup_s=record["regroup_s"],
+    )
+
+
+def _layers(placement: Placement, worker: int) -> set[int]:
+    return {layer for layers in placement.ranges_of(worker) for layer in layers}
+
+
+def _trained_after(run: Path, name: str, count: int) -> bool:
+    """Whether there are so many events of a name, and a step was committed in the generation of the last of them."""
+    directory = RunDirectory(run)
+    if not directory.events_file.exists() or not directory.metrics_file.exists():
+        return False
+    generations = sorted({event["generation"] for event in directory.events() if event["event"] == name})
+    return len(generations) >= count and any(step.generation >= generations[count - 1] for step in directory.steps())
