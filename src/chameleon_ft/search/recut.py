@@ -210,6 +210,7 @@ class _Shares:
         self._effort = effort
         self._recompute = recompute
         self._bounds = cuts.bounds(SyncCost())
+        self._known_s: dict[tuple[_Class, int], float] = {}
 
     def even(self, micro_batches: int) -> list[int] | None:
         """By their bounds, and then by their programs; None if they cannot hold so many."""
@@ -263,7 +264,14 @@ class _Shares:
         return low
 
     def _bound_s(self, place: int, count: int) -> float:
-        return self._bounds.bound_s(*self._pipelines[place], count) if count else 0.0
+        if not count:
+            return 0.0
+        # Most pipelines are alike, and all are asked for again whenever one gets another share.
+        key = self._pipelines[place], count
+        found = self._known_s.get(key)
+        if found is None:
+            found = self._known_s[key] = self._bounds.bound_s(*self._pipelines[place], count)
+        return found
 
     def _time_s(self, place: int, count: int) -> float:
         if not count:
