@@ -181,7 +181,7 @@ def test_where_memory_forbids_to_re_partition_it_reroutes() -> None:
     [
         (700, None),
         # What it holds (400 bytes with gradients) and what it receives (300) do not fit together.
-        (699, "memory: worker 0 needs 1 bytes more while layers move, and 1 others need more too"),
+        (699, "memory: worker 0 needs 1 B more while layers move, and 1 others need more too"),
     ],
 )
 def test_memory_counts_while_layers_move_too(memory_bytes: int, reason: str | None) -> None:

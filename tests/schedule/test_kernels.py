@@ -1,28 +1,35 @@
-"""Kernels run also where what was compiled cannot be kept."""
+"""Kernels run also where what was compiled cannot be kept, or was damaged since."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from numba import njit
 
 from chameleon_ft.schedule._kernels.jit import kernel, lean_kernel
+
+_SOURCE = "def double(number):\n    return 2 * number\n"
 
 
 def _double(number: int) -> int:
     return 2 * number
 
 
+def _in_file(path: Path) -> Any:
+    """A function of a file beside which numba looks for a folder."""
+    names: dict[str, Any] = {}
+    exec(compile(_SOURCE, str(path), "exec"), names)
+    return names["double"]
+
+
 @pytest.mark.parametrize("decorate", [kernel, lean_kernel])
 def test_where_there_is_no_folder_a_kernel_is_compiled_all_the_same(
     decorate: Callable[[Callable[[int], int]], Callable[[int], int]],
 ) -> None:
-    names: dict[str, Any] = {}
-    # Of a file that is not there: numba looks beside it for a folder.
-    exec(compile("def double(number):\n    return 2 * number\n", "/nowhere/double.py", "exec"), names)
-
-    assert decorate(names["double"])(21) == 42
+    assert decorate(_in_file(Path("/nowhere/double.py")))(21) == 42
 
 
 def test_where_the_disk_is_full_a_kernel_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +39,22 @@ def test_where_the_disk_is_full_a_kernel_is_compiled_all_the_same(monkeypatch: p
     monkeypatch.setattr("numba.core.caching.Cache.save_overload", full)
 
     assert [kernel(_double)(number) for number in (1, 2)] == [2, 4]
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("content", [b"", b"\x80\x05", b"cnowhere\ngone\n."])
+def test_a_file_that_cannot_be_read_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, content: bytes
+) -> None:
+    monkeypatch.setattr("numba.config.CACHE_DIR", "")
+    path = tmp_path / "double.py"
+    path.write_text(_SOURCE)
+    assert kernel(_in_file(path))(21) == 42
+    (kept,) = tmp_path.rglob(f"*.{suffix}")
+    kept.write_bytes(content)
+
+    assert kernel(_in_file(path))(21) == 42
+    # As numba itself reads it.
+    later = njit(cache=True)(_in_file(path))
+    assert later(21) == 42
+    assert sum(later.stats.cache_hits.values()) == 1

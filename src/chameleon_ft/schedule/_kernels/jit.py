@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from numba import njit
+from numba.core.caching import FunctionCache
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -41,18 +42,29 @@ def _compiled(function: Callable[_P, _T], **options: Any) -> Callable[_P, _T]:
 
 
 def _kept(function: Callable[_P, _T], **options: Any) -> Callable[_P, _T]:
-    try:
-        compiled = _compiled(function, cache=True, **options)
-    except RuntimeError:
-        # There is no folder that it can be kept in.
-        return _compiled(function, **options)
+    compiled: Any = njit(**options)(function)
+    # `cache=True` would put one there that fails where a file does. Without a folder for its files there is none.
+    with contextlib.suppress(RuntimeError):
+        compiled._cache = _Cache(function)  # type: ignore[no-untyped-call]
+    kept: Callable[_P, _T] = compiled
+    return kept
 
-    @wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+
+class _Cache(FunctionCache):
+    """Numba's files of what was compiled; what cannot be read is compiled anew, what cannot be written is not kept.
+
+    Files may be damaged, or name what an earlier version had and this one has not: that can raise anything.
+    """
+
+    def load_overload(self, sig: object, target_context: object) -> object:
         try:
-            return compiled(*args, **kwargs)
-        except OSError:
-            # Kernels read and write nothing: it could not be kept, but it is compiled.
-            return compiled(*args, **kwargs)
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except Exception:  # noqa: BLE001 - see above
+            # Else it could not be written either.
+            with contextlib.suppress(OSError):
+                self.flush()  # type: ignore[no-untyped-call]
+            return None
 
-    return call
+    def save_overload(self, sig: object, data: object) -> None:
+        with contextlib.suppress(Exception):
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
