@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from chameleon_ft.config import Parallel, Recovery
+from chameleon_ft.control.messages import PeerFailed
 from tests.control.stage import Stage, play
 
 SIX: dict[str, Any] = {"workers": 6, "parallel": Parallel(dp=3, pp=2), "recovery": Recovery(policy="reroute")}
@@ -124,6 +125,23 @@ def test_what_is_looked_up_is_not_taken_to_be_searched_for(tmp_path: Path, monke
         (decision,) = stage.events("decision")
         assert not decision["prepared"]
         assert decision["stall"]["decide_s"] == pytest.approx(4.0)
+
+    timed(tmp_path, monkeypatch, scene)
+
+
+def test_where_nothing_was_to_be_chosen_nothing_is_learnt_of_decisions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(stage: Stage, clock: Clock) -> None:
+        stage.train(workers=6)
+        stage.say(stage.ranks[0], PeerFailed(generation=1, peer=None, error="a collective failed"))
+        stage.park(2, 3)
+        stage.start()
+        stage.commit(3)
+        assert not stage.events("decision")
+        generations: Any = stage.coordinator._generations
+        experience = generations._deliberation._experience
+        assert experience.hand_out_s(looked_up=True) == 0.01
 
     timed(tmp_path, monkeypatch, scene)
 

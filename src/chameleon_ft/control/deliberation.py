@@ -120,7 +120,9 @@ class Deliberation:
             prepared=found,
             decide_s=partial(self._decide_s, outage, looked_up=False),
         )
-        if decision.weighed is not None:
+        if decision.weighed is None:
+            outage.weighed_at = 0.0
+        else:
             self._record(generation, time.time() - outage.stopped_at, decision.to_json())
         return decision
 

@@ -40,7 +40,8 @@ class _Speeds:
 
     @classmethod
     def of(cls, speeds: Sequence[float]) -> _Speeds:
-        return cls(np.array(speeds), sum(speeds), min(speeds), max(speeds))
+        # Whole numbers would have the kernel compiled once more.
+        return cls(np.array(speeds, np.float64), sum(speeds), min(speeds), max(speeds))
 
 
 class ClosedForm:

@@ -12,83 +12,11 @@ blocking sends that comes to its end, and the program they make cannot deadlock.
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from chameleon_ft.schedule._kernels.jit import kernel, lean_kernel, lean_part
+from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
+from chameleon_ft.schedule._kernels.runs import Run, begun
 from chameleon_ft.schedule._records import Integers, Records
-
-# Arrivals this close (relative to the longest operation) are at the same time but for rounding.
-_SLACK: Final = 1e-9
-
-_HOP: Final = np.dtype([("rank", np.int64), ("forward_at", np.float64), ("backward_at", np.float64)], align=True)
-"""How far a slot has come.
-
-rank: which forward, and which backward, of those that are ready on a worker goes first: the lowest. forward_at,
-backward_at: when the tensor that its F, and its B or I, needs is there; zero at the start of a route.
-"""
-
-_WORKER: Final = np.dtype(
-    [
-        ("room", np.int64),
-        ("kept", np.int64),
-        ("free", np.float64),
-        ("sending", np.int64),
-        ("denied", np.bool_),
-        ("done", np.int64),
-        ("pending", np.int64),
-        ("pending_end", np.int64),
-        ("forward_in", np.int64),
-        ("forward_in_end", np.int64),
-        ("backward_in", np.int64),
-        ("backward_in_end", np.int64),
-    ],
-    align=True,
-)
-"""How far a worker has come.
-
-room, kept: how much more it may put in flight, and keep. free: when it is. sending: the channel that it sent into last,
-the only one that can hold it back; or -1. denied: whether it had something ready, but would have closed a circle of
-workers holding each other back. done: where its next code goes. The rest are places in lists, up to those before which
-they end: pending, slots whose W is to be run; forward_in and backward_in, the queues that bring it tensors.
-"""
-
-_QUEUE: Final = np.dtype(
-    [
-        ("sender", np.int64),
-        ("receiver", np.int64),
-        ("gradient", np.bool_),
-        ("remote", np.bool_),
-        ("head", np.int64),
-        ("tail", np.int64),
-    ],
-    align=True,
-)
-"""A channel, or the routes that start on a worker.
-
-remote: whether it carries messages, and not what a worker hands over to itself. head, tail: places in lists, from the
-first slot that is in it up to where the next goes.
-"""
-
-_EVENT: Final = np.dtype([("at_s", np.float64), ("worker", np.int64)], align=True)
-"""When a worker is to look what it can run."""
-
-_STATE: Final = np.dtype(
-    [
-        ("split", np.bool_),
-        ("forward_first", np.bool_),
-        ("patience", np.float64),
-        ("gradients_only", np.bool_),
-        ("slack_s", np.float64),
-        ("events", np.int64),
-        ("denied", np.int64),
-        ("strained", np.bool_),
-        ("beyond_limits", np.bool_),
-    ],
-    align=True,
-)
-"""What there is only one of: rules, how many events and denied workers there are, and results."""
 
 
 class Scheduled(NamedTuple):
@@ -97,30 +25,6 @@ class Scheduled(NamedTuple):
     codes: Integers
     strained: bool
     beyond_limits: bool
-
-
-class _Run(NamedTuple):
-    """One run of the scheduler: what it is about, and how far it has come.
-
-    Attributes:
-        slots: of the network.
-        hops: `_HOP` by slot.
-        workers: `_WORKER`.
-        queues: `_QUEUE` by channel, and then one for each worker, of the routes that start there.
-        lists: all lists one after the other.
-        codes: what each worker runs, one worker after the other.
-        events: `_EVENT`, a heap.
-        state: one `_STATE`.
-    """
-
-    slots: Records
-    hops: Records
-    workers: Records
-    queues: Records
-    lists: Integers
-    codes: Integers
-    events: Records
-    state: Records
 
 
 def scheduled(
@@ -147,69 +51,14 @@ def scheduled(
         forward_first, patience, gradients_only: of `Rules`.
     """
     # A kernel hands back a plain tuple much faster than one with names.
-    run = _Run(*_begun(slots, channels, in_flight, kept, 3 if split else 2))
+    run = Run(*begun(slots, channels, in_flight, kept, 3 if split else 2))
     found, strained, beyond_limits = _go_on(run, ways, split, forward_first, patience, gradients_only)
     return Scheduled(run.codes, strained, beyond_limits) if found else None
 
 
-@kernel
-def _begun(
-    slots: Records, channels: Records, in_flight: Integers, kept: Integers, operations: int
-) -> tuple[Records, Records, Records, Records, Integers, Integers, Records, Records]:
-    """The parts of a run in which everyone is free; so many operations are run for each slot."""
-    num_slots, num_workers, num_channels = len(slots), len(in_flight), len(channels)
-    workers = np.zeros(num_workers, _WORKER)
-    queues = np.zeros(num_channels + num_workers, _QUEUE)
-    state = np.zeros(1, _STATE)
-    for channel in range(num_channels):
-        queue, own = queues[channel], channels[channel]
-        queue.sender, queue.receiver, queue.gradient = own.sender, own.receiver, own.gradient
-        queue.remote = own.sender != own.receiver
-    for worker in range(num_workers):
-        queues[num_channels + worker].receiver = worker
-    for slot in range(num_slots):
-        own = slots[slot]
-        state[0].slack_s = max(state[0].slack_s, _SLACK * own.forward_s, _SLACK * own.backward_s)
-        # How long lists get, to begin with.
-        workers[own.worker].pending_end += 1
-        queues[own.down].tail += 1
-        queues[own.up if own.up >= 0 else num_channels + own.worker].tail += 1
-    for queue in range(len(queues)):
-        own = workers[queues[queue].receiver]
-        if queues[queue].gradient:
-            own.backward_in_end += 1
-        else:
-            own.forward_in_end += 1
-    lists = np.empty(3 * num_slots + len(queues), np.int64)
-    place = done = 0
-    for queue in range(len(queues)):
-        own = queues[queue]
-        place, own.head, own.tail = place + own.tail, place, place
-    for worker in range(num_workers):
-        own = workers[worker]
-        own.room, own.kept, own.sending, own.done = in_flight[worker], kept[worker], -1, done
-        done += operations * own.pending_end
-        place, own.pending, own.pending_end = place + own.pending_end, place, place
-        place, own.forward_in, own.forward_in_end = place + own.forward_in_end, place, place
-        place, own.backward_in, own.backward_in_end = place + own.backward_in_end, place, place
-    for queue in range(len(queues)):
-        own = workers[queues[queue].receiver]
-        if queues[queue].gradient:
-            lists[own.backward_in_end] = queue
-            own.backward_in_end += 1
-        else:
-            lists[own.forward_in_end] = queue
-            own.forward_in_end += 1
-    # Every operation adds three events at most, and what is denied one for each worker at a time, beside those that it
-    # was denied in.
-    events = np.empty(3 * operations * num_slots + 3 * num_workers, _EVENT)
-    codes = np.empty(operations * num_slots, np.int64)
-    return slots, np.zeros(num_slots, _HOP), workers, queues, lists, codes, events, state
-
-
 @lean_kernel
 def _go_on(
-    run: _Run, ways: Integers, split: bool, forward_first: bool, patience: float, gradients_only: bool
+    run: Run, ways: Integers, split: bool, forward_first: bool, patience: float, gradients_only: bool
 ) -> tuple[bool, bool, bool]:
     """Schedule; returns whether all has been, whether it is strained, and whether it is beyond limits."""
     state = run.state[0]
@@ -241,7 +90,7 @@ def _go_on(
 
 
 @lean_part
-def _start_routes(run: _Run, ways: Integers) -> None:
+def _start_routes(run: Run, ways: Integers) -> None:
     starts = len(run.queues) - len(run.workers)
     for place in range(len(ways)):
         slot = ways[place]
@@ -255,7 +104,7 @@ def _start_routes(run: _Run, ways: Integers) -> None:
 
 
 @lean_part
-def _decide(run: _Run, worker: int, now: float) -> float:
+def _decide(run: Run, worker: int, now: float) -> float:
     """Start the operation that `worker` should run now, if there is one; returns its end, or -1."""
     state, own = run.state[0], run.workers[worker]
     horizon = now + state.slack_s
@@ -281,7 +130,7 @@ def _decide(run: _Run, worker: int, now: float) -> float:
 
 
 @lean_part
-def _ready_forward(run: _Run, worker: int, horizon: float) -> int:
+def _ready_forward(run: Run, worker: int, horizon: float) -> int:
     """The first forward by rank whose activation is there and whose result may be sent, or -1."""
     best = -1
     for place in range(run.workers[worker].forward_in, run.workers[worker].forward_in_end):
@@ -294,7 +143,7 @@ def _ready_forward(run: _Run, worker: int, horizon: float) -> int:
 
 
 @lean_part
-def _ready_backward(run: _Run, worker: int, horizon: float) -> int:
+def _ready_backward(run: Run, worker: int, horizon: float) -> int:
     """The first backward by rank whose gradient is there and whose result may be sent, or -1."""
     best = -1
     for place in range(run.workers[worker].backward_in, run.workers[worker].backward_in_end):
@@ -307,12 +156,12 @@ def _ready_backward(run: _Run, worker: int, horizon: float) -> int:
 
 
 @lean_part
-def _goes_before(run: _Run, slot: int, best: int) -> bool:
+def _goes_before(run: Run, slot: int, best: int) -> bool:
     return best < 0 or run.hops[slot].rank < run.hops[best].rank
 
 
 @lean_part
-def _better_soon(run: _Run, worker: int, horizon: float) -> bool:
+def _better_soon(run: Run, worker: int, horizon: float) -> bool:
     """Whether a tensor that the worker can use arrives before its next weight gradient is well under way."""
     own = run.workers[worker]
     until = horizon + run.state[0].patience * run.slots[run.lists[own.pending]].weight_s
@@ -329,7 +178,7 @@ def _better_soon(run: _Run, worker: int, horizon: float) -> bool:
 
 
 @lean_part
-def _start_forward(run: _Run, worker: int, slot: int, now: float) -> float:
+def _start_forward(run: Run, worker: int, slot: int, now: float) -> float:
     hop = run.slots[slot]
     run.workers[worker].room -= 1
     run.workers[worker].kept -= 1
@@ -349,7 +198,7 @@ def _start_forward(run: _Run, worker: int, slot: int, now: float) -> float:
 
 
 @lean_part
-def _start_backward(run: _Run, worker: int, slot: int, now: float) -> float:
+def _start_backward(run: Run, worker: int, slot: int, now: float) -> float:
     hop, own = run.slots[slot], run.workers[worker]
     own.room += 1
     if run.state[0].split:
@@ -370,7 +219,7 @@ def _start_backward(run: _Run, worker: int, slot: int, now: float) -> float:
 
 
 @lean_part
-def _start_weight_grad(run: _Run, worker: int, now: float) -> float:
+def _start_weight_grad(run: Run, worker: int, now: float) -> float:
     own = run.workers[worker]
     slot = run.lists[own.pending]
     own.pending += 1
@@ -381,26 +230,26 @@ def _start_weight_grad(run: _Run, worker: int, now: float) -> float:
 
 
 @lean_part
-def _order(run: _Run, worker: int, code: int) -> None:
+def _order(run: Run, worker: int, code: int) -> None:
     run.codes[run.workers[worker].done] = code
     run.workers[worker].done += 1
 
 
 @lean_part
-def _first_in(run: _Run, queue: int) -> int:
+def _first_in(run: Run, queue: int) -> int:
     """The first slot in it, or -1."""
     own = run.queues[queue]
     return run.lists[own.head] if own.tail > own.head else -1
 
 
 @lean_part
-def _append(run: _Run, queue: int, slot: int) -> None:
+def _append(run: Run, queue: int, slot: int) -> None:
     run.lists[run.queues[queue].tail] = slot
     run.queues[queue].tail += 1
 
 
 @lean_part
-def _send(run: _Run, worker: int, channel: int, slot: int, arrival: float) -> None:
+def _send(run: Run, worker: int, channel: int, slot: int, arrival: float) -> None:
     _append(run, channel, slot)
     queue = run.queues[channel]
     if queue.remote:
@@ -411,7 +260,7 @@ def _send(run: _Run, worker: int, channel: int, slot: int, arrival: float) -> No
 
 
 @lean_part
-def _take(run: _Run, channel: int, now: float) -> None:
+def _take(run: Run, channel: int, now: float) -> None:
     queue, denied = run.queues[channel], run.state[0].denied
     queue.head += 1
     if not queue.remote:
@@ -428,7 +277,7 @@ def _take(run: _Run, channel: int, now: float) -> None:
 
 
 @lean_part
-def _held_back(run: _Run, worker: int) -> bool:
+def _held_back(run: Run, worker: int) -> bool:
     """Whether the last message of `worker` waits for the one before it to be received."""
     channel = run.workers[worker].sending
     held_back: bool = channel >= 0 and run.queues[channel].tail > run.queues[channel].head + 1
@@ -436,7 +285,7 @@ def _held_back(run: _Run, worker: int) -> bool:
 
 
 @lean_part
-def _may_send(run: _Run, worker: int, channel: int) -> bool:
+def _may_send(run: Run, worker: int, channel: int) -> bool:
     """Whether sending into `channel` leaves no circle of workers that hold each other back."""
     if channel < 0:
         return True
@@ -457,14 +306,14 @@ def _may_send(run: _Run, worker: int, channel: int) -> bool:
 
 
 @lean_part
-def _deny(run: _Run, worker: int) -> None:
+def _deny(run: Run, worker: int) -> None:
     if not run.workers[worker].denied:
         run.workers[worker].denied = True
         run.state[0].denied += 1
 
 
 @lean_part
-def _relax(run: _Run) -> int:
+def _relax(run: Run) -> int:
     """Let one worker that only its limits stop run one more forward; returns it, or -1 when there is none."""
     first, best = -1, -1
     for worker in range(len(run.workers)):
@@ -480,7 +329,7 @@ def _relax(run: _Run) -> int:
 
 
 @lean_part
-def _push(run: _Run, at_s: float, worker: int) -> None:
+def _push(run: Run, at_s: float, worker: int) -> None:
     """Add an event; of those at one time, that of the lowest worker comes first."""
     events = run.events
     place = run.state[0].events
@@ -495,7 +344,7 @@ def _push(run: _Run, at_s: float, worker: int) -> None:
 
 
 @lean_part
-def _pop(run: _Run) -> tuple[float, int]:
+def _pop(run: Run) -> tuple[float, int]:
     """Take out the first event."""
     events = run.events
     first_s, first = events[0].at_s, events[0].worker
