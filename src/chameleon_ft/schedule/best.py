@@ -20,7 +20,6 @@ from chameleon_ft.schedule.program import Operation, Program
 
 __all__ = [
     "DEFAULT_EFFORT",
-    "QUICK_EFFORT",
     "ScheduledPart",
     "ScheduledProgram",
     "best_parts",
@@ -34,8 +33,6 @@ __all__ = [
 
 # Some milliseconds.
 DEFAULT_EFFORT: Final = 100_000
-# One or two list schedules of a pipeline.
-QUICK_EFFORT: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ def best_program(
     ceiling: Mapping[int, InFlightLimit] | None = None,
     effort: float = DEFAULT_EFFORT,
 ) -> ScheduledProgram:
-    """The fastest of a handful of list schedules: both preferences, the default limits and some larger ones. In
+    """The fastest of up to a dozen list schedules: both preferences, the default limits and some larger ones. In
     plans of up to a few hundred operations it is what a search makes of that.
 
     Workers that no route joins are scheduled apart, those that are joined alike only once, and effort goes where the
