@@ -271,8 +271,9 @@ def _be_in_the_background() -> None:
 
     ignore_interrupts()
     end_with_parent()
-    os.nice(_NICENESS)
+    # First what takes a second: beside ranks that compute on all cores it would take a minute, once it gives way.
     _load_solvers()
+    os.nice(_NICENESS)
 
 
 def _load_solvers() -> None:
