@@ -45,6 +45,7 @@ from chameleon_ft.recovery import warm_up
 __all__ = ["coordinate", "supervise", "train", "work"]
 
 _POLL_S = 0.05
+_LONG_S = 3.0  # for people who wait, and longer than it takes from the second time on
 _NICENESS = 10  # little beside ranks that compute on all cores, and enough to get on
 _EXIT_CODES: dict[RunStatus, int] = {"finished": 0, "failed": 1, "interrupted": 130}
 
@@ -87,11 +88,13 @@ def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> int:
 
 async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, supervised_here: bool) -> int:
     context = _fork_server()
-    solvers = asyncio.create_task(asyncio.to_thread(_load_solvers))
+    solvers = _begun(_load_solvers)
     token = secrets.token_urlsafe(16)
     with _store(context, config.control.host) as ready:
         # Both wait for the fork server to have torch loaded.
         job, store_port = await _both(partial(_inspect, context, config), ready)
+        # Nobody is started who would have to be heard while kernels are compiled.
+        await _said_if_long(solvers)
         if resume:
             _require_same_model(run, job)
             run.write_config(config)
@@ -123,7 +126,6 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
                 run.write_control(ControlAddress(address=address, token=token, pid=os.getpid()))
                 try:
                     async with _supervisor(context, config, address, token, coordinator, here=supervised_here):
-                        await solvers
                         status = await _until_end(coordinator)
                 finally:
                     run.remove_control()
@@ -139,6 +141,36 @@ async def _both(
         return await asyncio.gather(asyncio.to_thread(inspect, cancelled), asyncio.to_thread(ready, cancelled))
     finally:
         cancelled.set()
+
+
+def _begun(work: Callable[[], None]) -> asyncio.Future[None]:
+    """Begin some work in a thread that nobody waits for if this process is to end first."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result(None) if error is None else done.set_exception(error)
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as caught:  # noqa: BLE001 - it is raised where it is waited for
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+async def _said_if_long(solvers: asyncio.Future[None]) -> None:
+    """Wait for what decisions are made with, and say why where that takes long: after an installation it does."""
+    await asyncio.wait({solvers}, timeout=_LONG_S)
+    if not solvers.done():
+        print("compiling what schedules and searches, once after an installation: up to a minute", flush=True)
+    await solvers
 
 
 async def _until_end(coordinator: Coordinator) -> RunStatus:
@@ -239,8 +271,9 @@ def _be_in_the_background() -> None:
 
     ignore_interrupts()
     end_with_parent()
-    os.nice(_NICENESS)
+    # First what takes a second: beside ranks that compute on all cores it would take a minute, once it gives way.
     _load_solvers()
+    os.nice(_NICENESS)
 
 
 def _load_solvers() -> None:
