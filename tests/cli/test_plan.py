@@ -75,6 +75,14 @@ def test_the_table_names_every_worker_and_what_is_lost(capsys: pytest.CaptureFix
     assert re.search(r"\| 5 +\| lost", printed)
 
 
+def test_a_slow_worker_is_named_and_so_is_one_that_is_idle(capsys: pytest.CaptureFixture[str]) -> None:
+    case = ("--model", "llama2-7b", "--device", "h100-80g", "--workers", "5", "--micro-batches", "16")
+    printed = plan(capsys, *case, "--slow", "3=0.01", "--dead", "1")
+    assert "16 micro-batches of 1, split backward, worker 3 at speed 0.01, without worker 1" in printed
+    assert re.search(r"\| 3 +\| idle", printed)
+    assert re.search(r"\| 1 +\| lost", printed)
+
+
 def _range(text: str) -> range:
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
