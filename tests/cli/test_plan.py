@@ -306,3 +306,12 @@ def test_what_cannot_be_searched_for_is_refused(
     assert code in (1, 2)
     assert error.startswith("chameleon plan: ")
     assert re.search(message, error), error
+
+
+def test_a_job_is_planned_by_the_configuration_beside_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("not read before there is a profile")
+    assert main(["plan", str(tmp_path / "mine.py")]) == 2
+    assert "mine.py: nothing says how long its layers take" in capsys.readouterr().err
+    (tmp_path / "mine.toml").write_text("workers = 5\n")
+    assert main(["plan", str(tmp_path / "mine.py")]) == 2
+    assert "workers = 5" in capsys.readouterr().err
