@@ -75,6 +75,14 @@ def test_the_table_names_every_worker_and_what_is_lost(capsys: pytest.CaptureFix
     assert re.search(r"\| 5 +\| lost", printed)
 
 
+def test_a_slow_worker_is_named_and_so_is_one_that_is_idle(capsys: pytest.CaptureFixture[str]) -> None:
+    case = ("--model", "llama2-7b", "--device", "h100-80g", "--workers", "5", "--micro-batches", "16")
+    printed = plan(capsys, *case, "--slow", "3=0.01", "--dead", "1")
+    assert "16 micro-batches of 1, split backward, worker 3 at speed 0.01, without worker 1" in printed
+    assert re.search(r"\| 3 +\| idle", printed)
+    assert re.search(r"\| 1 +\| lost", printed)
+
+
 def _range(text: str) -> range:
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
@@ -298,3 +306,12 @@ def test_what_cannot_be_searched_for_is_refused(
     assert code in (1, 2)
     assert error.startswith("chameleon plan: ")
     assert re.search(message, error), error
+
+
+def test_a_job_is_planned_by_the_configuration_beside_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("not read before there is a profile")
+    assert main(["plan", str(tmp_path / "mine.py")]) == 2
+    assert "mine.py: nothing says how long its layers take" in capsys.readouterr().err
+    (tmp_path / "mine.toml").write_text("workers = 5\n")
+    assert main(["plan", str(tmp_path / "mine.py")]) == 2
+    assert "workers = 5" in capsys.readouterr().err

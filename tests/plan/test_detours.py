@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.plan.detours import detoured_hops, disjoint_pipelines
+from chameleon_ft.plan.detours import detoured_hops, disjoint_pipelines, home_pipelines
 from chameleon_ft.recovery import reroute
 from tests.strategies import Shape, equal_costs, losses, pipelines, survivable
 
@@ -106,3 +106,14 @@ def test_pipelines_are_told_from_detours() -> None:
     found = disjoint_pipelines(rerouted)
     assert {(0, 1), (4, 5)} <= set(found) or len(found) == 2
     assert len({worker for pipeline in found for worker in pipeline}) == sum(map(len, found))
+
+
+def test_detours_are_made_from_the_pipelines_to_which_layers_moved_last() -> None:
+    before = pipelines(Shape(dp=3, pp=2, share=4))
+    rerouted = reroute(before, [3], equal_costs(layers=before.placement.num_layers, micro_batches=12, workers=6))
+    moved = plan_of([[0, 1], [4, 2], [5, 5]])
+    assert home_pipelines([before, rerouted]) == [(0, 1), (2, 3), (4, 5)]
+    assert home_pipelines([before, rerouted, before]) == [(0, 1), (2, 3), (4, 5)], "who is back holds what it held"
+    assert home_pipelines([before, rerouted, moved]) == disjoint_pipelines(moved)
+    assert detoured_hops(moved, home_pipelines([before, rerouted, moved])) == frozenset()
+    assert detoured_hops(moved, home_pipelines([before])) != frozenset()

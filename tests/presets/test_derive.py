@@ -162,8 +162,8 @@ def test_a_name_may_be_shortened_to_where_only_one_goes_on() -> None:
 @pytest.mark.parametrize(
     ("derive", "message"),
     [
-        (lambda: device("h100-81g"), "there is no device 'h100-81g'; did you mean 'h100-80g'\\? Known: a100-80g"),
-        (lambda: device("v100"), "there is no device 'v100'; Known: a100-80g"),
+        (lambda: device("h100-81g"), "there is no device 'h100-81g'; did you mean 'h100-80g'\\? There are a100-80g"),
+        (lambda: device("v100"), "there is no device 'v100'; there are a100-80g"),
         (lambda: model_shape("llama2"), "there is no model 'llama2'; did you mean 'llama2-7b'"),
         (lambda: state_policy("bf17"), "did you mean 'bf16'"),
         (lambda: dataclasses.replace(COUNTER, achievable=1.5), "achievable of device 'counter' must be in"),

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chameleon_ft.cli._config_file import config_values
 from chameleon_ft.cli._presets import hosts_of
-from chameleon_ft.config import Parallel, RunConfig, TrainConfig, config_type, parse_config, read_toml
+from chameleon_ft.config import Parallel, RunConfig, TrainConfig, config_type, parse_config
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.presets import ModelShape, device, state_policy
@@ -103,7 +104,7 @@ def case_of_config(
 
     Raises ConfigError or ProfileError with what to change.
     """
-    values = read_toml(path)
+    values = config_values(path)
     for name, section in layout.sections().items():
         values[name] = {**values.get(name, {}), **section}
     parallel = values.get("parallel", {})

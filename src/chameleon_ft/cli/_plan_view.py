@@ -101,8 +101,9 @@ def _workers(prediction: Prediction, shape: box.Box) -> Table:
         table.add_column(column, justify="right")
     for (layers, *rest), workers in _alike(prediction):
         table.add_row(_ranges(workers), layers, *rest)
-    for worker in prediction.dead:
-        table.add_row(str(worker), "lost", "", "", "", "")
+    for others, what in ((prediction.idle, "idle"), (prediction.dead, "lost")):
+        if others:
+            table.add_row(_ranges(others), what, "", "", "", "")
     return table
 
 

@@ -108,13 +108,19 @@ class Prediction:
         """What it is of, in a line."""
         profile, parallel = self.case.profile, self.case.parallel
         workers = f"{len(self.case.hosts)}" if parallel is None else f"{parallel.dp} x {parallel.pp}"
+        slow = "".join(f", worker {worker} at speed {speed:g}" for worker, speed in sorted(self.case.speeds.items()))
         lost = f", without worker{'s' if len(self.dead) > 1 else ''} {', '.join(map(str, self.dead))}"
         return (
             f"{profile.name} on {profile.fingerprint.device} ({profile.source}), {workers} workers, "
             f"{self.case.micro_batches} micro-batches of {profile.fingerprint.micro_batch_size}"
-            f"{', split backward' if self.plan.split_backward else ''}"
+            f"{', split backward' if self.plan.split_backward else ''}{slow}"
             f"{lost if self.dead else ''}"
         )
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """The live workers that have no part in the plan."""
+        return tuple(sorted(set(self.case.hosts).difference(self.plan.workers, self.dead)))
 
     @property
     def pipelines(self) -> list[tuple[int, ...]]:

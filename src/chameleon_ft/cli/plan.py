@@ -21,6 +21,7 @@ from chameleon_ft.observe.picture_file import require_picture
 __all__ = ["main"]
 
 _NOTHING = "nothing to plan for: give a CONFIG, or a published --model and its --device, or a --profile"
+_WAITING = "planning; after an installation it first compiles, for half a minute"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class PlanArguments:
     config: Annotated[
         Optional[Path],  # noqa: UP045
         tyro.conf.Positional,
-        optional_argument("[CONFIG]", "TOML file of a run, as for `chameleon train`."),
+        optional_argument(
+            "[CONFIG]", "TOML file of a run, as for `chameleon train`; or a job, as for `chameleon run`."
+        ),
     ] = None
     profile: Annotated[
         Optional[Path],  # noqa: UP045
@@ -90,7 +93,11 @@ def main(arguments: Sequence[str]) -> int:
     case = _case(given)
     dead = _dead_workers(given.dead, case)
     planner = _planner(given, case)
-    prediction = predict_layout(case, dead) if planner == "layout" else predict_searched(case, dead, planner=planner)
+    from chameleon_ft.cli._waiting import waiting
+
+    with waiting(_WAITING):
+        searched = planner != "layout"
+        prediction = predict_searched(case, dead, planner=planner) if searched else predict_layout(case, dead)
     lanes = [Lane.predicted(prediction.estimate)]
     if given.picture is not None:
         from chameleon_ft.observe.picture import draw_schedule

@@ -9,14 +9,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import tyro
 
+from chameleon_ft.cli._config_file import config_values
 from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
 from chameleon_ft.cli._preflight import absolute_job, prepare_data_of
 from chameleon_ft.cli._presets import NO_PRESET, Preset
-from chameleon_ft.config import RunConfig, config_type, parse_config, read_toml
+from chameleon_ft.config import RunConfig, config_type, parse_config
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.profiles import Profile, write_profile
 
@@ -123,12 +124,7 @@ def _measured(given: ProfileArguments, file: Path, arguments: Sequence[str]) -> 
 
 def _config(file: Path) -> RunConfig:
     """Read the configuration that `file` is, or the one beside it if it is a job. Raises ConfigError."""
-    job: dict[str, Any] = {}
-    script = Path(str(file).partition(":")[0])
-    if script.suffix == ".py":
-        job = {"job": str(file)}
-        file = script.with_suffix(".toml")
-    values = {**(read_toml(file) if file.is_file() or not job else {}), **job}
+    values = config_values(file)
     values.pop("failures", None)  # they are for a run
     config = parse_config(config_type(values), values, source=str(file))
     return config.model_copy(update={"job": absolute_job(config.job)})

@@ -16,7 +16,7 @@ from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recor
 from chameleon_ft.observe.comparison import GenerationComparison, MeasuredStep, compare_generations
 from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.observe.picture_file import require_picture
-from chameleon_ft.plan.detours import disjoint_pipelines
+from chameleon_ft.plan.detours import home_pipelines
 
 __all__ = ["main"]
 
@@ -52,15 +52,15 @@ def main(arguments: Sequence[str]) -> int:
     run = RunDirectory.open(given.run)
     if given.picture is not None:
         require_picture(given.picture)
-    comparisons = compare_generations(read_generation_plans(run.plans), read_recorded_steps(run.timelines))
+    plans = read_generation_plans(run.plans)
+    comparisons = compare_generations(plans, read_recorded_steps(run.timelines))
     if not comparisons:
         raise ConfigError(
             f"{given.run}: no whole step of it was recorded; a run records some if timelines.every is above 0"
         )
     comparison, step = _chosen(comparisons, given.step)
     lanes = [Lane.predicted(comparison.predicted), step.lane]
-    # What came later is drawn as what became of the pipelines of the first generation.
-    pipelines = disjoint_pipelines(comparisons[0].plan.plan)
+    pipelines = home_pipelines([plan.plan for number, plan in plans.items() if number <= step.generation])
     title = f"{run.path.name}, step {step.step}, generation {step.generation}"
     if given.picture is not None:
         from chameleon_ft.observe.picture import draw_schedule

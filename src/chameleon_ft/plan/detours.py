@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.plan import Hop, Plan
 
-__all__ = ["detoured_hops", "disjoint_pipelines"]
+__all__ = ["detoured_hops", "disjoint_pipelines", "home_pipelines"]
 
 
 def detoured_hops(plan: Plan, pipelines: Sequence[Sequence[int]]) -> frozenset[tuple[int, int]]:
@@ -67,3 +67,19 @@ def disjoint_pipelines(plan: Plan) -> list[tuple[int, ...]]:
             pipelines.append(chain)
             taken.update(chain)
     return sorted(pipelines)
+
+
+def home_pipelines(plans: Sequence[Plan]) -> list[tuple[int, ...]]:
+    """The pipelines that the last of some plans makes detours from.
+
+    They are those of the newest plan for which layers moved: where all hold what they held, whatever else the routes
+    do is a detour.
+
+    Args:
+        plans: what was in force, one after the other; one at least.
+    """
+    origin = plans[0]
+    for plan in plans[1:]:
+        if any(plan.placement.ranges_of(worker) != origin.placement.ranges_of(worker) for worker in plan.workers):
+            origin = plan
+    return disjoint_pipelines(origin)

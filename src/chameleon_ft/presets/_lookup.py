@@ -23,5 +23,5 @@ def named(presets: Mapping[str, Preset], name: str, kind: str) -> Preset:
     if len(begun) == 1:
         return presets[begun[0]]
     near = difflib.get_close_matches(asked, presets, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(f"there is no {kind} {name!r}; {hint}Known: {', '.join(presets)}")
+    hint = f"did you mean {near[0]!r}? There" if near else "there"
+    raise ConfigError(f"there is no {kind} {name!r}; {hint} are {', '.join(presets)}")
