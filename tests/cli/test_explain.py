@@ -214,7 +214,7 @@ def test_the_story_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         measured = sorted(step.step_s for step in steps[1 : outcome["steps"]])
         assert measured[0] <= outcome["measured_step_s"] <= measured[-1]
         # The banner's stall, and before it what the interrupted step had done.
-        assert outcome["measured_stall_s"] >= failure.stall_s - 1e-3
+        assert outcome["measured_stall_s"] >= failure.stall_s - 0.02  # by the clocks of two processes
     assert ended.summary["outcomes"] == [first["outcome"], second["outcome"]]
     assert second["corrections"]["transfer"] > 0
     assert told(capsys, str(ended.run.path)).count("\nwhy ") == 2
