@@ -20,7 +20,8 @@ def _double(number: int) -> int:
 
 def _in_file(path: Path) -> Any:
     """A function of a file beside which numba looks for a folder."""
-    names: dict[str, Any] = {}
+    # With a module's name: else numba keeps all builtins with it, to which other tests may have added anything.
+    names: dict[str, Any] = {"__name__": __name__}
     exec(compile(_SOURCE, str(path), "exec"), names)
     return names["double"]
 
