@@ -196,7 +196,8 @@ def test_the_story_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         batch=Batch(micro_batches=8, micro_batch_size=1),
         model=LlamaConfig(dim=32, num_layers=4, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=16),
         recovery=Recovery(policy="repartition"),
-        failures=(fails(3, step=4, phase="backward"), fails(0, step=20, phase="forward")),
+        # In a backward: a forward may begin before the coordinator has heard of the commit, from which it measures.
+        failures=(fails(3, step=4, phase="backward"), fails(0, step=20, phase="backward")),
     )
     ended = train_here(config, tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
@@ -214,7 +215,7 @@ def test_the_story_of_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         measured = sorted(step.step_s for step in steps[1 : outcome["steps"]])
         assert measured[0] <= outcome["measured_step_s"] <= measured[-1]
         # The banner's stall, and before it what the interrupted step had done.
-        assert outcome["measured_stall_s"] >= failure.stall_s - 0.02  # by the clocks of two processes
+        assert outcome["measured_stall_s"] >= failure.stall_s - 1e-3
     assert ended.summary["outcomes"] == [first["outcome"], second["outcome"]]
     assert second["corrections"]["transfer"] > 0
     assert told(capsys, str(ended.run.path)).count("\nwhy ") == 2

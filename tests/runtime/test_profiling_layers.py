@@ -247,8 +247,10 @@ def test_a_run_holds_what_is_predicted_from_its_layers(job: Job) -> None:
             )
             held = peak_of_allocator(alone)
             how = f"{len(plan.workers)} stages, split {plan.split_backward}, recompute {bool(plan.recompute)}, {worker}"
-            # What is too much is the head's in fused plans, whose two halves have one figure: docs/benchmarks.md.
-            assert 0.99 * held <= predicted[worker].peak_bytes <= 1.12 * held, how
+            # More only for the head in fused plans, whose two halves have one figure: docs/benchmarks.md.
+            is_head = plan.placement.holds(worker, LayerRange(job.num_layers - 1, job.num_layers))
+            most = 1.12 if is_head and not plan.split_backward else 1.1
+            assert 0.99 * held <= predicted[worker].peak_bytes <= most * held, how
 
 
 def test_two_ways_of_counting_agree() -> None:

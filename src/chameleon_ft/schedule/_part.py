@@ -34,7 +34,6 @@ class Part:
     def __init__(self, trials: Trials, ways: Sequence[tuple[Hop, ...]], taken: Sequence[int]) -> None:
         self._trials = trials
         self._ways = ways
-        self._is_shared = len(ways) > 1
         self._network = trials.network(ways, taken)
         self._enough_s = self._network.lower_bound_s() * (1 + ROUNDING)
         self._untried = trials.rules_to_try(ways)
@@ -85,7 +84,7 @@ class Part:
         rules, found = self.best
         if found.beyond_limits or self._is_within(self._enough_s):
             return
-        ranks = _RANKS if self._is_shared else 0.0
+        ranks = _RANKS if len(self._ways) > 1 else 0.0
         ranked = reranked(found, rules, enough_s=self._enough_s, effort=int(effort * ranks))
         largest = self._trials.largest(self._ways, rules)
         effort = int(effort * (1 - _RULES - ranks) / _REPLAY)

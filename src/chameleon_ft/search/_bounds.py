@@ -28,15 +28,16 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search._closed_form import ClosedForm
+from chameleon_ft.search._cuts import Cuts, earliest, latest, nearest
 from chameleon_ft.search._kinds import Kind, Shape
 from chameleon_ft.search._memory import StageMemory
 from chameleon_ft.search._stages import Seconds, gradient_bytes, stage_times
@@ -211,9 +212,14 @@ class PipelineBounds:
         self._least: dict[Shape, dict[int, list[float]]] = {}
         self._last_most: dict[Shape, int] = {}
 
+    @staticmethod
+    def window_of(micro_batches: int) -> tuple[int, int]:
+        """The window that a number of micro-batches is in, and its place there."""
+        return divmod(micro_batches - 1, _WINDOW)
+
     def least_s(self, shape: Shape, micro_batches: int) -> float:
         """Seconds below which no pipeline of this shape can be; infinite if memory forbids all."""
-        window, place = divmod(micro_batches - 1, _WINDOW)
+        window, place = self.window_of(micro_batches)
         return self._least_in(shape, window)[place]
 
     def most(self, shape: Shape, time_s: float, enough: int) -> int:
@@ -252,7 +258,7 @@ class PipelineBounds:
     def bound_s(self, shape: Shape, stops: Stops, micro_batches: int) -> float:
         """Seconds below which no order of operations can be on this cut, if it fits."""
         first_s = returned_s = ended_s = 0.0
-        window, place = divmod(micro_batches - 1, _WINDOW)
+        window, place = self.window_of(micro_batches)
         starts = (0, *stops[:-1])
         for kind, start, stop in zip(reversed(shape), reversed(starts), reversed(stops), strict=True):
             times, held = self.pipelines.times[kind], self.pipelines.held_back(kind, window)
@@ -278,14 +284,14 @@ class PipelineBounds:
             return []
         found: list[Stops | None] = []
         for slack in _SLACKS:
-            walk = _Cuts(self, shape, micro_batches, least_s * (1 + slack))
+            walk = Cuts(self, shape, micro_batches, least_s * (1 + slack))
             # Nearly equal stages, or small ones first, have room in memory where the least bound would have them full.
-            found += map(walk.greedy, (_nearest, _first) if any(found) else (_nearest, _last, _first))
+            found += map(walk.greedy, (nearest, earliest) if any(found) else (nearest, latest, earliest))
             if slack >= _EVEN and any(found):
                 break
         if any(found):
             return list(dict.fromkeys(stops for stops in found if stops is not None))
-        found_any = next(_Cuts(self, shape, micro_batches, math.inf).each(), None)
+        found_any = next(Cuts(self, shape, micro_batches, math.inf).each(), None)
         return [] if found_any is None else [found_any]
 
     def nearest(self, shape: Shape, micro_batches: int, wishes: Sequence[int], *, slack: float) -> Stops | None:
@@ -293,13 +299,13 @@ class PipelineBounds:
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
             return None
-        return _Cuts(self, shape, micro_batches, least_s * (1 + slack), wishes).greedy(_nearest)
+        return Cuts(self, shape, micro_batches, least_s * (1 + slack), wishes).greedy(nearest)
 
     def each(self, shape: Shape, micro_batches: int, limit_s: float) -> list[tuple[float, Stops]]:
         """All cuts that fit with a bound of up to `limit_s`, by bound."""
         bounds = (
             (self.bound_s(shape, stops, micro_batches), stops)
-            for stops in _Cuts(self, shape, micro_batches, limit_s).each()
+            for stops in Cuts(self, shape, micro_batches, limit_s).each()
         )
         return sorted((bound_s, stops) for bound_s, stops in bounds if bound_s <= limit_s * (1 + _ROUNDING))
 
@@ -327,118 +333,6 @@ class PipelineBounds:
         if found is None:
             found = by_window[window] = self.ended(shape, window)[:, 0].tolist()
         return found
-
-
-class _Cuts:
-    """The cuts of a shape whose bound is within a limit, stage by stage from the first."""
-
-    def __init__(
-        self,
-        bounds: PipelineBounds,
-        shape: Shape,
-        micro_batches: int,
-        limit_s: float,
-        wishes: Sequence[int] | None = None,
-    ) -> None:
-        self._bounds = bounds
-        self._wishes = wishes
-        self._shape = shape
-        self._micro_batches = micro_batches
-        self._limit_s = limit_s * (1 + _ROUNDING)
-        self._window, self._place = divmod(micro_batches - 1, _WINDOW)
-
-    def each(self, position: int = 0, start: int = 0, before_s: float = 0.0, after_s: float = 0.0) -> Iterator[Stops]:
-        """All of them, and some whose bound is a little larger.
-
-        Args:
-            position: of the next stage, which starts at layer `start`.
-            before_s: until its first activation comes in.
-            after_s: from when its last gradient has gone out, until all workers before it are done.
-        """
-        if position == len(self._shape):
-            if start == self._bounds.pipelines.num_layers:
-                yield ()
-            return
-        for stop in self._stops(position, start, before_s, after_s):
-            rest = self.each(position + 1, stop, *self._passed(position, start, stop, before_s, after_s))
-            for stops in rest:
-                yield (stop, *stops)
-
-    def greedy(self, choose: _Choice) -> Stops | None:
-        """The cut of a choice at every stage; None where that leads nowhere."""
-        position = start = 0
-        before_s = after_s = 0.0
-        found: list[int] = []
-        while position < len(self._shape):
-            stops = self._stops(position, start, before_s, after_s)
-            if not stops:
-                return None
-            stop = choose(stops, self._wish(position, start))
-            before_s, after_s = self._passed(position, start, stop, before_s, after_s)
-            found.append(stop)
-            position, start = position + 1, stop
-        return tuple(found)
-
-    def _stops(self, position: int, start: int, before_s: float, after_s: float) -> list[int]:
-        """Where a stage may stop so that the bound on what is decided is within the limit."""
-        shape, window = self._shape[position:], self._window
-        pipelines = self._bounds.pipelines
-        times = pipelines.times[shape[0]]
-        stage = pipelines.stage(shape, window)
-        computed_s = stage.computed_s[self._place, start]
-        if len(shape) > 1:
-            returned_s = pipelines.stage(shape[1:], window).returned_s[self._place]
-            ended_s = self._bounds.ended(shape[1:], window)[self._place]
-        else:
-            returned_s = ended_s = pipelines.nothing_s[self._place]
-        own_s = np.maximum(
-            self._micro_batches * (times.forward_s[start] + times.backward_s[start]),
-            times.through_s[start] + returned_s,
-        )
-        latest_s = np.maximum(computed_s + self._bounds.sync_s(start), times.down_s[start] + ended_s)
-        np.maximum(latest_s, own_s + after_s, out=latest_s)
-        limit_s = self._limit_s - before_s
-        allowed = latest_s <= limit_s if limit_s < math.inf else latest_s < math.inf
-        return [int(stop) for stop in np.flatnonzero(allowed)]
-
-    def _passed(self, position: int, start: int, stop: int, before_s: float, after_s: float) -> tuple[float, float]:
-        """`before_s` and `after_s` of the stage after this one."""
-        times = self._bounds.pipelines.times[self._shape[position]]
-        done_s = max(float(times.weight_s[start, stop] + self._bounds.sync_s(start)[stop]), after_s)
-        back_s = float(times.message_s[stop] + times.backward_s[start, stop]) + done_s
-        return before_s + float(times.down_s[start, stop]), back_s
-
-    def _wish(self, position: int, start: int) -> float:
-        """Where the stage is wished to stop; else where it would, in layers and parts, if all left had equal work."""
-        if self._wishes is not None:
-            return self._wishes[position]
-        rest = self._shape[position:]
-        if len(rest) == 1:
-            return float(self._bounds.pipelines.num_layers)
-        kinds = self._bounds.pipelines.kinds
-        share = kinds[rest[0]].speed / sum(kinds[kind].speed for kind in rest)
-        work_s = self._bounds.pipelines.times[rest[0]].work_s[start, start + 1 :]
-        wanted_s = share * work_s[-1]
-        index = int(np.searchsorted(work_s, wanted_s))
-        below_s = work_s[index - 1] if index else 0.0
-        part = (wanted_s - below_s) / (work_s[index] - below_s) if work_s[index] > below_s else 1.0
-        return float(start + index + part)
-
-
-class _Choice(Protocol):
-    def __call__(self, stops: list[int], wish: float) -> int: ...
-
-
-def _nearest(stops: list[int], wish: float) -> int:
-    return min(stops, key=lambda stop: (abs(stop - wish), -stop))
-
-
-def _last(stops: list[int], wish: float) -> int:
-    return stops[-1]
-
-
-def _first(stops: list[int], wish: float) -> int:
-    return stops[0]
 
 
 def window_counts(window: int) -> NDArray[np.int64]:
