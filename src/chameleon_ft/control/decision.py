@@ -149,7 +149,9 @@ def decide(
         return _fall_back(situation, outlook, weighed)
     course = weighed.course
     if course.transfer is None:
-        return _from_checkpoint(situation, weighed, course.plan, ceiling=course.ceiling, policy=weighed.chosen.policy)
+        return _from_checkpoint(
+            situation, outlook, weighed, course.plan, ceiling=course.ceiling, policy=weighed.chosen.policy
+        )
     first_step, vote = _resume_point(situation)
     transition = _transition(situation, course.plan, outlook)
     return Decision(
@@ -215,12 +217,10 @@ def _fall_back(situation: Situation, outlook: recovery.Situation, weighed: recov
     )
     if lost_layers and not placement_of(situation.held, plan.placement.num_layers).unheld_layers:
         return _salvaged(situation, outlook, weighed, plan)
-    if not situation.checkpoints:
-        if lost_layers:
-            raise NoHolderError(lost_layers)
+    if not situation.checkpoints and not lost_layers:
         reasons = "; ".join(f"{each.policy}: {each.reason}" for each in weighed.candidates)
         raise ControlError(f"nothing that the policy proposes can be done ({reasons}), and there is no checkpoint")
-    return _from_checkpoint(situation, weighed, plan, ceiling=default_limits(plan), policy="checkpoint")
+    return _from_checkpoint(situation, outlook, weighed, plan, ceiling=default_limits(plan), policy="checkpoint")
 
 
 def _salvaged(situation: Situation, outlook: recovery.Situation, weighed: recovery.Decision, plan: Plan) -> Decision:
@@ -245,21 +245,22 @@ def _salvaged(situation: Situation, outlook: recovery.Situation, weighed: recove
 
 def _from_checkpoint(
     situation: Situation,
+    outlook: recovery.Situation,
     weighed: recovery.Decision,
     plan: Plan,
     *,
     ceiling: Mapping[int, InFlightLimit],
     policy: str,
 ) -> Decision:
+    lost_layers = outlook.placement.unheld_layers
     if not situation.checkpoints:
+        if lost_layers:
+            raise NoHolderError(lost_layers)
         raise ControlError(
             f"{policy} begins anew from a checkpoint, and this run has no complete one: set checkpoint.every, or take "
             "another recovery.policy"
         )
     step = situation.checkpoints[-1]
-    lost_layers = situation.plan.placement.without(
-        [worker for worker in situation.plan.workers if worker not in situation.live]
-    ).unheld_layers
     reached = [situation.parked[worker].committed for worker in situation.plan.workers if worker in situation.parked]
     repeated = max((situation.committed, *reached)) - step
     why = f"nobody holds layers {_ranges(lost_layers)} any more: " if lost_layers else ""
