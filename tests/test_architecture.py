@@ -230,6 +230,7 @@ SURFACE = {
         "Spread",
         "costs_of_run",
         "derived_profile",
+        "hosts_of_run",
         "profile_of_run",
         "read_profile",
         "write_profile",
