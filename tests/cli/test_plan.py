@@ -251,6 +251,16 @@ def test_the_best_plan_is_searched_for_and_beats_the_detours(capsys: pytest.Capt
         Plan.from_json(json.dumps(other["plan"]))
 
 
+def test_detours_take_what_they_take_beside_what_a_search_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    case = ("--model", "llama2-7b", "--device", "h100-80g", "--dp", "4", "--pp", "4", "--micro-batches", "64")
+    lost = (*case, "--split-backward", "--dead", "3")
+    rerouted = predicted(capsys, *lost)
+    found = predicted(capsys, *lost, "--planner", "chameleon")
+    listed = {each["name"]: each for each in found["alternatives"]}
+    assert listed["reroute"]["step_s"] == rerouted["step_s"]
+    assert listed["reroute"]["plan"] == rerouted["plan"]
+
+
 def test_any_number_of_workers_can_be_planned_for_some_of_them_slow(capsys: pytest.CaptureFixture[str]) -> None:
     case = ("--model", "llama2-7b", "--device", "h100-80g", "--workers", "7", "--micro-batches", "28")
     even = predicted(capsys, *case)

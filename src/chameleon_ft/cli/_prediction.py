@@ -189,7 +189,10 @@ def predict_searched(case: PlanCase, dead: tuple[int, ...], *, planner: str) -> 
     current = None if before is None else before.placement.without(dead)
     started = time.perf_counter()
     result = find_plan(
-        live, current=current, others={} if before is None else _detours(before, dead, costs, before_ceiling)
+        live,
+        current=current,
+        others={} if before is None else _detours(before, dead, costs, before_ceiling),
+        others_ceiling=before_ceiling,
     )
     all_found: tuple[FoundPlan, ...] = (result.best, *result.alternatives)
     if planner in BASELINES:
