@@ -213,6 +213,22 @@ def test_a_run_is_lived_through_by_other_policies(capsys: pytest.CaptureFixture[
     assert "the run run, 2 workers, 24 samples a step, 200 s; chameleon trained 1.2 samples/s in it" in shown
 
 
+def test_a_checkpoint_of_a_run_costs_what_it_took_and_the_source_is_named(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    timed = [{"time": 1050.0, "event": "checkpoint", "step": 5, "copy_s": copy_s} for copy_s in (0.25, 0.5, 3.0)]
+    recorded(folder / "old", RUN_EVENTS, steps_s={1: [3.0] * 10})
+    recorded(folder / "new", (RUN_EVENTS[0], *timed, *RUN_EVENTS[1:]), steps_s={1: [3.0] * 10})
+    for run, assumed, expected_s, words in (
+        ("new", (), 0.5, "a checkpoint stops training for 500 ms, the median of 3 in the run"),
+        ("new", ("--assume", "checkpoint_write_s=2"), 2.0, "a checkpoint stops training for 2.000 s, as was said"),
+        ("old", (), 1.0, "a checkpoint stops training for 1.000 s: assumed, for the run has not timed one;"),
+    ):
+        arguments = ("--run", run, "--policies", "drop-replica", *assumed)
+        assert simulated(capsys, *arguments)["checkpoint_write_s"] == expected_s
+        assert words in simulate(capsys, *arguments)
+
+
 def test_what_a_run_says_is_not_said_twice(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     recorded(folder / "run", RUN_EVENTS, steps_s={1: [3.0]})
     for flag in (("--workers", "2"), ("--rate", "2"), ("--sweep", "rate=1,2"), ("--trace", "day.jsonl")):

@@ -132,12 +132,13 @@ async def test_the_run_ends_when_every_member_has_finished(stage: Stage) -> None
 @scene()
 async def test_a_checkpoint_is_complete_when_every_layer_of_it_is_written(stage: Stage) -> None:
     stage.train()
-    stage.save(2, 0, 0)
-    stage.save(2, 1, 2, 3)
+    stage.save(2, 0, 0, copy_s=0.1, write_s=3.0)
+    stage.save(2, 1, 2, 3, copy_s=0.3, write_s=2.0)
     assert complete_checkpoints(stage.run.checkpoints) == []
-    stage.save(2, 2, 1)
+    stage.save(2, 2, 1, copy_s=0.2, write_s=1.0)
     assert complete_checkpoints(stage.run.checkpoints) == [2]
-    assert [event["step"] for event in stage.events("checkpoint")] == [2]
+    (event,) = stage.events("checkpoint")
+    assert (event["step"], event["copy_s"], event["write_s"]) == (2, 0.3, 3.0), "those of the slowest"
 
 
 @scene(checkpoint=Checkpoint(every=2, keep=2))

@@ -340,8 +340,8 @@ class Coordinator:
         if message.error is not None:
             self._recorder.event("checkpoint_failed", step=message.step, error=message.error)
             return
-        if self._checkpoints.add(message):
-            self._recorder.event("checkpoint", step=message.step)
+        if (saved := self._checkpoints.add(message)) is not None:
+            self._recorder.event("checkpoint", step=saved.step, copy_s=saved.copy_s, write_s=saved.write_s)
             asyncio.get_running_loop().run_in_executor(None, self._checkpoints.prune)
 
     def _on_prepared(self, losses: int, seconds: float, error: str | None) -> None:

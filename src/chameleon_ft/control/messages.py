@@ -181,6 +181,10 @@ class CheckpointSaved(MessagePart):
     """In which the state was taken; what was taken before everyone went back to a checkpoint is given up."""
     step: int
     layers: tuple[int, ...]
+    copy_s: float = 0.0
+    """Seconds that the rank's training stood still while the layers were copied."""
+    write_s: float = 0.0
+    """Seconds in which the copy was written to disk, beside training."""
     error: str | None = None
 
 

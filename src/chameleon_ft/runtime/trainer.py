@@ -90,7 +90,7 @@ class Trainer:
         )
         self._writer = CheckpointWriter(
             context.run.checkpoints,
-            saved=self._saved,
+            saved=client.send,
             before_write=lambda step: faults.at("checkpoint", step),
         )
 
@@ -350,16 +350,14 @@ class Trainer:
         if self._writer.is_busy:
             # Copies of the model must not pile up when the disk is slower than training.
             error = "left out, for the one before it is still being written; raise checkpoint.every"
-            self._saved(generation, step, (), error)
+            self._client.send(CheckpointSaved(generation=generation, step=step, layers=(), error=error))
         else:
             self._submit_checkpoint(generation, committer)
-
-    def _saved(self, generation: int, step: int, layers: tuple[int, ...], error: str | None) -> None:
-        self._client.send(CheckpointSaved(generation=generation, step=step, layers=layers, error=error))
 
     def _submit_checkpoint(self, generation: int, committer: Committer) -> None:
         """Snapshot this worker's share of the layers it holds, and have them written in the background."""
         assert self._held is not None
+        start = time.perf_counter()
         with self._activity.waiting("copying layers"):
             layers = {
                 layer: self._held.snapshot(layer)
@@ -367,7 +365,7 @@ class Trainer:
                 for layer in segment.layers
                 if not segment.tied and segment.holders[layer % len(segment.holders)] == self._context.worker
             }
-        self._writer.submit(generation, committer.committed, layers)
+        self._writer.submit(generation, committer.committed, layers, copy_s=time.perf_counter() - start)
 
     def _finish(self, order: Run, segments: tuple[Segment, ...], committer: Committer) -> None:
         self._submit_checkpoint(order.generation, committer)
