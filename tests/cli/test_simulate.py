@@ -161,7 +161,9 @@ def test_a_measured_profile_takes_the_place_of_model_and_device(
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_the_picture_names_every_policy(capsys: pytest.CaptureFixture[str], folder: Path, kind: str) -> None:
     pytest.importorskip("matplotlib")
-    simulate(capsys, *CASE, "--policies", "chameleon,restart,oracle", "--picture", f"a.{kind}")
+    files = ("--picture", f"a.{kind}", "--save-trace", "kept.jsonl")
+    printed = simulate(capsys, *CASE, "--policies", "chameleon,restart,oracle", *files)
+    assert printed.endswith(f"picture written to a.{kind}\ntrace written to kept.jsonl\n")
     assert (folder / f"a.{kind}").stat().st_size > 1000
     if kind == "svg":
         ElementTree.parse(folder / "a.svg")
@@ -173,6 +175,7 @@ def test_a_sweep_says_who_is_first_where(capsys: pytest.CaptureFixture[str], fol
     pytest.importorskip("matplotlib")
     case = (*CASE, "--policies", "chameleon,reroute,repartition,restart,oracle", "--sweep", "rate=10,1,0.1")
     printed = simulate(capsys, *case, "--picture", "a.svg")
+    assert printed.endswith("picture written to a.svg\n")
     found = simulated(capsys, *case)
     assert found["sweep"] == "rate"
     assert [point["value"] for point in found["points"]] == [0.1, 1, 10]
