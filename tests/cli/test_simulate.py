@@ -225,7 +225,7 @@ def test_a_checkpoint_of_a_run_costs_what_it_took_and_the_source_is_named(
     for run, assumed, expected_s, words in (
         ("new", (), 0.5, "a checkpoint stops training for 500 ms, the median of 3 in the run"),
         ("new", ("--assume", "checkpoint_write_s=2"), 2.0, "a checkpoint stops training for 2.000 s, as was said"),
-        ("old", (), 1.0, "a checkpoint stops training for 1.000 s: assumed, for the run has not timed one;"),
+        ("old", (), 1.0, "a checkpoint stops training for 1.000 s: assumed, for the run timed none;"),
     ):
         arguments = ("--run", run, "--policies", "drop-replica", *assumed)
         assert simulated(capsys, *arguments)["checkpoint_write_s"] == expected_s

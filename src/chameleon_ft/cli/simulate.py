@@ -234,7 +234,7 @@ def _checkpoints_in_words(found: RunCase, parameters: Parameters) -> str:
         return f"a checkpoint {stops}, as was said"
     if found.timed_checkpoints:
         return f"a checkpoint {stops}, the median of {found.timed_checkpoints:,} in the run"
-    return f"a checkpoint {stops}: assumed, for the run has not timed one; --assume checkpoint_write_s=SECONDS changes it"
+    return f"a checkpoint {stops}: assumed, for the run timed none; --assume checkpoint_write_s=SECONDS changes it"
 
 
 def _drawn(given: SimulateArguments, parameters: Parameters) -> _Case:
