@@ -18,6 +18,7 @@ from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.sync import Segment
 
 __all__ = [
+    "AtDisk",
     "BoundaryMessage",
     "CheckpointSaved",
     "Committed",
@@ -186,6 +187,15 @@ class CheckpointSaved(MessagePart):
     write_s: float = 0.0
     """Seconds in which the copy was written to disk, beside training."""
     error: str | None = None
+
+
+class AtDisk(MessagePart):
+    """A rank has been reading or writing for `since_s` seconds, longer than it should take, and goes on doing so."""
+
+    type: Literal["at_disk"] = "at_disk"
+    generation: int
+    doing: str
+    since_s: float
 
 
 class Finished(MessagePart):
@@ -360,6 +370,7 @@ Message: TypeAlias = (
     | PeerFailed
     | Position
     | CheckpointSaved
+    | AtDisk
     | Finished
     | Crashed
     | Inject

@@ -35,6 +35,7 @@ from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.commit import AppliedStep, Committer
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, Membership
 from chameleon_ft.runtime.control_client import ControlClient
+from chameleon_ft.runtime.disk_waits import DiskWaits
 from chameleon_ft.runtime.executor import Executor, Pace, StepSums, channels_of
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
@@ -74,6 +75,7 @@ class Trainer:
         self._context = context
         self._client = client
         self._activity = activity
+        self._disk = DiskWaits(activity, client.send)
         self._faults = faults
         self._batches = Batches(context.job, context.config.batch, seed=context.config.seed, device=context.device)
         self._held: HeldLayers | None = None
@@ -174,7 +176,7 @@ class Trainer:
         context = self._context
         needed = self._layers_in(segments)
         self._held = self._committer = None  # what is given up must not take memory beside what replaces it
-        with self._activity.waiting("loading layers"):
+        with self._disk.waiting("loading layers", order.generation):
             fresh = () if isinstance(order.load, int) else needed
             self._held = HeldLayers(context.job, fresh, seed=context.config.seed, device=context.device)
             if isinstance(order.load, int):
@@ -369,7 +371,7 @@ class Trainer:
 
     def _finish(self, order: Run, segments: tuple[Segment, ...], committer: Committer) -> None:
         self._submit_checkpoint(order.generation, committer)
-        with self._activity.waiting("writing the last checkpoint"):
+        with self._disk.waiting("writing the last checkpoint", order.generation):
             if not self._writer.join(unless=lambda: self._client.ended >= order.generation):
                 return
         self._client.send(Finished(generation=order.generation, committed=committer.committed))
