@@ -278,7 +278,7 @@ def test_layers_that_nobody_holds_are_a_reason() -> None:
     assert decision.course is None
     assert {each.policy for each in decision.candidates} == {"reroute", "mend", "repartition"}
     assert all(each.reason == decision.candidates[0].reason for each in decision.candidates)
-    assert "no live worker holds layers 0, 1" in str(decision.candidates[0].reason)
+    assert "no live worker holds layers 0-1" in str(decision.candidates[0].reason)
     assert decide(now, "restart", rate_of(1e6, now)).chosen is not None
 
 

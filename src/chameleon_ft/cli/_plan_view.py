@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import groupby
 
 from rich import box
@@ -13,7 +12,7 @@ from chameleon_ft.cli._plan_fit import Misfit
 from chameleon_ft.cli._prediction import Prediction, Searched
 from chameleon_ft.observe.console import output
 from chameleon_ft.plan import Plan
-from chameleon_ft.quantities import data_size, duration, rate
+from chameleon_ft.quantities import data_size, duration, in_ranges, rate
 
 __all__ = ["show"]
 
@@ -52,7 +51,7 @@ def _facts(prediction: Prediction) -> Table:
     facts.add_row("bound", f"{duration(estimate.bound_s)} for the operations of this plan in any order: {above}")
     backward = "split" if prediction.plan.split_backward else "fused"
     if prediction.plan.recompute:
-        facts.add_row("", f"workers {_ranges(sorted(prediction.plan.recompute))} recompute, to save memory")
+        facts.add_row("", f"workers {in_ranges(prediction.plan.recompute)} recompute, to save memory")
     facts.add_row("", f"{duration(prediction.cluster_bound_s)} for those of any pipelines with {backward} backward")
     facts.add_row("bubble", f"{estimate.bubble:.1%} of the workers' time is idle")
     return facts
@@ -100,10 +99,10 @@ def _workers(prediction: Prediction, shape: box.Box) -> Table:
     for column in ("busy", "peak memory", "capacity"):
         table.add_column(column, justify="right")
     for (layers, *rest), workers in _alike(prediction):
-        table.add_row(_ranges(workers), layers, *rest)
+        table.add_row(in_ranges(workers), layers, *rest)
     for others, what in ((prediction.idle, "idle"), (prediction.dead, "lost")):
         if others:
-            table.add_row(_ranges(others), what, "", "", "", "")
+            table.add_row(in_ranges(others), what, "", "", "", "")
     return table
 
 
@@ -131,17 +130,6 @@ def _alike(prediction: Prediction) -> list[tuple[tuple[str, ...], list[int]]]:
 
 def _first_layer(layers: str) -> int:
     return int(layers.partition("-")[0])
-
-
-def _ranges(workers: Sequence[int]) -> str:
-    """Write 0, 1, 2, 5 as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for worker in sorted(workers):
-        if runs and runs[-1][1] == worker - 1:
-            runs[-1][1] = worker
-        else:
-            runs.append([worker, worker])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _misfit_in_words(misfit: Misfit) -> str:

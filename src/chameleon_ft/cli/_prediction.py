@@ -15,6 +15,7 @@ from chameleon_ft.errors import ConfigError, NoHolderError
 from chameleon_ft.estimate import StepEstimate, cluster_bound_s, estimate_step
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
+from chameleon_ft.quantities import in_ranges
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
 from chameleon_ft.search import FoundPlan, SearchResult, find_plan, oobleck_plan, paper_plan
@@ -109,7 +110,7 @@ class Prediction:
         profile, parallel = self.case.profile, self.case.parallel
         workers = f"{len(self.case.hosts)}" if parallel is None else f"{parallel.dp} x {parallel.pp}"
         slow = "".join(f", worker {worker} at speed {speed:g}" for worker, speed in sorted(self.case.speeds.items()))
-        lost = f", without worker{'s' if len(self.dead) > 1 else ''} {', '.join(map(str, self.dead))}"
+        lost = f", without worker{'s' if len(self.dead) > 1 else ''} {in_ranges(self.dead)}"
         return (
             f"{profile.name} on {profile.fingerprint.device} ({profile.source}), {workers} workers, "
             f"{self.case.micro_batches} micro-batches of {profile.fingerprint.micro_batch_size}"
@@ -189,7 +190,10 @@ def predict_searched(case: PlanCase, dead: tuple[int, ...], *, planner: str) -> 
     current = None if before is None else before.placement.without(dead)
     started = time.perf_counter()
     result = find_plan(
-        live, current=current, others={} if before is None else _detours(before, dead, costs, before_ceiling)
+        live,
+        current=current,
+        others={} if before is None else _detours(before, dead, costs, before_ceiling),
+        others_ceiling=before_ceiling,
     )
     all_found: tuple[FoundPlan, ...] = (result.best, *result.alternatives)
     if planner in BASELINES:

@@ -13,6 +13,7 @@ from chameleon_ft.control.words import counted, pipelines_in_words
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.quantities import in_ranges
 from chameleon_ft.recovery import STAY, FailureRate, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import plan_in_roles, plan_transfer, worker_kinds
@@ -263,7 +264,7 @@ def _from_checkpoint(
     step = situation.checkpoints[-1]
     reached = [situation.parked[worker].committed for worker in situation.plan.workers if worker in situation.parked]
     repeated = max((situation.committed, *reached)) - step
-    why = f"nobody holds layers {_ranges(lost_layers)} any more: " if lost_layers else ""
+    why = f"nobody holds layers {in_ranges(lost_layers)} any more: " if lost_layers else ""
     return Decision(
         plan=plan,
         ceiling=ceiling,
@@ -318,14 +319,3 @@ def _rerouted_in_words(before: Plan, plan: Plan, lost: Sequence[int], first_step
         f"{moved} micro-batches of worker{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} "
         f"go through worker{'s' if len(helpers) > 1 else ''} {names}; no weights move; on with step {first_step}"
     )
-
-
-def _ranges(layers: Sequence[int]) -> str:
-    """Write 0, 1, 2, 5 as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and runs[-1][1] == layer - 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -62,6 +62,7 @@ def find_plan(
     *,
     current: Placement | None = None,
     others: Mapping[str, Plan] | None = None,
+    others_ceiling: Mapping[int, InFlightLimit] | None = None,
     two_holders: bool = False,
     effort: int | None = DEFAULT_EFFORT,
 ) -> SearchResult:
@@ -75,6 +76,8 @@ def find_plan(
         costs: what is to be computed, and who is left.
         current: which layers the live workers hold now; None if nothing is held yet, so that everything has to move.
         others: plans to compare with, by name, such as a rerouted one.
+        others_ceiling: what workers can keep at most under `others`, where they are going to be run with it. By default
+            as much as there is memory for, and where that does not hold it, what `default_limits` says.
         two_holders: only plans in which every layer has at least two holders, so that the loss of any one worker can
             be survived; if there are none that fit, any plans. Bounds are those of all plans.
         effort: operations to schedule, about, before the search settles for what it has; None for no end. Bounds come
@@ -87,13 +90,13 @@ def find_plan(
     """
     if not costs.cluster.workers:
         raise PlanError("no worker is left to plan for; start at least one")
-    handed_in, too_large = _weighed(others or {}, costs, current)
+    handed_in, too_large = _weighed(others or {}, costs, current, others_ceiling)
     search = _Search(costs, current, effort, two_holders=two_holders)
     found = sorted([*search.plans(), *handed_in], key=lambda each: (each.step_s, each.moved_bytes))
     if two_holders:
         found = [each for each in found if _has_two_holders(each.plan)]
         if not found:
-            return find_plan(costs, current=current, others=others, effort=effort)
+            return find_plan(costs, current=current, others=others, others_ceiling=others_ceiling, effort=effort)
     if not found:
         raise why_infeasible(CostModel(costs.workload, grouped(costs.cluster)))
     return SearchResult(
@@ -348,14 +351,19 @@ def _bound_of_equals_s(costs: CostModel) -> float:
 
 
 def _weighed(
-    others: Mapping[str, Plan], costs: CostModel, current: Placement | None
+    others: Mapping[str, Plan],
+    costs: CostModel,
+    current: Placement | None,
+    given: Mapping[int, InFlightLimit] | None,
 ) -> tuple[list[FoundPlan], dict[str, int]]:
-    """The plans handed in, and the bytes that are missing where one does not fit even with the fewest in flight."""
+    """The plans handed in, and the bytes that are missing where one does not fit even with the fewest in flight.
+
+    Or with those of the `given` ceiling.
+    """
     found: list[FoundPlan] = []
     too_large: dict[str, int] = {}
     for name, plan in others.items():
-        ceilings: tuple[Mapping[int, InFlightLimit] | None, ...] = (None, default_limits(plan))
-        for ceiling in ceilings:
+        for ceiling in (None, default_limits(plan)) if given is None else (_of_workers(given, plan.workers),):
             estimate = estimate_parts(plan, best_parts(plan, costs, ceiling=ceiling), costs)
             missing = estimate.over_capacity(costs)
             if not missing:
@@ -374,6 +382,10 @@ def _weighed(
                 break
             too_large[name] = max(missing.values())
     return found, {name: missing for name, missing in too_large.items() if name not in {each.name for each in found}}
+
+
+def _of_workers(ceiling: Mapping[int, InFlightLimit], workers: Iterable[int]) -> dict[int, InFlightLimit]:
+    return {worker: ceiling[worker] for worker in workers if worker in ceiling}
 
 
 def _has_two_holders(plan: Plan) -> bool:
