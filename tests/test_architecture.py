@@ -219,6 +219,7 @@ SURFACE = {
         "find_plan",
         "oobleck_plan",
         "paper_plan",
+        "pareto_front",
         "recut_plan",
         "reroute",
     ],

@@ -25,7 +25,7 @@ def show(prediction: Prediction) -> None:
     console.print(_workers(prediction, shape))
     if prediction.searched is not None:
         console.print(_proof(prediction.searched), soft_wrap=True)
-        console.print(_found(prediction.searched, shape, moves=prediction.before is not None))
+        console.print(_found(prediction.searched, shape, moves=prediction.before is not None, hosts=prediction.hosts))
     if prediction.misfit is not None:
         console.print(_misfit_in_words(prediction.misfit), style="red", soft_wrap=True)
 
@@ -66,13 +66,15 @@ def _proof(searched: Searched) -> str:
     )
 
 
-def _found(searched: Searched, shape: box.Box, *, moves: bool) -> Table:
+def _found(searched: Searched, shape: box.Box, *, moves: bool, hosts: int) -> Table:
     """What the search has found, the best first; what each moves only if a plan is in force that it is moved from."""
     table = Table(box=shape)
     table.add_column("found")
     table.add_column("backward")
     for column in ("step", "pipelines of stages", *(("to move",) if moves else ()), "peak memory"):
         table.add_column(column, justify="right")
+    if hosts > 1:
+        table.add_column("loss of a host")
     for candidate in searched.candidates:
         found = candidate.found
         depths = Counter(len(hops) for hops in {route.hops for route in found.plan.routes})
@@ -83,6 +85,7 @@ def _found(searched: Searched, shape: box.Box, *, moves: bool) -> Table:
             ", ".join(f"{count} of {depth}" for depth, count in sorted(depths.items())),
             *((data_size(found.moved_bytes),) if moves else ()),
             data_size(candidate.peak_bytes),
+            *((f"fatal: {found.last_hosts} of {hosts}" if found.last_hosts else "survived",) if hosts > 1 else ()),
         )
     return table
 

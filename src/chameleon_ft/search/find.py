@@ -33,6 +33,7 @@ from chameleon_ft.search._placed import (
 )
 from chameleon_ft.search._sync import about, largest_host, least_sync, numbers_of_pipelines
 from chameleon_ft.search._timed import TimedPipeline, Timer
+from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.infeasible import why_infeasible
 from chameleon_ft.search.recut import recut
 from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult
@@ -105,7 +106,7 @@ def find_plan(
         family=search.family,
         complete=search.complete,
         mixes=search.mixes,
-        alternatives=tuple(_front(found)[1:]),
+        alternatives=tuple(pareto_front(found, lambda each: (each.step_s, each.moved_bytes, each.last_hosts))[1:]),
         too_large=FrozenMap(too_large),
     )
 
@@ -396,12 +397,3 @@ def _has_two_holders(plan: Plan) -> bool:
 def _links_are_equal(cluster: Cluster) -> bool:
     hosts = len(set(cluster.hosts.values()))
     return cluster.intra_host == cluster.inter_host or hosts in (1, len(cluster.workers))
-
-
-def _front(plans: Sequence[FoundPlan]) -> list[FoundPlan]:
-    """Those that no other beats in step time, bytes to move and hosts that must not fail, the fastest first."""
-    front: list[FoundPlan] = []
-    for each in sorted(plans, key=lambda each: (each.step_s, each.moved_bytes, each.last_hosts)):
-        if all(each.moved_bytes < other.moved_bytes or each.last_hosts < other.last_hosts for other in front):
-            front.append(each)
-    return front
