@@ -75,4 +75,4 @@ def test_a_run_without_records_says_how_to_get_some(tmp_path: Path, capsys: pyte
         capsys.readouterr().err
     )
     assert main(["report", str(tmp_path / "nothing")]) == 2
-    assert "is not a run directory" in capsys.readouterr().err
+    assert "there is no such directory" in capsys.readouterr().err

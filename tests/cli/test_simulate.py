@@ -238,7 +238,7 @@ def test_what_a_run_says_is_not_said_twice(capsys: pytest.CaptureFixture[str], f
         error = simulate(capsys, "--run", "run", *flag, code=2)
         assert f"leave out one of --run and {flag[0]}" in error
     assert "give --workers, or the --run" in simulate(capsys, *COMMON, "--trace", "day.jsonl", code=2)
-    assert "is not a run directory" in simulate(capsys, "--run", "none", code=2)
+    assert "there is no such directory" in simulate(capsys, "--run", "none", code=2)
 
 
 def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
@@ -259,8 +259,8 @@ def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFix
         (("--model", "shape.json", "--device", "b100", *CASE[4:]), "h100-80g"),
         ((*COMMON, "--workers", "16"), "give a --trace, or --generate bursts|poisson|weibull|spot"),
         ((*CASE, "--generate", "bursts"), "leave one of them out"),
-        ((*COMMON, "--workers", "15", "--trace", "day.jsonl"), "should be a multiple of the 4 workers of a host"),
-        ((*COMMON, "--workers", "0", "--trace", "day.jsonl"), "should be a multiple of the 4 workers of a host"),
+        ((*COMMON, "--workers", "15", "--trace", "day.jsonl"), "should be 1 or more times the 4 workers of a host"),
+        ((*COMMON, "--workers", "0", "--trace", "day.jsonl"), "should be 1 or more times the 4 workers of a host"),
         ((*CASE, "--workers-per-host", "0"), "should be 1 or more"),
         ((*COMMON, "--workers", "32", "--trace", "day.jsonl"), "not of 8: take at most 4, or generate a larger one"),
         ((*COMMON, "--workers", "16", "--trace", "none.jsonl"), "none.jsonl: cannot be read"),
@@ -272,7 +272,7 @@ def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFix
         ((*CASE, "--policies", "restart,restart"), "names restart twice"),
         ((*CASE, "--rate", "0"), "--rate 0: should be a number above 0"),
         ((*CASE, "--days", "-1"), "--days -1: should be a number above 0"),
-        ((*CASE, "--micro-batches", "0"), "micro_batches must be at least 1"),
+        ((*CASE, "--micro-batches", "0"), "--micro-batches 0: should be 1 or more"),
         ((*CASE, "--assume", "restart=1"), "with a name of detect_s"),
         ((*CASE, "--assume", "restart_s=soon"), "should be NAME=NUMBER"),
         ((*CASE, "--assume", "exact_up_to=1.5"), "should be NAME=NUMBER"),

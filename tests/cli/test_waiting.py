@@ -29,7 +29,7 @@ def test_only_a_terminal_is_told_what_is_waited_for(
 def test_compiling_is_told_where_it_takes_long(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_kernels(lambda: None)
+    compile_kernels(lambda: None, long_s=3600.0)
     assert capsys.readouterr() == ("", "")
     told = threading.Event()
     said: list[object] = []
@@ -39,5 +39,9 @@ def test_compiling_is_told_where_it_takes_long(
         told.set()
 
     monkeypatch.setattr("builtins.print", say)
-    compile_kernels(lambda: told.wait() and None, long_s=0.0)
+
+    def compile_until_it_is_told() -> None:
+        told.wait()
+
+    compile_kernels(compile_until_it_is_told, long_s=0.0)
     assert said == [COMPILING]

@@ -249,7 +249,7 @@ def _scene(given: SimulateArguments) -> Scene:
     hosts = hosts_of(workers, per_host)
     if workers < 1 or workers % per_host:
         raise ConfigError(
-            f"--workers {workers}: should be a multiple of the {per_host} workers of a host; "
+            f"--workers {workers}: should be 1 or more times the {per_host} workers of a host; "
             "change one of --workers and --workers-per-host"
         )
     profile = profile_of(given.preset, given.profile, missing=_NOTHING)
@@ -264,6 +264,8 @@ def _scene(given: SimulateArguments) -> Scene:
     )
     trace = trace_of(chosen, hosts=workers // per_host, workers_per_host=per_host)
     micro_batches = _PER_WORKER * workers if given.micro_batches is None else given.micro_batches
+    if micro_batches < 1:
+        raise ConfigError(f"--micro-batches {micro_batches}: should be 1 or more")
     return Scene(trace, profile.workload(micro_batches), profile.cluster(hosts))
 
 
