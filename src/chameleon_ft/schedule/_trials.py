@@ -35,17 +35,17 @@ class _Trial(NamedTuple):
 # become short (as ZB-H2's: Qi et al., Zero Bubble Pipeline Parallelism, 2023).
 _PLAIN_SPLIT: Final = (
     _Trial(True, 0.75),
-    _Trial(True, 0.1, 0.5, 1.0),
-    _Trial(True, 0.1, 1.0, 1.0),
-    _Trial(True, 0.4, 0.25, 1.0),
+    _Trial(True, 0.25, 0.4, 0.5),
+    _Trial(True, 0.0, 0.6, 0.75),
+    _Trial(True, 0.1, 0.75, 0.75),
+    _Trial(True, 0.4, 0.25, 0.25),
+    _Trial(True, 0.0, 0.5, 0.75),
+    _Trial(False, 0.0, 1.0, 1.0),
+    _Trial(True, 0.1, 0.5, 0.5),
     _Trial(True, 0.4),
-    _Trial(False, 0.25, 0.5, 1.0),
-    _Trial(True, 0.1, 0.25, 1.0),
-    _Trial(False, 0.0, 0.75, 0.75),
-    _Trial(True, 0.0, 0.5, 0.5),
-    _Trial(True, 0.25, 0.0, 1.0),
-    _Trial(True, 0.0, 0.25, 0.25),
-    _Trial(False, 0.4, 0.0, 1.0),
+    _Trial(True, 0.0, 0.25, 1.0),
+    _Trial(True, 0.25, 0.6, 0.75),
+    _Trial(True, 0.0, 0.4, 1.0),
 )
 _PLAIN_FUSED: Final = (
     _Trial(True, 0.0),

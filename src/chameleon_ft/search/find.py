@@ -53,6 +53,8 @@ _MANY: Final = 5
 _NEAR: Final = 0.002
 # Searches are begun with those that promise most by this many times what workers take that are never idle.
 _SOON: Final = 1.02
+# Plans that take longer than the least bounds of equal pipelines by this much are not thought of in bounds at first.
+_LIKELY: Final = 1.06
 
 
 def find_plan(
@@ -114,6 +116,16 @@ class _Placed:
     step_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Depth:
+    """Pipelines of a depth, seconds that they take if all are equal, and what they are made with."""
+
+    depth: int
+    time_s: float
+    sync: SyncCost
+    timer: Timer
+
+
 class _Search:
     """Pipelines with split and with fused backward, in any number.
 
@@ -134,14 +146,15 @@ class _Search:
         self._effort = effort
         self._with_sync = has_gradients(costs) and len(cluster.workers) > 1
         self.family = BoundFamily.PIPELINES
+        # Bounds are those of plans that take no longer than this, which is made to be above them.
+        self._likely_s = math.inf
         self.bound_s = math.inf
         self.mixes = 0
         self.complete = not self._with_sync and _links_are_equal(cluster)
 
     def plans(self) -> list[FoundPlan]:
         """The fastest plans that were found, on the front of step time and bytes to move."""
-        searches = [search for split in (True, False) for search in self._searches(split)]
-        searches = self._bounded(searches)
+        searches = self._bounded_searches()
         tried = searches
         if self._two_holders and len(self._crew.kinds) == 1:
             tried = [search for search in searches if search.numbers != _ALONE]
@@ -158,19 +171,29 @@ class _Search:
             *self._recut(timers.values()),
         ]
 
-    def _searches(self, split_backward: bool) -> list[MixSearch]:
-        timer = Timer(self._costs, self._crew, split_backward=split_backward)
+    def _bounded_searches(self) -> list[MixSearch]:
+        """All searches, those of least bound first."""
+        timers = [Timer(self._costs, self._crew, split_backward=split) for split in (True, False)]
+        if self._with_sync:
+            self._likely_s = _LIKELY * min((each.time_s for each in self._by_depth(timers)), default=math.inf)
+        while True:
+            searches = self._bounded([search for timer in timers for search in self._searches(timer)])
+            if not self._likely_s < self.bound_s < math.inf:
+                return searches
+            self._likely_s, self.bound_s = _LIKELY * self.bound_s, math.inf
+
+    def _searches(self, timer: Timer) -> list[MixSearch]:
         if not self._with_sync:
             return [self._mix_search(timer, SyncCost())]
         cluster = self._costs.cluster
         alone = self._mix_search(timer, SyncCost(), numbers=_ALONE)
         if len(self._crew.kinds) > 1:
-            return [alone, self._mix_search(timer, least_sync(cluster, 2))]
+            return [alone, self._mix_search(timer, least_sync(self._costs, 2, self._likely_s))]
         most = min(len(cluster.workers), self._costs.workload.micro_batches)
         return [
             alone,
             *(
-                self._mix_search(timer, least_sync(cluster, about(first, cluster)), numbers=(first, last))
+                self._mix_search(timer, least_sync(self._costs, about(first, cluster), self._likely_s), numbers=(first, last))
                 for first, last in numbers_of_pipelines(most)
             ),
         ]
@@ -222,8 +245,7 @@ class _Search:
             fast = {worker for members in self._crew.members[:number] for worker in members}
             part = cluster.without([worker.id for worker in cluster.workers if worker.id not in fast])
             search = _Search(CostModel(self._costs.workload, part), None, self._effort, two_holders=self._two_holders)
-            searches = [each for split in (True, False) for each in search._searches(split)]
-            found += search._run(search._bounded(searches))
+            found += search._run(search._bounded_searches())
         return found
 
     def _is_cheap(self, search: MixSearch) -> bool:
@@ -237,33 +259,42 @@ class _Search:
         The depths are those at which equal pipelines would have the least bounds, among those that a look at does not
         cost too much.
         """
-        cluster, micro_batches = self._costs.cluster, self._costs.workload.micro_batches
-        workers = len(cluster.workers)
-        promised: list[tuple[float, int, bool, SyncCost, Timer]] = []
-        for timer in {id(timer): timer for timer in timers}.values():
-            for depth in range(1, min(workers, timer.pipelines.num_layers) + 1):
-                share = micro_batches * depth / workers
-                if self._two_holders and workers // depth < 2:
-                    break
-                if workers // depth <= micro_batches and not is_dear(depth, share, self._effort):
-                    sync = least_sync(cluster, about(max(1, workers // depth), cluster))
-                    time_s = timer.mean_bound_s(depth, share, sync)
-                    if time_s < math.inf:
-                        promised.append((time_s, depth, timer.split_backward, sync, timer))
-        promised.sort(key=lambda each: each[:3])
+        workers, micro_batches = len(self._costs.cluster.workers), self._costs.workload.micro_batches
+        timers = list({id(timer): timer for timer in timers}.values())
+        promised = [
+            each
+            for each in self._by_depth(timers)
+            if not is_dear(each.depth, micro_batches * each.depth / workers, self._effort)
+            and not (self._two_holders and workers // each.depth < 2)
+        ]
+        promised.sort(key=lambda each: (each.time_s, each.depth, each.timer.split_backward))
         few = [
             MixSearch(
                 self._costs,
                 self._crew,
-                timer,
-                sync=sync,
+                each.timer,
+                sync=each.sync,
                 effort=(self._effort or 0) // _RUN,
-                numbers=(max(1, workers // depth), min(-(-workers // depth), micro_batches)),
+                numbers=(max(1, workers // each.depth), min(-(-workers // each.depth), micro_batches)),
             )
-            for _, depth, _, sync, timer in promised[:_RUN]
+            for each in promised[:_RUN]
         ]
         # Where all are dear, there is nothing for it.
-        return few or [self._mix_search(timer, SyncCost()) for timer in {id(timer): timer for timer in timers}.values()]
+        return few or [self._mix_search(timer, SyncCost()) for timer in timers]
+
+    def _by_depth(self, timers: Sequence[Timer]) -> list[_Depth]:
+        """What equal pipelines of each depth would take at the least, of those depths that leave nobody without one."""
+        cluster, micro_batches = self._costs.cluster, self._costs.workload.micro_batches
+        workers = len(cluster.workers)
+        found: list[_Depth] = []
+        for timer in timers:
+            for depth in range(1, min(workers, timer.pipelines.num_layers) + 1):
+                if workers // depth <= micro_batches:
+                    sync = least_sync(self._costs, about(workers // depth, cluster), self._likely_s)
+                    time_s = timer.mean_bound_s(depth, micro_batches * depth / workers, sync)
+                    if time_s < math.inf:
+                        found.append(_Depth(depth, time_s, sync, timer))
+        return found
 
     def _placed(self, mix: TimedMix, timer: Timer) -> _Placed:
         """On workers that are chosen by what sync takes: how long the pipelines take does not depend on it much."""
@@ -317,7 +348,7 @@ def _bound_of_equals_s(costs: CostModel) -> float:
     workers = tuple(replace(worker, speed=speed, memory_bytes=None) for worker in costs.cluster.workers)
     cluster = Cluster(workers, costs.cluster.intra_host, costs.cluster.inter_host)
     equals = _Search(CostModel(costs.workload, cluster), None, 0)
-    equals._bounded([search for split in (True, False) for search in equals._searches(split)])
+    equals._bounded_searches()
     return max(equals.bound_s, total_work_bound_s(costs))
 
 
