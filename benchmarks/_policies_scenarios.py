@@ -60,8 +60,11 @@ class Scenario:
         return _BACK_AFTER * duration_s
 
     def worker_mtbf_s(self, *, workers: int, duration_s: float) -> float | None:
-        """The truth for runs to know: seconds between two losses of one worker; None for as many as are usual."""
-        return None if self.fixed else duration_s * workers / (self.events * self.burst)
+        """The truth for runs to know: seconds between two failures of one worker; None for as many as are usual.
+
+        Workers of a host that are lost together are one failure.
+        """
+        return None if self.fixed else duration_s * workers / self.events
 
 
 def _matrix() -> list[Scenario]:

@@ -94,6 +94,7 @@ def _simulated(interval: str, seed: int, *, returns: bool) -> Found:
     parameters = Parameters(
         worker_mtbf_s=_WORKERS * interval_s,
         prior_failures=10.0,
+        host_share=0.0,
         restart_s=0.0,
         checkpoint_interval_s=60.0,
         checkpoint_write_s=0.0,

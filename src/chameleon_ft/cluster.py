@@ -91,6 +91,11 @@ class Cluster:
             by_id[worker.id] = worker
         object.__setattr__(self, "_by_id", by_id)
 
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of each worker."""
+        return {worker.id: worker.host for worker in self.workers}
+
     def worker(self, worker_id: int) -> Worker:
         """The worker with this id; raises ConfigError when there is none."""
         try:

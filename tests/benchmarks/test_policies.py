@@ -92,8 +92,8 @@ def test_hosts_hold_pipelines_or_stages() -> None:
     assert [order[stage::PP] for stage in range(PP)] == [list(range(8 * stage, 8 * stage + 8)) for stage in range(PP)]
 
 
-def test_the_truth_counts_the_losses_of_one_worker() -> None:
-    assert SCENARIOS["medium-bursts"].worker_mtbf_s(workers=30, duration_s=100.0) == 100 * 30 / 6
+def test_the_truth_counts_workers_that_are_lost_together_once() -> None:
+    assert SCENARIOS["medium-bursts"].worker_mtbf_s(workers=30, duration_s=100.0) == 100 * 30 / 2
     assert SCENARIOS["one-loss-1"].worker_mtbf_s(workers=30, duration_s=100.0) is None
 
 

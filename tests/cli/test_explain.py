@@ -22,7 +22,7 @@ Decision 1 of 1: in step 40, 2026-01-01 12:00:00 UTC
 lost       worker 5: SIGKILL; its supervisor saw the process end
 in force   4 pipelines of 2 stages; 7 workers are left
 expected   the next failure in 16.7 min = (3.8 h + 240.0 s) / (7 workers x (1 + 1 failure)), the prior first, then what
-           was seen
+           was seen; 25% of failures take a whole host
 stall      0.500 s = repeat 0.250 + detect 0.125 + stop 0.025 + decide 0.050 + regroup 0.050; transfers on top
 corrected  operations x 3.50, worker 3 at 0.50 of the speed of others
 weighed in 20 ms
@@ -180,10 +180,34 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.Capt
             "more samples than b: its stall is 999.0 s shorter, which the steps of b, 50.0% shorter, make up "
             "for only 33.3 min after the loss; the next failure is expected in 16.7 min",
         ),
+        (
+            [weighed("a", 0.5, 0.5, 0), weighed("b", 0.4, 0.5, 0, last_hosts=2, last_holders=1)],
+            "a",
+            "b would train 25.0% more samples, but for 2 hosts with all holders of a layer and 1 worker with the only "
+            "copy of one: there is no checkpoint",
+        ),
+        (
+            [weighed("a", 0.5, 0.5, 0), weighed("b", 0.4, 0.5, 0)],
+            "a",
+            "b would train 25.0% more samples by what is known now, but it had been decided before",
+        ),
     ],
 )
 def test_why_one_was_better_than_the_second(candidates: list[dict[str, Any]], chosen: str | None, words: str) -> None:
     assert why(DecisionEvent.model_validate(decided(2, 5, chosen=chosen, candidates=candidates))) == words
+
+
+def test_who_must_not_be_lost_is_said_where_candidates_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = told(capsys, write(tmp_path / "all", decided(2, 5, candidates=_ON_HOSTS), planned(2, "a"), came(2)))
+    assert "4 hosts with all holders of a layer" in story
+    same = [{**each, "last_hosts": 1} for each in _ON_HOSTS]
+    story = told(capsys, write(tmp_path / "one", decided(2, 5, candidates=same), planned(2, "a"), came(2)))
+    assert "all holders" not in story
+
+
+_ON_HOSTS = [weighed("repartition", 0.4, 0.5, 0), weighed("reroute", 0.5, 0.5, 0, last_hosts=4)]
 
 
 @pytest.mark.multiprocess

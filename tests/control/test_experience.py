@@ -21,11 +21,29 @@ def test_before_anything_has_failed_the_prior_holds() -> None:
 def test_failures_and_the_time_of_all_workers_count() -> None:
     experience = Experience(Recovery(worker_mtbf_hours=10.0, prior_weight=2.0))
     experience.live(4, 100.0)
-    experience.failed(3, 600.0)
+    experience.failed("a", ["a", "b", "b"], 600.0)
     experience.live(3, 610.0)
-    experience.failed(2, 1610.0)
+    experience.failed("a", ["b", "b"], 1610.0)
     rate = experience.rate
-    assert (rate.failures, rate.worker_s) == (2, 4 * 500.0 + 3 * 1010.0)
+    assert (rate.failures, rate.host_failures, rate.worker_s) == (2, 0, 4 * 500.0 + 3 * 1010.0)
+
+
+def test_workers_that_are_lost_with_their_host_are_one_failure() -> None:
+    experience = Experience(Recovery(prior_weight=1.0, host_share=0.5))
+    experience.live(6, 0.0)
+    # Half of a host; the other half, long after; another host in whole.
+    experience.failed("a", ["a", "a", "b", "b", "b"], 10.0)
+    experience.failed("a", ["a", "b", "b", "b"], 11.0)
+    assert (experience.rate.failures, experience.rate.host_failures) == (1, 0)
+    experience.failed("a", ["b", "b", "b"], 100.0)
+    assert (experience.rate.failures, experience.rate.host_failures) == (2, 0)
+    for number, left in enumerate((["b", "b"], ["b"], []), start=1):
+        experience.failed("b", left, 200.0 + number)
+    assert (experience.rate.failures, experience.rate.host_failures) == (3, 1)
+    assert experience.rate.host_share == 1.5 / 4
+    # Who comes back there at once and is lost again has failed again.
+    experience.failed("b", [], 205.5)
+    assert (experience.rate.failures, experience.rate.host_failures) == (4, 1)
 
 
 def test_the_phases_of_the_next_stall_are_the_medians_of_those_that_were() -> None:

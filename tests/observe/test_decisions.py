@@ -17,7 +17,13 @@ def started() -> dict[str, Any]:
 
 
 def weighed(
-    policy: str, step_s: float | None, stall_s: float | None, num_bytes: int | None, *, reason: str | None = None
+    policy: str,
+    step_s: float | None,
+    stall_s: float | None,
+    num_bytes: int | None,
+    *,
+    reason: str | None = None,
+    **more: int,
 ) -> dict[str, Any]:
     """A candidate of batches of 100 samples, with the next failure after 1000 s."""
     samples = 0.0 if reason or step_s is None or stall_s is None else 100 * (1000.0 - stall_s) / step_s
@@ -30,6 +36,7 @@ def weighed(
         "samples": samples,
         "feasible": reason is None,
         "reason": reason,
+        "last_holders": 0, "last_hosts": 0, **more,
     }
 
 
@@ -50,7 +57,13 @@ def decided(
         "lost": list(lost),
         "live": 7,
         "plan": "4 pipelines of 2 stages",
-        "rate": {"failures": 1, "worker_s": 240.0, "prior_failures": 1.0, "worker_mtbf_s": 13_760.0},
+        "rate": {
+            "failures": 1,
+            "worker_s": 240.0,
+            "prior_failures": 1.0,
+            "worker_mtbf_s": 13_760.0,
+            "host_share": 0.25,
+        },
         "stall": {
             "repeat_s": 0.25,
             "detect_s": 0.125,

@@ -71,6 +71,15 @@ def test_a_layer_without_a_holder_is_named() -> None:
 
 
 @given(placements(several_ranges=True), st.data())
+def test_who_is_indispensable_leaves_a_layer_to_nobody(placement: Placement, data: st.DataObject) -> None:
+    groups = {worker: data.draw(st.sampled_from("abc")) for worker in placement.workers}
+    for group in "abc":
+        left = placement.without([worker for worker in placement.workers if groups[worker] == group])
+        takes_a_layer = set(left.unheld_layers) > set(placement.unheld_layers)
+        assert (group in placement.indispensable(groups)) == takes_a_layer
+
+
+@given(placements(several_ranges=True), st.data())
 def test_without_takes_workers_out_of_every_layer(placement: Placement, data: st.DataObject) -> None:
     gone = set(data.draw(st.lists(st.sampled_from(placement.workers))))
 

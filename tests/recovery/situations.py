@@ -76,9 +76,9 @@ def after(before: Situation, *lost: int) -> Situation:
     return replace(before, costs=CostModel(costs.workload, costs.cluster.without(lost)))
 
 
-def rate_of(horizon_s: float, now: Situation) -> FailureRate:
-    """The rate with which the next failure is expected in so many seconds."""
-    return FailureRate(worker_mtbf_s=horizon_s * len(now.live), prior_failures=1.0)
+def rate_of(horizon_s: float, now: Situation, *, host_share: float = 0.0) -> FailureRate:
+    """The rate with which the next failure is expected in so many seconds; that share of them takes a host."""
+    return FailureRate(worker_mtbf_s=horizon_s * len(now.live), prior_failures=1.0, prior_host_share=host_share)
 
 
 def arrived(before: Placement, messages: tuple[Message, ...]) -> dict[int, list[int]]:

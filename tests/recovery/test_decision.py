@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.control.transition import placement_of
 from chameleon_ft.errors import ConfigError, NoHolderError, PlanError
 from chameleon_ft.estimate import estimate_step, state_bytes
@@ -17,28 +18,38 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipe
 from chameleon_ft.recovery import POLICIES, STAY, Candidate, Decision, FailureRate, Proposal, Situation, decide
 from chameleon_ft.recovery._course import weighed
 from chameleon_ft.recovery.decision import best_of
-from chameleon_ft.schedule import InFlightLimit, check_program
+from chameleon_ft.schedule import CostModel, InFlightLimit, check_program
 from tests.recovery.situations import after, arrived, layer, rate_of, situation, situations
 
 horizons_s = st.sampled_from([1.0, 6.0, 30.0, 1e4])
 
 
 @settings(max_examples=60, deadline=None)
-@given(now=situations(), policy=st.sampled_from(sorted(POLICIES)), horizon_s=horizons_s)
-def test_what_is_chosen_is_best_and_can_be_run(now: Situation, policy: str, horizon_s: float) -> None:
-    decision = decide(now, policy, rate_of(horizon_s, now))
+@given(
+    now=situations(),
+    policy=st.sampled_from(sorted(POLICIES)),
+    horizon_s=horizons_s,
+    host_share=st.sampled_from([0.0, 0.25, 1.0]),
+)
+def test_what_is_chosen_is_best_and_can_be_run(
+    now: Situation, policy: str, horizon_s: float, host_share: float
+) -> None:
+    decision = decide(now, policy, rate_of(horizon_s, now, host_share=host_share))
 
     assert decision.horizon_s == pytest.approx(horizon_s)
     names = [each.policy for each in decision.candidates]
     assert names
     assert len(set(names)) == len(names)
     samples = now.costs.workload.samples
+    hosts = len({worker.host for worker in now.costs.cluster.workers})
+    host_share = host_share if hosts > 1 else 0.0
     for each in decision.candidates:
         assert each.feasible == (each.reason is None)
         if each.feasible:
             assert each.stall_s is not None
             assert each.step_s is not None
-            return_s = now.restart_s * each.last_holders / len(now.live)
+            of_workers, of_hosts = each.last_holders / len(now.live), each.last_hosts / hosts
+            return_s = now.restart_s * ((1 - host_share) * of_workers + host_share * of_hosts)
             trained = samples * max(0.0, decision.horizon_s - each.stall_s - return_s) / each.step_s
             assert each.samples == pytest.approx(trained, rel=1e-12)
         else:
@@ -120,7 +131,8 @@ def candidate(samples: float, moved_bytes: int, *, reason: str | None = None) ->
     ],
 )
 def test_of_equals_that_which_moves_least_and_then_the_first(candidates: list[Candidate], best: int | None) -> None:
-    assert best_of(candidates) == best
+    now = situation(dp=2, pp=1)
+    assert best_of(candidates, now, rate_of(1.0, now)) == best
 
 
 def chosen(now: Situation, horizon_s: float) -> str | None:
@@ -144,12 +156,43 @@ def test_without_a_checkpoint_no_worker_becomes_the_last_holder_of_a_layer_if_th
     assert alone.chosen.last_holders == 5
     safe = decide(replace(now, has_checkpoints=False), "chameleon", rate)
     assert safe.chosen is not None
-    assert (safe.chosen.last_holders, safe.chosen.is_fatal) == (0, False)
+    assert safe.chosen.last_holders == 0
     assert safe.chosen.samples < alone.chosen.samples
     # Nothing else can be done any more: it is chosen all the same.
     last = decide(replace(after(now, 2, 3), has_checkpoints=False), "reroute", rate)
     assert last.chosen is not None
-    assert last.chosen.is_fatal
+    assert last.chosen.last_holders
+
+
+def on_hosts_by_stage(*, restart_s: float, has_checkpoints: bool = True) -> Situation:
+    """Two hosts of two workers, a stage each: gradients are reduced within hosts, and slow links between them."""
+    now = situation(dp=2, pp=2, share=8, layers=(layer(1_000),) * 4, link=Link(0.0, 1e4))
+    workers = tuple(Worker(number, f"host {number % 2}") for number in range(4))
+    assert [now.plan.placement.ranges_of(number) for number in (0, 2)] == [(LayerRange(0, 2),)] * 2
+    cluster = Cluster(workers, Link(0.0, 1e4), Link(0.0, 300.0))
+    costs = CostModel(now.costs.workload, cluster)
+    return replace(now, costs=costs, restart_s=restart_s, has_checkpoints=has_checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("host_share", "restart_s", "has_checkpoints", "last_hosts"),
+    [
+        # Hosts do not fail; they do, but to go back is short; it is long; there is nothing to go back to.
+        (0.0, 9e5, True, 2),
+        (0.5, 1.0, True, 2),
+        (0.5, 9e5, True, 0),
+        (0.5, 1.0, False, 0),
+        (0.0, 1.0, False, 2),
+    ],
+)
+def test_all_holders_of_a_layer_share_a_host_if_that_pays(
+    host_share: float, restart_s: float, has_checkpoints: bool, last_hosts: int
+) -> None:
+    now = on_hosts_by_stage(restart_s=restart_s, has_checkpoints=has_checkpoints)
+    decision = decide(now, "repartition", rate_of(1e6, now, host_share=host_share))
+    assert {each.last_hosts for each in decision.candidates if each.feasible} >= {0, 2}
+    assert decision.chosen is not None
+    assert decision.chosen.last_hosts == last_hosts
 
 
 def test_a_return_to_a_checkpoint_that_is_to_be_expected_counts() -> None:
@@ -187,7 +230,7 @@ def test_where_memory_forbids_to_re_partition_it_reroutes() -> None:
 def test_memory_counts_while_layers_move_too(memory_bytes: int, reason: str | None) -> None:
     now = situation(dp=2, pp=2, layers=(layer(100), layer(100)), memory_bytes=memory_bytes)
     exchanged = data_pipeline_plan(layer_costs=[1.0, 1.0], dp=2, pp=2, micro_batches=8, workers=(1, 0, 2, 3))
-    candidate, way = weighed(Proposal(name="exchange", plan=exchanged), now, 1e6)
+    candidate, way = weighed(Proposal(name="exchange", plan=exchanged), now, rate_of(1e6, now))
     assert candidate.peak_bytes is not None
     assert candidate.peak_bytes < 600
     assert candidate.moved_bytes == 600
@@ -246,7 +289,7 @@ def test_gradients_are_reduced_while_the_program_still_runs() -> None:
         Placement(2, {0: (whole,), 1: (second,)}),
         (Route(0, (Hop(0, whole),)), Route(1, (Hop(0, first), Hop(1, second)))),
     )
-    candidate, way = weighed(Proposal(name="shared", plan=plan), now, 1e6)
+    candidate, way = weighed(Proposal(name="shared", plan=plan), now, rate_of(1e6, now))
     assert way is not None
     sync = estimate_step(plan, way.course().program, now.costs).sync
     (reduction,) = sync.reductions
@@ -256,7 +299,7 @@ def test_gradients_are_reduced_while_the_program_still_runs() -> None:
 
 def test_a_plan_of_workers_that_are_lost_cannot_be_run() -> None:
     now = after(situation(dp=2, pp=2), 3)
-    candidate, way = weighed(Proposal(name="as-before", plan=now.plan), now, 1e6)
+    candidate, way = weighed(Proposal(name="as-before", plan=now.plan), now, rate_of(1e6, now))
     assert candidate == Candidate(policy="as-before", reason="it needs workers that are not live: [3]")
     assert way is None
 
@@ -302,7 +345,18 @@ def test_the_event_has_these_fields() -> None:
     assert record["chosen"] in [each["policy"] for each in record["candidates"]]
     for each in record["candidates"]:
         assert set(each) == {
-            *("policy", "step_s", "stall_s", "transfer_s", "bytes", "last_holders", "samples", "feasible", "reason")
+            *(
+                "policy",
+                "step_s",
+                "stall_s",
+                "transfer_s",
+                "bytes",
+                "last_holders",
+                "last_hosts",
+                "samples",
+                "feasible",
+                "reason",
+            )
         }
     alone = after(now, 2)
     none = decide(alone, "chameleon", rate_of(1e6, alone)).to_json()
@@ -315,6 +369,7 @@ def test_the_event_has_these_fields() -> None:
             "transfer_s": None,
             "bytes": None,
             "last_holders": 0,
+            "last_hosts": 0,
             "samples": 0.0,
             "feasible": False,
             "reason": str(NoHolderError([0, 1])),

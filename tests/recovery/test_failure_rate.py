@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import gamma, lomax  # type: ignore[import-untyped]
+from scipy.stats import beta, gamma, lomax  # type: ignore[import-untyped]
 
+from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.recovery import FailureRate
 
@@ -69,12 +70,38 @@ def test_a_failure_makes_it_shorter_and_quiet_time_longer(rate: FailureRate, wor
         ({"worker_mtbf_s": 0.0}, "worker_mtbf_s must be a positive number"),
         ({"prior_failures": float("inf")}, "prior_failures must be a positive number"),
         ({"failures": -1}, "failures must be zero or more"),
+        ({"failures": 1, "host_failures": 2}, "host_failures must be between 0 and the 1 failures"),
+        ({"prior_host_share": 1.5}, "prior_host_share must be between 0 and 1"),
         ({"worker_s": -1.0}, "worker_s must be zero or a positive number"),
     ],
 )
 def test_what_cannot_be_is_refused(changed: dict[str, float], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         FailureRate(**({"worker_mtbf_s": 1.0, "prior_failures": 1.0} | changed))  # type: ignore[arg-type]
+
+
+@given(share=st.floats(0, 1), weight=st.floats(0.1, 20.0), failures=st.integers(0, 50), data=st.data())
+def test_the_share_of_hosts_is_the_mean_of_a_beta_distribution(
+    share: float, weight: float, failures: int, data: st.DataObject
+) -> None:
+    hosts = data.draw(st.integers(0, failures))
+    rate = FailureRate(worker_mtbf_s=1.0, prior_failures=weight, prior_host_share=share)
+    seen = rate.observed(failures=failures, host_failures=hosts)
+    assert rate.host_share == pytest.approx(share)
+    if 0 < share < 1:
+        mean = beta(weight * share + hosts, weight * (1 - share) + failures - hosts).mean()
+        assert seen.host_share == pytest.approx(mean)
+    assert 0 <= seen.host_share <= 1 + 1e-12
+
+
+def test_who_must_not_be_lost() -> None:
+    rate = FailureRate(worker_mtbf_s=1.0, prior_failures=1.0, prior_host_share=0.2)
+    link = Link(0.0, 1.0)
+    hosts = Cluster(tuple(Worker(number, f"host {number // 2}") for number in range(8)), link, link)
+    assert rate.fatal_share(last_holders=0, last_hosts=0, cluster=hosts) == 0
+    assert rate.fatal_share(last_holders=3, last_hosts=2, cluster=hosts) == pytest.approx(0.8 * 3 / 8 + 0.2 * 2 / 4)
+    one = Cluster(tuple(Worker(number, "host") for number in range(8)), link, link)
+    assert rate.fatal_share(last_holders=2, last_hosts=1, cluster=one) == pytest.approx(2 / 8)
 
 
 def test_nobody_cannot_fail() -> None:

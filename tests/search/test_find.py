@@ -297,3 +297,33 @@ def test_the_same_question_gets_the_same_answer() -> None:
     costs = CostModel(PRESET, device("h100-80g").cluster(32).without((3,)))
     placement = Placement(len(PRESET.layers), {})
     assert find_plan(costs, current=placement) == find_plan(costs, current=placement)
+
+
+def on_hosts(hosts: int, each: int, *, slower: float) -> CostModel:
+    """Four layers of much gradient for so many workers, with links that are as much slower between hosts."""
+    layers = (LayerCost("layer", 1.0, 1.0, 1.0, gradient_bytes=400, param_bytes=400, output_bytes=1),) * 4
+    workers = tuple(Worker(number, f"host {number // each}") for number in range(hosts * each))
+    cluster = Cluster(workers, Link(0.0, 1000.0), Link(0.0, 1000.0 / slower))
+    return CostModel(Workload(layers, 4 * hosts * each, 1), cluster)
+
+
+@pytest.mark.parametrize("effort", [2_000, None])
+def test_beside_the_fastest_there_is_one_that_survives_the_loss_of_any_host(effort: int | None) -> None:
+    result = find_plan(on_hosts(2, 2, slower=30.0), effort=effort)
+    assert result.best.last_hosts == 2
+    survivors = [each for each in result.alternatives if not each.last_hosts]
+    assert survivors
+    for each in (result.best, *survivors):
+        hosts = {worker: worker // 2 for worker in each.plan.workers}
+        lost = {
+            host
+            for host in set(hosts.values())
+            if each.plan.placement.without([worker for worker in hosts if hosts[worker] == host]).unheld_layers
+        }
+        assert len(lost) == each.last_hosts
+
+
+def test_where_the_fastest_survives_it_there_is_nothing_to_add() -> None:
+    result = find_plan(on_hosts(4, 2, slower=1.0))
+    assert result.best.last_hosts == 0
+    assert result.alternatives == ()

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from chameleon_ft.cli._explain_words import (
+    alone_in_words,
     corrections_in_words,
     measured_stall_in_words,
     predicted_stall_in_words,
@@ -85,20 +86,22 @@ def _weighed(decided: DecisionEvent, shape: box.Box) -> Table:
     for name in ("step", "stall", "moves", "samples until then"):
         table.add_column(name, justify="right")
     table.add_column("")
+    # Who must not be lost is said where it makes a difference.
+    differ = len({(each.last_holders, each.last_hosts) for each in decided.candidates if each.feasible}) > 1
     for each in decided.candidates:
         chosen = each.policy == decided.chosen
-        table.add_row(*_row(each, chosen=chosen), style="bold" if chosen else None)
+        remarks = ("chosen" if chosen else escape(each.reason or ""), alone_in_words(each) if differ else "")
+        table.add_row(*_row(each), ", ".join(filter(None, remarks)), style="bold" if chosen else None)
     return table
 
 
-def _row(each: WeighedCandidate, *, chosen: bool) -> tuple[str, ...]:
+def _row(each: WeighedCandidate) -> tuple[str, ...]:
     return (
         each.policy,
         "-" if each.step_s is None else duration(each.step_s),
         "-" if each.stall_s is None else duration(each.stall_s),
         "-" if each.moved_bytes is None else data_size(each.moved_bytes),
         f"{each.samples:,.0f}" if each.feasible else "-",
-        "chosen" if chosen else escape(each.reason or ""),
     )
 
 

@@ -9,6 +9,7 @@ from chameleon_ft.observe.decisions import DecisionEvent, ObservedRate, StallPar
 from chameleon_ft.quantities import data_size, duration
 
 __all__ = [
+    "alone_in_words",
     "corrections_in_words",
     "measured_stall_in_words",
     "predicted_stall_in_words",
@@ -28,6 +29,13 @@ def why(decision: DecisionEvent) -> str:
         return "nothing that was weighed could be done"
     if second is None:
         return "nothing else could be done"
+    if best.samples < second.samples * (1 - _EQUAL):
+        more = f"{second.samples / best.samples - 1:.1%} more" if best.samples else "more"
+        if (second.last_holders, second.last_hosts) > (best.last_holders, best.last_hosts):
+            return (
+                f"{second.policy} would train {more} samples, but for {alone_in_words(second)}: there is no checkpoint"
+            )
+        return f"{second.policy} would train {more} samples by what is known now, but it had been decided before"
     if best.samples <= second.samples * (1 + _EQUAL):
         bytes_ = (best.moved_bytes or 0, second.moved_bytes or 0)
         closer = f"it moves {data_size(bytes_[0])}, not {data_size(bytes_[1])}" if bytes_[0] < bytes_[1] else ""
@@ -70,13 +78,21 @@ def _even_s(one: WeighedCandidate, other: WeighedCandidate) -> float:
     return (one.stall_s * other.step_s - other.stall_s * one.step_s) / (other.step_s - one.step_s)
 
 
+def alone_in_words(each: WeighedCandidate) -> str:
+    """Say who would be the only ones to hold some layer, which would be lost with them; empty where nobody is."""
+    hosts = f"{each.last_hosts} host{'' if each.last_hosts == 1 else 's'} with all holders of a layer"
+    workers = f"{each.last_holders} worker{'' if each.last_holders == 1 else 's'} with the only copy of one"
+    return " and ".join(words for words, count in ((hosts, each.last_hosts), (workers, each.last_holders)) if count)
+
+
 def rate_in_words(rate: ObservedRate, *, live: int, horizon_s: float) -> str:
     """Say when the next failure is expected, and how that came: D = (w m + T) / (n (w + k))."""
     before_s = rate.prior_failures * rate.worker_mtbf_s
+    of_hosts = "" if rate.host_share is None else f"; {rate.host_share:.0%} of failures take a whole host"
     return (
         f"the next failure in {duration(horizon_s)} = ({duration(before_s)} + {duration(rate.worker_s)}) / "
         f"({live} workers x ({rate.prior_failures:g} + {rate.failures} failure{'' if rate.failures == 1 else 's'})), "
-        "the prior first, then what was seen"
+        f"the prior first, then what was seen{of_hosts}"
     )
 
 

@@ -98,10 +98,19 @@ class Recovery(Section):
         json_schema_extra={"flag": "--policy"},
     )
     worker_mtbf_hours: float = Field(
-        default=5_000.0, gt=0, description="Hours between two failures of one worker, as far as known beforehand."
+        default=5_000.0,
+        gt=0,
+        description="Hours between two failures of one worker, as far as known beforehand. Workers of a host that are "
+        "lost together are one failure.",
     )
     prior_weight: float = Field(
         default=1.0, gt=0, description="How many observed failures the hours above count as much as."
+    )
+    host_share: float = Field(
+        default=0.25,
+        ge=0,
+        le=1,
+        description="Share of failures that take all workers of a host, as sure as the hours above.",
     )
     restart_s: float = Field(
         default=300.0, ge=0, description="Seconds that going back to a checkpoint takes, work done again included."

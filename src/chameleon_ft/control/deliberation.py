@@ -49,9 +49,11 @@ class Deliberation:
         """Others are live from now on."""
         self._experience.live(len(self._members.live()), time.monotonic())
 
-    def failed(self) -> None:
+    def failed(self, worker: int) -> None:
         """A worker was lost."""
-        self._experience.failed(len(self._members.live()), time.monotonic())
+        hosts = self._members.hosts()
+        left = [hosts.get(each, "") for each in self._members.live()]
+        self._experience.failed(hosts.get(worker, ""), left, time.monotonic())
 
     def resumed(self, outage: Outage, records: list[FailureRecord]) -> None:
         """Training has gone on after everyone had stopped."""
@@ -136,12 +138,8 @@ class Deliberation:
     ) -> recovery.Decision | None:
         """What was decided on just this while training went on, with the figures of now."""
         if prepared is not None and prepared.is_for(outlook):
-            horizon_s = rate.horizon_s(len(outlook.live))
             # Everybody has stopped for it: if another one is a little better by now, it is done all the same.
-            return (
-                refreshed(prepared.decision, before=prepared.outlook, now=outlook, horizon_s=horizon_s)
-                or prepared.decision
-            )
+            return refreshed(prepared.decision, before=prepared.outlook, now=outlook, rate=rate) or prepared.decision
         return None if self._forethought is None else self._forethought.look_up(outlook, rate)
 
     def _outlook(

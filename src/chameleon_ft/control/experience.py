@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -17,6 +19,10 @@ _UNSEEN = StallModel(detect_s=0.01, stop_s=0.03, decide_s=0.05, regroup_s=0.1)
 """The phases of a stall before there was one: those of a few workers on one machine."""
 _UNSEEN_HAND_OUT_S: Final = 0.01
 
+# Workers of a host with no more between their losses are lost together: not all are noticed at once, but within about
+# the time from one heartbeat to the next.
+_TOGETHER_S: Final = 2.0
+
 
 @dataclass(slots=True)
 class Experience:
@@ -26,6 +32,9 @@ class Experience:
     _rate: FailureRate = field(init=False)
     _workers: int = 0
     _since: float | None = None
+    # By host: losses that are one failure, and when the last of them was.
+    _together: Counter[str] = field(default_factory=Counter)
+    _lost_at: dict[str, float] = field(default_factory=dict)
     _outages: list[FailureRecord] = field(default_factory=list)
     # Of decisions that were looked up, and of those that were not.
     _decide_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
@@ -33,7 +42,9 @@ class Experience:
 
     def __post_init__(self) -> None:
         self._rate = FailureRate(
-            worker_mtbf_s=self.recovery.worker_mtbf_hours * 3600, prior_failures=self.recovery.prior_weight
+            worker_mtbf_s=self.recovery.worker_mtbf_hours * 3600,
+            prior_failures=self.recovery.prior_weight,
+            prior_host_share=self.recovery.host_share,
         )
 
     def live(self, workers: int, now: float) -> None:
@@ -42,10 +53,24 @@ class Experience:
             self._rate = self._rate.observed(worker_s=self._workers * max(0.0, now - self._since))
         self._workers, self._since = workers, now
 
-    def failed(self, workers: int, now: float) -> None:
-        """A worker was lost, and so many are left."""
-        self.live(workers, now)
-        self._rate = self._rate.observed(failures=1)
+    def failed(self, host: str, left: Collection[str], now: float) -> None:
+        """A worker was lost.
+
+        Args:
+            host: that it was on.
+            left: the hosts of the workers that are live.
+            now: a time in seconds, by the same clock as others.
+        """
+        self.live(len(left), now)
+        if now - self._lost_at.get(host, now) > _TOGETHER_S:
+            del self._together[host]
+        self._lost_at[host] = now
+        self._together[host] += 1
+        self._rate = self._rate.observed(failures=int(self._together[host] == 1))
+        if self._together[host] > 1 and host not in left:
+            self._rate = self._rate.observed(host_failures=1)
+            # Whoever comes back there and is lost again has failed again.
+            del self._together[host]
 
     def resumed(self, record: FailureRecord) -> None:
         """Training has gone on after an outage."""

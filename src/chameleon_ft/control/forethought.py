@@ -118,7 +118,7 @@ class Forethought:
         now = _Question(situation, rate)
         if not now.is_like(asked.after(*situation.lost), tolerance=_USED):
             return None
-        return refreshed(decision, before=asked.situation, now=situation, horizon_s=now.horizon_s)
+        return refreshed(decision, before=asked.situation, now=situation, rate=rate)
 
     def drop(self) -> None:
         """What is prepared, or being prepared, is of no use any more: something has changed."""

@@ -220,7 +220,7 @@ class Generations:
         """Go on without a worker, which is fenced already."""
         self._outage.losses.append(loss)
         self._newcomers.workers.discard(loss.worker)
-        self._deliberation.failed()
+        self._deliberation.failed(loss.worker)
         if self.phase is Phase.STOPPING:
             self._parked.pop(loss.worker, None)
             self._proceed()

@@ -23,6 +23,7 @@ def known(step: int, outlook: recovery.Situation, rate: FailureRate, corrections
             "worker_s": rate.worker_s,
             "prior_failures": rate.prior_failures,
             "worker_mtbf_s": rate.worker_mtbf_s,
+            "host_share": rate.host_share,
         },
         "stall": {
             "repeat_s": outlook.repeat_s,

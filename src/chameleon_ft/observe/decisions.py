@@ -35,6 +35,8 @@ class WeighedCandidate(_Part):
     stall_s: float | None
     transfer_s: float | None = None
     moved_bytes: int | None = Field(alias="bytes")
+    last_holders: int = 0
+    last_hosts: int = 0
     samples: float
     feasible: bool
     reason: str | None
@@ -47,6 +49,7 @@ class ObservedRate(_Part):
     worker_s: float
     prior_failures: float
     worker_mtbf_s: float
+    host_share: float | None = None
 
 
 class StallParts(_Part):

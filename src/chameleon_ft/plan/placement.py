@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = ["LayerRange", "Placement"]
+
+GroupT = TypeVar("GroupT", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -111,6 +114,19 @@ class Placement:
     def holds(self, worker: int, layers: LayerRange) -> bool:
         """Whether `worker` holds every layer of `layers`."""
         return any(held.covers(layers) for held in self.ranges_of(worker))
+
+    def indispensable(self, groups: Mapping[int, GroupT]) -> frozenset[GroupT]:
+        """The groups of workers, hosts say, that have all holders of some layer among them.
+
+        Args:
+            groups: the group of each worker that holds something.
+        """
+        found = set[GroupT]()
+        for holders in set(self._holders):
+            having = {groups[worker] for worker in holders}
+            if len(having) == 1:
+                found |= having
+        return frozenset(found)
 
     def without(self, workers: Collection[int]) -> Placement:
         """The placement that is left when `workers` are gone (workers it does not have are ignored)."""

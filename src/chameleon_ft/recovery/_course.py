@@ -12,6 +12,7 @@ from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_pa
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
+from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
@@ -70,7 +71,7 @@ class Candidate:
         transfer_s: seconds of these in which state moves; zero if it is read from a checkpoint.
         moved_bytes: parameters and optimizer state that workers receive, or read.
         last_holders: workers that are the only ones to hold some layer, which is lost with them.
-        is_fatal: whether the run would end then, for there is no checkpoint.
+        last_hosts: hosts whose workers are the only ones to hold some layer, likewise.
         samples: samples that are trained until the next failure, B max(0, D - stall_s - r) / step_s with the seconds r
             that a return to a checkpoint is to be expected to take after it; zero if not feasible.
         reason: why it cannot be chosen; None if it can.
@@ -83,7 +84,7 @@ class Candidate:
     transfer_s: float | None = None
     moved_bytes: int | None = None
     last_holders: int = 0
-    is_fatal: bool = False
+    last_hosts: int = 0
     samples: float = 0.0
     reason: str | None = None
 
@@ -93,7 +94,7 @@ class Candidate:
         return self.reason is None
 
 
-def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple[Candidate, Way | None]:
+def weighed(proposal: Proposal, situation: Situation, rate: FailureRate) -> tuple[Candidate, Way | None]:
     """What is predicted of a proposal, and the way to carry it out if it is feasible."""
     plan = proposal.plan
     if plan is None:
@@ -115,8 +116,6 @@ def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple
     stall_s = 0.0 if stays else _stall_s(proposal, situation, moves_s)
     # What is running already fits, whatever is estimated.
     reason = None if stays else _too_large(estimate, situation) or _too_large_meanwhile(transfer, situation)
-    alone = _last_holders(plan)
-    samples = samples_until(horizon_s, situation, step_s=step_s, stall_s=stall_s, last_holders=alone)
     candidate = Candidate(
         policy=proposal.name,
         step_s=step_s,
@@ -124,17 +123,18 @@ def weighed(proposal: Proposal, situation: Situation, horizon_s: float) -> tuple
         stall_s=stall_s,
         transfer_s=moves_s,
         moved_bytes=_all_bytes(plan, situation) if transfer is None else transfer.total_bytes,
-        last_holders=alone,
-        is_fatal=alone > 0 and not situation.has_checkpoints,
-        samples=0.0 if reason else samples,
+        last_holders=len(plan.placement.indispensable({worker: worker for worker in plan.workers})),
+        last_hosts=len(plan.placement.indispensable(cluster.hosts)),
         reason=reason,
     )
     if reason:
         return candidate, None
-    return candidate, Way(plan, scheduled.ceiling, scheduled.parts, transfer)
+    return replace(candidate, samples=_samples(candidate, situation, rate)), Way(
+        plan, scheduled.ceiling, scheduled.parts, transfer
+    )
 
 
-def fresh(candidate: Candidate, *, before: Situation, now: Situation, horizon_s: float) -> Candidate:
+def fresh(candidate: Candidate, *, before: Situation, now: Situation, rate: FailureRate) -> Candidate:
     """What is predicted of a candidate by what is known now; what fits memory is not looked at again.
 
     Steps are longer or shorter as the times of layers and `step_factor` are, transfers as `transfer_factor` is, and
@@ -143,7 +143,7 @@ def fresh(candidate: Candidate, *, before: Situation, now: Situation, horizon_s:
     Args:
         before: what it was weighed on, but for who is live.
         now: the situation with the same plan in force.
-        horizon_s: seconds until the next failure, as they are to be expected now.
+        rate: how soon the next failure is to be expected by now.
     """
     if candidate.step_s is None or candidate.stall_s is None or candidate.transfer_s is None:
         return candidate
@@ -155,32 +155,24 @@ def fresh(candidate: Candidate, *, before: Situation, now: Situation, horizon_s:
     # Not what comes from a checkpoint, or goes on without a stop.
     if math.isclose(stall_s, known_s + candidate.transfer_s):
         stall_s = max(0.0, stall_s + later_s + candidate.transfer_s * (slower_transfer - 1))
-    samples = samples_until(horizon_s, now, step_s=step_s, stall_s=stall_s, last_holders=candidate.last_holders)
-    return replace(
-        candidate,
-        step_s=step_s,
-        stall_s=stall_s,
-        transfer_s=candidate.transfer_s * slower_transfer,
-        samples=samples if candidate.feasible else 0.0,
-    )
+    later = replace(candidate, step_s=step_s, stall_s=stall_s, transfer_s=candidate.transfer_s * slower_transfer)
+    return replace(later, samples=_samples(later, now, rate)) if candidate.feasible else later
 
 
 def _work_s(situation: Situation) -> float:
     return math.fsum(layer.forward_s + layer.backward_s for layer in situation.costs.workload.layers)
 
 
-def samples_until(horizon_s: float, situation: Situation, *, step_s: float, stall_s: float, last_holders: int) -> float:
-    """Samples that are trained until the next failure, and the return to a checkpoint that may follow it; see above.
-
-    The next failure is taken to be that of any live worker.
-    """
-    return_s = situation.restart_s * last_holders / len(situation.live)
-    return situation.costs.workload.samples * max(0.0, horizon_s - stall_s - return_s) / step_s
-
-
-def _last_holders(plan: Plan) -> int:
-    holders = map(plan.placement.holders, range(plan.placement.num_layers))
-    return len({workers[0] for workers in holders if len(workers) == 1})
+def _samples(candidate: Candidate, situation: Situation, rate: FailureRate) -> float:
+    """Samples that are trained until the next failure, and the return to a checkpoint that may follow it; see above."""
+    assert candidate.step_s is not None
+    assert candidate.stall_s is not None
+    cluster = situation.costs.cluster
+    return_s = situation.restart_s * rate.fatal_share(
+        last_holders=candidate.last_holders, last_hosts=candidate.last_hosts, cluster=cluster
+    )
+    gained_s = max(0.0, rate.horizon_s(len(cluster.workers)) - candidate.stall_s - return_s)
+    return situation.costs.workload.samples * gained_s / candidate.step_s
 
 
 @dataclass(frozen=True, slots=True)

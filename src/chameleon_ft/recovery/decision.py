@@ -54,6 +54,7 @@ class Decision:
                     "transfer_s": each.transfer_s,
                     "bytes": each.moved_bytes,
                     "last_holders": each.last_holders,
+                    "last_hosts": each.last_hosts,
                     "samples": each.samples,
                     "feasible": each.feasible,
                     "reason": each.reason,
@@ -69,10 +70,12 @@ def decide(
     """Weigh what the policy proposes, and choose what trains the most samples until the next failure.
 
     samples(D) = B max(0, D - stall - r) / step time, which is Eq. 8 of arXiv 2508.21613 times D, but for r: the time
-    of a return to a checkpoint, times the share of the workers whose loss would make one necessary. Where there is no
-    checkpoint such a loss ends the run, so a plan with such workers is chosen only if there is no other. Of equals,
-    that which moves the fewest bytes; of equals still, what was proposed first. What does not fit the memory, in a step
-    or while layers move, or has layers that nobody holds, is listed with the reason and never chosen. Deterministic.
+    of a return to a checkpoint, times the probability that the next failure makes one necessary. That is the share of
+    the workers, or of the hosts if it takes a whole one, which are the only ones to hold some layer. Where there is no
+    checkpoint such a loss ends the run, so a plan with such workers is chosen only if there is no other; and of those
+    without them one with such hosts only if no host is expected to fail, or the others train nothing. Of equals, that
+    which moves the fewest bytes; of equals still, what was proposed first. What does not fit the memory, in a step or
+    while layers move, or has layers that nobody holds, is listed with the reason and never chosen. Deterministic.
 
     As long as nobody is lost, to go on as before is weighed first, whatever the policy proposes: it costs no stall, and
     can be done.
@@ -96,12 +99,12 @@ def decide(
     if not situation.lost:
         stay = Proposal(name=STAY, plan=situation.plan, ceiling=situation.ceiling)
         proposals = [stay, *(each for each in proposals if not goes_on(each, situation))]
-    both = [weighed(proposal, situation, horizon_s) for proposal in proposals]
+    both = [weighed(proposal, situation, rate) for proposal in proposals]
     now = situation
     if decide_s is not None:
         now = replace(situation, phases=replace(situation.phases, decide_s=decide_s()))
-    candidates = tuple(fresh(candidate, before=situation, now=now, horizon_s=horizon_s) for candidate, _ in both)
-    index = best_of(candidates)
+    candidates = tuple(fresh(candidate, before=situation, now=now, rate=rate) for candidate, _ in both)
+    index = best_of(candidates, situation, rate)
     return Decision(
         horizon_s=horizon_s,
         phases=now.phases,
@@ -111,12 +114,15 @@ def decide(
     )
 
 
-def best_of(candidates: Sequence[Candidate]) -> int | None:
+def best_of(candidates: Sequence[Candidate], situation: Situation, rate: FailureRate) -> int | None:
     """The index of the one that is chosen; None if none is feasible."""
     feasible = [index for index, candidate in enumerate(candidates) if candidate.feasible]
     if not feasible:
         return None
-    feasible = [index for index in feasible if not candidates[index].is_fatal] or feasible
+    if not situation.has_checkpoints:
+        feasible = [index for index in feasible if not candidates[index].last_holders] or feasible
+        if rate.host_share:  # where there is one host only, it is the same for all
+            feasible = [i for i in feasible if candidates[i].samples and not candidates[i].last_hosts] or feasible
     most = max(candidates[index].samples for index in feasible)
     equals = [index for index in feasible if candidates[index].samples >= most * (1 - _ROUNDING)]
     return min(equals, key=lambda index: (candidates[index].moved_bytes or 0, index))

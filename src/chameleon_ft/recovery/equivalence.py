@@ -79,7 +79,7 @@ class _Structure:
             raise PlanError(f"workers of the plan are lost already: {situation.lost}; decide on that first")
         plan, cluster = situation.plan, situation.costs.cluster
         self.own: dict[int, tuple[Any, ...]] = {}
-        self._host_of = {worker.id: worker.host for worker in cluster.workers}
+        self._host_of = cluster.hosts
         self._on_host: dict[str, list[int]] = defaultdict(list)
         for worker in cluster.workers:
             self._on_host[worker.host].append(worker.id)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from chameleon_ft.recovery._course import fresh
 from chameleon_ft.recovery.decision import Decision, best_of
+from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.situation import Situation
 
 __all__ = ["refreshed"]
 
 
-def refreshed(decision: Decision, *, before: Situation, now: Situation, horizon_s: float) -> Decision | None:
+def refreshed(decision: Decision, *, before: Situation, now: Situation, rate: FailureRate) -> Decision | None:
     """The decision with what is predicted of its candidates by what is known now; None if another is the best now.
 
     Steps are longer or shorter as the times of layers and `step_factor` are, transfers as `transfer_factor` is, and
@@ -18,13 +19,17 @@ def refreshed(decision: Decision, *, before: Situation, now: Situation, horizon_
     Args:
         before: what it was decided on, but for who is live.
         now: the situation with the same plan in force.
-        horizon_s: seconds until the next failure, as they are to be expected now.
+        rate: how soon the next failure is to be expected by now.
     """
-    candidates = tuple(fresh(each, before=before, now=now, horizon_s=horizon_s) for each in decision.candidates)
-    index = best_of(candidates)
+    candidates = tuple(fresh(each, before=before, now=now, rate=rate) for each in decision.candidates)
+    index = best_of(candidates, now, rate)
     chosen = None if index is None else candidates[index]
     if (None if chosen is None else chosen.policy) != (None if decision.chosen is None else decision.chosen.policy):
         return None
     return Decision(
-        horizon_s=horizon_s, phases=now.phases, candidates=candidates, chosen=chosen, course=decision.course
+        horizon_s=rate.horizon_s(len(now.live)),
+        phases=now.phases,
+        candidates=candidates,
+        chosen=chosen,
+        course=decision.course,
     )

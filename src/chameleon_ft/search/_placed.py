@@ -60,12 +60,9 @@ def synced_s(pipelines: Sequence[PlacedPipeline], costs: CostModel) -> float:
         classes.setdefault(id(each.timed), []).append(each)
     # With tied parameters the number of rounds may depend on how many there are.
     few = [each for members in classes.values() for each in (members if tied else members[:2])]
-    placement = Placement(
-        len(costs.workload.layers),
-        {hop.worker: (hop.layers,) for each in few for hop in hops_of(each.workers, each.timed.stops)},
-    )
+    placement = placement_of(few, costs)
     free_s = {worker: end_s for each in few for worker, end_s in zip(each.workers, each.timed.ends_s, strict=True)}
-    hosts = {worker.id: worker.host for worker in costs.cluster.workers}
+    hosts = costs.cluster.hosts
     end_s = program_s
     for segments in gradient_rounds(placement, tied).rounds:
         for segment in segments:
@@ -76,6 +73,12 @@ def synced_s(pipelines: Sequence[PlacedPipeline], costs: CostModel) -> float:
             free_s.update(dict.fromkeys(segment.holders, done_s))
             end_s = max(end_s, done_s)
     return end_s
+
+
+def placement_of(pipelines: Sequence[PlacedPipeline], costs: CostModel) -> Placement:
+    """Which layers the workers of these pipelines hold."""
+    held = {hop.worker: (hop.layers,) for each in pipelines for hop in hops_of(each.workers, each.timed.stops)}
+    return Placement(len(costs.workload.layers), held)
 
 
 def remembered_s(pipelines: Sequence[PlacedPipeline], timer: Timer) -> float:
@@ -130,6 +133,7 @@ def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, cur
         program_s=max(timed.program_s for timed in programs),
         peak_bytes=max(map(timer.peak_bytes, programs)),
         moved_bytes=moved_bytes(placement, costs, current),
+        last_hosts=len(placement.indispensable(costs.cluster.hosts)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Final
 
 from chameleon_ft.cluster import Cluster
@@ -25,11 +26,12 @@ from chameleon_ft.search._placed import (
     has_gradients,
     in_roles,
     moved_bytes,
+    placement_of,
     polished,
     remembered_s,
     ways_to_place,
 )
-from chameleon_ft.search._sync import about, least_sync, numbers_of_pipelines
+from chameleon_ft.search._sync import about, largest_host, least_sync, numbers_of_pipelines
 from chameleon_ft.search._timed import TimedPipeline, Timer
 from chameleon_ft.search.infeasible import why_infeasible
 from chameleon_ft.search.recut import recut
@@ -114,6 +116,14 @@ class _Placed:
     pipelines: tuple[PlacedPipeline, ...]
     timer: Timer
     step_s: float
+
+    @property
+    def survives_hosts(self) -> bool:
+        """Whether every layer is left to somebody, whichever host is lost."""
+        costs = self.timer.costs
+        if len(self.pipelines) > largest_host(costs.cluster):
+            return True
+        return not placement_of(self.pipelines, costs).indispensable(costs.cluster.hosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +240,11 @@ class _Search:
             self.complete = self.complete and searched.complete
             self.mixes += len(searched.mixes)
             mixes = sorted(searched.mixes, key=lambda mix: mix.time_s)[:_MIXES_KEPT]
-            placed = sorted((self._placed(mix, search.timer) for mix in mixes), key=lambda each: each.step_s)
-            found += [self._polished(each) for each in placed if each.step_s < placed[0].step_s * _CLOSE]
+            placed = sorted(
+                (placed for mix in mixes for placed in self._placed(mix, search.timer)), key=lambda each: each.step_s
+            )
+            close = [each for each in placed if each.step_s < placed[0].step_s * _CLOSE]
+            found += map(self._polished, _with_survivor(close, placed))
             best_s = min([best_s, *(each.step_s for each in found)])
         return sorted(found, key=lambda placed: placed.step_s)
 
@@ -296,15 +309,21 @@ class _Search:
                         found.append(_Depth(depth, time_s, sync, timer))
         return found
 
-    def _placed(self, mix: TimedMix, timer: Timer) -> _Placed:
-        """On workers that are chosen by what sync takes: how long the pipelines take does not depend on it much."""
+    def _placed(self, mix: TimedMix, timer: Timer) -> list[_Placed]:
+        """On workers that are chosen by what sync takes: how long the pipelines take does not depend on it much.
+
+        Where that would not survive the loss of some host, and another way to place them would, on these as well.
+        """
         timed = [each for each, count in mix.pipelines for _ in range(count)]
         ways = ways_to_place([each.shape for each in timed], [each.stops for each in timed], self._crew, self._costs)
         if self._effort is None:
-            return min((self._on(workers, timed, timer) for workers in ways), key=lambda placed: placed.step_s)
-        on_ways = [tuple(map(PlacedPipeline, timed, workers)) for workers in ways]
-        best = min(on_ways, key=lambda pipelines: remembered_s(pipelines, timer))
-        return self._on([each.workers for each in best], timed, timer)
+            on_ways = sorted((self._on(workers, timed, timer) for workers in ways), key=lambda placed: placed.step_s)
+            return _with_survivor(on_ways[:1], on_ways)
+        rough = [tuple(map(PlacedPipeline, timed, workers)) for workers in ways]
+        on_ways = [_Placed(pipelines, timer, step_s=remembered_s(pipelines, timer)) for pipelines in rough]
+        on_ways.sort(key=lambda placed: placed.step_s)
+        chosen = _with_survivor(on_ways[:1], on_ways)
+        return [self._on([each.workers for each in placed.pipelines], timed, timer) for placed in chosen]
 
     def _on(self, workers: Sequence[tuple[int, ...]], timed: Sequence[TimedPipeline], timer: Timer) -> _Placed:
         effort = look_effort(self._effort)
@@ -315,9 +334,9 @@ class _Search:
 
     def _in_roles(self, placed: Sequence[_Placed]) -> list[_Placed]:
         """The best ones as they are, and with stages on the workers that hold most of them."""
-        few = list(placed[:_IN_ROLES])
+        few = _with_survivor(placed[:_IN_ROLES], placed)
         if self._current is None:
-            return few[:1]
+            return _with_survivor(few[:1], few)
         effort = polish_effort(self._effort)
         found: list[_Placed] = []
         for each in few:
@@ -340,6 +359,13 @@ class _Search:
     def _polished(self, placed: _Placed) -> _Placed:
         pipelines = polished(placed.pipelines, placed.timer, self._effort)
         return replace(placed, pipelines=pipelines, step_s=remembered_s(pipelines, placed.timer))
+
+
+def _with_survivor(chosen: Sequence[_Placed], placed: Sequence[_Placed]) -> list[_Placed]:
+    """What was chosen, and if none of it survives the loss of every host, the first of all that does."""
+    if any(each.survives_hosts for each in chosen):
+        return list(chosen)
+    return [*chosen, *islice((each for each in placed if each.survives_hosts), 1)]
 
 
 def _bound_of_equals_s(costs: CostModel) -> float:
@@ -373,6 +399,7 @@ def _weighed(
                         program_s=estimate.program_s,
                         peak_bytes=max(estimate.peak_bytes.values()),
                         moved_bytes=moved_bytes(plan.placement, costs, current),
+                        last_hosts=len(plan.placement.indispensable(costs.cluster.hosts)),
                     )
                 )
                 break
@@ -386,14 +413,14 @@ def _has_two_holders(plan: Plan) -> bool:
 
 
 def _links_are_equal(cluster: Cluster) -> bool:
-    hosts = len({worker.host for worker in cluster.workers})
+    hosts = len(set(cluster.hosts.values()))
     return cluster.intra_host == cluster.inter_host or hosts in (1, len(cluster.workers))
 
 
 def _front(plans: Sequence[FoundPlan]) -> list[FoundPlan]:
-    """Those that no other beats in both step time and bytes to move, the fastest first."""
+    """Those that no other beats in step time, bytes to move and hosts that must not fail, the fastest first."""
     front: list[FoundPlan] = []
-    for each in sorted(plans, key=lambda each: (each.step_s, each.moved_bytes)):
-        if not front or each.moved_bytes < front[-1].moved_bytes:
+    for each in sorted(plans, key=lambda each: (each.step_s, each.moved_bytes, each.last_hosts)):
+        if all(each.moved_bytes < other.moved_bytes or each.last_hosts < other.last_hosts for other in front):
             front.append(each)
     return front

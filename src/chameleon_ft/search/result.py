@@ -38,6 +38,7 @@ class FoundPlan:
         program_s: seconds until the last operation has ended. Pipelines have the best program each.
         peak_bytes: what the worker that needs most holds at its worst moment.
         moved_bytes: parameters and optimizer state that its workers lack, of what they hold now.
+        last_hosts: hosts whose workers are the only ones to hold some layer.
     """
 
     name: str
@@ -47,6 +48,7 @@ class FoundPlan:
     program_s: float
     peak_bytes: int
     moved_bytes: int
+    last_hosts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class SearchResult:
         complete: whether the search has looked at everything, so that no pipelines side by side are faster than `best`
             with programs by `best_program` for each; never where links differ or there is gradient sync.
         mixes: how many different ways to make pipelines have been replayed.
-        alternatives: the other plans on the front of step time and bytes to move, by step time.
+        alternatives: the other plans that none beats in step time, bytes to move and `last_hosts`, by step time.
         too_large: bytes that are missing on some worker, for plans handed in that do not fit, by name.
     """
 

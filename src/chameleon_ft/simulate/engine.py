@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -109,9 +110,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.speeds = dict.fromkeys(range(self.trace.workers), 1.0)
-        self.rate = FailureRate(
-            worker_mtbf_s=self.parameters.worker_mtbf_s, prior_failures=self.parameters.prior_failures
-        )
+        self.rate = self.parameters.rate
         if not self.trace.events or self.trace.events[0].time_s > 0:
             self._start()
 
@@ -145,7 +144,10 @@ class _Run:
             self._start()
             return
         self.incidents += bool(lost)
-        self.rate = self.rate.observed(failures=len(lost))
+        hit = Counter(map(self.trace.host_of, lost))
+        left = set(map(self.trace.host_of, self.speeds))
+        whole = sum(count > 1 and host not in left for host, count in hit.items())
+        self.rate = self.rate.observed(failures=len(hit), host_failures=whole)
         if lost:
             self._decide(frozenset(lost), "lost")
         elif all(event.kind == "slow" for event in events):

@@ -23,7 +23,7 @@ from chameleon_ft.recovery import (
 )
 from chameleon_ft.recovery.equivalence import LossClass, loss_classes
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search import InfeasibleError, find_plan
+from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, find_plan
 from chameleon_ft.simulate.in_force import PlanInForce
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planner import Chosen, Option, Outlook
@@ -58,7 +58,7 @@ class Decisions:
         # What the paper proposes depends on the horizon.
         if policy != "paper" and (known := self._known.get(key)) is not None:
             decision, before = known
-            fresh = refreshed(decision, before=before, now=situation, horizon_s=rate.horizon_s(len(situation.live)))
+            fresh = refreshed(decision, before=before, now=situation, rate=rate)
             if fresh is not None:
                 return fresh
         decision = decide(situation, policy, rate)
@@ -125,12 +125,28 @@ class ExactPlanner(PlanInForce[RealPlan]):
             self._home = RealPlan(self._start, in_flight_ceiling(self._start.workers, depth))
         else:
             try:
-                found = find_plan(costs).best
+                found = self._best_of(find_plan(costs), costs)
             except InfeasibleError:
                 return None
             self._home = RealPlan(found.plan, found.ceiling)
         step_s = _step_s(self._home, costs)
         return self._in_force(Option(kind="start", plan=self._home, step_s=step_s, stall_s=0.0))
+
+    def _best_of(self, result: SearchResult, costs: CostModel) -> FoundPlan:
+        """What trains the most samples until the first failure, as `recovery.decide` counts them."""
+        rate, parameters = self._parameters.rate, self._parameters
+        horizon_s = rate.horizon_s(len(costs.cluster.workers))
+        # On average half of the time between two checkpoints is lost; without them, all.
+        lost_s = (
+            parameters.restart_s + parameters.checkpoint_interval_s / 2 if parameters.has_checkpoints else horizon_s
+        )
+
+        def samples(found: FoundPlan) -> float:
+            last_holders = len(found.plan.placement.indispensable({worker: worker for worker in found.plan.workers}))
+            share = rate.fatal_share(last_holders=last_holders, last_hosts=found.last_hosts, cluster=costs.cluster)
+            return max(0.0, horizon_s - lost_s * share) / found.step_s
+
+        return max((result.best, *result.alternatives), key=samples)
 
     def _reach(self, plan: RealPlan | None) -> None:
         if plan != self._reached:

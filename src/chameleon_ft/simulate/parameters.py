@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import StallModel
+from chameleon_ft.recovery import FailureRate
 
 __all__ = ["Parameters"]
 
@@ -27,6 +28,7 @@ class Parameters:
         step_overhead_s: seconds that a step takes beyond its estimate: vote and update, and what the host adds.
         worker_mtbf_s: seconds between two failures of a worker, known beforehand: `[recovery]` has 5,000 hours.
         prior_failures: how many failures this counts like: `[recovery]` has 1.
+        host_share: share of failures that take all workers of a host, known beforehand: `[recovery]` has a quarter.
         restart_s: seconds from a failure until a job that is started again runs, reading the checkpoint included and
             steps that are repeated left out: the 5 minutes of `[recovery] restart_s`.
         checkpoint_write_s: seconds that training stands still for a checkpoint: a copy to the host's memory, and the
@@ -52,6 +54,7 @@ class Parameters:
     step_overhead_s: float = 0.0
     worker_mtbf_s: float = 5_000 * 3_600.0
     prior_failures: float = 1.0
+    host_share: float = 0.25
     restart_s: float = 300.0
     checkpoint_write_s: float = 1.0
     checkpoint_interval_s: float = 3_600.0
@@ -64,6 +67,8 @@ class Parameters:
             finite = math.isfinite(value) or (each.name == "checkpoint_interval_s" and value == math.inf)
             if not (finite and value >= 0):
                 raise ConfigError(f"{each.name} must be zero or a positive number; got {value}")
+        if self.host_share > 1:
+            raise ConfigError(f"host_share must be between 0 and 1; got {self.host_share}")
         for name in ("worker_mtbf_s", "prior_failures", "checkpoint_interval_s"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} must be a positive number; got 0")
@@ -72,6 +77,13 @@ class Parameters:
     def has_checkpoints(self) -> bool:
         """Whether there are any to go back to."""
         return math.isfinite(self.checkpoint_interval_s)
+
+    @property
+    def rate(self) -> FailureRate:
+        """How soon the first failure is to be expected."""
+        return FailureRate(
+            worker_mtbf_s=self.worker_mtbf_s, prior_failures=self.prior_failures, prior_host_share=self.host_share
+        )
 
     @property
     def after_loss(self) -> StallModel:

@@ -50,7 +50,7 @@ def trace_statistics(trace: Trace) -> TraceStatistics:
     spans = sorted(
         (fault.start_s, fault.end_s, host)
         for fault in faults
-        for host in {worker // trace.workers_per_host for worker in fault.workers}
+        for host in {trace.host_of(worker) for worker in fault.workers}
     )
     begun = [span for span in spans if span[0] > 0]
     outages = [(end_s - start_s) / _DAY_S for start_s, end_s, _ in begun if end_s <= trace.duration_s]

@@ -65,6 +65,10 @@ class Trace:
         """How many hosts the workers are on."""
         return self.workers // self.workers_per_host
 
+    def host_of(self, worker: int) -> int:
+        """The number of the host that a worker is on."""
+        return worker // self.workers_per_host
+
     def groups(self) -> Iterator[tuple[float, tuple[Event, ...]]]:
         """Yield (time_s, events) for each time at which something happens."""
         for time_s, events in itertools.groupby(self.events, key=lambda event: event.time_s):
