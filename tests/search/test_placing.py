@@ -50,7 +50,7 @@ def test_pipelines_stay_inside_hosts_where_they_fit(sizes: list[int], depths: li
 
 def test_equal_stages_share_a_host() -> None:
     cluster = hosts([4, 4])
-    placed = by_stage([(0, 0)] * 4, [(1, 2)] * 4, Crew.of(cluster))
+    placed = by_stage([(0, 0)] * 4, [(1, 2)] * 4, Crew.of(cluster).members)
     assert {cluster.worker(workers[0]).host for workers in placed} == {"host 0"}
     assert {cluster.worker(workers[1]).host for workers in placed} == {"host 1"}
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from chameleon_ft.schedule.best import DEFAULT_EFFORT as PROGRAM_EFFORT
 
-DEFAULT_EFFORT: Final = 80_000
+DEFAULT_EFFORT: Final = 160_000
 """About how many operations a search may schedule before it settles for what it has; some hundredths of a second."""
 
 # Shares of a search's effort that a look at a pipeline may take, and the programs of those that are chosen; and the
@@ -15,8 +15,8 @@ _LOOK: Final = 1 / 8
 _POLISH: Final = 1 / 2
 LOOK: Final = 10_000
 # List schedules of a pipeline that effort should do for; what a search may cost however little effort it is given.
-_LOOKS: Final = 12
-_LEAST_EFFORT: Final = 80_000
+_LOOKS: Final = 24
+_LEAST_EFFORT: Final = 160_000
 # F, and B or I and W.
 _OPERATIONS_PER_HOP: Final = 3
 

@@ -226,6 +226,7 @@ class MixSearch:
                 for shallow, deep in (
                     (math.floor(mean[1]), math.ceil(mean[0])),
                     (mean[1] / _ALIKE - 1, mean[0] * _ALIKE + 1),
+                    (0, mean[0] * _ALIKE + 1),
                 )
             ]
         possible = False

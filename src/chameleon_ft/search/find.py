@@ -50,9 +50,6 @@ _CLOSE: Final = 1.05
 # With little effort, so many numbers of pipelines are tried out.
 _RUN: Final = 3
 _LEAST_BOUNDS: Final = 2
-# With so many searches, and little effort, the bound may be too low by this share.
-_MANY: Final = 5
-_NEAR: Final = 0.002
 # Searches are begun with those that promise most by this many times what workers take that are never idle.
 _SOON: Final = 1.02
 # Plans that take longer than the least bounds of equal pipelines by this much are not thought of in bounds at first.
@@ -216,13 +213,10 @@ class _Search:
         soon_s = _SOON * total_work_bound_s(self._costs)
         promising = sorted(searches, key=lambda search: -search.promise(soon_s))
         bounds: dict[int, float] = {}
-        # What is nearly as good as the least is not looked at any closer.
-        near = 1.0 if self._effort is None or len(searches) < _MANY else 1 - _NEAR
         for search in promising:
-            if search.reaches(self.bound_s * near):
+            if search.reaches(self.bound_s):
                 bounds[id(search)] = search.bound_s()
                 self.bound_s = min(self.bound_s, search.bound_s())
-        self.bound_s *= near
         return sorted(promising, key=lambda search: bounds.get(id(search), math.inf))
 
     def _run(self, searches: Sequence[MixSearch]) -> list[_Placed]:
@@ -281,6 +275,12 @@ class _Search:
             and not (self._two_holders and workers // each.depth < 2)
         ]
         promised.sort(key=lambda each: (each.time_s, each.depth, each.timer.split_backward))
+        # Of depths that go with the same numbers of pipelines, one search does for all.
+        numbers = [
+            (workers // each.depth, min(-(-workers // each.depth), micro_batches), each.timer.split_backward)
+            for each in promised
+        ]
+        promised = [each for place, each in enumerate(promised) if numbers.index(numbers[place]) == place]
         few = [
             MixSearch(
                 self._costs,
