@@ -12,7 +12,7 @@ DEFAULT_EFFORT: Final = 160_000
 # Shares of a search's effort that a look at a pipeline may take, and the programs of those that are chosen; and the
 # least for a look: some millisecond.
 _LOOK: Final = 1 / 8
-_POLISH: Final = 1 / 2
+_POLISH: Final = 1
 LOOK: Final = 10_000
 # List schedules of a pipeline that effort should do for; what a search may cost however little effort it is given.
 _LOOKS: Final = 24

@@ -20,6 +20,7 @@ from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort, po
 from chameleon_ft.search._kinds import Crew, grouped
 from chameleon_ft.search._mix import is_exact
 from chameleon_ft.search._mixes import MixSearch, TimedMix
+from chameleon_ft.search._nearby import with_better_cuts
 from chameleon_ft.search._placed import (
     PlacedPipeline,
     found_plan,
@@ -47,8 +48,11 @@ _MIXES_KEPT: Final = 2
 _IN_ROLES: Final = 2
 # Those that are nearly as good as the best of them get the best programs, which may change their order.
 _CLOSE: Final = 1.05
-# With little effort, so many numbers of pipelines are tried out.
-_RUN: Final = 3
+# With little effort, so many of them get other cuts.
+_RECUT: Final = 2
+# With little effort, so many numbers of pipelines are tried out, each with such a part of it.
+_RUN: Final = 4
+_PARTS: Final = 3
 _LEAST_BOUNDS: Final = 2
 # Searches are begun with those that promise most by this many times what workers take that are never idle.
 _SOON: Final = 1.02
@@ -240,6 +244,9 @@ class _Search:
             close = [each for each in placed if each.step_s < placed[0].step_s * _CLOSE]
             found += map(self._polished, _with_survivor(close, placed))
             best_s = min([best_s, *(each.step_s for each in found)])
+        found.sort(key=lambda placed: placed.step_s)
+        if self._effort is not None:
+            found[:_RECUT] = map(self._with_better_cuts, found[:_RECUT])
         return sorted(found, key=lambda placed: placed.step_s)
 
     def _of_the_fastest(self) -> list[_Placed]:
@@ -287,7 +294,7 @@ class _Search:
                 self._crew,
                 each.timer,
                 sync=each.sync,
-                effort=(self._effort or 0) // _RUN,
+                effort=(self._effort or 0) // _PARTS,
                 numbers=(max(1, workers // each.depth), min(-(-workers // each.depth), micro_batches)),
             )
             for each in promised[:_RUN]
@@ -355,6 +362,10 @@ class _Search:
             pipelines = recut(self._current, timer, effort=look_effort(self._effort))
             if pipelines is not None:
                 yield found_plan("recut", polished(pipelines, timer, self._effort), timer, self._current)
+
+    def _with_better_cuts(self, placed: _Placed) -> _Placed:
+        better = with_better_cuts(placed.pipelines, placed.timer, effort=look_effort(self._effort))
+        return self._polished(replace(placed, pipelines=better)) if better != placed.pipelines else placed
 
     def _polished(self, placed: _Placed) -> _Placed:
         pipelines = polished(placed.pipelines, placed.timer, self._effort)
