@@ -44,8 +44,6 @@ _PLAIN_SPLIT: Final = (
     _Trial(True, 0.1, 0.5, 0.5),
     _Trial(True, 0.4),
     _Trial(True, 0.0, 0.25, 1.0),
-    _Trial(True, 0.25, 0.6, 0.75),
-    _Trial(True, 0.0, 0.4, 1.0),
 )
 # The same for pipelines of so many stages, of which there may be no effort to schedule more than one or two.
 _DEEP: Final = 16
@@ -58,8 +56,6 @@ _DEEP_SPLIT: Final = (
     _Trial(True, 0.25, 0.5, 0.5),
     _Trial(False, 0.0, 0.5, 1.0),
     _Trial(True, 0.75),
-    _Trial(True, 0.0, 0.6, 0.75),
-    _Trial(True, 0.1, 0.75, 0.75),
 )
 _PLAIN_FUSED: Final = (
     _Trial(True, 0.0),

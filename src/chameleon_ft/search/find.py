@@ -48,7 +48,8 @@ _MIXES_KEPT: Final = 2
 _IN_ROLES: Final = 2
 # Those that are nearly as good as the best of them get the best programs, which may change their order.
 _CLOSE: Final = 1.05
-# With little effort, so many of them get other cuts.
+# Of the plans found, so many get the best programs; with little effort, so many of these get other cuts.
+_POLISHED: Final = 3
 _RECUT: Final = 2
 # With little effort, so many numbers of pipelines are tried out, each with such a part of it.
 _RUN: Final = 4
@@ -242,12 +243,20 @@ class _Search:
                 (placed for mix in mixes for placed in self._placed(mix, search.timer)), key=lambda each: each.step_s
             )
             close = [each for each in placed if each.step_s < placed[0].step_s * _CLOSE]
-            found += map(self._polished, _with_survivor(close, placed))
+            found += _with_survivor(close, placed)
             best_s = min([best_s, *(each.step_s for each in found)])
-        found.sort(key=lambda placed: placed.step_s)
-        if self._effort is not None:
-            found[:_RECUT] = map(self._with_better_cuts, found[:_RECUT])
-        return sorted(found, key=lambda placed: placed.step_s)
+        return self._finished(found)
+
+    def _finished(self, found: Sequence[_Placed]) -> list[_Placed]:
+        """The same, the fastest first, the best of them with better programs and cuts."""
+        # The searches often come to the same.
+        different = {tuple((id(each.timed), each.workers) for each in placed.pipelines): placed for placed in found}
+        ordered = sorted(different.values(), key=lambda placed: placed.step_s)
+        best = _with_survivor(ordered[:_POLISHED], ordered)
+        best = sorted(map(self._polished, best), key=lambda placed: placed.step_s)
+        if self._effort is not None and self._with_sync:
+            best[:_RECUT] = map(self._with_better_cuts, best[:_RECUT])
+        return sorted([*best, *ordered[_POLISHED:]], key=lambda placed: placed.step_s)
 
     def _of_the_fastest(self) -> list[_Placed]:
         """With little effort: what the workers of the fastest kinds can do alone, while the others are idle."""
