@@ -130,7 +130,9 @@ def test_no_two_pipelines_on_any_hosts_beat_the_bound(seed: int) -> None:
     rng = random.Random(seed)
     costs = on_hosts(rng, workers=4, layers=3, micro_batches=rng.randint(2, 4))
     # Little is left but to have two pipelines: one worker alone takes longest of all.
-    layers = tuple(dataclasses.replace(layer, gradient_bytes=layer.gradient_bytes + 5) for layer in costs.workload.layers)
+    layers = tuple(
+        dataclasses.replace(layer, gradient_bytes=layer.gradient_bytes + 5) for layer in costs.workload.layers
+    )
     costs = CostModel(dataclasses.replace(costs.workload, layers=layers, tied=()), costs.cluster)
     least_s = math.inf
     for split in (False, True):

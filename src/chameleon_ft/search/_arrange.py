@@ -27,9 +27,7 @@ def by_pipeline(shapes: Sequence[Shape], crew: Crew, cluster: Cluster) -> list[t
     return found
 
 
-def by_stage(
-    shapes: Sequence[Shape], cuts: Sequence[Stops], members: Sequence[Sequence[int]]
-) -> list[tuple[int, ...]]:
+def by_stage(shapes: Sequence[Shape], cuts: Sequence[Stops], members: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """The same so that holders of the same layers share a host, which makes gradient sync fast.
 
     Stages take workers of their kind in the order of `members`, host by host, in the order of the middles of their

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from chameleon_ft.search._bounds import Stops, SyncCost
+from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._placed import PlacedPipeline, remembered_s
 from chameleon_ft.search._timed import TimedPipeline, Timer
 
@@ -50,11 +51,20 @@ def _nearby(stops: Stops) -> Iterator[Stops]:
 
 
 def _bound_s(timed: TimedPipeline, stops: Stops, timer: Timer) -> float:
-    """Seconds below which the pipeline cannot be with this cut; what does not fit is infinitely slow."""
-    pipelines = timer.recomputing if timed.recompute and timer.recomputing is not None else timer.pipelines
-    if not pipelines.fits(timed.shape, stops, timed.micro_batches):
-        return float("inf")
-    return pipelines.bounds(SyncCost()).bound_s(timed.shape, stops, timed.micro_batches)
+    """Seconds below which the pipeline cannot be with this cut; infinite where that does not fit, or where one stage
+    alone computes for as long as the whole takes now.
+    """
+    pipelines = _bounds_of(timed, timer)
+    shape, micro_batches = timed.shape, timed.micro_batches
+    stages = zip(shape, (0, *stops), stops, strict=False)
+    work_s = micro_batches * max(pipelines.times[kind].work_s[start, stop] for kind, start, stop in stages)
+    if work_s >= timed.program_s or not pipelines.fits(shape, stops, micro_batches):
+        return math.inf
+    return pipelines.bounds(SyncCost()).bound_s(shape, stops, micro_batches)
+
+
+def _bounds_of(timed: TimedPipeline, timer: Timer) -> Pipelines:
+    return timer.recomputing if timed.recompute and timer.recomputing is not None else timer.pipelines
 
 
 def _recut(
@@ -65,7 +75,7 @@ def _recut(
     for each in pipelines:
         timed = each.timed
         if (timed.shape, timed.stops, timed.recompute) == (like.shape, like.stops, like.recompute):
-            if _bound_s(timed, stops, timer) == float("inf"):
+            if not _bounds_of(timed, timer).fits(timed.shape, stops, timed.micro_batches):
                 return None
             timed = timer.timed(
                 each.workers, timed.shape, stops, timed.micro_batches, recompute=timed.recompute, effort=effort

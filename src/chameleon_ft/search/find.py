@@ -205,7 +205,9 @@ class _Search:
         return [
             alone,
             *(
-                self._mix_search(timer, least_sync(self._costs, about(first, cluster), self._likely_s), numbers=(first, last))
+                self._mix_search(
+                    timer, least_sync(self._costs, about(first, cluster), self._likely_s), numbers=(first, last)
+                )
                 for first, last in numbers_of_pipelines(most)
             ),
         ]
