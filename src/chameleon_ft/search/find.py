@@ -16,6 +16,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.search._bounds import SyncCost
+from chameleon_ft.search._depths import depths, promising
 from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort, polish_effort
 from chameleon_ft.search._kinds import Crew, grouped
 from chameleon_ft.search._mix import is_exact
@@ -46,13 +47,12 @@ _ALONE: Final = (1, 1)
 _MIXES_KEPT: Final = 2
 # Of the plans found, so many get the workers that hold most of them already.
 _IN_ROLES: Final = 2
-# Those that are nearly as good as the best of them get the best programs, which may change their order.
+# Those that are nearly as good as the best of them are kept: the best programs may change their order.
 _CLOSE: Final = 1.05
 # Of the plans found, so many get the best programs; with little effort, so many of these get other cuts.
 _POLISHED: Final = 3
 _RECUT: Final = 2
-# With little effort, so many numbers of pipelines are tried out, each with such a part of it.
-_RUN: Final = 4
+# With little effort: of how many searches of equal depth it should do for, and how many of least bound there are.
 _PARTS: Final = 3
 _LEAST_BOUNDS: Final = 2
 # Searches are begun with those that promise most by this many times what workers take that are never idle.
@@ -128,16 +128,6 @@ class _Placed:
         return not placement_of(self.pipelines, costs).indispensable(costs.cluster.hosts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Depth:
-    """Pipelines of a depth, seconds that they take if all are equal, and what they are made with."""
-
-    depth: int
-    time_s: float
-    sync: SyncCost
-    timer: Timer
-
-
 class _Search:
     """Pipelines with split and with fused backward, in any number.
 
@@ -187,7 +177,8 @@ class _Search:
         """All searches, those of least bound first."""
         timers = [Timer(self._costs, self._crew, split_backward=split) for split in (True, False)]
         if self._with_sync:
-            self._likely_s = _LIKELY * min((each.time_s for each in self._by_depth(timers)), default=math.inf)
+            every = depths(self._costs, timers, math.inf)
+            self._likely_s = _LIKELY * min((each.time_s for each in every), default=math.inf)
         while True:
             searches = self._bounded([search for timer in timers for search in self._searches(timer)])
             if not self._likely_s < self.bound_s < math.inf:
@@ -254,11 +245,12 @@ class _Search:
         # The searches often come to the same.
         different = {tuple((id(each.timed), each.workers) for each in placed.pipelines): placed for placed in found}
         ordered = sorted(different.values(), key=lambda placed: placed.step_s)
-        best = _with_survivor(ordered[:_POLISHED], ordered)
-        best = sorted(map(self._polished, best), key=lambda placed: placed.step_s)
+        chosen = _with_survivor(ordered[:_POLISHED], ordered)
+        others = [placed for placed in ordered if all(placed is not each for each in chosen)]
+        best = sorted(map(self._polished, chosen), key=lambda placed: placed.step_s)
         if self._effort is not None and self._with_sync:
             best[:_RECUT] = map(self._with_better_cuts, best[:_RECUT])
-        return sorted([*best, *ordered[_POLISHED:]], key=lambda placed: placed.step_s)
+        return sorted([*best, *others], key=lambda placed: placed.step_s)
 
     def _of_the_fastest(self) -> list[_Placed]:
         """With little effort: what the workers of the fastest kinds can do alone, while the others are idle."""
@@ -278,27 +270,10 @@ class _Search:
         mix = search.bound_mix() if search.is_bounded else []
         return bool(mix) and not any(is_dear(len(share.shape), share.micro_batches, self._effort) for share in mix)
 
-    def _of_few_depths(self, timers: Sequence[Timer]) -> list[MixSearch]:
-        """Searches of pipelines of about equal depth, which promises that many gradients are reduced together.
-
-        The depths are those at which equal pipelines would have the least bounds, among those that a look at does not
-        cost too much.
-        """
-        workers, micro_batches = len(self._costs.cluster.workers), self._costs.workload.micro_batches
+    def _of_few_depths(self, timers: Iterable[Timer]) -> list[MixSearch]:
+        """Searches of pipelines of about equal depth, which promises that many gradients are reduced together."""
         timers = list({id(timer): timer for timer in timers}.values())
-        promised = [
-            each
-            for each in self._by_depth(timers)
-            if not is_dear(each.depth, micro_batches * each.depth / workers, self._effort)
-            and not (self._two_holders and workers // each.depth < 2)
-        ]
-        promised.sort(key=lambda each: (each.time_s, each.depth, each.timer.split_backward))
-        # Of depths that go with the same numbers of pipelines, one search does for all.
-        numbers = [
-            (workers // each.depth, min(-(-workers // each.depth), micro_batches), each.timer.split_backward)
-            for each in promised
-        ]
-        promised = [each for place, each in enumerate(promised) if numbers.index(numbers[place]) == place]
+        every = depths(self._costs, timers, self._likely_s)
         few = [
             MixSearch(
                 self._costs,
@@ -306,26 +281,12 @@ class _Search:
                 each.timer,
                 sync=each.sync,
                 effort=(self._effort or 0) // _PARTS,
-                numbers=(max(1, workers // each.depth), min(-(-workers // each.depth), micro_batches)),
+                numbers=each.numbers,
             )
-            for each in promised[:_RUN]
+            for each in promising(every, effort=self._effort, fewest=2 if self._two_holders else 1)
         ]
         # Where all are dear, there is nothing for it.
         return few or [self._mix_search(timer, SyncCost()) for timer in timers]
-
-    def _by_depth(self, timers: Sequence[Timer]) -> list[_Depth]:
-        """What equal pipelines of each depth would take at the least, of those depths that leave nobody without one."""
-        cluster, micro_batches = self._costs.cluster, self._costs.workload.micro_batches
-        workers = len(cluster.workers)
-        found: list[_Depth] = []
-        for timer in timers:
-            for depth in range(1, min(workers, timer.pipelines.num_layers) + 1):
-                if workers // depth <= micro_batches:
-                    sync = least_sync(self._costs, about(workers // depth, cluster), self._likely_s)
-                    time_s = timer.mean_bound_s(depth, micro_batches * depth / workers, sync)
-                    if time_s < math.inf:
-                        found.append(_Depth(depth, time_s, sync, timer))
-        return found
 
     def _placed(self, mix: TimedMix, timer: Timer) -> list[_Placed]:
         """On workers that are chosen by what sync takes: how long the pipelines take does not depend on it much.
