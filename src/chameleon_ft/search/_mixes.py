@@ -229,6 +229,10 @@ class MixSearch:
                     (0, mean[0] * _ALIKE + 1),
                 )
             ]
+            # All equal but one, which takes those that are left over.
+            depth, workers = max(1, math.floor(mean[1])), sum(self._counts)
+            alike = {depth, *(workers - depth * (number - 1) for number in self.numbers)}
+            ways.insert(1, [shape for shape in everything if len(shape) in alike])
         possible = False
         for shapes in ways:
             self._active = [s for s in shapes if not is_dear(len(s), self._most(s, time_s), self._effort)]

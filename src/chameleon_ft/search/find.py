@@ -231,7 +231,8 @@ class _Search:
             searched = search.run(self.bound_s, math.inf if self._with_sync else best_s)
             self.complete = self.complete and searched.complete
             self.mixes += len(searched.mixes)
-            mixes = sorted(searched.mixes, key=lambda mix: mix.time_s)[:_MIXES_KEPT]
+            different = {tuple((id(each), count) for each, count in mix.pipelines): mix for mix in searched.mixes}
+            mixes = sorted(different.values(), key=lambda mix: mix.time_s)[:_MIXES_KEPT]
             placed = sorted(
                 (placed for mix in mixes for placed in self._placed(mix, search.timer)), key=lambda each: each.step_s
             )
