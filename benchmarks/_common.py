@@ -11,7 +11,7 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ __all__ = [
     "arguments",
     "base_config",
     "child",
+    "markdown_table",
     "new_folder",
     "report_arguments",
     "run_child",
@@ -200,6 +201,12 @@ def add_most_others(parser: argparse.ArgumentParser) -> None:
         default=0.05,
         help="share of the machine that other processes may take during a run; above it the run is made again",
     )
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table for the docs, with a line for each row."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def new_folder(path: Path) -> Path:

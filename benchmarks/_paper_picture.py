@@ -24,8 +24,8 @@ def draw(
     *,
     after: Mapping[str, Sequence[Sequence[float]]],
     ratios: Mapping[tuple[str, bool], Mapping[str, Sequence[float]]],
-    paper: Mapping[str, float],
-    paper_loss: float,
+    published: Mapping[str, float],
+    published_loss: float,
 ) -> None:
     """Draw throughput after losses, and Chameleon's average throughput by those of others.
 
@@ -33,13 +33,13 @@ def draw(
         path: file to write.
         after: policy -> for each number of lost workers the throughputs, by the failure-free one.
         ratios: (interval, whether workers come back) -> baseline -> ratios.
-        paper: baseline -> the largest ratio that the paper reports.
-        paper_loss: what at most the paper reports to be missing after a recovery.
+        published: baseline -> the largest ratio that the paper reports.
+        published_loss: what at most the paper reports to be missing after a recovery.
     """
     figure = Figure(figsize=(10.5, 3.9), dpi=130)
     left, right = figure.add_axes((0.06, 0.14, 0.35, 0.7)), figure.add_axes((0.545, 0.2, 0.44, 0.64))
-    _after(left, after, paper_loss)
-    _ratios(right, ratios, paper)
+    _after(left, after, published_loss)
+    _ratios(right, ratios, published)
     figure.savefig(path, facecolor="white", metadata={"Title": "The paper's comparison, simulated", "Date": None})
 
 
@@ -53,7 +53,7 @@ def _plain(axes: Axes, title: str) -> None:
         spine.set_color(_LINE)
 
 
-def _after(axes: Axes, after: Mapping[str, Sequence[Sequence[float]]], paper_loss: float) -> None:
+def _after(axes: Axes, after: Mapping[str, Sequence[Sequence[float]]], published_loss: float) -> None:
     _plain(axes, "throughput after recovery, of failure-free")
     lost = list(range(1, len(next(iter(after.values()))) + 1))
     for policy, values in after.items():
@@ -71,14 +71,14 @@ def _after(axes: Axes, after: Mapping[str, Sequence[Sequence[float]]], paper_los
             lost, [min(each) for each in values], [max(each) for each in values], color=ink, alpha=0.12, linewidth=0
         )
     axes.plot(lost, [1 - count / _WORKERS for count in lost], "--", color=_PALE, linewidth=1, label="live workers")
-    axes.axhline(1 - paper_loss, color=_TEXT, linewidth=0.8, linestyle=":", label="paper: at least")
+    axes.axhline(1 - published_loss, color=_TEXT, linewidth=0.8, linestyle=":", label="published: at least")
     axes.set_xlabel(f"workers lost of {_WORKERS}", fontsize=8.5, color=_TEXT)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.legend(fontsize=7.5, frameon=False, loc="lower left", labelcolor=_TEXT)
 
 
 def _ratios(
-    axes: Axes, ratios: Mapping[tuple[str, bool], Mapping[str, Sequence[float]]], paper: Mapping[str, float]
+    axes: Axes, ratios: Mapping[tuple[str, bool], Mapping[str, Sequence[float]]], published: Mapping[str, float]
 ) -> None:
     _plain(axes, "Chameleon's average throughput, by the other's")
     baselines = list(next(iter(ratios.values())))
@@ -89,12 +89,12 @@ def _ratios(
         axes.bar(places, [height - 1 for height in heights], width * 0.92, bottom=1, color=_INKS[policy], label=policy)
         for place, each in zip(places, ratios.values(), strict=True):
             axes.plot([place] * 2, [min(each[policy]), max(each[policy])], color=_TEXT, linewidth=0.7)
-        if policy in paper:
-            axes.axhline(paper[policy], color=_INKS[policy], linewidth=1, linestyle=":")
+        if policy in published:
+            axes.axhline(published[policy], color=_INKS[policy], linewidth=1, linestyle=":")
             axes.text(
                 len(ratios) - 0.45,
-                paper[policy],
-                f"paper, at most {paper[policy]}",
+                published[policy],
+                f"published: up to {published[policy]}",
                 fontsize=7.5,
                 ha="right",
                 va="bottom",

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import _policies_picture
-from benchmarks._common import Bar
+from benchmarks._common import Bar, markdown_table
 from benchmarks._policies_observed import Observed, mean_size
 from benchmarks._policies_scenarios import Scenario
 
-__all__ = ["COLUMNS", "OURS", "PUBLISHED", "Found", "bars", "draw", "results", "rows"]
+__all__ = ["COLUMNS", "OURS", "PUBLISHED", "Found", "bars", "draw", "markdown", "results", "rows"]
 
 OURS: Final = "chameleon"
 PUBLISHED: Final = {"oobleck": 1.229, "recycle": 1.355}
@@ -118,6 +118,26 @@ class Found:
 def rows(found: Iterable[Found], scale: float) -> tuple[tuple[str, ...], ...]:
     """The table, by scenario and policy; seconds are those of the emulated devices."""
     return tuple(each.row(policy, scale) for each in found for policy in each.runs)
+
+
+def markdown(found: Sequence[Found]) -> str:
+    """A row for each scenario. Of ours, average throughput and that of the last plan; of others, ours by theirs."""
+    others = list(dict.fromkeys(policy for each in found for policy in each.runs if policy != OURS))
+    return markdown_table(
+        ["scenario", f"`{OURS}`", "after recovery", *(f"by `{policy}`" for policy in others)],
+        [_summary(each, others) for each in found if OURS in each.runs],
+    )
+
+
+def _summary(each: Found, others: Iterable[str]) -> list[str]:
+    kept = each.kept(OURS)
+    ahead = [each.ahead_of(policy) for policy in others]
+    return [
+        f"`{each.scenario.name}`: {each.scenario.about}",
+        f"{each.share(OURS):.1%}",
+        "" if kept is None else f"{kept:.1%}",
+        *("" if ratio is None else f"{ratio:.3f}" for ratio in ahead),
+    ]
 
 
 def results(found: Sequence[Found], scale: float) -> dict[str, Any]:

@@ -35,8 +35,8 @@ _INTERVALS_S: Final = {"10 minutes": 600.0, "1 hour": 3_600.0, "6 hours": 21_600
 _BACK_AFTER: Final = 2.5  # intervals
 _CASES: Final = (*((interval, False) for interval in _INTERVALS_S), ("1 hour", True))
 """Interval between losses, and whether workers come back."""
-_PAPER: Final = {"oobleck": 1.229, "recycle": 1.355}
-_PAPER_LOSS: Final = 0.1100
+_PUBLISHED: Final = {"oobleck": 1.229, "recycle": 1.355}
+_PUBLISHED_LOSS: Final = 0.1100
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,9 @@ def main() -> int:
     for name, lines in (("after", _after_table(found)), ("average", _average_table(found))):
         text = _replaced(text, name, lines)
     given.page.write_text(text, encoding="utf-8")
-    draw(given.picture, after=_after(found), ratios=_ratios(found), paper=_PAPER, paper_loss=_PAPER_LOSS)
+    draw(
+        given.picture, after=_after(found), ratios=_ratios(found), published=_PUBLISHED, published_loss=_PUBLISHED_LOSS
+    )
     return 0
 
 
@@ -151,7 +153,7 @@ def _ratios(found: Sequence[Found]) -> dict[tuple[str, bool], dict[str, list[flo
 
 
 def _after_table(found: Sequence[Found]) -> Iterable[str]:
-    yield "| lost of 32 | live share | " + " | ".join(_POLICIES) + " |"
+    yield "| lost of 32 | live share | " + " | ".join(f"`{policy}`" for policy in _POLICIES) + " |"
     yield "|" + "---|" * (len(_POLICIES) + 2)
     after = _after(found)
     for index in range(_LOSSES):
@@ -161,8 +163,8 @@ def _after_table(found: Sequence[Found]) -> Iterable[str]:
 
 def _average_table(found: Sequence[Found]) -> Iterable[str]:
     yield (
-        "| a loss every | workers | chameleon, of failure-free | "
-        + " | ".join(f"by {policy}'s" for policy in _POLICIES[1:])
+        "| a loss every | workers | `chameleon`, of failure-free | "
+        + " | ".join(f"by `{policy}`'s" for policy in _POLICIES[1:])
         + " | returns to a checkpoint |"
     )
     yield "|" + "---|" * (len(_POLICIES) + 3)

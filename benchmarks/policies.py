@@ -30,7 +30,7 @@ from typing import Any, Final, get_args
 from benchmarks._common import ROOT, Report, add_most_others, report_arguments
 from benchmarks._neighbours import Neighbours, progress
 from benchmarks._policies_observed import Observed
-from benchmarks._policies_report import COLUMNS, Found, bars, draw, results, rows
+from benchmarks._policies_report import COLUMNS, Found, bars, draw, markdown, results, rows
 from benchmarks._policies_run import observe
 from benchmarks._policies_scenarios import PP, SCENARIOS, Scenario, pipelines, schedule
 from chameleon_ft.cluster import Link
@@ -72,6 +72,8 @@ def main() -> int:
         raise SystemExit(f"{folder}: there are no results yet")
     neighbours.shares = [run.others_share for each in found for run in each.runs.values()]
     draw(found, folder, given.time_scale)
+    if given.markdown is not None:
+        given.markdown.write_text(markdown(found), encoding="utf-8")
     report = Report(
         benchmark="policies",
         columns=COLUMNS,
@@ -229,6 +231,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds until the window begins, at most")
     parser.add_argument("--fresh", action="store_true", help="make again what is in --out already")
     parser.add_argument("--report-only", action="store_true", help="run nothing")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table for the docs")
     parser.add_argument("--list", action="store_true", help="show the scenarios and the losses of each")
     given = parser.parse_args()
     given.profile = given.profile.resolve()

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks._common import Bar, Report, new_folder, report_arguments
+from benchmarks._common import Bar, Report, markdown_table, new_folder, report_arguments
 from benchmarks._neighbours import progress
 from benchmarks._trust_picture import draw
 from benchmarks._trust_replay import Made, Replayed, constants, made_in, mean_error, replayed
@@ -86,15 +86,13 @@ def _markdown(found: Sequence[Replayed]) -> str:
     scenarios = list(dict.fromkeys(each.made.scenario for each in found))
     cells = {(each.made.scenario, each.made.policy): f"{each.real_per_s:.1f}, {each.error:+.1%}" for each in found}
     rows = [
-        ["real samples/s, error", *(f"`{policy}`" for policy in policies)],
-        ["---"] * (1 + len(policies)),
         *([scenario, *(cells.get((scenario, policy), "") for policy in policies)] for scenario in scenarios),
         [
             "mean size of the error",
             *(f"{mean_error(each for each in found if each.made.policy == policy):.1%}" for policy in policies),
         ],
     ]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return markdown_table(["real samples/s, error", *(f"`{policy}`" for policy in policies)], rows)
 
 
 def _arguments() -> argparse.Namespace:

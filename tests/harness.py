@@ -104,10 +104,11 @@ class Ended:
 
 @dataclass
 class Prompter(NullView):
-    """Shows nothing, and calls something when a step is committed or a failure is recorded."""
+    """Shows nothing, and calls something when a step is committed, a failure is recorded or a checkpoint complete."""
 
     at_step: Mapping[int, Callable[[], None]] = field(default_factory=dict)
     at_failure: Callable[[], None] | None = None
+    at_first_checkpoint: Callable[[], None] | None = None
     done: set[int] = field(default_factory=set)
 
     def step(self, record: StepRecord) -> None:
@@ -118,6 +119,11 @@ class Prompter(NullView):
     def failure(self, record: FailureRecord) -> None:
         if self.at_failure is not None:
             self.at_failure()
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        if name == "checkpoint" and self.at_first_checkpoint is not None:
+            call, self.at_first_checkpoint = self.at_first_checkpoint, None
+            call()
 
 
 @dataclass

@@ -16,8 +16,8 @@ import chameleon_ft
 ROOT = Path(chameleon_ft.__file__).parent
 # In the order in which they may import each other.
 PURE = (
-    "errors",
     "quantities",
+    "errors",
     "workload",
     "cluster",
     "plan",
@@ -144,7 +144,7 @@ SURFACE = {
     "job": ["BoundarySpec", "Dataset", "Job", "check_job_reference", "load_job", "random_key"],
     "keys": ["Purpose", "init_key", "random_key", "step_key"],
     "optim": ["adamw", "warmup_cosine"],
-    "quantities": ["data_size", "duration", "rate"],
+    "quantities": ["data_size", "duration", "in_ranges", "rate"],
     "launch": ["coordinate", "supervise", "train", "work"],
     "verify": ["StepComparison", "Verification", "repeat_run"],
     "cli": ["main"],
@@ -219,6 +219,7 @@ SURFACE = {
         "find_plan",
         "oobleck_plan",
         "paper_plan",
+        "pareto_front",
         "recut_plan",
         "reroute",
     ],
@@ -230,6 +231,7 @@ SURFACE = {
         "Spread",
         "costs_of_run",
         "derived_profile",
+        "hosts_of_run",
         "profile_of_run",
         "read_profile",
         "write_profile",

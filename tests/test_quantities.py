@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.quantities import data_size, duration, rate
+from chameleon_ft.quantities import data_size, duration, in_ranges, rate
 
 SECONDS = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3_600.0, "days": 86_400.0}
 BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
@@ -78,3 +78,20 @@ def test_what_is_read_is_the_size(num_bytes: int) -> None:
 )
 def test_a_rate_has_four_digits_or_more(per_s: float, words: str) -> None:
     assert rate(per_s) == words
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [([], ""), ([7], "7"), ([3, 4], "3-4"), ([5, 0, 2, 1], "0-2, 5"), ([1, 3, 5], "1, 3, 5"), ([9, 9, 10], "9-10")],
+)
+def test_numbers_without_a_gap_are_a_range(numbers: list[int], words: str) -> None:
+    assert in_ranges(numbers) == words
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_name_every_number_once(numbers: set[int]) -> None:
+    named: list[int] = []
+    for part in filter(None, in_ranges(numbers).split(", ")):
+        first, _, last = part.partition("-")
+        named += range(int(first), int(last or first) + 1)
+    assert named == sorted(numbers)

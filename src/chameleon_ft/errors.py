@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from chameleon_ft.quantities import in_ranges
+
 __all__ = [
     "ChameleonError",
     "CheckpointError",
@@ -62,7 +64,7 @@ class NoHolderError(PlanError):
         self.layers = tuple(sorted(layers))
         noun = "layer" if len(self.layers) == 1 else "layers"
         super().__init__(
-            f"no live worker holds {noun} {', '.join(map(str, self.layers))}; "
+            f"no live worker holds {noun} {in_ranges(self.layers)}; "
             "go back to a checkpoint, or place these layers on more workers"
         )
 

@@ -41,6 +41,7 @@ from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile, profile_of_run
 from chameleon_ft.recovery import warm_up
+from chameleon_ft.recovery.warm_up import COMPILING
 
 __all__ = ["coordinate", "supervise", "train", "work"]
 
@@ -169,7 +170,7 @@ async def _said_if_long(solvers: asyncio.Future[None]) -> None:
     """Wait for what decisions are made with, and say why where that takes long: after an installation it does."""
     await asyncio.wait({solvers}, timeout=_LONG_S)
     if not solvers.done():
-        print("compiling what schedules and searches, once after an installation: up to a minute", flush=True)
+        print(COMPILING, flush=True)
     await solvers
 
 

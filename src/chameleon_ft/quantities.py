@@ -1,8 +1,10 @@
-"""Times and sizes as people read them, the same wherever they are shown."""
+"""Times, sizes and numbers as people read them, the same wherever they are shown."""
 
 from __future__ import annotations
 
-__all__ = ["data_size", "duration", "rate"]
+from collections.abc import Iterable
+
+__all__ = ["data_size", "duration", "in_ranges", "rate"]
 
 # (unit, its seconds, seconds from which on it reads better than the next)
 _LONG_UNITS = (("days", 86_400.0, 172_800.0), ("h", 3_600.0, 7_200.0), ("min", 60.0, 1_000.0))
@@ -27,6 +29,17 @@ def duration(seconds: float) -> str:
         if rounded * per_s >= 1:
             return f"{rounded * per_s:.3g} {unit}"
     return "0 s"
+
+
+def in_ranges(numbers: Iterable[int]) -> str:
+    """Write whole numbers in ascending order, those without a gap as one range: 0, 1, 2 and 5 as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def data_size(num_bytes: float) -> str:

@@ -61,8 +61,8 @@ def test_the_picture_can_be_read(tmp_path: Path) -> None:
         tmp_path / "a.svg",
         after=paper._after(FOUND),
         ratios=paper._ratios(FOUND),
-        paper={"oobleck": 1.229, "recycle": 1.355},
-        paper_loss=0.11,
+        published={"oobleck": 1.229, "recycle": 1.355},
+        published_loss=0.11,
     )
     ElementTree.parse(tmp_path / "a.svg")
-    assert "<!-- paper, at most 1.229 -->" in (tmp_path / "a.svg").read_text()
+    assert "<!-- published: up to 1.229 -->" in (tmp_path / "a.svg").read_text()

@@ -20,7 +20,7 @@ from benchmarks import _policies_run, policies
 from benchmarks._common import ROOT
 from benchmarks._policies_observed import Change, Commit, Observed, Outage, Outcome, mean_size
 from benchmarks._policies_picture import draw
-from benchmarks._policies_report import Found, bars, rows
+from benchmarks._policies_report import Found, bars, markdown, rows
 from benchmarks._policies_run import _Watch
 from benchmarks._policies_scenarios import PP, SCENARIOS, Loss, Scenario, pipelines, schedule
 from chameleon_ft.config import Recovery, RunConfig, config_to_toml
@@ -242,6 +242,17 @@ def test_a_row_is_in_the_time_of_the_devices() -> None:
         [Found(SCENARIOS["medium"], {"chameleon": observed()})], 4.0
     )
     assert (samples, share, after, ahead, lost, stalls, moved) == ("8.8", "55.0%", "50.0%", "1.000", "1", "0.25", "1")
+
+
+def test_the_table_for_the_docs_has_our_throughput_and_ours_by_theirs() -> None:
+    runs = {"chameleon": scaled(1.0), "recycle": scaled(0.5)}
+    alone = {"chameleon": observed()}
+    header, _, medium, rare = markdown([Found(SCENARIOS["medium"], runs), Found(SCENARIOS["rare"], alone)]).splitlines()
+    assert header == "| scenario | `chameleon` | after recovery | by `recycle` |"
+    ratio = scaled(1.0).samples_per_s / scaled(0.5).samples_per_s
+    assert medium.startswith("| `medium`: 3 single losses | ")
+    assert medium.endswith(f" | {ratio:.3f} |")
+    assert rare == "| `rare`: 1 single loss | 55.0% | 50.0% |  |"
 
 
 def test_the_picture_names_every_policy(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_predicted_and_measured_are_drawn_and_traced(
     pytest.importorskip("matplotlib")
     picture, trace = tmp_path / "step.svg", tmp_path / "step.json"
     assert main(["report", str(run.path), "--step", "4", "--picture", str(picture), "--trace", str(trace)]) == 0
+    assert capsys.readouterr().out.endswith(f"picture written to {picture}\ntrace written to {trace}\n")
     assert "worker 1, lost" in picture.read_text()
     events = json.loads(trace.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "process_name"}
@@ -74,4 +75,4 @@ def test_a_run_without_records_says_how_to_get_some(tmp_path: Path, capsys: pyte
         capsys.readouterr().err
     )
     assert main(["report", str(tmp_path / "nothing")]) == 2
-    assert "is not a run directory" in capsys.readouterr().err
+    assert "there is no such directory" in capsys.readouterr().err

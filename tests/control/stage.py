@@ -199,11 +199,13 @@ class Stage:
         puppet.dropped = True
         self.coordinator.departed(cast(Peer, puppet), how)
 
-    def save(self, step: int, worker: int, *layers: int) -> None:
+    def save(self, step: int, worker: int, *layers: int, copy_s: float = 0.0, write_s: float = 0.0) -> None:
         """Have a worker report layers of a checkpoint, which are then on disk."""
         for layer in layers:
             layer_directory(self.run.checkpoints, step, layer).mkdir(parents=True, exist_ok=True)
-        self.say(self.ranks[worker], CheckpointSaved(generation=self.order().generation, step=step, layers=layers))
+        generation = self.order().generation
+        saved = CheckpointSaved(generation=generation, step=step, layers=layers, copy_s=copy_s, write_s=write_s)
+        self.say(self.ranks[worker], saved)
 
     def finish(self, committed: int) -> None:
         order = self.order()

@@ -10,6 +10,7 @@ import pytest
 
 from chameleon_ft.config import Checkpoint, Parallel, RunConfig
 from chameleon_ft.control.messages import (
+    AtDisk,
     CheckpointSaved,
     Exit,
     Finish,
@@ -132,12 +133,13 @@ async def test_the_run_ends_when_every_member_has_finished(stage: Stage) -> None
 @scene()
 async def test_a_checkpoint_is_complete_when_every_layer_of_it_is_written(stage: Stage) -> None:
     stage.train()
-    stage.save(2, 0, 0)
-    stage.save(2, 1, 2, 3)
+    stage.save(2, 0, 0, copy_s=0.1, write_s=3.0)
+    stage.save(2, 1, 2, 3, copy_s=0.3, write_s=2.0)
     assert complete_checkpoints(stage.run.checkpoints) == []
-    stage.save(2, 2, 1)
+    stage.save(2, 2, 1, copy_s=0.2, write_s=1.0)
     assert complete_checkpoints(stage.run.checkpoints) == [2]
-    assert [event["step"] for event in stage.events("checkpoint")] == [2]
+    (event,) = stage.events("checkpoint")
+    assert (event["step"], event["copy_s"], event["write_s"]) == (2, 0.3, 3.0), "those of the slowest"
 
 
 @scene(checkpoint=Checkpoint(every=2, keep=2))
@@ -155,11 +157,27 @@ async def test_old_checkpoints_are_removed_also_those_that_were_never_completed(
 @scene()
 async def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(stage: Stage) -> None:
     stage.train()
-    stage.say(stage.ranks[1], CheckpointSaved(generation=1, step=2, layers=(2, 3), error="OSError: disk full"))
+    for worker in (1, 3):
+        stage.say(stage.ranks[worker], CheckpointSaved(generation=1, step=2, layers=(2, 3), error="OSError: disk full"))
     stage.save(2, 0, 0, 1)
-    assert stage.events("checkpoint_failed")[0]["error"] == "OSError: disk full"
+    first, second = stage.events("checkpoint_failed")
+    assert first["error"] == second["error"] == "OSError: disk full"
+    assert first["message"] == "no complete one of step 2: OSError: disk full"
+    assert "message" not in second, "people are told once"
     assert complete_checkpoints(stage.run.checkpoints) == []
     assert stage.ended is None
+
+
+@scene()
+async def test_a_rank_that_waits_for_the_disk_is_named_once_and_not_given_up(stage: Stage) -> None:
+    stage.train()
+    for worker, since_s in ((1, 10.0), (3, 10.0), (3, 20.0), (1, 20.0)):
+        stage.say(stage.ranks[worker], AtDisk(generation=1, doing="loading layers", since_s=since_s))
+    told = stage.events("waiting")
+    assert [(event["worker"], event["since_s"]) for event in told] == [(1, 10.0), (3, 20.0)]
+    assert "worker 1 has been loading layers for 10.00 s" in told[0]["message"]
+    assert str(stage.run.checkpoints) in told[0]["message"]
+    assert stage.live() == [0, 1, 2, 3]
 
 
 # --- interrupts ------------------------------------------------------------------------------------------------------

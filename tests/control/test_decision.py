@@ -18,6 +18,7 @@ from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.recovery import FailureRate
 from chameleon_ft.schedule import CostModel
+from chameleon_ft.search import find_plan
 from tests.strategies import Shape, equal_costs, losses, pipelines, shapes, survivable
 
 LAYERS = 4
@@ -160,6 +161,16 @@ def test_without_a_last_holder_all_go_back_to_the_newest_checkpoint() -> None:
     assert decision.action == (
         "nobody holds layers 2-3 any more: back to the checkpoint of step 5, 3 pipelines of 1 stage; 2 steps repeated"
     )
+
+
+def test_chameleon_reads_it_into_the_fastest_plan() -> None:
+    found = situation(all_but(1, 3, 5, state=parked(7)), checkpoints=[2, 5])
+    decision = decided(found, policy="chameleon")
+    assert (decision.policy, decision.first_step, decision.load, decision.transition) == ("checkpoint", 5, 5, None)
+    assert (decision.lost_layers, decision.weighed is not None) == ((2, 3), True)
+    assert decision.plan == find_plan(outlook_of(found).costs).best.plan
+    with pytest.raises(NoHolderError, match="no live worker holds layers 2, 3"):
+        decided(dataclasses.replace(found, checkpoints=()), policy="chameleon")
 
 
 def test_the_checkpoint_is_read_in_the_largest_layout_and_spares_stay_spare() -> None:

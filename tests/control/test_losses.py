@@ -426,7 +426,7 @@ async def test_without_a_last_holder_and_without_a_checkpoint_the_run_ends(stage
     stage.park(2, 3)
     assert stage.ended is not None
     assert stage.ended[0] == "failed"
-    assert stage.ended[1].startswith("no live worker holds layers 2, 3;")
+    assert stage.ended[1].startswith("no live worker holds layers 2-3;")
     assert stage.ended[1].endswith("there is no complete checkpoint in this run: set checkpoint.every to have some")
     assert {failure.policy for failure in stage.failures} == {"stop"}
 

@@ -36,7 +36,9 @@ def weighed(
         "samples": samples,
         "feasible": reason is None,
         "reason": reason,
-        "last_holders": 0, "last_hosts": 0, **more,
+        "last_holders": 0,
+        "last_hosts": 0,
+        **more,
     }
 
 

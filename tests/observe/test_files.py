@@ -44,6 +44,8 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def test_another_directory_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run directory"):
         RunDirectory.open(tmp_path)
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        RunDirectory.open(tmp_path / "none")
 
 
 def test_a_configuration_is_replaced(run: RunDirectory) -> None:

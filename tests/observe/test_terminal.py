@@ -120,7 +120,7 @@ def test_what_is_not_known_is_left_out() -> None:
 def test_layers_without_a_holder_are_shown() -> None:
     failure = dataclasses.replace(failure_record(1), lost_layers=(4, 5))
     text = shown(failure=failure)
-    assert "the last holder of layers 4, 5" in text
+    assert "the last holder of layers 4-5" in text
 
 
 @pytest.mark.parametrize("path", get_args(NoticedBy))

@@ -19,6 +19,7 @@ from chameleon_ft.recovery import POLICIES, STAY, Candidate, Decision, FailureRa
 from chameleon_ft.recovery._course import weighed
 from chameleon_ft.recovery.decision import best_of
 from chameleon_ft.schedule import CostModel, InFlightLimit, check_program
+from chameleon_ft.search import find_plan
 from tests.recovery.situations import after, arrived, layer, rate_of, situation, situations
 
 horizons_s = st.sampled_from([1.0, 6.0, 30.0, 1e4])
@@ -271,14 +272,31 @@ def test_a_plan_that_needs_too_much_keeps_less_and_then_recomputes(split_backwar
 
 
 def test_layers_that_nobody_holds_are_a_reason() -> None:
-    now = after(situation(dp=2, pp=2), 0, 2)
+    now = replace(after(situation(dp=2, pp=2), 0, 2), has_checkpoints=False)
     decision = decide(now, "chameleon", rate_of(1e6, now))
     assert decision.chosen is None
     assert decision.course is None
     assert {each.policy for each in decision.candidates} == {"reroute", "mend", "repartition"}
     assert all(each.reason == decision.candidates[0].reason for each in decision.candidates)
-    assert "no live worker holds layers 0, 1" in str(decision.candidates[0].reason)
+    assert "no live worker holds layers 0-1" in str(decision.candidates[0].reason)
     assert decide(now, "restart", rate_of(1e6, now)).chosen is not None
+
+
+def test_from_a_checkpoint_all_go_on_with_the_fastest_plan_that_fits() -> None:
+    # Of five equal workers the largest equal layout is a single pipeline; two of different depth are faster.
+    layers = (layer(100),) * 6
+    now = after(situation(dp=4, pp=2, share=8, layers=layers, memory_bytes=2_000), 0, 2, 4)
+    now = after(now, *(worker for worker in now.live if worker == 6))
+    assert now.placement.unheld_layers
+    decision = decide(now, "chameleon", rate_of(1e6, now))
+    assert decision.chosen is not None
+    assert decision.course is not None
+    assert (decision.chosen.policy, decision.chosen.stall_s) == ("checkpoint", now.restart_s)
+    assert decision.course.transfer is None
+    check_course(decision, now)
+    fastest = find_plan(now.costs, effort=now.effort).best
+    assert decision.chosen.step_s == pytest.approx(fastest.step_s)
+    assert decide(now, "reroute", rate_of(1e6, now)).chosen is None, "it never leaves its layout"
 
 
 def test_gradients_are_reduced_while_the_program_still_runs() -> None:
@@ -358,7 +376,7 @@ def test_the_event_has_these_fields() -> None:
                 "reason",
             )
         }
-    alone = after(now, 2)
+    alone = replace(after(now, 2), has_checkpoints=False)
     none = decide(alone, "chameleon", rate_of(1e6, alone)).to_json()
     assert none["chosen"] is None
     assert none["candidates"] == [

@@ -243,7 +243,7 @@ def test_without_a_checkpoint_the_run_ends_and_says_why(tmp_path: Path) -> None:
     ended = train_here(config, tmp_path / "run")
     assert ended.code == 1
     assert ended.summary["status"] == "failed"
-    assert ended.summary["reason"].startswith("no live worker holds layers 2, 3;")
+    assert ended.summary["reason"].startswith("no live worker holds layers 2-3;")
     assert "set checkpoint.every" in ended.summary["reason"]
     assert (the_failure(ended).worker, the_failure(ended).policy) == (1, "stop")
     assert ended.steps == [0, 1, 2, 3]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from chameleon_ft.config import Failure, FailureKind, FailurePhase
-from chameleon_ft.control.messages import Vote
+from chameleon_ft.control.messages import CheckpointSaved, Vote
 from chameleon_ft.errors import CheckpointError
 from chameleon_ft.job import Job
 from chameleon_ft.observe import FaultLog, layer_directory, mark_complete
@@ -270,12 +270,14 @@ class Collected:
 
     def __init__(self, checkpoints: Path) -> None:
         self.reports: list[tuple[int, int, tuple[int, ...], str | None]] = []
+        self.seconds: list[tuple[float, float]] = []
         self.begun: list[int] = []
         self.thread: int | None = None
         self.writer = CheckpointWriter(checkpoints, saved=self.saved, before_write=self.begun.append)
 
-    def saved(self, generation: int, step: int, layers: tuple[int, ...], error: str | None) -> None:
-        self.reports.append((generation, step, layers, error))
+    def saved(self, part: CheckpointSaved) -> None:
+        self.reports.append((part.generation, part.step, part.layers, part.error))
+        self.seconds.append((part.copy_s, part.write_s))
         self.thread = threading.get_ident()
 
 
@@ -290,10 +292,12 @@ def trained() -> HeldLayers:
 def test_a_checkpoint_is_read_by_any_placement(tmp_path: Path) -> None:
     held = trained()
     collected = Collected(tmp_path)
-    collected.writer.submit(3, 7, {layer: held.snapshot(layer) for layer in (0, 2, 4)})
-    collected.writer.submit(3, 7, {layer: held.snapshot(layer) for layer in (1, 3)})
+    collected.writer.submit(3, 7, {layer: held.snapshot(layer) for layer in (0, 2, 4)}, copy_s=0.5)
+    collected.writer.submit(3, 7, {layer: held.snapshot(layer) for layer in (1, 3)}, copy_s=0.0)
     assert collected.writer.join(unless=lambda: False)
     assert collected.reports == [(3, 7, (0, 2, 4), None), (3, 7, (1, 3), None)]
+    assert [copy_s for copy_s, _ in collected.seconds] == [0.5, 0.0]
+    assert all(write_s > 0 for _, write_s in collected.seconds)
     assert collected.begun == [7, 7]
     assert collected.thread != threading.get_ident()
     for layers in (range(3), range(2, 5)):
@@ -312,7 +316,7 @@ def test_a_layer_may_be_written_twice(tmp_path: Path) -> None:
     held = trained()
     collected = Collected(tmp_path)
     for _ in range(2):
-        collected.writer.submit(3, 7, {0: held.snapshot(0)})
+        collected.writer.submit(3, 7, {0: held.snapshot(0)}, copy_s=0.0)
     assert collected.writer.join(unless=lambda: False)
     assert [report[3] for report in collected.reports] == [None, None]
     assert read_layer(tmp_path, 7, 0).keys() == held.snapshot(0).keys()
@@ -322,8 +326,8 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_next_one_is_wri
     held = trained()
     collected = Collected(tmp_path)
     layer_directory(tmp_path, 7, 0).parent.write_text("in the way")
-    collected.writer.submit(3, 7, {0: held.snapshot(0)})
-    collected.writer.submit(3, 8, {0: held.snapshot(0)})
+    collected.writer.submit(3, 7, {0: held.snapshot(0)}, copy_s=0.0)
+    collected.writer.submit(3, 8, {0: held.snapshot(0)}, copy_s=0.0)
     assert collected.writer.join(unless=lambda: False)
     (_, step, layers, error), after = collected.reports
     assert (step, layers) == (7, (0,))
@@ -338,9 +342,9 @@ def test_waiting_for_a_checkpoint_can_be_given_up(tmp_path: Path) -> None:
         begun.set()
         go_on.wait()
 
-    writer = CheckpointWriter(tmp_path, saved=lambda *saved: None, before_write=before_write)
+    writer = CheckpointWriter(tmp_path, saved=lambda part: None, before_write=before_write)
     assert writer.join(unless=lambda: True)
-    writer.submit(3, 7, {0: trained().snapshot(0)})
+    writer.submit(3, 7, {0: trained().snapshot(0)}, copy_s=0.0)
     begun.wait()
     assert writer.is_busy
     assert not writer.join(unless=lambda: True)
@@ -352,11 +356,11 @@ def test_waiting_for_a_checkpoint_can_be_given_up(tmp_path: Path) -> None:
 def test_a_complete_checkpoint_is_not_touched_again(tmp_path: Path) -> None:
     held = trained()
     collected = Collected(tmp_path)
-    collected.writer.submit(3, 7, {layer: held.snapshot(layer) for layer in range(LAYERS)})
+    collected.writer.submit(3, 7, {layer: held.snapshot(layer) for layer in range(LAYERS)}, copy_s=0.0)
     assert collected.writer.join(unless=lambda: False)
     mark_complete(tmp_path, 7, model="a model")
     written = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    collected.writer.submit(3, 7, {0: held.snapshot(0)})
+    collected.writer.submit(3, 7, {0: held.snapshot(0)}, copy_s=0.0)
     assert collected.writer.join(unless=lambda: False)
     assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == written
     assert collected.reports[-1] == (3, 7, (0,), None), "it is there, and that is what was asked for"
@@ -366,7 +370,7 @@ def test_a_complete_checkpoint_is_not_touched_again(tmp_path: Path) -> None:
 def test_a_damaged_layer_is_named_and_what_to_do_about_it(tmp_path: Path, damage: str) -> None:
     held = trained()
     collected = Collected(tmp_path)
-    collected.writer.submit(3, 7, {0: held.snapshot(0)})
+    collected.writer.submit(3, 7, {0: held.snapshot(0)}, copy_s=0.0)
     assert collected.writer.join(unless=lambda: False)
     directory = layer_directory(tmp_path, 7, 0)
     if damage == "metadata":

@@ -19,7 +19,7 @@ from chameleon_ft.estimate import estimate_step, state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.recovery import reroute
-from chameleon_ft.schedule import CostModel, best_program
+from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
 from chameleon_ft.search import BoundFamily, InfeasibleError, find_plan
 from chameleon_ft.workload import LayerCost, Workload
 from tests.search.instances import instance, with_gradients
@@ -276,6 +276,22 @@ def test_a_plan_handed_in_that_does_not_fit_is_named() -> None:
     found = find_plan(costs, others={"whole": whole})
     assert dict(found.too_large) == {"whole": 5}
     assert found.best.name == "pipelines"
+
+
+def test_plans_handed_in_keep_no_more_than_is_said() -> None:
+    cluster = device("h100-80g").cluster(8)
+    costs = CostModel(dataclasses.replace(PRESET, micro_batches=32), cluster)
+    before = data_pipeline_plan(layer_costs=[1.0] * len(PRESET.layers), dp=2, pp=4, micro_batches=32)
+    rerouted, left = reroute(before, [3], costs), CostModel(costs.workload, cluster.without([3]))
+    limits = {worker: InFlightLimit(4, 4) for worker in range(8)}
+    kept = {}
+    for ceiling in (None, limits):
+        found = find_plan(left, current=before.placement.without([3]), others={"r": rerouted}, others_ceiling=ceiling)
+        (kept[ceiling is limits],) = [each for each in (found.best, *found.alternatives) if each.name == "r"]
+    assert dict(kept[True].ceiling) == {worker: limits[worker] for worker in rerouted.workers}
+    assert not kept[False].ceiling, "there is memory for as many as one likes"
+    assert kept[True].program_s == pytest.approx(best_program(rerouted, left, ceiling=limits).step_s)
+    assert kept[True].peak_bytes < kept[False].peak_bytes
 
 
 def test_nothing_is_complete_where_links_differ() -> None:

@@ -17,6 +17,7 @@ from chameleon_ft.simulate.recorded import (
     Change,
     measured_parameters,
     recorded_changes,
+    recorded_copies_s,
     recorded_run,
     trace_of_changes,
 )
@@ -140,6 +141,18 @@ def test_the_overhead_of_steps_is_what_they_take_beyond_the_estimate(tmp_path: P
     steps_s = {1: [50.0, STEP_S + 0.3, STEP_S + 0.1, STEP_S + 0.2]}  # the first one does not count
     runs = [recorded(tmp_path / "run", [started()], steps_s=steps_s), recorded(tmp_path / "none", [started()])]
     assert measured_parameters(runs).step_overhead_s == pytest.approx(0.2)
+
+
+def test_a_checkpoint_takes_what_it_took(tmp_path: Path) -> None:
+    events = [
+        started(),
+        {"time": 1010.0, "event": "checkpoint", "step": 10},  # as runs of old versions wrote it
+        *({"time": 1020.0, "event": "checkpoint", "step": 20, "copy_s": s, "write_s": 50.0} for s in (3.0, 0.25, 0.5)),
+    ]
+    run = recorded(tmp_path / "run", events)
+    assert recorded_copies_s(run) == [3.0, 0.25, 0.5]
+    assert measured_parameters([run]).checkpoint_write_s == 0.5
+    assert recorded_copies_s(recorded(tmp_path / "old", events[:2])) == []
 
 
 def test_what_was_not_seen_stays_as_it_was(tmp_path: Path) -> None:

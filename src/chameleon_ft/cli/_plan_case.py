@@ -168,9 +168,10 @@ def _profile_for(config: RunConfig, path: Path, *, device_name: str | None) -> P
             state=state_policy("fp32"),
         )
     if config.profile is None:
+        instead = ", or name a --device" if isinstance(config, TrainConfig) else ""
         raise ConfigError(
             f"{path}: nothing says how long its layers take; measure that by `chameleon profile {path} --out "
-            "profile.json` and give --profile profile.json, or name a --device"
+            f"profile.json` and give --profile profile.json{instead}"
         )
     profile = profile_of_run(config)
     if config.device != "emulated":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import groupby
 
 from rich import box
@@ -13,7 +12,7 @@ from chameleon_ft.cli._plan_fit import Misfit
 from chameleon_ft.cli._prediction import Prediction, Searched
 from chameleon_ft.observe.console import output
 from chameleon_ft.plan import Plan
-from chameleon_ft.quantities import data_size, duration, rate
+from chameleon_ft.quantities import data_size, duration, in_ranges, rate
 
 __all__ = ["show"]
 
@@ -26,7 +25,7 @@ def show(prediction: Prediction) -> None:
     console.print(_workers(prediction, shape))
     if prediction.searched is not None:
         console.print(_proof(prediction.searched), soft_wrap=True)
-        console.print(_found(prediction.searched, shape, moves=prediction.before is not None))
+        console.print(_found(prediction.searched, shape, moves=prediction.before is not None, hosts=prediction.hosts))
     if prediction.misfit is not None:
         console.print(_misfit_in_words(prediction.misfit), style="red", soft_wrap=True)
 
@@ -52,7 +51,7 @@ def _facts(prediction: Prediction) -> Table:
     facts.add_row("bound", f"{duration(estimate.bound_s)} for the operations of this plan in any order: {above}")
     backward = "split" if prediction.plan.split_backward else "fused"
     if prediction.plan.recompute:
-        facts.add_row("", f"workers {_ranges(sorted(prediction.plan.recompute))} recompute, to save memory")
+        facts.add_row("", f"workers {in_ranges(prediction.plan.recompute)} recompute, to save memory")
     facts.add_row("", f"{duration(prediction.cluster_bound_s)} for those of any pipelines with {backward} backward")
     facts.add_row("bubble", f"{estimate.bubble:.1%} of the workers' time is idle")
     return facts
@@ -67,13 +66,15 @@ def _proof(searched: Searched) -> str:
     )
 
 
-def _found(searched: Searched, shape: box.Box, *, moves: bool) -> Table:
+def _found(searched: Searched, shape: box.Box, *, moves: bool, hosts: int) -> Table:
     """What the search has found, the best first; what each moves only if a plan is in force that it is moved from."""
     table = Table(box=shape)
     table.add_column("found")
     table.add_column("backward")
     for column in ("step", "pipelines of stages", *(("to move",) if moves else ()), "peak memory"):
         table.add_column(column, justify="right")
+    if hosts > 1:
+        table.add_column("loss of a host")
     for candidate in searched.candidates:
         found = candidate.found
         depths = Counter(len(hops) for hops in {route.hops for route in found.plan.routes})
@@ -84,6 +85,7 @@ def _found(searched: Searched, shape: box.Box, *, moves: bool) -> Table:
             ", ".join(f"{count} of {depth}" for depth, count in sorted(depths.items())),
             *((data_size(found.moved_bytes),) if moves else ()),
             data_size(candidate.peak_bytes),
+            *((f"fatal: {found.last_hosts} of {hosts}" if found.last_hosts else "survived",) if hosts > 1 else ()),
         )
     return table
 
@@ -100,10 +102,10 @@ def _workers(prediction: Prediction, shape: box.Box) -> Table:
     for column in ("busy", "peak memory", "capacity"):
         table.add_column(column, justify="right")
     for (layers, *rest), workers in _alike(prediction):
-        table.add_row(_ranges(workers), layers, *rest)
+        table.add_row(in_ranges(workers), layers, *rest)
     for others, what in ((prediction.idle, "idle"), (prediction.dead, "lost")):
         if others:
-            table.add_row(_ranges(others), what, "", "", "", "")
+            table.add_row(in_ranges(others), what, "", "", "", "")
     return table
 
 
@@ -131,17 +133,6 @@ def _alike(prediction: Prediction) -> list[tuple[tuple[str, ...], list[int]]]:
 
 def _first_layer(layers: str) -> int:
     return int(layers.partition("-")[0])
-
-
-def _ranges(workers: Sequence[int]) -> str:
-    """Write 0, 1, 2, 5 as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for worker in sorted(workers):
-        if runs and runs[-1][1] == worker - 1:
-            runs[-1][1] = worker
-        else:
-            runs.append([worker, worker])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _misfit_in_words(misfit: Misfit) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,9 +14,10 @@ from chameleon_ft.errors import ConfigError, NoHolderError
 from chameleon_ft.estimate import StepEstimate, cluster_bound_s, estimate_step
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
+from chameleon_ft.quantities import in_ranges
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search import FoundPlan, SearchResult, find_plan, oobleck_plan, paper_plan
+from chameleon_ft.search import FoundPlan, SearchResult, find_plan, oobleck_plan, paper_plan, pareto_front
 
 __all__ = ["BASELINES", "Candidate", "Prediction", "Searched", "predict_layout", "predict_searched"]
 
@@ -43,6 +43,7 @@ class Candidate:
             "name": self.found.name,
             "step_s": self.estimate.step_s,
             "bytes_to_move": self.found.moved_bytes,
+            "last_hosts": self.found.last_hosts,
             "plan": json.loads(self.found.plan.to_json()),
         }
 
@@ -78,6 +79,7 @@ class Searched:
             "search_gap": self.gap,
             "family": self.result.family.value,
             "bytes_to_move": best.found.moved_bytes,
+            "last_hosts": best.found.last_hosts,
             "alternatives": [other.to_json() for other in others],
         }
 
@@ -109,7 +111,7 @@ class Prediction:
         profile, parallel = self.case.profile, self.case.parallel
         workers = f"{len(self.case.hosts)}" if parallel is None else f"{parallel.dp} x {parallel.pp}"
         slow = "".join(f", worker {worker} at speed {speed:g}" for worker, speed in sorted(self.case.speeds.items()))
-        lost = f", without worker{'s' if len(self.dead) > 1 else ''} {', '.join(map(str, self.dead))}"
+        lost = f", without worker{'s' if len(self.dead) > 1 else ''} {in_ranges(self.dead)}"
         return (
             f"{profile.name} on {profile.fingerprint.device} ({profile.source}), {workers} workers, "
             f"{self.case.micro_batches} micro-batches of {profile.fingerprint.micro_batch_size}"
@@ -128,6 +130,11 @@ class Prediction:
         if self.before is None or (self.searched is not None and self.searched.moves_weights):
             return disjoint_pipelines(self.plan)
         return disjoint_pipelines(self.before)
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts have workers that are not dead."""
+        return len({host for worker, host in self.costs.cluster.hosts.items() if worker not in self.dead})
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -170,8 +177,9 @@ def predict_layout(case: PlanCase, dead: tuple[int, ...]) -> Prediction:
             plan = reroute(before, dead, costs, ceiling=ceiling)
         except NoHolderError as error:
             raise ConfigError(
-                f"--dead {','.join(map(str, dead))}: {error}; a run goes back to its newest checkpoint then, in the "
-                "largest layout that is left; --planner chameleon says what the rest could do best"
+                f"--dead {','.join(map(str, dead))}: no live worker holds layers {in_ranges(error.layers)}; a run goes "
+                "back to its newest checkpoint then, in the largest layout that is left; --planner chameleon says what "
+                "the rest could do best"
             ) from None
     return _prediction(case, costs, dead, before, ceiling, plan, _estimate(plan, costs, ceiling), searched=None)
 
@@ -189,7 +197,10 @@ def predict_searched(case: PlanCase, dead: tuple[int, ...], *, planner: str) -> 
     current = None if before is None else before.placement.without(dead)
     started = time.perf_counter()
     result = find_plan(
-        live, current=current, others={} if before is None else _detours(before, dead, costs, before_ceiling)
+        live,
+        current=current,
+        others={} if before is None else _detours(before, dead, costs, before_ceiling),
+        others_ceiling=before_ceiling,
     )
     all_found: tuple[FoundPlan, ...] = (result.best, *result.alternatives)
     if planner in BASELINES:
@@ -202,19 +213,10 @@ def predict_searched(case: PlanCase, dead: tuple[int, ...], *, planner: str) -> 
         all_found = (chosen.found,)
     search_s = time.perf_counter() - started
     candidates = [Candidate(found, _estimate(found.plan, costs, found.ceiling or None)) for found in all_found]
-    candidates.sort(key=lambda candidate: candidate.estimate.step_s)
-    searched = Searched(planner, result, tuple(_front(candidates)), search_s)
+    front = pareto_front(candidates, lambda each: (each.estimate.step_s, each.found.moved_bytes, each.found.last_hosts))
+    searched = Searched(planner, result, tuple(front), search_s)
     best = searched.candidates[0]
     return _prediction(case, costs, dead, before, before_ceiling, best.found.plan, best.estimate, searched=searched)
-
-
-def _front(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Those, the fastest first, that move fewer bytes than any faster one."""
-    least = math.inf
-    for candidate in candidates:
-        if candidate.found.moved_bytes < least:
-            least = candidate.found.moved_bytes
-            yield candidate
 
 
 def _detours(

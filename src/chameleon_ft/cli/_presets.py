@@ -71,13 +71,14 @@ class PresetArguments:
         Raises ConfigError with what to change; for an unknown name that is the nearest known one.
         """
         assert self.model is not None
+        shape = _shape(self.model)
         if self.device is None:
             raise ConfigError(f"--model {self.model}: needs the --device that it runs on, such as h100-80g")
         size = 1 if self.micro_batch_size is None else self.micro_batch_size
         if size < 1:
             raise ConfigError(f"--micro-batch-size {size}: should be 1 or more")
         return derived_profile(
-            _shape(self.model),
+            shape,
             device(self.device),
             micro_batch_size=size,
             execution=Execution(recompute=_recompute(self.recompute or Recompute.NONE)),

@@ -9,7 +9,13 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.plan import Plan
 from chameleon_ft.simulate import Parameters
-from chameleon_ft.simulate.recorded import measured_parameters, recorded_changes, recorded_run, trace_of_changes
+from chameleon_ft.simulate.recorded import (
+    measured_parameters,
+    recorded_changes,
+    recorded_copies_s,
+    recorded_run,
+    trace_of_changes,
+)
 from chameleon_ft.simulate.sweep import Scene
 
 __all__ = ["RunCase", "run_case"]
@@ -22,7 +28,8 @@ class RunCase:
     Attributes:
         scene: its losses and returns, its workload and its cluster.
         start: the plan that it began with.
-        parameters: what it knew of failures and checkpoints, and what its stalls took.
+        parameters: what it knew of failures and checkpoints, and what these and its stalls took.
+        timed_checkpoints: how many of its checkpoints say for how long training stood still.
         policy: that it had.
         samples_per_s: samples that it trained and that count, by all its time.
     """
@@ -30,6 +37,7 @@ class RunCase:
     scene: Scene
     start: Plan
     parameters: Parameters
+    timed_checkpoints: int
     policy: str
     samples_per_s: float
 
@@ -52,6 +60,7 @@ def run_case(path: Path) -> RunCase:
         scene=Scene(trace, known.costs.workload, known.costs.cluster),
         start=known.start,
         parameters=known.parameters,
+        timed_checkpoints=len(recorded_copies_s(run)),
         policy=known.policy,
         samples_per_s=samples / duration_s,
     )

@@ -22,12 +22,14 @@ _KINDS = 2  # of decisions, that are named
 _WITH_UNITS = {"memory": "memory (GB)", "rate": "failure rate"}
 
 
-def show_results(title: str, results: Results, trace: Trace) -> None:
-    """Print what each policy made of a trace, the best first."""
+def show_results(title: str, results: Results, trace: Trace, *, note: str | None = None) -> None:
+    """Print what each policy made of a trace, the best first; a `note` on what is simulated comes before the table."""
     console, shape = output()
     console.print(title, style="bold", soft_wrap=True)
     console.print(_trace_in_words(trace), soft_wrap=True)
     console.print(f"begins with {results.start}", soft_wrap=True)
+    if note is not None:
+        console.print(note, soft_wrap=True)
     console.print(_table(results, shape, wide=console.width >= _WIDE))
     first = next((name for name in results.ranking if name != ORACLE), None)
     if first is not None:

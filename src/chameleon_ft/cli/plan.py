@@ -14,6 +14,7 @@ from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
 from chameleon_ft.cli._plan_case import Layout, PlanCase, case_of_config, case_of_profile
 from chameleon_ft.cli._prediction import predict_layout, predict_searched
 from chameleon_ft.cli._presets import NO_PRESET, Preset, WorkersPerHost, profile_of
+from chameleon_ft.cli._written import tell_written
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.observe.picture_file import require_picture
@@ -21,7 +22,6 @@ from chameleon_ft.observe.picture_file import require_picture
 __all__ = ["main"]
 
 _NOTHING = "nothing to plan for: give a CONFIG, or a published --model and its --device, or a --profile"
-_WAITING = "planning; after an installation it first compiles, for half a minute"
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,10 @@ def main(arguments: Sequence[str]) -> int:
     case = _case(given)
     dead = _dead_workers(given.dead, case)
     planner = _planner(given, case)
-    from chameleon_ft.cli._waiting import waiting
+    from chameleon_ft.cli._waiting import compile_kernels, waiting
 
-    with waiting(_WAITING):
+    compile_kernels()
+    with waiting("planning"):
         searched = planner != "layout"
         prediction = predict_searched(case, dead, planner=planner) if searched else predict_layout(case, dead)
     lanes = [Lane.predicted(prediction.estimate)]
@@ -119,6 +120,7 @@ def main(arguments: Sequence[str]) -> int:
         from chameleon_ft.cli._plan_view import show
 
         show(prediction)
+    tell_written(json=given.json, picture=given.picture, trace=given.trace)
     return 0 if prediction.misfit is None else 1
 
 

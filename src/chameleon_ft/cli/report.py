@@ -11,6 +11,7 @@ from typing import Annotated, Optional
 import tyro
 
 from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
+from chameleon_ft.cli._written import tell_written
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import GenerationComparison, MeasuredStep, compare_generations
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         from chameleon_ft.cli._report_view import show
 
         show(comparisons, title=str(run.path))
+    tell_written(json=given.json, picture=given.picture, trace=given.trace)
     return 0
 
 

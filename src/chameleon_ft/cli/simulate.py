@@ -20,10 +20,12 @@ from chameleon_ft.cli._simulate_case import (
     names_only_failing,
     trace_of,
 )
-from chameleon_ft.cli._simulate_run import run_case
+from chameleon_ft.cli._simulate_run import RunCase, run_case
+from chameleon_ft.cli._written import tell_written
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.observe.picture_file import require_picture
 from chameleon_ft.plan import Plan
+from chameleon_ft.quantities import duration
 from chameleon_ft.simulate import save_trace, trace_statistics
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.run import simulate
@@ -125,6 +127,7 @@ class _Case:
     title: str
     parameters: Parameters
     facts: dict[str, object]
+    note: str | None = None
     start: Plan | None = None
     as_in_run: bool = False
 
@@ -137,12 +140,16 @@ def main(arguments: Sequence[str]) -> int:
     case = _drawn(given, parameters) if given.run is None else _of_run(given, given.run)
     if given.picture is not None:
         require_picture(given.picture)
+    from chameleon_ft.cli._waiting import compile_kernels
+
+    compile_kernels()
     if given.save_trace is not None:
         save_trace(case.scene.trace, given.save_trace)
     if swept is None:
         _simulate(given, case, policies)
     else:
         _sweep(given, case, policies, *swept)
+    tell_written(json=given.json, picture=given.picture, trace=given.save_trace)
     return 0
 
 
@@ -170,7 +177,7 @@ def _simulate(given: SimulateArguments, case: _Case, policies: Sequence[str]) ->
     else:
         from chameleon_ft.cli._simulate_view import show_results
 
-        show_results(case.title, results, scene.trace)
+        show_results(case.title, results, scene.trace, note=case.note)
 
 
 def _sweep(given: SimulateArguments, case: _Case, policies: Sequence[str], name: str, values: Sequence[float]) -> None:
@@ -200,17 +207,34 @@ def _of_run(given: SimulateArguments, path: Path) -> _Case:
             raise ConfigError(f"{flag}: the run {path} says what is simulated; leave out one of --run and {flag}")
     found = run_case(path)
     workload, policy = found.scene.workload, found.policy
+    parameters = assumed(given.assume, found.parameters)
     return _Case(
         scene=found.scene,
         title=(
             f"the run {path}, {len(found.scene.cluster.workers):,} workers, {workload.samples:,} samples a step, "
             f"{found.scene.trace.duration_s:,.0f} s; {policy} trained {found.samples_per_s:.4g} samples/s in it"
         ),
-        parameters=assumed(given.assume, found.parameters),
-        facts={"run": str(path), "run_policy": policy, "run_samples_per_s": found.samples_per_s},
+        parameters=parameters,
+        facts={
+            "run": str(path),
+            "run_policy": policy,
+            "run_samples_per_s": found.samples_per_s,
+            "run_timed_checkpoints": found.timed_checkpoints,
+            "checkpoint_write_s": parameters.checkpoint_write_s,
+        },
+        note=_checkpoints_in_words(found, parameters),
         start=found.start,
         as_in_run=True,
     )
+
+
+def _checkpoints_in_words(found: RunCase, parameters: Parameters) -> str:
+    stops = f"stops training for {duration(parameters.checkpoint_write_s)}"
+    if parameters.checkpoint_write_s != found.parameters.checkpoint_write_s:
+        return f"a checkpoint {stops}, as was said"
+    if found.timed_checkpoints:
+        return f"a checkpoint {stops}, the median of {found.timed_checkpoints:,} in the run"
+    return f"a checkpoint {stops}: assumed, for the run timed none; --assume checkpoint_write_s=SECONDS changes it"
 
 
 def _drawn(given: SimulateArguments, parameters: Parameters) -> _Case:
@@ -225,7 +249,7 @@ def _scene(given: SimulateArguments) -> Scene:
     hosts = hosts_of(workers, per_host)
     if workers < 1 or workers % per_host:
         raise ConfigError(
-            f"--workers {workers}: should be a multiple of the {per_host} workers of a host; "
+            f"--workers {workers}: should be 1 or more times the {per_host} workers of a host; "
             "change one of --workers and --workers-per-host"
         )
     profile = profile_of(given.preset, given.profile, missing=_NOTHING)
@@ -240,6 +264,8 @@ def _scene(given: SimulateArguments) -> Scene:
     )
     trace = trace_of(chosen, hosts=workers // per_host, workers_per_host=per_host)
     micro_batches = _PER_WORKER * workers if given.micro_batches is None else given.micro_batches
+    if micro_batches < 1:
+        raise ConfigError(f"--micro-batches {micro_batches}: should be 1 or more")
     return Scene(trace, profile.workload(micro_batches), profile.cluster(hosts))
 
 

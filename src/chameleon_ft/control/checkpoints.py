@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from chameleon_ft.control.messages import CheckpointSaved
 from chameleon_ft.observe import complete_checkpoints, mark_complete, prune_checkpoints
 
-__all__ = ["CheckpointCollector"]
+__all__ = ["CheckpointCollector", "SavedCheckpoint"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that is complete.
+
+    Attributes:
+        step: the one that it resumes at.
+        copy_s: seconds that training stood still for it: those of the rank that took longest to copy its layers.
+        write_s: seconds in which the slowest rank wrote its copy to disk, beside training.
+    """
+
+    step: int
+    copy_s: float
+    write_s: float
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What is there of a checkpoint."""
+
+    layers: set[int] = field(default_factory=set)
+    copy_s: float = 0.0
+    write_s: float = 0.0
+
+    def add(self, part: CheckpointSaved) -> None:
+        self.layers.update(part.layers)
+        self.copy_s = max(self.copy_s, part.copy_s)
+        self.write_s = max(self.write_s, part.write_s)
 
 
 class CheckpointCollector:
@@ -25,20 +55,20 @@ class CheckpointCollector:
         self._num_layers = num_layers
         self._model = model
         self._keep = keep
-        self._saved: dict[int, set[int]] = {}
+        self._saved: dict[int, _Parts] = {}
         self._first_generation = 0
 
-    def add(self, part: CheckpointSaved) -> bool:
-        """Take note of a part that was written; return whether it completes its checkpoint."""
+    def add(self, part: CheckpointSaved) -> SavedCheckpoint | None:
+        """Take note of a part that was written; return the checkpoint that it completes, if it does."""
         if part.generation < self._first_generation:
-            return False
-        saved = self._saved.setdefault(part.step, set())
-        saved.update(part.layers)
-        if len(saved) < self._num_layers:
-            return False
+            return None
+        parts = self._saved.setdefault(part.step, _Parts())
+        parts.add(part)
+        if len(parts.layers) < self._num_layers:
+            return None
         del self._saved[part.step]
         mark_complete(self._directory, part.step, model=self._model)
-        return True
+        return SavedCheckpoint(step=part.step, copy_s=parts.copy_s, write_s=parts.write_s)
 
     def prune(self) -> None:
         """Remove the checkpoints that are not needed any more. That may take long; call it in a thread."""

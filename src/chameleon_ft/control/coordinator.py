@@ -12,6 +12,7 @@ from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.control.checkpoints import CheckpointCollector
 from chameleon_ft.control.crashes import Crashes
 from chameleon_ft.control.deliberation import Deliberation
+from chameleon_ft.control.disk import Disk
 from chameleon_ft.control.experience import Experience
 from chameleon_ft.control.forethought import Forethought
 from chameleon_ft.control.generations import Generations, Phase
@@ -20,6 +21,7 @@ from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.joins import Joins
 from chameleon_ft.control.members import Members, Worker
 from chameleon_ft.control.messages import (
+    AtDisk,
     CheckpointSaved,
     Committed,
     Crashed,
@@ -101,6 +103,7 @@ class Coordinator:
         self._checkpoints = CheckpointCollector(
             run.checkpoints, num_layers=job.num_layers, model=job.fingerprint, keep=config.checkpoint.keep
         )
+        self._disk = Disk(run.checkpoints, self._checkpoints, recorder)
         newcomers = Newcomers()
         deliberation = Deliberation(
             members=self._members,
@@ -270,7 +273,9 @@ class Coordinator:
                 worker.crash = error
                 self._on_crash(worker, error)
             case CheckpointSaved():
-                self._on_saved(message)
+                self._disk.saved(message)
+            case AtDisk():
+                self._disk.waits(worker.id, message)
             case Parked() | Switched() | Started() | PeerFailed() | Finished():
                 pass  # of a generation that is over
             case _:
@@ -335,14 +340,6 @@ class Coordinator:
         self._outcomes.committed(message.step_s, time.time())
         if vote.pause and not vote.finish and message.step + 1 < self._config.steps:
             self._generations.paused(message)
-
-    def _on_saved(self, message: CheckpointSaved) -> None:
-        if message.error is not None:
-            self._recorder.event("checkpoint_failed", step=message.step, error=message.error)
-            return
-        if self._checkpoints.add(message):
-            self._recorder.event("checkpoint", step=message.step)
-            asyncio.get_running_loop().run_in_executor(None, self._checkpoints.prune)
 
     def _on_prepared(self, losses: int, seconds: float, error: str | None) -> None:
         number = self._generations.number

@@ -13,6 +13,7 @@ from chameleon_ft.control.words import counted, pipelines_in_words
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.quantities import in_ranges
 from chameleon_ft.recovery import STAY, FailureRate, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import plan_in_roles, plan_transfer, worker_kinds
@@ -149,7 +150,9 @@ def decide(
         return _fall_back(situation, outlook, weighed)
     course = weighed.course
     if course.transfer is None:
-        return _from_checkpoint(situation, weighed, course.plan, ceiling=course.ceiling, policy=weighed.chosen.policy)
+        return _from_checkpoint(
+            situation, outlook, weighed, course.plan, ceiling=course.ceiling, policy=weighed.chosen.policy
+        )
     first_step, vote = _resume_point(situation)
     transition = _transition(situation, course.plan, outlook)
     return Decision(
@@ -215,12 +218,10 @@ def _fall_back(situation: Situation, outlook: recovery.Situation, weighed: recov
     )
     if lost_layers and not placement_of(situation.held, plan.placement.num_layers).unheld_layers:
         return _salvaged(situation, outlook, weighed, plan)
-    if not situation.checkpoints:
-        if lost_layers:
-            raise NoHolderError(lost_layers)
+    if not situation.checkpoints and not lost_layers:
         reasons = "; ".join(f"{each.policy}: {each.reason}" for each in weighed.candidates)
         raise ControlError(f"nothing that the policy proposes can be done ({reasons}), and there is no checkpoint")
-    return _from_checkpoint(situation, weighed, plan, ceiling=default_limits(plan), policy="checkpoint")
+    return _from_checkpoint(situation, outlook, weighed, plan, ceiling=default_limits(plan), policy="checkpoint")
 
 
 def _salvaged(situation: Situation, outlook: recovery.Situation, weighed: recovery.Decision, plan: Plan) -> Decision:
@@ -245,24 +246,25 @@ def _salvaged(situation: Situation, outlook: recovery.Situation, weighed: recove
 
 def _from_checkpoint(
     situation: Situation,
+    outlook: recovery.Situation,
     weighed: recovery.Decision,
     plan: Plan,
     *,
     ceiling: Mapping[int, InFlightLimit],
     policy: str,
 ) -> Decision:
+    lost_layers = outlook.placement.unheld_layers
     if not situation.checkpoints:
+        if lost_layers:
+            raise NoHolderError(lost_layers)
         raise ControlError(
             f"{policy} begins anew from a checkpoint, and this run has no complete one: set checkpoint.every, or take "
             "another recovery.policy"
         )
     step = situation.checkpoints[-1]
-    lost_layers = situation.plan.placement.without(
-        [worker for worker in situation.plan.workers if worker not in situation.live]
-    ).unheld_layers
     reached = [situation.parked[worker].committed for worker in situation.plan.workers if worker in situation.parked]
     repeated = max((situation.committed, *reached)) - step
-    why = f"nobody holds layers {_ranges(lost_layers)} any more: " if lost_layers else ""
+    why = f"nobody holds layers {in_ranges(lost_layers)} any more: " if lost_layers else ""
     return Decision(
         plan=plan,
         ceiling=ceiling,
@@ -317,14 +319,3 @@ def _rerouted_in_words(before: Plan, plan: Plan, lost: Sequence[int], first_step
         f"{moved} micro-batches of worker{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} "
         f"go through worker{'s' if len(helpers) > 1 else ''} {names}; no weights move; on with step {first_step}"
     )
-
-
-def _ranges(layers: Sequence[int]) -> str:
-    """Write 0, 1, 2, 5 as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and runs[-1][1] == layer - 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -51,7 +51,7 @@ class Deliberation:
 
     def failed(self, worker: int) -> None:
         """A worker was lost."""
-        hosts = self._members.hosts()
+        hosts = self._planner.hosts(self._members.hosts())
         left = [hosts.get(each, "") for each in self._members.live()]
         self._experience.failed(hosts.get(worker, ""), left, time.monotonic())
 

@@ -18,6 +18,7 @@ from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.sync import Segment
 
 __all__ = [
+    "AtDisk",
     "BoundaryMessage",
     "CheckpointSaved",
     "Committed",
@@ -181,7 +182,20 @@ class CheckpointSaved(MessagePart):
     """In which the state was taken; what was taken before everyone went back to a checkpoint is given up."""
     step: int
     layers: tuple[int, ...]
+    copy_s: float = 0.0
+    """Seconds that the rank's training stood still while the layers were copied."""
+    write_s: float = 0.0
+    """Seconds in which the copy was written to disk, beside training."""
     error: str | None = None
+
+
+class AtDisk(MessagePart):
+    """A rank has been reading or writing for `since_s` seconds, longer than it should take, and goes on doing so."""
+
+    type: Literal["at_disk"] = "at_disk"
+    generation: int
+    doing: str
+    since_s: float
 
 
 class Finished(MessagePart):
@@ -356,6 +370,7 @@ Message: TypeAlias = (
     | PeerFailed
     | Position
     | CheckpointSaved
+    | AtDisk
     | Finished
     | Crashed
     | Inject

@@ -17,7 +17,7 @@ from chameleon_ft.control.transition import placement_of
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.profiles import Profile, costs_of_run
+from chameleon_ft.profiles import Profile, costs_of_run, hosts_of_run
 from chameleon_ft.recovery import FailureRate, in_flight_ceiling
 from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.sync import gradient_rounds, gradient_segments, tied_segments
@@ -66,6 +66,10 @@ class Planner:
             workers=workers,
             split_backward=parallel.split_backward,
         )
+
+    def hosts(self, hosts: Mapping[int, str]) -> Mapping[int, str]:
+        """The hosts that decisions take workers to be on: emulated ones, where devices are."""
+        return hosts_of_run(self._config, hosts)
 
     def measure(self, worker: int, times: OperationTimes) -> None:
         """Take in how long the operations of a worker of the plan took in a step."""

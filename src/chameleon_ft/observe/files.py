@@ -72,10 +72,12 @@ class RunDirectory:
     def open(cls, path: Path) -> RunDirectory:
         """Return the directory of an earlier run. Raises ConfigError where `path` is not one."""
         run = cls(path.absolute())
+        if not path.exists():
+            raise ConfigError(f"{path}: there is no such directory; give the one that a run printed as its files")
         if not run.config_file.is_file():
             raise ConfigError(
                 f"{path}: is not a run directory, for it holds no {run.config_file.name}; "
-                "give the directory that `chameleon train` printed as its run"
+                "give the directory that a run printed as its files"
             )
         return run
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from chameleon_ft.observe.console import output
 from chameleon_ft.observe.records import NOTICED, FailureRecord, JoinRecord, OutcomeRecord, StepRecord, Summary
 from chameleon_ft.observe.view import RunInfo
-from chameleon_ft.quantities import data_size, duration
+from chameleon_ft.quantities import data_size, duration, in_ranges
 
 __all__ = ["TerminalView"]
 
@@ -68,7 +68,7 @@ class TerminalView:
         facts.add_row("cause", record.cause)
         facts.add_row("noticed", NOTICED[record.noticed_by])
         if record.lost_layers:
-            facts.add_row("lost", f"the last holder of layers {', '.join(map(str, record.lost_layers))}")
+            facts.add_row("lost", f"the last holder of layers {in_ranges(record.lost_layers)}")
         facts.add_row("done", f"{record.policy}: {record.action}")
         self._banner(f"worker {record.worker} lost in step {record.step}", facts, record, colour="red")
 

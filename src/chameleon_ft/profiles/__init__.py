@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chameleon_ft.profiles.derived import derived_profile
 from chameleon_ft.profiles.files import read_profile, write_profile
-from chameleon_ft.profiles.of_run import costs_of_run, profile_of_run
+from chameleon_ft.profiles.of_run import costs_of_run, hosts_of_run, profile_of_run
 from chameleon_ft.profiles.profile import AllReduceTime, Fingerprint, LayerTimes, Profile, Spread
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Spread",
     "costs_of_run",
     "derived_profile",
+    "hosts_of_run",
     "profile_of_run",
     "read_profile",
     "write_profile",

@@ -10,7 +10,7 @@ from chameleon_ft.profiles.files import read_profile
 from chameleon_ft.profiles.profile import Profile
 from chameleon_ft.schedule import CostModel
 
-__all__ = ["costs_of_run", "profile_of_run"]
+__all__ = ["costs_of_run", "hosts_of_run", "profile_of_run"]
 
 
 def profile_of_run(config: RunConfig) -> Profile:
@@ -33,6 +33,11 @@ def costs_of_run(config: RunConfig, profile: Profile, hosts: Mapping[int, str]) 
 
     Raises ProfileError as `Profile.cluster` does.
     """
-    if config.device == "emulated":
-        hosts = {worker: f"host{worker // config.emulation.workers_per_host}" for worker in hosts}
-    return profile.costs(config.batch.micro_batches, hosts)
+    return profile.costs(config.batch.micro_batches, hosts_of_run(config, hosts))
+
+
+def hosts_of_run(config: RunConfig, hosts: Mapping[int, str]) -> Mapping[int, str]:
+    """The host of each worker of `hosts`; where devices are emulated, the one that it is taken to be on."""
+    if config.device != "emulated":
+        return hosts
+    return {worker: f"host{worker // config.emulation.workers_per_host}" for worker in hosts}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan.layouts import data_pipeline_plan
@@ -11,7 +13,10 @@ from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, Workload
 
-__all__ = ["warm_up"]
+__all__ = ["COMPILING", "warm_up"]
+
+COMPILING: Final = "compiling what schedules and searches, once after an installation: up to a minute"
+"""What to tell those who wait for `warm_up` long."""
 
 
 def warm_up() -> None:

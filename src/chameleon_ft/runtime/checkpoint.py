@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from chameleon_ft.control.messages import CheckpointSaved
 from chameleon_ft.errors import CheckpointError
 from chameleon_ft.observe import complete_checkpoints, layer_directory
 from chameleon_ft.runtime.layers import LayerState
@@ -35,8 +36,7 @@ class CheckpointWriter:
 
     Args:
         checkpoints: the run's folder of checkpoints.
-        saved: called in that thread with (generation, step, layers, error) when a checkpoint's layers are written or
-            could not be.
+        saved: called in that thread when a checkpoint's layers are written or could not be.
         before_write: called in that thread before a checkpoint is written.
     """
 
@@ -44,21 +44,21 @@ class CheckpointWriter:
         self,
         checkpoints: Path,
         *,
-        saved: Callable[[int, int, tuple[int, ...], str | None], None],
+        saved: Callable[[CheckpointSaved], None],
         before_write: Callable[[int], None],
     ) -> None:
         self._checkpoints = checkpoints
         self._saved = saved
         self._before_write = before_write
-        self._jobs: queue.Queue[tuple[int, int, Mapping[int, LayerState]]] = queue.Queue()
+        self._jobs: queue.Queue[tuple[int, int, Mapping[int, LayerState], float]] = queue.Queue()
         threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
 
-    def submit(self, generation: int, step: int, layers: Mapping[int, LayerState]) -> None:
+    def submit(self, generation: int, step: int, layers: Mapping[int, LayerState], *, copy_s: float) -> None:
         """Write these layers, as they are in `generation`, as part of the checkpoint that resumes at `step`.
 
-        They must not be changed after.
+        They must not be changed after. `copy_s` is how many seconds it took to copy them, for the report.
         """
-        self._jobs.put((generation, step, layers))
+        self._jobs.put((generation, step, layers, copy_s))
 
     @property
     def is_busy(self) -> bool:
@@ -75,8 +75,8 @@ class CheckpointWriter:
 
     def _work(self) -> None:
         while True:
-            generation, step, layers = self._jobs.get()
-            error = None
+            generation, step, layers, copy_s = self._jobs.get()
+            started, error = time.perf_counter(), None
             try:
                 self._before_write(step)
                 complete = step in complete_checkpoints(self._checkpoints)
@@ -86,7 +86,16 @@ class CheckpointWriter:
                     _write_layer(layer_directory(self._checkpoints, step, layer), state)
             except (Exception, CheckpointException) as failure:  # noqa: BLE001
                 error = _in_words(failure)  # disk full, folder gone: training goes on, and the user is told
-            self._saved(generation, step, tuple(layers), error)
+            self._saved(
+                CheckpointSaved(
+                    generation=generation,
+                    step=step,
+                    layers=tuple(layers),
+                    copy_s=copy_s,
+                    write_s=time.perf_counter() - started,
+                    error=error,
+                )
+            )
             self._jobs.task_done()
 
 

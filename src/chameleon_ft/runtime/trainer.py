@@ -35,6 +35,7 @@ from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.commit import AppliedStep, Committer
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, Membership
 from chameleon_ft.runtime.control_client import ControlClient
+from chameleon_ft.runtime.disk_waits import DiskWaits
 from chameleon_ft.runtime.executor import Executor, Pace, StepSums, channels_of
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
@@ -74,6 +75,7 @@ class Trainer:
         self._context = context
         self._client = client
         self._activity = activity
+        self._disk = DiskWaits(activity, client.send)
         self._faults = faults
         self._batches = Batches(context.job, context.config.batch, seed=context.config.seed, device=context.device)
         self._held: HeldLayers | None = None
@@ -90,7 +92,7 @@ class Trainer:
         )
         self._writer = CheckpointWriter(
             context.run.checkpoints,
-            saved=self._saved,
+            saved=client.send,
             before_write=lambda step: faults.at("checkpoint", step),
         )
 
@@ -174,7 +176,7 @@ class Trainer:
         context = self._context
         needed = self._layers_in(segments)
         self._held = self._committer = None  # what is given up must not take memory beside what replaces it
-        with self._activity.waiting("loading layers"):
+        with self._disk.waiting("loading layers", order.generation):
             fresh = () if isinstance(order.load, int) else needed
             self._held = HeldLayers(context.job, fresh, seed=context.config.seed, device=context.device)
             if isinstance(order.load, int):
@@ -350,16 +352,14 @@ class Trainer:
         if self._writer.is_busy:
             # Copies of the model must not pile up when the disk is slower than training.
             error = "left out, for the one before it is still being written; raise checkpoint.every"
-            self._saved(generation, step, (), error)
+            self._client.send(CheckpointSaved(generation=generation, step=step, layers=(), error=error))
         else:
             self._submit_checkpoint(generation, committer)
-
-    def _saved(self, generation: int, step: int, layers: tuple[int, ...], error: str | None) -> None:
-        self._client.send(CheckpointSaved(generation=generation, step=step, layers=layers, error=error))
 
     def _submit_checkpoint(self, generation: int, committer: Committer) -> None:
         """Snapshot this worker's share of the layers it holds, and have them written in the background."""
         assert self._held is not None
+        start = time.perf_counter()
         with self._activity.waiting("copying layers"):
             layers = {
                 layer: self._held.snapshot(layer)
@@ -367,11 +367,11 @@ class Trainer:
                 for layer in segment.layers
                 if not segment.tied and segment.holders[layer % len(segment.holders)] == self._context.worker
             }
-        self._writer.submit(generation, committer.committed, layers)
+        self._writer.submit(generation, committer.committed, layers, copy_s=time.perf_counter() - start)
 
     def _finish(self, order: Run, segments: tuple[Segment, ...], committer: Committer) -> None:
         self._submit_checkpoint(order.generation, committer)
-        with self._activity.waiting("writing the last checkpoint"):
+        with self._disk.waiting("writing the last checkpoint", order.generation):
             if not self._writer.join(unless=lambda: self._client.ended >= order.generation):
                 return
         self._client.send(Finished(generation=order.generation, committed=committer.committed))

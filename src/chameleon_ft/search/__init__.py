@@ -6,6 +6,7 @@ from chameleon_ft.search._effort import DEFAULT_EFFORT
 from chameleon_ft.search.baseline import BaselinePlan
 from chameleon_ft.search.detours import reroute
 from chameleon_ft.search.find import find_plan
+from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.infeasible import InfeasibleError
 from chameleon_ft.search.oobleck import oobleck_plan
 from chameleon_ft.search.paper import paper_plan
@@ -22,6 +23,7 @@ __all__ = [
     "find_plan",
     "oobleck_plan",
     "paper_plan",
+    "pareto_front",
     "recut_plan",
     "reroute",
 ]

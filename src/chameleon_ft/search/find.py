@@ -35,6 +35,7 @@ from chameleon_ft.search._placed import (
 )
 from chameleon_ft.search._sync import about, largest_host, least_sync, numbers_of_pipelines
 from chameleon_ft.search._timed import TimedPipeline, Timer
+from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.infeasible import why_infeasible
 from chameleon_ft.search.recut import recut
 from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult
@@ -66,6 +67,7 @@ def find_plan(
     *,
     current: Placement | None = None,
     others: Mapping[str, Plan] | None = None,
+    others_ceiling: Mapping[int, InFlightLimit] | None = None,
     two_holders: bool = False,
     effort: int | None = DEFAULT_EFFORT,
 ) -> SearchResult:
@@ -79,6 +81,8 @@ def find_plan(
         costs: what is to be computed, and who is left.
         current: which layers the live workers hold now; None if nothing is held yet, so that everything has to move.
         others: plans to compare with, by name, such as a rerouted one.
+        others_ceiling: what workers can keep at most under `others`, where they are going to be run with it. By default
+            as much as there is memory for, and where that does not hold it, what `default_limits` says.
         two_holders: only plans in which every layer has at least two holders, so that the loss of any one worker can
             be survived; if there are none that fit, any plans. Bounds are those of all plans.
         effort: operations to schedule, about, before the search settles for what it has; None for no end. Bounds come
@@ -91,13 +95,13 @@ def find_plan(
     """
     if not costs.cluster.workers:
         raise PlanError("no worker is left to plan for; start at least one")
-    handed_in, too_large = _weighed(others or {}, costs, current)
+    handed_in, too_large = _weighed(others or {}, costs, current, others_ceiling)
     search = _Search(costs, current, effort, two_holders=two_holders)
     found = sorted([*search.plans(), *handed_in], key=lambda each: (each.step_s, each.moved_bytes))
     if two_holders:
         found = [each for each in found if _has_two_holders(each.plan)]
         if not found:
-            return find_plan(costs, current=current, others=others, effort=effort)
+            return find_plan(costs, current=current, others=others, others_ceiling=others_ceiling, effort=effort)
     if not found:
         raise why_infeasible(CostModel(costs.workload, grouped(costs.cluster)))
     return SearchResult(
@@ -106,7 +110,7 @@ def find_plan(
         family=search.family,
         complete=search.complete,
         mixes=search.mixes,
-        alternatives=tuple(_front(found)[1:]),
+        alternatives=tuple(pareto_front(found, lambda each: (each.step_s, each.moved_bytes, each.last_hosts))[1:]),
         too_large=FrozenMap(too_large),
     )
 
@@ -363,14 +367,19 @@ def _bound_of_equals_s(costs: CostModel) -> float:
 
 
 def _weighed(
-    others: Mapping[str, Plan], costs: CostModel, current: Placement | None
+    others: Mapping[str, Plan],
+    costs: CostModel,
+    current: Placement | None,
+    given: Mapping[int, InFlightLimit] | None,
 ) -> tuple[list[FoundPlan], dict[str, int]]:
-    """The plans handed in, and the bytes that are missing where one does not fit even with the fewest in flight."""
+    """The plans handed in, and the bytes that are missing where one does not fit even with the fewest in flight.
+
+    Or with those of the `given` ceiling.
+    """
     found: list[FoundPlan] = []
     too_large: dict[str, int] = {}
     for name, plan in others.items():
-        ceilings: tuple[Mapping[int, InFlightLimit] | None, ...] = (None, default_limits(plan))
-        for ceiling in ceilings:
+        for ceiling in (None, default_limits(plan)) if given is None else (_of_workers(given, plan.workers),):
             estimate = estimate_parts(plan, best_parts(plan, costs, ceiling=ceiling), costs)
             missing = estimate.over_capacity(costs)
             if not missing:
@@ -391,6 +400,10 @@ def _weighed(
     return found, {name: missing for name, missing in too_large.items() if name not in {each.name for each in found}}
 
 
+def _of_workers(ceiling: Mapping[int, InFlightLimit], workers: Iterable[int]) -> dict[int, InFlightLimit]:
+    return {worker: ceiling[worker] for worker in workers if worker in ceiling}
+
+
 def _has_two_holders(plan: Plan) -> bool:
     placement = plan.placement
     return all(len(placement.holders(layer)) > 1 for layer in range(placement.num_layers))
@@ -399,12 +412,3 @@ def _has_two_holders(plan: Plan) -> bool:
 def _links_are_equal(cluster: Cluster) -> bool:
     hosts = len(set(cluster.hosts.values()))
     return cluster.intra_host == cluster.inter_host or hosts in (1, len(cluster.workers))
-
-
-def _front(plans: Sequence[FoundPlan]) -> list[FoundPlan]:
-    """Those that no other beats in step time, bytes to move and hosts that must not fail, the fastest first."""
-    front: list[FoundPlan] = []
-    for each in sorted(plans, key=lambda each: (each.step_s, each.moved_bytes, each.last_hosts)):
-        if all(each.moved_bytes < other.moved_bytes or each.last_hosts < other.last_hosts for other in front):
-            front.append(each)
-    return front

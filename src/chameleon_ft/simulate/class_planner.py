@@ -61,10 +61,14 @@ class ClassPlanner(PlanInForce[Fleet]):
         return None if mix is None else arranged({own.cut: n for own, n in mix.counts.items()}, sorted(speeds))
 
     def _from_checkpoint(self, outlook: Outlook) -> list[Option]:
-        """Equal pipelines of whoever is there, from the last checkpoint, when a layer has lost its last holder."""
+        """The pipelines of whoever is there, from the last checkpoint, when a layer has lost its last holder.
+
+        They are the fastest under a policy that re-partitions, and equal ones under all others.
+        """
         if self._policy != "restart" and not self._world.parameters.has_checkpoints:
             return []
-        fleet = self._world.equal_fleet(Fleet(()), outlook.speeds)
+        fastest = self._policy in ("chameleon", "repartition")
+        fleet = (self._world.fastest_fleet if fastest else self._world.equal_fleet)(Fleet(()), outlook.speeds)
         step_s = None if fleet is None else self._world.step_s(fleet, outlook.speeds)
         if fleet is None or step_s is None:
             return []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.estimate import StallModel, estimate_step
-from chameleon_ft.plan import Plan
+from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery import (
     STAY,
@@ -32,6 +32,8 @@ from chameleon_ft.transfer import plan_in_roles, transfer_s, transfer_to
 __all__ = ["Decisions", "ExactPlanner", "RealPlan"]
 
 _REJOINING = frozenset({"reroute", "recycle"})
+# From a checkpoint they go on with the fastest plan, the others with the largest layout of equal pipelines.
+_PLANS_ANEW = frozenset({"chameleon", "repartition"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class Decisions:
 
 
 def _asked(situation: Situation) -> tuple[object, ...]:
-    return situation.plan, situation.ceiling, situation.costs.cluster.workers
+    return situation.plan, situation.ceiling, situation.costs.cluster.workers, situation.holdings
 
 
 class ExactPlanner(PlanInForce[RealPlan]):
@@ -264,12 +266,17 @@ class ExactPlanner(PlanInForce[RealPlan]):
         ]
 
     def _from_checkpoint(self, outlook: Outlook) -> list[Option]:
-        """The layout that the runtime goes back to a checkpoint with."""
+        """What the runtime goes back to a checkpoint with, of all who are there by now."""
         last = self._last
         if last is None or not outlook.speeds or not self._parameters.has_checkpoints:
             return []
         self._gone = frozenset()
-        decision = decide(self._situation(last, outlook, self._parameters.after_loss), "restart", outlook.rate)
+        situation = self._situation(last, outlook, self._parameters.after_loss)
+        if self._policy in _PLANS_ANEW:
+            nothing = Placement(last.plan.placement.num_layers, {})
+            decision = self._decisions.decide(replace(situation, holdings=nothing), self._policy, outlook.rate)
+        else:
+            decision = decide(situation, "restart", outlook.rate)
         if decision.chosen is None or decision.course is None or decision.chosen.step_s is None:
             return []
         return [

@@ -21,7 +21,15 @@ from chameleon_ft.simulate.events import Fault
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.trace import Trace
 
-__all__ = ["Change", "RecordedRun", "measured_parameters", "recorded_changes", "recorded_run", "trace_of_changes"]
+__all__ = [
+    "Change",
+    "RecordedRun",
+    "measured_parameters",
+    "recorded_changes",
+    "recorded_copies_s",
+    "recorded_run",
+    "trace_of_changes",
+]
 
 _AT_ONCE_S: Final = 0.25  # losses so close to each other are found before anything is decided
 _QUIET_S: Final = 0.5  # that a run waits for more newcomers before it weighs what to do with them
@@ -128,7 +136,7 @@ def measured_parameters(
     runs: Iterable[RunDirectory],
     parameters: Parameters = Parameters(),  # noqa: B008 - frozen
 ) -> Parameters:
-    """The phases of stalls and the overhead of a step, as medians over what these runs recorded.
+    """Phases of stalls, the overhead of a step, and what a checkpoint takes, as medians over what these runs recorded.
 
     What they did not see stays as in `parameters`. Raises ConfigError as `recorded_run` does.
     """
@@ -139,10 +147,17 @@ def measured_parameters(
             seen[name] += values
         seen["search_s"] += _searches(run.events(), plans)
         seen["step_overhead_s"] += _overheads(run, plans)
+        seen["checkpoint_write_s"] += recorded_copies_s(run)
     found: dict[str, Any] = {name: max(0.0, statistics.median(values)) for name, values in seen.items() if values}
     if "search_s" in found:
         found["weigh_s"] = _QUIET_S + found["search_s"]
     return replace(parameters, **found)
+
+
+def recorded_copies_s(run: RunDirectory) -> list[float]:
+    """For how many seconds training stood still for each checkpoint; runs of old versions do not say."""
+    checkpoints = (event for event in run.events() if event["event"] == "checkpoint")
+    return [float(event["copy_s"]) for event in checkpoints if "copy_s" in event]
 
 
 def _phases(events: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:

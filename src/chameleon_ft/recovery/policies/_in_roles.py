@@ -28,12 +28,17 @@ def in_roles(name: str, plans: Sequence[FoundPlan], situation: Situation) -> lis
         for transfer in transfers:
             found.append(
                 Proposal(
-                    name=name if not found else f"{name}-{len(found) + 1}",
+                    name=numbered(name, len(found) + 1),
                     plan=plan_in_roles(each.plan, transfer.roles),
                     ceiling={transfer.roles[place]: limit for place, limit in each.ceiling.items()},
                 )
             )
     return found
+
+
+def numbered(name: str, number: int) -> str:
+    """The name of the first, second and so on of its kind, counted from 1."""
+    return name if number == 1 else f"{name}-{number}"
 
 
 def _transfers(found: FoundPlan, situation: Situation, least_bytes: int) -> list[Transfer]:

@@ -13,6 +13,10 @@ def propose(situation: Situation, horizon_s: float) -> list[Proposal]:
     """What `reroute`, `mend` and `repartition` propose; the same plan with the same ceiling only once."""
     found: list[Proposal] = []
     for policy in (reroute, mend, repartition):
-        known = [(each.plan, each.ceiling) for each in found if each.plan is not None]
-        found += [each for each in policy.propose(situation, horizon_s) if (each.plan, each.ceiling) not in known]
+        known = [_of(each) for each in found if each.plan is not None]
+        found += [each for each in policy.propose(situation, horizon_s) if _of(each) not in known]
     return found
+
+
+def _of(proposal: Proposal) -> tuple[object, ...]:
+    return proposal.plan, proposal.ceiling, proposal.from_checkpoint

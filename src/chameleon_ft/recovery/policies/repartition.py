@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from chameleon_ft.recovery.policies._in_roles import in_roles
+from chameleon_ft.recovery.policies._in_roles import in_roles, numbered
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.search import InfeasibleError, find_plan
@@ -12,20 +12,29 @@ from chameleon_ft.search import InfeasibleError, find_plan
 __all__ = ["propose"]
 
 _NAME: Final = "repartition"
+_ANEW: Final = "checkpoint"
 
 
 def propose(situation: Situation, horizon_s: float) -> list[Proposal]:
     """The plan that `find_plan` finds, and those that are slower and move less.
 
-    Where there is no checkpoint, every layer has at least two holders in them, if that can be.
+    Where there is no checkpoint, every layer has at least two holders in them, if that can be. Where there is one, and
+    some layer has no holder any more, all is read from it, and nothing has to move.
     """
+    anew = situation.has_checkpoints and bool(situation.held.unheld_layers)
     try:
         found = find_plan(
             situation.costs,
-            current=situation.held,
+            current=None if anew else situation.held,
             two_holders=not situation.has_checkpoints,
             effort=situation.effort,
         )
     except InfeasibleError as error:
         return [Proposal(name=_NAME, reason=str(error))]
-    return in_roles(_NAME, [found.best, *found.alternatives], situation)
+    plans = [found.best, *found.alternatives]
+    if not anew:
+        return in_roles(_NAME, plans, situation)
+    return [
+        Proposal(name=numbered(_ANEW, number), plan=each.plan, ceiling=each.ceiling, from_checkpoint=True)
+        for number, each in enumerate(plans, start=1)
+    ]

@@ -1,0 +1,48 @@
+"""Real runs on emulated hosts that fail as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from chameleon_ft.cluster import Link
+from chameleon_ft.config import Emulation, Recovery
+from chameleon_ft.plan import data_pipeline_plan
+from chameleon_ft.profiles import read_profile, write_profile
+from chameleon_ft.transfer import plan_in_roles
+from tests.harness import assert_trained_as_if_nothing_failed, fails, train_here
+from tests.runtime.test_emulation import emulated_config
+
+
+@pytest.mark.multiprocess
+def test_no_host_is_left_with_all_holders_of_a_layer_and_then_one_is_lost(tmp_path: Path) -> None:
+    # The stages of two pipelines begin on a host each, where gradients are reduced; links between hosts are slow.
+    plan = data_pipeline_plan(layer_costs=[1.0] * 5, dp=2, pp=2, micro_batches=8)
+    by_stage = plan_in_roles(plan, {0: 0, 2: 1, 1: 3, 3: 4})
+    file = tmp_path / "plan.json"
+    file.write_text(by_stage.to_json())
+    config = emulated_config(
+        tmp_path,
+        workers=6,
+        steps=12,
+        plan=file,
+        recovery=Recovery(host_share=0.5),
+        emulation=Emulation(workers_per_host=3),
+        # One worker first, so that something is decided; then all of the second host at once.
+        failures=(fails(1, step=3), *(fails(worker, step=8) for worker in (3, 4, 5))),
+    )
+    profile = read_profile(config.profile or tmp_path)
+    write_profile(dataclasses.replace(profile, inter_host=Link(1e-4, 1e9)), config.profile or tmp_path)
+
+    ended = train_here(config, tmp_path / "run")
+
+    assert_trained_as_if_nothing_failed(ended)
+    first, *later = ended.events("decision")
+    (chosen,) = (each for each in first["candidates"] if each["policy"] == first["chosen"])
+    assert chosen["last_hosts"] == 0
+    assert any(each["last_hosts"] for each in first["candidates"] if each["feasible"])
+    assert later[-1]["rate"]["failures"] == 2, "a host is one failure"
+    assert later[-1]["rate"]["host_share"] == (0.5 + 1) / (1 + 2)
+    assert {failure.worker for failure in ended.failures} == {1, 3, 4, 5}
