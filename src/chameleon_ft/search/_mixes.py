@@ -213,9 +213,9 @@ class MixSearch:
     def _few_shapes(self, time_s: float) -> Iterator[None]:
         """With little effort, go on without shapes that a look at would cost too much, if others can finish in time.
 
-        Where the number of pipelines is given, first with those of equal depth, or nearly so, and then with those that
-        are not much deeper or shallower: the more alike pipelines are, the more of their gradients can be reduced
-        together.
+        Where the number of pipelines is given, first with those of equal depth, or nearly so; of equal depth but
+        for one; with those that are not much deeper or shallower; and at last with any shallower ones: the more alike
+        pipelines are, the more of their gradients can be reduced together.
         """
         everything = self.shapes
         ways = [everything]
