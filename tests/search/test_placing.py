@@ -15,7 +15,7 @@ from chameleon_ft.estimate import estimate_sync
 from chameleon_ft.plan import LayerRange, Placement, Route
 from chameleon_ft.schedule import CostModel, Operation, Program, replay
 from chameleon_ft.schedule._orders import operations_of
-from chameleon_ft.search._arrange import by_pipeline, by_stage
+from chameleon_ft.search._arrange import by_pipeline, by_stage, orders_of_hosts
 from chameleon_ft.search._effort import LOOK
 from chameleon_ft.search._kinds import Crew
 from chameleon_ft.search._placed import PlacedPipeline, synced_s
@@ -50,9 +50,23 @@ def test_pipelines_stay_inside_hosts_where_they_fit(sizes: list[int], depths: li
 
 def test_equal_stages_share_a_host() -> None:
     cluster = hosts([4, 4])
-    placed = by_stage([(0, 0)] * 4, [(1, 2)] * 4, Crew.of(cluster))
+    placed = by_stage([(0, 0)] * 4, [(1, 2)] * 4, Crew.of(cluster).members)
     assert {cluster.worker(workers[0]).host for workers in placed} == {"host 0"}
     assert {cluster.worker(workers[1]).host for workers in placed} == {"host 1"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "expected"),
+    [([2, 2, 2], 4, [[0]]), ([1, 2, 2], 4, [[0], [1], [2]]), ([1, 2, 2, 2], 2, [[0], [2]])],
+)
+def test_hosts_with_fewer_workers_come_first_or_later(sizes: list[int], most: int, expected: list[list[int]]) -> None:
+    cluster = hosts(sizes)
+    names = [f"host {number}" for number in range(len(sizes))]
+    found = orders_of_hosts(Crew.of(cluster), cluster, most=most)
+    assert all(sorted(worker for own in order for worker in own) == list(range(sum(sizes))) for order in found)
+    for (order,), (first,) in zip(found, expected, strict=True):
+        met = list(dict.fromkeys(cluster.worker(worker).host for worker in order))
+        assert met == [*names[first:], *names[:first]], "each host once, in a circle"
 
 
 @settings(max_examples=60, deadline=None)

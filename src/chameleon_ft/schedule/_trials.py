@@ -35,17 +35,27 @@ class _Trial(NamedTuple):
 # become short (as ZB-H2's: Qi et al., Zero Bubble Pipeline Parallelism, 2023).
 _PLAIN_SPLIT: Final = (
     _Trial(True, 0.75),
-    _Trial(True, 0.1, 0.5, 1.0),
-    _Trial(True, 0.1, 1.0, 1.0),
-    _Trial(True, 0.4, 0.25, 1.0),
+    _Trial(True, 0.25, 0.4, 0.5),
+    _Trial(True, 0.0, 0.6, 0.75),
+    _Trial(True, 0.1, 0.75, 0.75),
+    _Trial(True, 0.4, 0.25, 0.25),
+    _Trial(True, 0.0, 0.5, 0.75),
+    _Trial(False, 0.0, 1.0, 1.0),
+    _Trial(True, 0.1, 0.5, 0.5),
     _Trial(True, 0.4),
-    _Trial(False, 0.25, 0.5, 1.0),
-    _Trial(True, 0.1, 0.25, 1.0),
-    _Trial(False, 0.0, 0.75, 0.75),
-    _Trial(True, 0.0, 0.5, 0.5),
-    _Trial(True, 0.25, 0.0, 1.0),
-    _Trial(True, 0.0, 0.25, 0.25),
-    _Trial(False, 0.4, 0.0, 1.0),
+    _Trial(True, 0.0, 0.25, 1.0),
+)
+# The same for pipelines of so many stages, of which there may be no effort to schedule more than one or two.
+_DEEP: Final = 16
+_DEEP_SPLIT: Final = (
+    _Trial(True, 0.1, 0.5, 0.75),
+    _Trial(True, 0.25, 0.6, 0.75),
+    _Trial(True, 0.0, 0.5, 0.75),
+    _Trial(True, 0.25, 0.4, 0.5),
+    _Trial(True, 0.25, 0.25, 0.75),
+    _Trial(True, 0.25, 0.5, 0.5),
+    _Trial(False, 0.0, 0.5, 1.0),
+    _Trial(True, 0.75),
 )
 _PLAIN_FUSED: Final = (
     _Trial(True, 0.0),
@@ -118,9 +128,9 @@ class Trials:
 
         More in flight than 1F1B keeps hides latency, and keeps busy the pipeline whose stage is shared with others.
         """
-        plain, shared = (_PLAIN_SPLIT, _SHARED_SPLIT) if self._split else (_PLAIN_FUSED, _SHARED_FUSED)
+        shared = _SHARED_SPLIT if self._split else _SHARED_FUSED
         tried: set[Rules] = set()
-        for trial in shared if len(ways) > 1 else plain:
+        for trial in shared if len(ways) > 1 else plain_trials(len(ways[0]), split_backward=self._split):
             rules = self._rules(ways, trial)
             if rules not in tried:
                 tried.add(rules)
@@ -154,6 +164,13 @@ class Trials:
             kept = min(kept, ceiling.kept)
             in_flight = min(in_flight, ceiling.in_flight, kept)
         return InFlightLimit(in_flight, kept)
+
+
+def plain_trials(depth: int, *, split_backward: bool) -> tuple[_Trial, ...]:
+    """What to try for a pipeline of so many stages that has them all for itself."""
+    if not split_backward:
+        return _PLAIN_FUSED
+    return _PLAIN_SPLIT if depth < _DEEP else _DEEP_SPLIT
 
 
 def trials_of(plan: Plan, costs: CostModel, ceiling: Mapping[int, InFlightLimit] | None) -> Trials:

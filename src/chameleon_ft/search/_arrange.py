@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
@@ -27,23 +27,42 @@ def by_pipeline(shapes: Sequence[Shape], crew: Crew, cluster: Cluster) -> list[t
     return found
 
 
-def by_stage(shapes: Sequence[Shape], cuts: Sequence[Stops], crew: Crew) -> list[tuple[int, ...]]:
+def by_stage(shapes: Sequence[Shape], cuts: Sequence[Stops], members: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """The same so that holders of the same layers share a host, which makes gradient sync fast.
 
-    Stages take workers host by host in the order of the middles of their layers.
+    Stages take workers of their kind in the order of `members`, host by host, in the order of the middles of their
+    layers.
     """
     slots = sorted(
         (sum(pair), index, position)
         for index, stops in enumerate(cuts)
         for position, pair in enumerate(pairwise((0, *stops)))
     )
-    taken = [0] * len(crew.members)
+    taken = [0] * len(members)
     found = [[0] * len(shape) for shape in shapes]
     for _, index, position in slots:
         kind = shapes[index][position]
-        found[index][position] = crew.members[kind][taken[kind]]
+        found[index][position] = members[kind][taken[kind]]
         taken[kind] += 1
     return [tuple(workers) for workers in found]
+
+
+def orders_of_hosts(crew: Crew, cluster: Cluster, *, most: int) -> list[list[list[int]]]:
+    """The members of the crew, host by host, beginning with up to `most` different hosts; the order goes round.
+
+    Which stages are those that share a host depends on where the hosts with fewer workers are in it. Where all have as
+    many, there is one order.
+    """
+    sizes = Counter(worker.host for worker in cluster.workers)
+    hosts = sorted(sizes, key=sizes.__getitem__)
+    if len(set(sizes.values())) == 1:
+        return [[list(own) for own in crew.members]]
+    found: list[list[list[int]]] = []
+    for number in range(min(most, len(hosts))):
+        first = number * len(hosts) // min(most, len(hosts))
+        places = {host: place for place, host in enumerate([*hosts[first:], *hosts[:first]])}
+        found.append([sorted(own, key=lambda worker: places[cluster.worker(worker).host]) for own in crew.members])
+    return found
 
 
 class _Free:

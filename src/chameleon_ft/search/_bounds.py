@@ -40,7 +40,7 @@ from chameleon_ft.search._closed_form import ClosedForm
 from chameleon_ft.search._cuts import Cuts, earliest, latest, nearest
 from chameleon_ft.search._kinds import Kind, Shape
 from chameleon_ft.search._memory import StageMemory
-from chameleon_ft.search._stages import Seconds, gradient_bytes, stage_times
+from chameleon_ft.search._stages import Seconds, gradient_bytes, stage_times, timeless_bytes
 
 # Where each stage of a pipeline stops.
 Stops: TypeAlias = tuple[int, ...]
@@ -60,10 +60,19 @@ _Times: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SyncCost:
-    """Seconds of gradient sync that follow the last operation of any stage: fixed, and for each byte of gradients."""
+    """Seconds of gradient sync that follow the last operation of any stage.
+
+    Attributes:
+        fixed_s: whatever there is to reduce.
+        per_byte_s: for each byte of gradients.
+        inside_bytes: what a stage may reduce at that price, beside the gradients of layers that take no time.
+        beyond_s: more for each byte beyond that.
+    """
 
     fixed_s: float = 0.0
     per_byte_s: float = 0.0
+    inside_bytes: float = math.inf
+    beyond_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,7 @@ class Pipelines:
         self.memory = StageMemory(costs.workload, split_backward=split_backward)
         self.times = tuple(stage_times(costs, kind, split_backward=split_backward) for kind in kinds)
         self.gradient_bytes = gradient_bytes(costs.workload)
+        self.timeless_bytes = timeless_bytes(costs.workload)
         self.has_gradients = bool(self.gradient_bytes[0, -1])
         self.closed_form = ClosedForm(costs, kinds, split_backward=split_backward)
         self._bounds: dict[SyncCost, PipelineBounds] = {}
@@ -207,7 +217,9 @@ class PipelineBounds:
         self.sync = sync
         # A stage without gradients has nothing to wait for.
         num_bytes = pipelines.gradient_bytes
-        self._sync_s: Seconds = np.where(num_bytes > 0, sync.fixed_s + sync.per_byte_s * num_bytes, 0.0)
+        beyond = np.maximum(0.0, num_bytes - pipelines.timeless_bytes - sync.inside_bytes)
+        sync_s = sync.fixed_s + sync.per_byte_s * num_bytes + sync.beyond_s * beyond
+        self._sync_s: Seconds = np.where(num_bytes > 0, sync_s, 0.0)
         self._ended: dict[tuple[Shape, int], _Times] = {}
         self._least: dict[Shape, dict[int, list[float]]] = {}
         self._last_most: dict[Shape, int] = {}

@@ -6,17 +6,15 @@ from typing import Final
 
 from chameleon_ft.schedule.best import DEFAULT_EFFORT as PROGRAM_EFFORT
 
-DEFAULT_EFFORT: Final = 80_000
-"""About how many operations a search may schedule before it settles for what it has; some hundredths of a second."""
+DEFAULT_EFFORT: Final = 160_000
+"""About how many operations a search may schedule before it settles for what it has; some tenths of a second."""
 
-# Shares of a search's effort that a look at a pipeline may take, and the programs of those that are chosen; and the
-# least for a look: some millisecond.
+# The share of a search's effort that a look at a pipeline may take, and the least for it: some millisecond.
 _LOOK: Final = 1 / 8
-_POLISH: Final = 1 / 2
 LOOK: Final = 10_000
 # List schedules of a pipeline that effort should do for; what a search may cost however little effort it is given.
-_LOOKS: Final = 12
-_LEAST_EFFORT: Final = 80_000
+_LOOKS: Final = 24
+_LEAST_EFFORT: Final = 160_000
 # F, and B or I and W.
 _OPERATIONS_PER_HOP: Final = 3
 
@@ -33,4 +31,4 @@ def look_effort(effort: int | None) -> int:
 
 def polish_effort(effort: int | None) -> int:
     """The same for the program of a pipeline that will be run."""
-    return PROGRAM_EFFORT if effort is None else min(max(int(effort * _POLISH), LOOK), PROGRAM_EFFORT)
+    return PROGRAM_EFFORT if effort is None else min(max(effort, LOOK), PROGRAM_EFFORT)

@@ -213,9 +213,9 @@ class MixSearch:
     def _few_shapes(self, time_s: float) -> Iterator[None]:
         """With little effort, go on without shapes that a look at would cost too much, if others can finish in time.
 
-        Where the number of pipelines is given, first with those of equal depth, or nearly so, and then with those that
-        are not much deeper or shallower: the more alike pipelines are, the more of their gradients can be reduced
-        together.
+        Where the number of pipelines is given, first with those of equal depth, or nearly so; of equal depth but
+        for one; with those that are not much deeper or shallower; and at last with any shallower ones: the more alike
+        pipelines are, the more of their gradients can be reduced together.
         """
         everything = self.shapes
         ways = [everything]
@@ -226,8 +226,13 @@ class MixSearch:
                 for shallow, deep in (
                     (math.floor(mean[1]), math.ceil(mean[0])),
                     (mean[1] / _ALIKE - 1, mean[0] * _ALIKE + 1),
+                    (0, mean[0] * _ALIKE + 1),
                 )
             ]
+            # All equal but one, which takes those that are left over.
+            depth, workers = max(1, math.floor(mean[1])), sum(self._counts)
+            alike = {depth, *(workers - depth * (number - 1) for number in self.numbers)}
+            ways.insert(1, [shape for shape in everything if len(shape) in alike])
         possible = False
         for shapes in ways:
             self._active = [s for s in shapes if not is_dear(len(s), self._most(s, time_s), self._effort)]

@@ -6,20 +6,25 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.search._arrange import by_pipeline, by_stage
+from chameleon_ft.search._arrange import by_pipeline, by_stage, orders_of_hosts
 from chameleon_ft.search._bounds import Stops
 from chameleon_ft.search._effort import polish_effort
 from chameleon_ft.search._kinds import Crew, Shape
+from chameleon_ft.search._sync import largest_host
 from chameleon_ft.search._timed import TimedPipeline, Timer, hops_of
 from chameleon_ft.search.result import FoundPlan
 from chameleon_ft.sync import Segment, gradient_rounds, segment_bytes
 from chameleon_ft.transfer import Holding, assign_roles, holdings_of, missing_layers
+
+# So many hosts are tried to begin with.
+_ORDERS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +39,11 @@ def ways_to_place(
     shapes: Sequence[Shape], cuts: Sequence[Stops], crew: Crew, costs: CostModel
 ) -> list[list[tuple[int, ...]]]:
     """Workers for each pipeline: so that its neighbours share a host; and where there is something to be reduced, also
-    so that holders of the same layers do."""
+    so that holders of the same layers do, in several ways where a host has room for them."""
     ways = [by_pipeline(shapes, crew, costs.cluster)]
     if len(shapes) > 1 and has_gradients(costs):
-        ways.append(by_stage(shapes, cuts, crew))
+        most = _ORDERS if len(shapes) <= largest_host(costs.cluster) else 1
+        ways += [by_stage(shapes, cuts, members) for members in orders_of_hosts(crew, costs.cluster, most=most)]
     return ways
 
 

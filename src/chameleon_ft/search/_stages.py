@@ -84,6 +84,14 @@ def gradient_bytes(workload: Workload) -> Seconds:
     return found
 
 
+def timeless_bytes(workload: Workload) -> Seconds:
+    """Bytes of the gradients of those layers of each stage that take no time."""
+    own = [0.0 if layer.forward_s + layer.least_backward_s else layer.gradient_bytes for layer in workload.layers]
+    sums = np.concatenate([[0.0], np.cumsum(own)])
+    found: Seconds = sums[np.newaxis, :] - sums[:, np.newaxis]
+    return found
+
+
 def links_between(cluster: Cluster) -> list[Link]:
     """The kinds of link that join two of the workers; that inside a host if there is but one worker."""
     hosts = len({worker.host for worker in cluster.workers})

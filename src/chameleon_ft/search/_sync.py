@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Final
 
 from chameleon_ft.cluster import Cluster
+from chameleon_ft.schedule import CostModel
 from chameleon_ft.search._bounds import SyncCost
 from chameleon_ft.search._stages import links_between
+
+_ROUNDING: Final = 1e-9
 
 # By so much the numbers of pipelines that share a bound may differ. Their rings take nearly the same time.
 _ALIKE: Final = 0.1
@@ -19,17 +24,50 @@ def largest_host(cluster: Cluster) -> int:
     return max(Counter(worker.host for worker in cluster.workers).values())
 
 
-def least_sync(cluster: Cluster, pipelines: int) -> SyncCost:
-    """What a stage has to reduce with its holders in so many pipelines, at the least: a ring over the fastest links.
+def least_sync(costs: CostModel, pipelines: int, most_s: float = math.inf) -> SyncCost:
+    """What a stage has to reduce with its holders in so many pipelines, at the least, in steps of up to `most_s`.
 
-    A ring of more workers than a host has goes between hosts, and its slowest link sets the pace.
+    A ring of more workers than a host has goes between hosts, and its slowest link sets the pace. A smaller one may lie
+    inside a host. Then that host alone computes these layers, for all micro-batches; so there are only so many of them,
+    and a stage that has more reduces the rest of them between hosts.
     """
+    cluster = costs.cluster
     if pipelines < 2:
         return SyncCost()
-    links = [cluster.inter_host] if pipelines > largest_host(cluster) else links_between(cluster)
+    between_hosts = pipelines > largest_host(cluster)
+    links = [cluster.inter_host] if between_hosts else links_between(cluster)
     latency_s = min(link.latency_s for link in links)
-    bytes_per_s = max(link.bytes_per_s for link in links)
-    return SyncCost(2 * (pipelines - 1) * latency_s, 2 * (pipelines - 1) / pipelines / bytes_per_s)
+    per_byte_s = 1 / max(link.bytes_per_s for link in links)
+    passes = 2 * (pipelines - 1) / pipelines
+    least = SyncCost(2 * (pipelines - 1) * latency_s, passes * per_byte_s)
+    slower_s = 1 / cluster.inter_host.bytes_per_s - per_byte_s
+    if between_hosts or cluster.inter_host not in links or slower_s <= 0:
+        return least
+    return SyncCost(least.fixed_s, least.per_byte_s, _inside_bytes(costs, pipelines, most_s), passes * slower_s)
+
+
+def _inside_bytes(costs: CostModel, pipelines: int, most_s: float) -> float:
+    """The most gradients of layers that take time, which one host can have computed by `most_s`, for the whole step.
+
+    It has a worker for each pipeline. No more than parts of layers, those with most bytes for their time, fit into its
+    time; and no more layers than of those that take least.
+    """
+    speeds: dict[str, list[float]] = defaultdict(list)
+    for worker in costs.cluster.workers:
+        speeds[worker.host].append(worker.speed)
+    speed = max((sum(own) for own in speeds.values() if len(own) >= pipelines), default=0.0)
+    budget_s = most_s * speed / costs.workload.micro_batches * (1 + _ROUNDING)
+    layers = [
+        (layer.forward_s + layer.least_backward_s, float(layer.gradient_bytes)) for layer in costs.workload.layers
+    ]
+    busy = [(own_s, size) for own_s, size in layers if own_s > 0]
+    count = sum(until_s <= budget_s for until_s in accumulate(sorted(own_s for own_s, _ in busy)))
+    by_count = sum(sorted((size for _, size in busy), reverse=True)[:count])
+    by_parts = 0.0
+    for own_s, size in sorted(busy, key=lambda layer: -layer[1] / layer[0]):
+        by_parts += size * min(1.0, budget_s / own_s)
+        budget_s = max(0.0, budget_s - own_s)
+    return min(by_count, by_parts)
 
 
 def numbers_of_pipelines(most: int) -> Iterator[tuple[int, int]]:

@@ -16,10 +16,12 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.search._bounds import SyncCost
+from chameleon_ft.search._depths import depths, promising
 from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort, polish_effort
 from chameleon_ft.search._kinds import Crew, grouped
 from chameleon_ft.search._mix import is_exact
 from chameleon_ft.search._mixes import MixSearch, TimedMix
+from chameleon_ft.search._nearby import with_better_cuts
 from chameleon_ft.search._placed import (
     PlacedPipeline,
     found_plan,
@@ -46,16 +48,18 @@ _ALONE: Final = (1, 1)
 _MIXES_KEPT: Final = 2
 # Of the plans found, so many get the workers that hold most of them already.
 _IN_ROLES: Final = 2
-# Those that are nearly as good as the best of them get the best programs, which may change their order.
+# Those that are nearly as good as the best of them are kept: the best programs may change their order.
 _CLOSE: Final = 1.05
-# With little effort, so many numbers of pipelines are tried out.
-_RUN: Final = 3
+# Of the plans found, so many get the best programs; with little effort, so many of these get other cuts.
+_POLISHED: Final = 3
+_RECUT: Final = 2
+# With little effort: of how many searches of equal depth it should do for, and how many of least bound there are.
+_PARTS: Final = 3
 _LEAST_BOUNDS: Final = 2
-# With so many searches, and little effort, the bound may be too low by this share.
-_MANY: Final = 5
-_NEAR: Final = 0.002
 # Searches are begun with those that promise most by this many times what workers take that are never idle.
 _SOON: Final = 1.02
+# Plans that take longer than the least bounds of equal pipelines by this much are not thought of in bounds at first.
+_LIKELY: Final = 1.06
 
 
 def find_plan(
@@ -148,14 +152,15 @@ class _Search:
         self._effort = effort
         self._with_sync = has_gradients(costs) and len(cluster.workers) > 1
         self.family = BoundFamily.PIPELINES
+        # Bounds are those of plans that take no longer than this, which is made to be above them.
+        self._likely_s = math.inf
         self.bound_s = math.inf
         self.mixes = 0
         self.complete = not self._with_sync and _links_are_equal(cluster)
 
     def plans(self) -> list[FoundPlan]:
         """The fastest plans that were found, on the front of step time and bytes to move."""
-        searches = [search for split in (True, False) for search in self._searches(split)]
-        searches = self._bounded(searches)
+        searches = self._bounded_searches()
         tried = searches
         if self._two_holders and len(self._crew.kinds) == 1:
             tried = [search for search in searches if search.numbers != _ALONE]
@@ -172,19 +177,32 @@ class _Search:
             *self._recut(timers.values()),
         ]
 
-    def _searches(self, split_backward: bool) -> list[MixSearch]:
-        timer = Timer(self._costs, self._crew, split_backward=split_backward)
+    def _bounded_searches(self) -> list[MixSearch]:
+        """All searches, those of least bound first."""
+        timers = [Timer(self._costs, self._crew, split_backward=split) for split in (True, False)]
+        if self._with_sync:
+            every = depths(self._costs, timers, math.inf)
+            self._likely_s = _LIKELY * min((each.time_s for each in every), default=math.inf)
+        while True:
+            searches = self._bounded([search for timer in timers for search in self._searches(timer)])
+            if not self._likely_s < self.bound_s < math.inf:
+                return searches
+            self._likely_s, self.bound_s = _LIKELY * self.bound_s, math.inf
+
+    def _searches(self, timer: Timer) -> list[MixSearch]:
         if not self._with_sync:
             return [self._mix_search(timer, SyncCost())]
         cluster = self._costs.cluster
         alone = self._mix_search(timer, SyncCost(), numbers=_ALONE)
         if len(self._crew.kinds) > 1:
-            return [alone, self._mix_search(timer, least_sync(cluster, 2))]
+            return [alone, self._mix_search(timer, least_sync(self._costs, 2, self._likely_s))]
         most = min(len(cluster.workers), self._costs.workload.micro_batches)
         return [
             alone,
             *(
-                self._mix_search(timer, least_sync(cluster, about(first, cluster)), numbers=(first, last))
+                self._mix_search(
+                    timer, least_sync(self._costs, about(first, cluster), self._likely_s), numbers=(first, last)
+                )
                 for first, last in numbers_of_pipelines(most)
             ),
         ]
@@ -197,13 +215,10 @@ class _Search:
         soon_s = _SOON * total_work_bound_s(self._costs)
         promising = sorted(searches, key=lambda search: -search.promise(soon_s))
         bounds: dict[int, float] = {}
-        # What is nearly as good as the least is not looked at any closer.
-        near = 1.0 if self._effort is None or len(searches) < _MANY else 1 - _NEAR
         for search in promising:
-            if search.reaches(self.bound_s * near):
+            if search.reaches(self.bound_s):
                 bounds[id(search)] = search.bound_s()
                 self.bound_s = min(self.bound_s, search.bound_s())
-        self.bound_s *= near
         return sorted(promising, key=lambda search: bounds.get(id(search), math.inf))
 
     def _run(self, searches: Sequence[MixSearch]) -> list[_Placed]:
@@ -220,14 +235,27 @@ class _Search:
             searched = search.run(self.bound_s, math.inf if self._with_sync else best_s)
             self.complete = self.complete and searched.complete
             self.mixes += len(searched.mixes)
-            mixes = sorted(searched.mixes, key=lambda mix: mix.time_s)[:_MIXES_KEPT]
+            different = {tuple((id(each), count) for each, count in mix.pipelines): mix for mix in searched.mixes}
+            mixes = sorted(different.values(), key=lambda mix: mix.time_s)[:_MIXES_KEPT]
             placed = sorted(
                 (placed for mix in mixes for placed in self._placed(mix, search.timer)), key=lambda each: each.step_s
             )
             close = [each for each in placed if each.step_s < placed[0].step_s * _CLOSE]
-            found += map(self._polished, _with_survivor(close, placed))
+            found += _with_survivor(close, placed)
             best_s = min([best_s, *(each.step_s for each in found)])
-        return sorted(found, key=lambda placed: placed.step_s)
+        return self._finished(found)
+
+    def _finished(self, found: Sequence[_Placed]) -> list[_Placed]:
+        """The same, the fastest first, the best of them with better programs and cuts."""
+        # The searches often come to the same.
+        different = {tuple((id(each.timed), each.workers) for each in placed.pipelines): placed for placed in found}
+        ordered = sorted(different.values(), key=lambda placed: placed.step_s)
+        chosen = _with_survivor(ordered[:_POLISHED], ordered)
+        others = [placed for placed in ordered if all(placed is not each for each in chosen)]
+        best = sorted(map(self._polished, chosen), key=lambda placed: placed.step_s)
+        if self._effort is not None and self._with_sync:
+            best[:_RECUT] = map(self._with_better_cuts, best[:_RECUT])
+        return sorted([*best, *others], key=lambda placed: placed.step_s)
 
     def _of_the_fastest(self) -> list[_Placed]:
         """With little effort: what the workers of the fastest kinds can do alone, while the others are idle."""
@@ -239,8 +267,7 @@ class _Search:
             fast = {worker for members in self._crew.members[:number] for worker in members}
             part = cluster.without([worker.id for worker in cluster.workers if worker.id not in fast])
             search = _Search(CostModel(self._costs.workload, part), None, self._effort, two_holders=self._two_holders)
-            searches = [each for split in (True, False) for each in search._searches(split)]
-            found += search._run(search._bounded(searches))
+            found += search._run(search._bounded_searches())
         return found
 
     def _is_cheap(self, search: MixSearch) -> bool:
@@ -248,39 +275,23 @@ class _Search:
         mix = search.bound_mix() if search.is_bounded else []
         return bool(mix) and not any(is_dear(len(share.shape), share.micro_batches, self._effort) for share in mix)
 
-    def _of_few_depths(self, timers: Sequence[Timer]) -> list[MixSearch]:
-        """Searches of pipelines of about equal depth, which promises that many gradients are reduced together.
-
-        The depths are those at which equal pipelines would have the least bounds, among those that a look at does not
-        cost too much.
-        """
-        cluster, micro_batches = self._costs.cluster, self._costs.workload.micro_batches
-        workers = len(cluster.workers)
-        promised: list[tuple[float, int, bool, SyncCost, Timer]] = []
-        for timer in {id(timer): timer for timer in timers}.values():
-            for depth in range(1, min(workers, timer.pipelines.num_layers) + 1):
-                share = micro_batches * depth / workers
-                if self._two_holders and workers // depth < 2:
-                    break
-                if workers // depth <= micro_batches and not is_dear(depth, share, self._effort):
-                    sync = least_sync(cluster, about(max(1, workers // depth), cluster))
-                    time_s = timer.mean_bound_s(depth, share, sync)
-                    if time_s < math.inf:
-                        promised.append((time_s, depth, timer.split_backward, sync, timer))
-        promised.sort(key=lambda each: each[:3])
+    def _of_few_depths(self, timers: Iterable[Timer]) -> list[MixSearch]:
+        """Searches of pipelines of about equal depth, which promises that many gradients are reduced together."""
+        timers = list({id(timer): timer for timer in timers}.values())
+        every = depths(self._costs, timers, self._likely_s)
         few = [
             MixSearch(
                 self._costs,
                 self._crew,
-                timer,
-                sync=sync,
-                effort=(self._effort or 0) // _RUN,
-                numbers=(max(1, workers // depth), min(-(-workers // depth), micro_batches)),
+                each.timer,
+                sync=each.sync,
+                effort=(self._effort or 0) // _PARTS,
+                numbers=each.numbers,
             )
-            for _, depth, _, sync, timer in promised[:_RUN]
+            for each in promising(every, effort=self._effort, fewest=2 if self._two_holders else 1)
         ]
         # Where all are dear, there is nothing for it.
-        return few or [self._mix_search(timer, SyncCost()) for timer in {id(timer): timer for timer in timers}.values()]
+        return few or [self._mix_search(timer, SyncCost()) for timer in timers]
 
     def _placed(self, mix: TimedMix, timer: Timer) -> list[_Placed]:
         """On workers that are chosen by what sync takes: how long the pipelines take does not depend on it much.
@@ -329,6 +340,10 @@ class _Search:
             if pipelines is not None:
                 yield found_plan("recut", polished(pipelines, timer, self._effort), timer, self._current)
 
+    def _with_better_cuts(self, placed: _Placed) -> _Placed:
+        better = with_better_cuts(placed.pipelines, placed.timer, effort=look_effort(self._effort))
+        return self._polished(replace(placed, pipelines=better)) if better != placed.pipelines else placed
+
     def _polished(self, placed: _Placed) -> _Placed:
         pipelines = polished(placed.pipelines, placed.timer, self._effort)
         return replace(placed, pipelines=pipelines, step_s=remembered_s(pipelines, placed.timer))
@@ -347,7 +362,7 @@ def _bound_of_equals_s(costs: CostModel) -> float:
     workers = tuple(replace(worker, speed=speed, memory_bytes=None) for worker in costs.cluster.workers)
     cluster = Cluster(workers, costs.cluster.intra_host, costs.cluster.inter_host)
     equals = _Search(CostModel(costs.workload, cluster), None, 0)
-    equals._bounded([search for split in (True, False) for search in equals._searches(split)])
+    equals._bounded_searches()
     return max(equals.bound_s, total_work_bound_s(costs))
 
 

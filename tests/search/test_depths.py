@@ -1,0 +1,59 @@
+"""Which depths are tried out, and what bounds think likely."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.search import find, find_plan
+from chameleon_ft.search._bounds import SyncCost
+from chameleon_ft.search._depths import Depth, depths, promising
+from chameleon_ft.search._kinds import Crew
+from chameleon_ft.search._sync import least_sync
+from chameleon_ft.search._timed import Timer
+
+
+@pytest.fixture(scope="module")
+def costs() -> CostModel:
+    workload = derive_workload(model_shape("qwen2.5-7b"), device("h100-80g"), micro_batch_size=1, micro_batches=64)
+    return CostModel(workload, device("h100-80g").cluster(16, workers_per_host=8).without([0]))
+
+
+def timers(costs: CostModel) -> list[Timer]:
+    return [Timer(costs, Crew.of(costs.cluster), split_backward=split) for split in (True, False)]
+
+
+def test_few_depths_of_least_time_and_different_numbers_are_promising(costs: CostModel) -> None:
+    every = depths(costs, timers(costs), math.inf)
+    assert all(each.numbers[0] * each.depth <= 15 <= each.numbers[1] * each.depth for each in every)
+    few = promising(every, effort=160_000, fewest=1)
+    assert few[0].time_s == min(each.time_s for each in every)
+    assert len({(each.numbers, each.timer.split_backward) for each in few}) == len(few) > 1
+    assert all(each.numbers[0] >= 2 for each in promising(every, effort=160_000, fewest=2))
+
+
+def test_where_steps_take_longer_than_was_thought_bounds_are_made_again(
+    costs: CostModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = find_plan(costs)
+
+    def too_low(costs: CostModel, timers: list[Timer], likely_s: float) -> list[Depth]:
+        found = depths(costs, timers, likely_s)
+        return [dataclasses.replace(each, time_s=each.time_s / 2) for each in found] if likely_s == math.inf else found
+
+    asked: list[float] = []
+
+    def noted(costs: CostModel, pipelines: int, most_s: float) -> SyncCost:
+        asked.append(most_s)
+        return least_sync(costs, pipelines, most_s)
+
+    monkeypatch.setattr(find, "depths", too_low)
+    monkeypatch.setattr(find, "least_sync", noted)
+    found = find_plan(costs)
+    assert asked[0] < usual.bound_s, "too little time for any plan"
+    assert found.bound_s <= asked[-1]
+    assert found.bound_s == pytest.approx(usual.bound_s, rel=0.02)
