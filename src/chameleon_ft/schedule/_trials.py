@@ -17,7 +17,7 @@ from chameleon_ft.schedule.limits import InFlightLimit, limits_of_routes
 ROUNDING: Final = 1e-9
 
 
-class _Trial(NamedTuple):
+class Trial(NamedTuple):
     """What is tried: as in `Rules`, and by how much more a worker may have in flight, and keep, than by default: shares
     of that, and a number of micro-batches besides.
     """
@@ -33,47 +33,47 @@ class _Trial(NamedTuple):
 # is what made up most for some hundred plans, of presets and generated, that those before it leave something to gain.
 # With room for more than ZB-H1, no waiting, and twice as much in flight at the first stage as at the default, bubbles
 # become short (as ZB-H2's: Qi et al., Zero Bubble Pipeline Parallelism, 2023).
-_PLAIN_SPLIT: Final = (
-    _Trial(True, 0.75),
-    _Trial(True, 0.1, 0.5, 1.0),
-    _Trial(True, 0.1, 1.0, 1.0),
-    _Trial(True, 0.4, 0.25, 1.0),
-    _Trial(True, 0.4),
-    _Trial(False, 0.25, 0.5, 1.0),
-    _Trial(True, 0.1, 0.25, 1.0),
-    _Trial(False, 0.0, 0.75, 0.75),
-    _Trial(True, 0.0, 0.5, 0.5),
-    _Trial(True, 0.25, 0.0, 1.0),
-    _Trial(True, 0.0, 0.25, 0.25),
-    _Trial(False, 0.4, 0.0, 1.0),
+PLAIN_SPLIT: Final = (
+    Trial(True, 0.75),
+    Trial(True, 0.1, 0.5, 1.0),
+    Trial(True, 0.1, 1.0, 1.0),
+    Trial(True, 0.4, 0.25, 1.0),
+    Trial(True, 0.4),
+    Trial(False, 0.25, 0.5, 1.0),
+    Trial(True, 0.1, 0.25, 1.0),
+    Trial(False, 0.0, 0.75, 0.75),
+    Trial(True, 0.0, 0.5, 0.5),
+    Trial(True, 0.25, 0.0, 1.0),
+    Trial(True, 0.0, 0.25, 0.25),
+    Trial(False, 0.4, 0.0, 1.0),
 )
-_PLAIN_FUSED: Final = (
-    _Trial(True, 0.0),
-    _Trial(True, 0.0, 1.0, 1.0),
-    _Trial(True, 0.0, 0.5, 0.5),
-    _Trial(False, 0.0, 0.5, 0.5),
-    _Trial(True, 0.0, 0.25, 0.25),
-    _Trial(True, 0.0, 0.75, 0.75),
-    _Trial(False, 0.0, 0.75, 0.75),
+PLAIN_FUSED: Final = (
+    Trial(True, 0.0),
+    Trial(True, 0.0, 1.0, 1.0),
+    Trial(True, 0.0, 0.5, 0.5),
+    Trial(False, 0.0, 0.5, 0.5),
+    Trial(True, 0.0, 0.25, 0.25),
+    Trial(True, 0.0, 0.75, 0.75),
+    Trial(False, 0.0, 0.75, 0.75),
 )
 _SHARED_SPLIT: Final = (
-    _Trial(False, 0.1, 0.5, 0.5, 2),
-    _Trial(True, 0.0, 0.5, 0.5, 4),
-    _Trial(False, 0.0, 1.0, 1.0),
-    _Trial(False, 0.1, 0.5, 0.5),
-    _Trial(False, 0.1, 0.0, 0.0, 2),
-    _Trial(True, 0.0, 0.5, 0.5, 2),
-    _Trial(True, 0.0),
-    _Trial(False, 0.25, 0.0, 0.0, 4),
+    Trial(False, 0.1, 0.5, 0.5, 2),
+    Trial(True, 0.0, 0.5, 0.5, 4),
+    Trial(False, 0.0, 1.0, 1.0),
+    Trial(False, 0.1, 0.5, 0.5),
+    Trial(False, 0.1, 0.0, 0.0, 2),
+    Trial(True, 0.0, 0.5, 0.5, 2),
+    Trial(True, 0.0),
+    Trial(False, 0.25, 0.0, 0.0, 4),
 )
 _SHARED_FUSED: Final = (
-    _Trial(False, 0.0, 0.5, 0.5, 1),
-    _Trial(True, 0.0, 0.5, 0.5, 4),
-    _Trial(True, 0.0, 1.0, 1.0),
-    _Trial(True, 0.0),
-    _Trial(False, 0.0, 0.5, 0.5, 4),
-    _Trial(True, 0.0, 0.0, 0.0, 2),
-    _Trial(True, 0.0, 0.0, 0.0, 4),
+    Trial(False, 0.0, 0.5, 0.5, 1),
+    Trial(True, 0.0, 0.5, 0.5, 4),
+    Trial(True, 0.0, 1.0, 1.0),
+    Trial(True, 0.0),
+    Trial(False, 0.0, 0.5, 0.5, 4),
+    Trial(True, 0.0, 0.0, 0.0, 2),
+    Trial(True, 0.0, 0.0, 0.0, 4),
 )
 
 
@@ -118,7 +118,7 @@ class Trials:
 
         More in flight than 1F1B keeps hides latency, and keeps busy the pipeline whose stage is shared with others.
         """
-        plain, shared = (_PLAIN_SPLIT, _SHARED_SPLIT) if self._split else (_PLAIN_FUSED, _SHARED_FUSED)
+        plain, shared = (PLAIN_SPLIT, _SHARED_SPLIT) if self._split else (PLAIN_FUSED, _SHARED_FUSED)
         tried: set[Rules] = set()
         for trial in shared if len(ways) > 1 else plain:
             rules = self._rules(ways, trial)
@@ -128,9 +128,9 @@ class Trials:
 
     def largest(self, ways: Sequence[tuple[Hop, ...]], rules: Rules) -> Rules:
         """`rules` with the largest limits of all that are tried."""
-        return self._rules(ways, _Trial(rules.forward_first, rules.patience, extra=max(map(len, ways))))
+        return self._rules(ways, Trial(rules.forward_first, rules.patience, extra=max(map(len, ways))))
 
-    def _rules(self, ways: Sequence[tuple[Hop, ...]], trial: _Trial) -> Rules:
+    def _rules(self, ways: Sequence[tuple[Hop, ...]], trial: Trial) -> Rules:
         """The default limits of routes over these ways, raised as far as the ceiling allows."""
         depth = max(map(len, ways))
         limits = limits_of_routes(self._builder.workers, ways)
@@ -142,7 +142,7 @@ class Trials:
             patience=trial.patience,
         )
 
-    def _raised(self, worker: int, limit: InFlightLimit, trial: _Trial, depth: int) -> InFlightLimit:
+    def _raised(self, worker: int, limit: InFlightLimit, trial: Trial, depth: int) -> InFlightLimit:
         more = [
             min(depth, math.ceil(share * number) + trial.extra)
             for share, number in ((trial.in_flight, limit.in_flight), (trial.kept, limit.kept))

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.plan import Hop, Plan
+from chameleon_ft.plan.plan import Plan
 from chameleon_ft.schedule._components import Component, components
 from chameleon_ft.schedule._engine import Rules, Schedule
-from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._orders import operations_of
 from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._trials import Trials, trials_of
+from chameleon_ft.schedule._trials import trials_of
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit
 from chameleon_ft.schedule.program import Operation, Program
@@ -26,7 +25,6 @@ __all__ = [
     "best_program",
     "best_step_s",
     "listed_step_s",
-    "pipeline_schedule",
     "program_of",
     "step_s_of",
 ]
@@ -126,22 +124,6 @@ def _limits(plan: Plan, parts: Iterable[ScheduledPart]) -> dict[int, InFlightLim
         own = map(InFlightLimit, part.rules.in_flight, part.rules.kept)
         limits.update(zip(part.component.workers, own, strict=True))
     return limits
-
-
-def pipeline_schedule(
-    hops: tuple[Hop, ...],
-    micro_batches: int,
-    builder: NetworkBuilder,
-    *,
-    ceiling: Mapping[int, InFlightLimit],
-    effort: float,
-) -> Schedule:
-    """The schedule of `best_program` for a plan of one pipeline; its workers are in the order of the stages."""
-    trials = Trials(builder, tuple(hop.worker for hop in hops), ceiling)
-    part = Part(trials, [hops], [0] * micro_batches)
-    while not part.finished:
-        part.finish(effort)
-    return part.best[1]
 
 
 def best_step_s(

@@ -10,9 +10,8 @@ from itertools import pairwise
 from chameleon_ft.estimate.memory import Stages, schedule_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement
 from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.schedule._engine import Schedule
 from chameleon_ft.schedule._network import NetworkBuilder
-from chameleon_ft.schedule.best import pipeline_schedule
+from chameleon_ft.schedule._pipelines import PipelineSchedule, pipeline_schedule
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
 
@@ -36,7 +35,7 @@ class TimedPipeline:
     micro_batches: int
     recompute: bool
     workers: tuple[int, ...]
-    schedule: Schedule
+    schedule: PipelineSchedule
     ends_s: tuple[float, ...]
 
     @property
@@ -127,7 +126,7 @@ class Timer:
         if found is None:
             hops = hops_of(timed.workers, timed.stops)
             placement = Placement(timed.stops[-1], {hop.worker: (hop.layers,) for hop in hops})
-            moving = schedule_bytes(timed.schedule, self._stages, recompute=timed.workers if timed.recompute else ())
+            moving = schedule_bytes(timed.schedule.schedule(), self._stages, recompute=timed.workers if timed.recompute else ())
             state = self._stages.state_bytes(placement)
             found = max(state[worker] + own for worker, own in zip(timed.workers, moving, strict=True))
             self._peaks[id(timed)] = found
@@ -147,7 +146,7 @@ class Timer:
             hops_of(workers, stops),
             micro_batches,
             self._builders[recompute],
-            ceiling=dict(zip(workers, limits, strict=True)),
+            ceiling=limits,
             effort=effort,
         )
         return TimedPipeline(
@@ -157,7 +156,7 @@ class Timer:
             recompute=recompute,
             workers=tuple(workers),
             schedule=schedule,
-            ends_s=tuple(schedule.last_s),
+            ends_s=schedule.last_s,
         )
 
 

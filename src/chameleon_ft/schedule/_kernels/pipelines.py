@@ -1,0 +1,570 @@
+"""The list scheduler for one pipeline whose stages are all on workers of their own: all rules in one go.
+
+What `engine` and `replays` do for any routes, step by step the same: decisions in the order of time, and of workers
+where they are at one time; channels of one message, of which one is full when another may be run ahead. With one stage
+to a worker there is one queue of each kind, and the n-th forward is that of the n-th micro-batch, so counters stand for
+lists. And the replay, where nobody is held back, is made along the way: what an operation needs is decided before it.
+So a run can be given up when its replay is certain to end no earlier than one that is known.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
+from chameleon_ft.schedule._records import Floats, Integers, Records
+
+# As in `runs`.
+_SLACK: Final = 1e-9
+# Of a replay's time, for sums are rounded.
+_ROUNDING: Final = 1e-9
+_DOWN: Final = 1
+_UP: Final = 2
+
+RULES: Final = np.dtype([("forward_first", np.bool_), ("patience", np.float64)], align=True)
+"""Those of `Rules` that are the same for all workers."""
+
+STAGE: Final = np.dtype(
+    [
+        ("forward_s", np.float64),
+        ("backward_s", np.float64),
+        ("weight_s", np.float64),
+        ("down_s", np.float64),
+        ("up_s", np.float64),
+        ("after_s", np.float64),
+        ("room", np.int64),
+        ("kept", np.int64),
+        ("forwards", np.int64),
+        ("backwards", np.int64),
+        ("weights", np.int64),
+        ("sending", np.int64),
+        ("denied", np.bool_),
+        ("free", np.float64),
+        ("replayed_s", np.float64),
+        ("left_s", np.float64),
+        ("weight_left_s", np.float64),
+    ],
+    align=True,
+)
+"""A stage, and how far its worker has come.
+
+forward_s, backward_s, weight_s: of F, of B or I, and of W. down_s, up_s: of messages to the next stage and to the one
+before. after_s: from the end of its last B or I, the least time until all stages before it are done. room, kept: how
+much more it may put in flight, and keep. forwards, backwards, weights: how many have been run. sending: where it sent to
+last. denied: whether it had something ready, but was not to send it. free: when it is. replayed_s: the same in the
+replay. left_s, weight_left_s: of F and B or I, and of W, that are still to be run.
+"""
+
+_EVENT: Final = np.dtype([("at_s", np.float64), ("worker", np.int64)], align=True)
+
+_STATE: Final = np.dtype(
+    [
+        ("micro_batches", np.int64),
+        ("split", np.bool_),
+        ("forward_first", np.bool_),
+        ("patience", np.float64),
+        ("gradients_only", np.bool_),
+        ("slack_s", np.float64),
+        ("limit_s", np.float64),
+        ("events", np.int64),
+        ("denied", np.int64),
+        ("strained", np.bool_),
+        ("beyond_limits", np.bool_),
+    ],
+    align=True,
+)
+"""What there is only one of; limit_s: the replay is not to take longer."""
+
+
+class _Run(NamedTuple):
+    """One run, and room for it. Arrays by stage and micro-batch have those of a stage one after the other.
+
+    Attributes:
+        stages: `STAGE`.
+        forward_at, backward_at: when the tensor that an F, and a B or I, needs is there.
+        ends_s: by code, in the replay.
+        codes: what each worker runs, one worker after the other.
+        events: a heap.
+        state: one `_STATE`.
+    """
+
+    stages: Records
+    forward_at: Floats
+    backward_at: Floats
+    ends_s: Floats
+    codes: Integers
+    events: Records
+    state: Records
+
+
+class Tried(NamedTuple):
+    """The best of the rules that were tried, and what came of them.
+
+    Attributes:
+        rules: its number; -1 where there is a dead end even with only gradients ahead.
+        gradients_only: whether it was run with only gradients ahead.
+        codes, ends_s, step_s, beyond_limits: as in `Schedule`.
+        enough_s: the lower bound, with some room for rounding.
+    """
+
+    rules: int
+    gradients_only: bool
+    codes: Integers
+    ends_s: Floats
+    step_s: float
+    beyond_limits: bool
+    enough_s: float
+
+
+def tried(
+    stages: Records, rules: Records, in_flight: Integers, kept: Integers, *, micro_batches: int, split: bool, most: int
+) -> Tried:
+    """Try rules until one meets the lower bound, there are no more, or so many runs have been made.
+
+    Those that lead to a dead end are tried once more with only gradients ahead; those that leave someone denied an
+    operation too, at the end.
+
+    Args:
+        stages: with seconds; the rest is filled in.
+        rules: `RULES`.
+        in_flight, kept: limits by rules and worker.
+        micro_batches: to schedule.
+        split: whether backward is split.
+        most: runs; the first is always made.
+    """
+    hops = len(stages) * micro_batches
+    operations = (3 if split else 2) * hops
+    # Those of the best run and of the present one.
+    codes, ends_s = np.empty((2, operations), np.int64), np.empty((2, operations))
+    best, place, gradients_only, step_s, beyond_limits, enough_s = _try(
+        stages,
+        rules,
+        in_flight,
+        kept,
+        codes,
+        ends_s,
+        np.empty(hops),
+        np.empty(hops),
+        np.empty(3 * operations + 3 * len(stages), _EVENT),
+        np.empty(2 * len(rules), np.int64),
+        np.zeros(len(rules), np.int64),
+        np.zeros(1, _STATE),
+        micro_batches,
+        split,
+        most,
+    )
+    return Tried(best, gradients_only, codes[place], ends_s[place], step_s, beyond_limits, enough_s)
+
+
+@lean_kernel
+def _try(
+    stages: Records,
+    rules: Records,
+    in_flight: Integers,
+    kept: Integers,
+    codes: Integers,
+    ends_s: Floats,
+    forward_at: Floats,
+    backward_at: Floats,
+    events: Records,
+    queue: Integers,
+    dead_ends: Integers,
+    states: Records,
+    micro_batches: int,
+    split: bool,
+    most: int,
+) -> tuple[int, int, bool, float, bool, float]:
+    """The best rules, the place of what came of them, and the rest of `Tried`."""
+    count = len(rules)
+    for number in range(count):
+        queue[number] = number
+    state = states[0]
+    state.micro_batches, state.split = micro_batches, split
+    enough_s = _least_s(stages, micro_batches) * (1 + _ROUNDING)
+    for stage in range(len(stages)):
+        own = stages[stage]
+        state.slack_s = max(state.slack_s, _SLACK * own.forward_s, _SLACK * own.backward_s)
+    best, place, best_s, best_beyond, best_only = -1, 0, math.inf, True, False
+    done, end, spent = 0, count, 0
+    while done < end and spent < most:
+        number = queue[done]
+        own_rules = rules[number]
+        state.gradients_only = done >= count or _comes_after_dead_end(dead_ends, in_flight, number)
+        state.forward_first, state.patience = own_rules.forward_first, own_rules.patience
+        # One that goes beyond limits is worse than any that does not.
+        state.limit_s = math.inf if best_beyond else best_s * (1 + _ROUNDING)
+        room = 1 - place if best >= 0 else 0
+        run = _Run(stages, forward_at, backward_at, ends_s[room], codes[room], events, states)
+        _begin(run, in_flight[number], kept[number])
+        step_s = _go_on(run)
+        if step_s < 0 and not state.gradients_only:
+            # It is mostly met late, and then all begins again.
+            spent += 1
+            dead_ends[number] = 1
+            state.gradients_only = True
+            _begin(run, in_flight[number], kept[number])
+            step_s = _go_on(run)
+        if step_s < 0:
+            return -1, 0, False, 0.0, False, 0.0
+        done += 1
+        spent += 1
+        if (state.strained or state.beyond_limits) and not state.gradients_only:
+            queue[end] = number
+            end += 1
+        better = best < 0 or (best_beyond and not state.beyond_limits)
+        if better or (best_beyond == state.beyond_limits and step_s < best_s):
+            best, place, best_s = number, room, step_s
+            best_beyond, best_only = state.beyond_limits, state.gradients_only
+        if best_s <= enough_s and not best_beyond:
+            break
+    return best, place, best_only, best_s, best_beyond, enough_s
+
+
+@lean_part
+def _comes_after_dead_end(dead_ends: Integers, in_flight: Integers, number: int) -> bool:
+    """Whether rules that allow no more in flight have led to a dead end."""
+    for other in range(number):
+        if dead_ends[other]:
+            stage = 0
+            while stage < in_flight.shape[1] and in_flight[number, stage] >= in_flight[other, stage]:
+                stage += 1
+            if stage == in_flight.shape[1]:
+                return True
+    return False
+
+
+@lean_part
+def _least_s(stages: Records, micro_batches: int) -> float:
+    """As `networks.least_step_s`; fills in `after_s`."""
+    before_s = bound_s = 0.0
+    back_s = stages[0].weight_s
+    for stage in range(len(stages)):
+        own = stages[stage]
+        own.after_s = back_s + own.up_s
+        busy_s = micro_batches * (own.forward_s + own.backward_s)
+        bound_s = max(bound_s, before_s + busy_s + max(micro_batches * own.weight_s, own.after_s))
+        before_s += own.forward_s + own.down_s
+        back_s += own.backward_s + own.up_s
+    return bound_s
+
+
+@lean_part
+def _begin(run: _Run, in_flight: Integers, kept: Integers) -> None:
+    state, count = run.state[0], run.state[0].micro_batches
+    state.events, state.denied, state.strained, state.beyond_limits = 0, 0, False, False
+    for stage in range(len(run.stages)):
+        own = run.stages[stage]
+        own.room, own.kept = in_flight[stage], kept[stage]
+        own.forwards = own.backwards = own.weights = own.sending = 0
+        own.denied = False
+        own.free = own.replayed_s = 0.0
+        own.left_s, own.weight_left_s = count * (own.forward_s + own.backward_s), count * own.weight_s
+        _push(run, 0.0, stage)
+    for micro_batch in range(count):
+        run.forward_at[micro_batch] = 0.0
+
+
+@lean_part
+def _go_on(run: _Run) -> float:
+    """Schedule; returns seconds of the replay, infinite if it was given up, negative at a dead end."""
+    state = run.state[0]
+    remaining = len(run.codes)
+    now = 0.0
+    while remaining:
+        if state.events:
+            now, stage = _pop(run)
+            # The last message of a worker may wait for the one before it to be received.
+            if run.stages[stage].free > now or _held_back(run, stage):
+                continue
+        else:
+            stage = _relax(run)
+            if stage < 0:
+                return -1.0
+            if state.limit_s < math.inf:
+                return math.inf
+        end = _decide(run, stage, now)
+        if end >= 0:
+            remaining -= 1
+            own = run.stages[stage]
+            own.free = end
+            _push(run, end, stage)
+            last_s = own.weight_left_s
+            if own.backwards < state.micro_batches:
+                last_s = max(last_s, own.after_s)
+            if own.replayed_s + own.left_s + last_s > state.limit_s:
+                return math.inf
+    step_s = 0.0
+    for stage in range(len(run.stages)):
+        step_s = max(step_s, run.stages[stage].replayed_s)
+    return step_s
+
+
+@lean_part
+def _decide(run: _Run, stage: int, now: float) -> float:
+    """Start the operation that the worker should run now, if there is one; returns its end, or -1."""
+    state, own = run.state[0], run.stages[stage]
+    horizon = now + state.slack_s
+    pending = state.split and own.weights < own.backwards
+    forward = False
+    if own.room > 0 and state.forward_first:
+        forward = _ready_forward(run, stage, horizon)
+        if forward:
+            if own.kept > 0:
+                return _start_forward(run, stage, now)
+            if pending:
+                return _start_weight_grad(run, stage, now)
+    if _ready_backward(run, stage, horizon):
+        return _start_backward(run, stage, now)
+    if own.room > 0 and not state.forward_first:
+        forward = _ready_forward(run, stage, horizon)
+        if forward and own.kept > 0:
+            return _start_forward(run, stage, now)
+    if pending and (forward or not _better_soon(run, stage, horizon)):
+        return _start_weight_grad(run, stage, now)
+    return -1.0
+
+
+@lean_part
+def _forward_at(run: _Run, stage: int) -> float:
+    """When the activation of its next forward is there; infinite where that is not known."""
+    number, count = run.stages[stage].forwards, run.state[0].micro_batches
+    if number == count or (stage > 0 and run.stages[stage - 1].forwards == number):
+        return math.inf
+    at_s: float = run.forward_at[stage * count + number]
+    return at_s
+
+
+@lean_part
+def _backward_at(run: _Run, stage: int) -> float:
+    """When the gradient of its next backward is there; infinite where that is not known."""
+    number, count = run.stages[stage].backwards, run.state[0].micro_batches
+    last = stage == len(run.stages) - 1
+    if number == (run.stages[stage].forwards if last else run.stages[stage + 1].backwards):
+        return math.inf
+    at_s: float = run.backward_at[stage * count + number]
+    return at_s
+
+
+@lean_part
+def _ready_forward(run: _Run, stage: int, horizon: float) -> bool:
+    at_s = _forward_at(run, stage)
+    # Whether it may be sent is asked last, for it is noted who may not.
+    return at_s < math.inf and at_s <= horizon and _may_send_down(run, stage)
+
+
+@lean_part
+def _ready_backward(run: _Run, stage: int, horizon: float) -> bool:
+    return _backward_at(run, stage) <= horizon and _may_send_up(run, stage)
+
+
+@lean_part
+def _better_soon(run: _Run, stage: int, horizon: float) -> bool:
+    """Whether a tensor that the worker can use arrives before its next weight gradient is well under way."""
+    own = run.stages[stage]
+    until = horizon + run.state[0].patience * own.weight_s
+    if horizon < _backward_at(run, stage) < until:
+        return True
+    return own.room > 0 and own.kept > 0 and horizon < _forward_at(run, stage) < until
+
+
+@lean_part
+def _start_forward(run: _Run, stage: int, now: float) -> float:
+    own, count = run.stages[stage], run.state[0].micro_batches
+    number = own.forwards
+    own.room -= 1
+    own.kept -= 1
+    code = number * len(run.stages) + stage
+    _order(run, stage, code)
+    own.forwards += 1
+    own.left_s -= own.forward_s
+    end: float = max(run.forward_at[stage * count + number], now) + own.forward_s
+    start_s = own.replayed_s
+    if stage > 0:
+        start_s = max(start_s, run.ends_s[code - 1] + own.up_s)
+        before = run.stages[stage - 1]
+        _taken(run, stage - 1, before.forwards > own.forwards and before.sending == _DOWN, now)
+    own.replayed_s = start_s + own.forward_s
+    run.ends_s[code] = own.replayed_s
+    if stage == len(run.stages) - 1:
+        run.backward_at[stage * count + number] = end
+    else:
+        arrival = end + own.down_s
+        run.forward_at[(stage + 1) * count + number] = arrival
+        own.sending = _DOWN
+        # A receiver that is busy until then looks at its queues anyway when it is free.
+        if run.stages[stage + 1].free < arrival:
+            _push(run, arrival, stage + 1)
+    return end
+
+
+@lean_part
+def _start_backward(run: _Run, stage: int, now: float) -> float:
+    own, count = run.stages[stage], run.state[0].micro_batches
+    number, depth = own.backwards, len(run.stages)
+    own.room += 1
+    if not run.state[0].split:
+        own.kept += 1
+    code = (count + number) * depth + stage
+    _order(run, stage, code)
+    own.backwards += 1
+    own.left_s -= own.backward_s
+    end: float = max(run.backward_at[stage * count + number], now) + own.backward_s
+    if stage == depth - 1:
+        needed_s = run.ends_s[code - count * depth]
+    else:
+        needed_s = run.ends_s[code + 1] + own.down_s
+        after = run.stages[stage + 1]
+        _taken(run, stage + 1, after.backwards > own.backwards and after.sending == _UP, now)
+    own.replayed_s = max(own.replayed_s, needed_s) + own.backward_s
+    run.ends_s[code] = own.replayed_s
+    if stage > 0:
+        arrival = end + own.up_s
+        run.backward_at[(stage - 1) * count + number] = arrival
+        own.sending = _UP
+        if run.stages[stage - 1].free < arrival:
+            _push(run, arrival, stage - 1)
+    return end
+
+
+@lean_part
+def _start_weight_grad(run: _Run, stage: int, now: float) -> float:
+    own = run.stages[stage]
+    code = (2 * run.state[0].micro_batches + own.weights) * len(run.stages) + stage
+    _order(run, stage, code)
+    own.weights += 1
+    own.kept += 1
+    own.weight_left_s -= own.weight_s
+    own.replayed_s += own.weight_s
+    run.ends_s[code] = own.replayed_s
+    end: float = now + own.weight_s
+    return end
+
+
+@lean_part
+def _order(run: _Run, stage: int, code: int) -> None:
+    own = run.stages[stage]
+    before = stage * (len(run.codes) // len(run.stages))
+    run.codes[before + own.forwards + own.backwards + own.weights] = code
+
+
+@lean_part
+def _taken(run: _Run, sender: int, may_go_on: bool, now: float) -> None:
+    """A message has been received, so that its sender, and whoever was denied something, may go on."""
+    state = run.state[0]
+    if state.denied or may_go_on:
+        _push(run, max(run.stages[sender].free, now), sender)
+    if state.denied:
+        for stage in range(len(run.stages)):
+            if run.stages[stage].denied:
+                run.stages[stage].denied = False
+                _push(run, now, stage)
+        state.denied = 0
+
+
+@lean_part
+def _held_back(run: _Run, stage: int) -> bool:
+    """Whether the last message of a worker waits for the one before it to be received."""
+    own = run.stages[stage]
+    if own.sending == _DOWN:
+        waits: bool = own.forwards > run.stages[stage + 1].forwards + 1
+        return waits
+    waits_up: bool = own.sending == _UP and own.backwards > run.stages[stage - 1].backwards + 1
+    return waits_up
+
+
+@lean_part
+def _may_send_down(run: _Run, stage: int) -> bool:
+    """Whether sending an activation leaves no circle of workers that hold each other back."""
+    if stage == len(run.stages) - 1 or run.stages[stage].forwards == run.stages[stage + 1].forwards:
+        return True
+    if run.state[0].gradients_only:
+        _deny(run, stage)
+        return False
+    return _no_circle(run, stage, stage + 1)
+
+
+@lean_part
+def _may_send_up(run: _Run, stage: int) -> bool:
+    """The same of a gradient."""
+    if stage == 0 or run.stages[stage].backwards == run.stages[stage - 1].backwards:
+        return True
+    return _no_circle(run, stage, stage - 1)
+
+
+@lean_part
+def _no_circle(run: _Run, stage: int, holder: int) -> bool:
+    while _held_back(run, holder):
+        holder += 1 if run.stages[holder].sending == _DOWN else -1
+        if holder == stage:
+            _deny(run, stage)
+            run.state[0].strained = True
+            return False
+    return True
+
+
+@lean_part
+def _deny(run: _Run, stage: int) -> None:
+    if not run.stages[stage].denied:
+        run.stages[stage].denied = True
+        run.state[0].denied += 1
+
+
+@lean_part
+def _relax(run: _Run) -> int:
+    """Let one worker that only its limits stop run one more forward; returns it, or -1 when there is none."""
+    first = -1
+    for stage in range(len(run.stages)):
+        if not _held_back(run, stage) and _ready_forward(run, stage, math.inf):
+            if first < 0 or run.stages[stage].forwards < run.stages[first].forwards:
+                first = stage
+    if first >= 0:
+        own = run.stages[first]
+        own.room, own.kept = max(1, own.room), max(1, own.kept)
+        run.state[0].beyond_limits = True
+    return first
+
+
+@lean_part
+def _push(run: _Run, at_s: float, stage: int) -> None:
+    """Add an event; of those at one time, that of the lowest worker comes first."""
+    events = run.events
+    place = run.state[0].events
+    run.state[0].events += 1
+    while place:
+        above = (place - 1) // 2
+        if not _is_before(at_s, stage, events[above].at_s, events[above].worker):
+            break
+        events[place] = events[above]
+        place = above
+    events[place].at_s, events[place].worker = at_s, stage
+
+
+@lean_part
+def _pop(run: _Run) -> tuple[float, int]:
+    """Take out the first event."""
+    events = run.events
+    first_s, first = events[0].at_s, events[0].worker
+    run.state[0].events -= 1
+    count = run.state[0].events
+    last_s, last = events[count].at_s, events[count].worker
+    place = 0
+    while 2 * place + 1 < count:
+        below = 2 * place + 1
+        if below + 1 < count and _is_before(
+            events[below + 1].at_s, events[below + 1].worker, events[below].at_s, events[below].worker
+        ):
+            below += 1
+        if not _is_before(events[below].at_s, events[below].worker, last_s, last):
+            break
+        events[place] = events[below]
+        place = below
+    events[place].at_s, events[place].worker = last_s, last
+    return first_s, first
+
+
+@lean_part
+def _is_before(one_s: float, one: int, other_s: float, other: int) -> bool:
+    return one_s < other_s or (one_s == other_s and one < other)

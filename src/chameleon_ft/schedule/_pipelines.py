@@ -1,0 +1,161 @@
+"""The best schedule of one pipeline, without making more of it than numbers: most of them are only looked at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+import numpy as np
+
+from chameleon_ft.plan.plan import Hop
+from chameleon_ft.schedule._engine import Rules, Schedule
+from chameleon_ft.schedule._local_search import is_too_large, shortened
+from chameleon_ft.schedule._network import NetworkBuilder
+from chameleon_ft.schedule._part import REPLAY, RULES, Part
+from chameleon_ft.schedule._records import Floats, Integers, Records
+from chameleon_ft.schedule._trials import PLAIN_FUSED, PLAIN_SPLIT, ROUNDING, Trials
+from chameleon_ft.schedule.limits import InFlightLimit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PipelineSchedule:
+    """What the workers of a pipeline run, and how long it takes.
+
+    Attributes:
+        builder, hops, micro_batches: what is scheduled.
+        codes, ends_s, step_s: as in `Schedule`.
+    """
+
+    builder: NetworkBuilder
+    hops: tuple[Hop, ...]
+    micro_batches: int
+    codes: Integers
+    ends_s: Floats
+    step_s: float
+
+    @property
+    def last_s(self) -> tuple[float, ...]:
+        """By stage, the end of its last operation."""
+        last = self.codes.reshape(len(self.hops), -1)[:, -1]
+        return tuple(self.ends_s[last].tolist())
+
+    def schedule(self) -> Schedule:
+        """With its network."""
+        network = self.builder.part(tuple(hop.worker for hop in self.hops)).network(
+            [self.hops], [0] * self.micro_batches
+        )
+        return Schedule(network=network, codes=self.codes, ends_s=self.ends_s, step_s=self.step_s)
+
+
+def pipeline_schedule(
+    hops: tuple[Hop, ...],
+    micro_batches: int,
+    builder: NetworkBuilder,
+    *,
+    ceiling: Sequence[InFlightLimit],
+    effort: float,
+) -> PipelineSchedule:
+    """The schedule of `best_program` for a plan of one pipeline, with a worker for each stage.
+
+    Args:
+        hops: the way of all micro-batches.
+        micro_batches: their number.
+        builder: for these costs.
+        ceiling: what each stage may keep.
+        effort: as for `best_program`.
+    """
+    # Here, because to import a kernel loads numba, and most who import this run none.
+    from chameleon_ft.schedule._kernels.pipelines import tried
+
+    split, depth = builder.split_backward, len(hops)
+    most = np.array([(limit.in_flight, limit.kept) for limit in ceiling]).T
+    rules, in_flight, kept = _rules(split, depth, most)
+    operations = (3 if split else 2) * depth * micro_batches
+    found = tried(
+        _stages(hops, builder),
+        rules,
+        in_flight,
+        kept,
+        micro_batches=micro_batches,
+        split=split,
+        most=math.ceil(effort * RULES / operations),
+    )
+    if found.rules < 0:
+        return _of_part(hops, micro_batches, builder, ceiling, effort)
+    made = PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
+    further = int(effort * (1 - RULES) / REPLAY)
+    if found.beyond_limits or found.step_s <= found.enough_s or is_too_large(operations, further):
+        return made
+    largest = _largest(depth, most, rules[found.rules])
+    shorter = shortened(made.schedule(), largest, enough_s=found.enough_s, effort=further)
+    return _made_of(shorter, made) if shorter.step_s < found.step_s * (1 - ROUNDING) else made
+
+
+def _of_part(
+    hops: tuple[Hop, ...],
+    micro_batches: int,
+    builder: NetworkBuilder,
+    ceiling: Sequence[InFlightLimit],
+    effort: float,
+) -> PipelineSchedule:
+    """As any plan's, with ways out of dead ends."""
+    workers = tuple(hop.worker for hop in hops)
+    part = Part(Trials(builder, workers, dict(zip(workers, ceiling, strict=True))), [hops], [0] * micro_batches)
+    part.finish(effort)
+    found = part.best[1]
+    return PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
+
+
+def _stages(hops: Sequence[Hop], builder: NetworkBuilder) -> Records:
+    from chameleon_ft.schedule._kernels.pipelines import STAGE
+
+    stages = np.zeros(len(hops), STAGE)
+    forward_s, backward_s, weight_s, message_s = builder.seconds(hops)
+    stages["forward_s"], stages["backward_s"], stages["weight_s"] = forward_s, backward_s, weight_s
+    stages["down_s"], stages["up_s"] = [*message_s, 0.0], [0.0, *message_s]
+    return stages
+
+
+def _rules(split: bool, depth: int, most: Integers) -> tuple[Records, Integers, Integers]:
+    """The rules of `Trials.rules_to_try`, and limits by rules and stage: what is in flight, and kept."""
+    rules, wished, wished_kept = _wishes(split, depth)
+    kept = np.minimum(wished_kept, most[1])
+    in_flight = np.minimum(np.minimum(wished, most[0]), kept)
+    rows = [(own.tobytes(), a.tobytes(), b.tobytes()) for own, a, b in zip(rules, in_flight, kept, strict=True)]
+    first = [rows.index(row) == place for place, row in enumerate(rows)]
+    return rules[first], in_flight[first], kept[first]
+
+
+@lru_cache(maxsize=256)
+def _wishes(split: bool, depth: int) -> tuple[Records, Integers, Integers]:
+    """The same without a ceiling, and without looking for equal ones."""
+    from chameleon_ft.schedule._kernels.pipelines import RULES as RECORD
+
+    trials = PLAIN_SPLIT if split else PLAIN_FUSED
+    rules = np.zeros(len(trials), RECORD)
+    rules["forward_first"] = [trial.forward_first for trial in trials]
+    rules["patience"] = [trial.patience for trial in trials]
+    shares = np.array([(trial.in_flight, trial.kept) for trial in trials])
+    extra = np.array([trial.extra for trial in trials])[:, np.newaxis]
+    base = np.arange(depth, 0, -1)
+    more = np.minimum(depth, np.ceil(shares[:, :1] * base).astype(np.int64) + extra)
+    more_kept = np.minimum(depth, np.ceil(shares[:, 1:] * depth).astype(np.int64) + extra)
+    kept = depth + np.maximum(more, more_kept)
+    return rules, np.minimum(base + more, kept), kept
+
+
+def _largest(depth: int, most: Integers, own: np.void) -> Rules:
+    """As `Trials.largest`."""
+    wished = np.stack([np.arange(2 * depth, depth, -1), np.full(depth, 2 * depth)])
+    limits = np.minimum(wished, most)
+    return Rules(
+        in_flight=tuple(limits.min(axis=0).tolist()),
+        kept=tuple(limits[1].tolist()),
+        forward_first=bool(own["forward_first"]),
+        patience=float(own["patience"]),
+    )
+
+
+def _made_of(found: Schedule, before: PipelineSchedule) -> PipelineSchedule:
+    return replace(before, codes=found.codes, ends_s=found.ends_s, step_s=found.step_s)
