@@ -53,7 +53,7 @@ def pipeline_schedule(
     micro_batches: int,
     builder: NetworkBuilder,
     *,
-    ceiling: Sequence[InFlightLimit],
+    ceiling: Integers,
     effort: float,
 ) -> PipelineSchedule:
     """The schedule of `best_program` for a plan of one pipeline, with a worker for each stage.
@@ -62,15 +62,14 @@ def pipeline_schedule(
         hops: the way of all micro-batches.
         micro_batches: their number.
         builder: for these costs.
-        ceiling: what each stage may keep.
+        ceiling: by stage, how many micro-batches it may have in flight, and keep; int64 [2, stages].
         effort: as for `best_program`.
     """
     # Here, because to import a kernel loads numba, and most who import this run none.
     from chameleon_ft.schedule._kernels.pipelines import tried
 
     split, depth = builder.split_backward, len(hops)
-    most = np.array([(limit.in_flight, limit.kept) for limit in ceiling]).T
-    rules, in_flight, kept = _rules(split, depth, most)
+    rules, in_flight, kept = _rules(split, depth, ceiling)
     operations = (3 if split else 2) * depth * micro_batches
     found = tried(
         _stages(hops, builder),
@@ -87,7 +86,7 @@ def pipeline_schedule(
     further = int(effort * (1 - RULES) / REPLAY)
     if found.beyond_limits or found.step_s <= found.enough_s or is_too_large(operations, further):
         return made
-    largest = _largest(depth, most, rules[found.rules])
+    largest = _largest(depth, ceiling, rules[found.rules])
     shorter = shortened(made.schedule(), largest, enough_s=found.enough_s, effort=further)
     return _made_of(shorter, made) if shorter.step_s < found.step_s * (1 - ROUNDING) else made
 
@@ -96,12 +95,13 @@ def _of_part(
     hops: tuple[Hop, ...],
     micro_batches: int,
     builder: NetworkBuilder,
-    ceiling: Sequence[InFlightLimit],
+    ceiling: Integers,
     effort: float,
 ) -> PipelineSchedule:
     """As any plan's, with ways out of dead ends."""
     workers = tuple(hop.worker for hop in hops)
-    part = Part(Trials(builder, workers, dict(zip(workers, ceiling, strict=True))), [hops], [0] * micro_batches)
+    limits = dict(zip(workers, map(InFlightLimit, *ceiling.tolist()), strict=True))
+    part = Part(Trials(builder, workers, limits), [hops], [0] * micro_batches)
     part.finish(effort)
     found = part.best[1]
     return PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
@@ -117,11 +117,11 @@ def _stages(hops: Sequence[Hop], builder: NetworkBuilder) -> Records:
     return stages
 
 
-def _rules(split: bool, depth: int, most: Integers) -> tuple[Records, Integers, Integers]:
+def _rules(split: bool, depth: int, ceiling: Integers) -> tuple[Records, Integers, Integers]:
     """The rules of `Trials.rules_to_try`, and limits by rules and stage: what is in flight, and kept."""
     rules, wished, wished_kept = _wishes(split, depth)
-    kept = np.minimum(wished_kept, most[1])
-    in_flight = np.minimum(np.minimum(wished, most[0]), kept)
+    kept = np.minimum(wished_kept, ceiling[1])
+    in_flight = np.minimum(np.minimum(wished, ceiling[0]), kept)
     rows = [(own.tobytes(), a.tobytes(), b.tobytes()) for own, a, b in zip(rules, in_flight, kept, strict=True)]
     first = [rows.index(row) == place for place, row in enumerate(rows)]
     return rules[first], in_flight[first], kept[first]
@@ -145,10 +145,10 @@ def _wishes(split: bool, depth: int) -> tuple[Records, Integers, Integers]:
     return rules, np.minimum(base + more, kept), kept
 
 
-def _largest(depth: int, most: Integers, own: np.void) -> Rules:
+def _largest(depth: int, ceiling: Integers, own: np.void) -> Rules:
     """As `Trials.largest`."""
     wished = np.stack([np.arange(2 * depth, depth, -1), np.full(depth, 2 * depth)])
-    limits = np.minimum(wished, most)
+    limits = np.minimum(wished, ceiling)
     return Rules(
         in_flight=tuple(limits.min(axis=0).tolist()),
         kept=tuple(limits[1].tolist()),

@@ -9,9 +9,10 @@ from itertools import pairwise
 
 from chameleon_ft.estimate.memory import Stages, schedule_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement
-from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._pipelines import PipelineSchedule, pipeline_schedule
+from chameleon_ft.schedule._records import Integers
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
 
@@ -132,8 +133,8 @@ class Timer:
             self._peaks[id(timed)] = found
         return found
 
-    def limits(self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool) -> list[InFlightLimit]:
-        """What each stage may keep."""
+    def limits(self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool) -> Integers:
+        """What each stage may have in flight, and keep; see `StageMemory.limits`."""
         pipelines = self.recomputing if recompute and self.recomputing is not None else self.pipelines
         return pipelines.memory.limits(stops, pipelines.capacities(shape), micro_batches)
 
