@@ -71,10 +71,6 @@ def test_a_pipeline_alone_is_scheduled_as_any_other_routes(seed: int) -> None:
     part = Part(trials, [hops], [0] * micro_batches)
     part.finish(effort)
     wanted = part.best[1]
-    assert found.schedule().last_s == list(found.last_s)
-    if any(tried.strained or tried.dead_end for _, tried in part.tried):
-        print("STRAINED", seed, found.step_s/wanted.step_s)
-        return
     assert found.step_s == wanted.step_s
     assert found.codes.tolist() == wanted.codes.tolist()
     assert found.ends_s.tolist() == wanted.ends_s.tolist()

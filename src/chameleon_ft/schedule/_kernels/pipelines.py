@@ -4,7 +4,6 @@ What `engine` and `replays` do for any routes, step by step the same: decisions 
 where they are at one time; channels of one message, of which one is full when another may be run ahead. With one stage
 to a worker there is one queue of each kind, and the n-th forward is that of the n-th micro-batch, so counters stand for
 lists. And the replay, where nobody is held back, is made along the way: what an operation needs is decided before it.
-So a run can be given up when its replay is certain to end no earlier than one that is known.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from chameleon_ft.schedule._records import Floats, Integers, Records
 
 # As in `runs`.
 _SLACK: Final = 1e-9
-# Of a replay's time, for sums are rounded.
+# Times that differ by less than this share differ by rounding only.
 _ROUNDING: Final = 1e-9
 _DOWN: Final = 1
 _UP: Final = 2
@@ -34,7 +33,6 @@ STAGE: Final = np.dtype(
         ("weight_s", np.float64),
         ("down_s", np.float64),
         ("up_s", np.float64),
-        ("after_s", np.float64),
         ("room", np.int64),
         ("kept", np.int64),
         ("forwards", np.int64),
@@ -44,18 +42,15 @@ STAGE: Final = np.dtype(
         ("denied", np.bool_),
         ("free", np.float64),
         ("replayed_s", np.float64),
-        ("left_s", np.float64),
-        ("weight_left_s", np.float64),
     ],
     align=True,
 )
 """A stage, and how far its worker has come.
 
 forward_s, backward_s, weight_s: of F, of B or I, and of W. down_s, up_s: of messages to the next stage and to the one
-before. after_s: from the end of its last B or I, the least time until all stages before it are done. room, kept: how
-much more it may put in flight, and keep. forwards, backwards, weights: how many have been run. sending: where it sent to
-last. denied: whether it had something ready, but was not to send it. free: when it is. replayed_s: the same in the
-replay. left_s, weight_left_s: of F and B or I, and of W, that are still to be run.
+before. room, kept: how much more it may put in flight, and keep. forwards, backwards, weights: how many have been run.
+sending: where it sent to last. denied: whether it had something ready, but was not to send it. free: when it is.
+replayed_s: the same in the replay.
 """
 
 _EVENT: Final = np.dtype([("at_s", np.float64), ("worker", np.int64)], align=True)
@@ -68,7 +63,6 @@ _STATE: Final = np.dtype(
         ("patience", np.float64),
         ("gradients_only", np.bool_),
         ("slack_s", np.float64),
-        ("limit_s", np.float64),
         ("events", np.int64),
         ("denied", np.int64),
         ("strained", np.bool_),
@@ -76,7 +70,7 @@ _STATE: Final = np.dtype(
     ],
     align=True,
 )
-"""What there is only one of; limit_s: the replay is not to take longer."""
+"""What there is only one of: rules, how many events and denied workers there are, and results."""
 
 
 class _Run(NamedTuple):
@@ -194,8 +188,6 @@ def _try(
         own_rules = rules[number]
         state.gradients_only = done >= count or _comes_after_dead_end(dead_ends, in_flight, number)
         state.forward_first, state.patience = own_rules.forward_first, own_rules.patience
-        # One that goes beyond limits is worse than any that does not.
-        state.limit_s = math.inf if best_beyond else best_s * (1 + _ROUNDING)
         room = 1 - place if best >= 0 else 0
         run = _Run(stages, forward_at, backward_at, ends_s[room], codes[room], events, states)
         _begin(run, in_flight[number], kept[number])
@@ -214,6 +206,7 @@ def _try(
         if (state.strained or state.beyond_limits) and not state.gradients_only:
             queue[end] = number
             end += 1
+        # One that goes beyond limits is worse than any that does not.
         better = best < 0 or (best_beyond and not state.beyond_limits)
         if better or (best_beyond == state.beyond_limits and step_s < best_s):
             best, place, best_s = number, room, step_s
@@ -238,14 +231,13 @@ def _comes_after_dead_end(dead_ends: Integers, in_flight: Integers, number: int)
 
 @lean_part
 def _least_s(stages: Records, micro_batches: int) -> float:
-    """As `networks.least_step_s`; fills in `after_s`."""
+    """As `networks.least_step_s`."""
     before_s = bound_s = 0.0
     back_s = stages[0].weight_s
     for stage in range(len(stages)):
         own = stages[stage]
-        own.after_s = back_s + own.up_s
         busy_s = micro_batches * (own.forward_s + own.backward_s)
-        bound_s = max(bound_s, before_s + busy_s + max(micro_batches * own.weight_s, own.after_s))
+        bound_s = max(bound_s, before_s + busy_s + max(micro_batches * own.weight_s, back_s + own.up_s))
         before_s += own.forward_s + own.down_s
         back_s += own.backward_s + own.up_s
     return bound_s
@@ -261,7 +253,6 @@ def _begin(run: _Run, in_flight: Integers, kept: Integers) -> None:
         own.forwards = own.backwards = own.weights = own.sending = 0
         own.denied = False
         own.free = own.replayed_s = 0.0
-        own.left_s, own.weight_left_s = count * (own.forward_s + own.backward_s), count * own.weight_s
         _push(run, 0.0, stage)
     for micro_batch in range(count):
         run.forward_at[micro_batch] = 0.0
@@ -269,7 +260,7 @@ def _begin(run: _Run, in_flight: Integers, kept: Integers) -> None:
 
 @lean_part
 def _go_on(run: _Run) -> float:
-    """Schedule; returns seconds of the replay, infinite if it was given up, negative at a dead end."""
+    """Schedule; returns seconds of the replay, negative at a dead end."""
     state = run.state[0]
     remaining = len(run.codes)
     now = 0.0
@@ -283,19 +274,11 @@ def _go_on(run: _Run) -> float:
             stage = _relax(run)
             if stage < 0:
                 return -1.0
-            if state.limit_s < math.inf:
-                return math.inf
         end = _decide(run, stage, now)
         if end >= 0:
             remaining -= 1
-            own = run.stages[stage]
-            own.free = end
+            run.stages[stage].free = end
             _push(run, end, stage)
-            last_s = own.weight_left_s
-            if own.backwards < state.micro_batches:
-                last_s = max(last_s, own.after_s)
-            if own.replayed_s + own.left_s + last_s > state.limit_s:
-                return math.inf
     step_s = 0.0
     for stage in range(len(run.stages)):
         step_s = max(step_s, run.stages[stage].replayed_s)
@@ -379,7 +362,6 @@ def _start_forward(run: _Run, stage: int, now: float) -> float:
     code = number * len(run.stages) + stage
     _order(run, stage, code)
     own.forwards += 1
-    own.left_s -= own.forward_s
     end: float = max(run.forward_at[stage * count + number], now) + own.forward_s
     start_s = own.replayed_s
     if stage > 0:
@@ -410,7 +392,6 @@ def _start_backward(run: _Run, stage: int, now: float) -> float:
     code = (count + number) * depth + stage
     _order(run, stage, code)
     own.backwards += 1
-    own.left_s -= own.backward_s
     end: float = max(run.backward_at[stage * count + number], now) + own.backward_s
     if stage == depth - 1:
         needed_s = run.ends_s[code - count * depth]
@@ -436,7 +417,6 @@ def _start_weight_grad(run: _Run, stage: int, now: float) -> float:
     _order(run, stage, code)
     own.weights += 1
     own.kept += 1
-    own.weight_left_s -= own.weight_s
     own.replayed_s += own.weight_s
     run.ends_s[code] = own.replayed_s
     end: float = now + own.weight_s
