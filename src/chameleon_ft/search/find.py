@@ -43,8 +43,8 @@ _ALONE: Final = (1, 1)
 _MIXES_KEPT: Final = 2
 # Of the plans found, so many get the workers that hold most of them already.
 _IN_ROLES: Final = 2
-# Those that are nearly as good as the best of them get the best programs, which may change their order.
-_CLOSE: Final = 1.05
+# Those that are nearly as good as the best of all get the best programs, which may change their order.
+_CLOSE: Final = 1.03
 # With little effort, so many numbers of pipelines are tried out.
 _RUN: Final = 3
 _LEAST_BOUNDS: Final = 2
@@ -201,14 +201,17 @@ class _Search:
         found: list[_Placed] = []
         best_s = math.inf
         for search in searches:
-            if not self._with_sync and not search.reaches(best_s):
+            if not search.reaches(best_s):
                 continue
-            searched = search.run(self.bound_s, math.inf if self._with_sync else best_s)
+            # Where there is sync, the best program and the best workers may be of another mix.
+            close_s = best_s * _CLOSE if self._with_sync else best_s
+            searched = search.run(self.bound_s, close_s)
             self.complete = self.complete and searched.complete
             self.mixes += len(searched.mixes)
             mixes = sorted(searched.mixes, key=lambda mix: mix.time_s)[:_MIXES_KEPT]
-            placed = sorted((self._placed(mix, search.timer) for mix in mixes), key=lambda each: each.step_s)
-            found += [self._polished(each) for each in placed if each.step_s < placed[0].step_s * _CLOSE]
+            placed = [self._placed(mix, search.timer) for mix in mixes if mix.time_s < close_s]
+            close_s = _CLOSE * min([best_s, *(each.step_s for each in placed)])
+            found += [self._polished(each) for each in placed if each.step_s < close_s]
             best_s = min([best_s, *(each.step_s for each in found)])
         return sorted(found, key=lambda placed: placed.step_s)
 
