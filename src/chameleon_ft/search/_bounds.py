@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search._closed_form import ClosedForm
+from chameleon_ft.search._closed_form import ClosedForm, ClosedForms
 from chameleon_ft.search._cuts import Choice, Cuts
 from chameleon_ft.search._kinds import Kind, Shape
 from chameleon_ft.search._memory import Bytes, StageMemory
@@ -224,6 +224,10 @@ class PipelineBounds:
     def most_by_closed_form(self, shape: Shape, time_s: float, enough: int) -> int:
         """The same of a bound that is made in no time, and less tight."""
         return self.pipelines.closed_form.most(shape, time_s * (1 + _ROUNDING), self.sync.per_byte_s, enough)
+
+    def closed_forms(self, shapes: Sequence[Shape], enough: int) -> ClosedForms:
+        """The same for all of some shapes at once, whatever the time."""
+        return self.pipelines.closed_form.of(shapes, self.sync.per_byte_s, enough)
 
     def bound_s(self, shape: Shape, stops: Stops, micro_batches: int) -> float:
         """Seconds below which no order of operations can be on this cut, if it fits."""

@@ -75,7 +75,7 @@ class ClosedForm:
         """The most micro-batches, up to `enough`, with so many seconds of gradient sync for every byte."""
         if not self._work_s:
             return enough
-        # Here, because to import a kernel loads numba, and most who import this run none.
+        # Here, as below, because to import a kernel loads numba, and most who import this run none.
         from chameleon_ft.search._closed_form_kernel import most_possible
 
         crew = self._crews.get(shape)
@@ -96,6 +96,53 @@ class ClosedForm:
             self._last.get((shape, per_byte_s), 0),
             high,
         )
+        return found
+
+    def of(self, shapes: Sequence[Shape], per_byte_s: float, enough: int) -> ClosedForms:
+        """The same for all of some shapes at once."""
+        return ClosedForms(self, shapes, per_byte_s, enough)
+
+
+class ClosedForms:
+    """The formula for some shapes, with so many seconds of gradient sync for every byte."""
+
+    def __init__(self, form: ClosedForm, shapes: Sequence[Shape], per_byte_s: float, enough: int) -> None:
+        crews = [[form._speeds[kind] for kind in shape] for shape in shapes]
+        self._form = form
+        self._enough = enough
+        self._speeds = np.array([speed for crew in crews for speed in crew], np.float64)
+        self._ends = np.cumsum([len(crew) for crew in crews], dtype=np.int64)
+        self._extra = np.array([form._bytes_per_s * per_byte_s * min(crew) for crew in crews], np.float64)
+        # Micro-batches for each second: workers that are never idle do no more, nor does that of the largest stage.
+        self._rates = np.full(len(crews), np.inf)
+        if form._work_s:
+            self._rates = np.array([sum(crew) for crew in crews]) / form._work_s
+            largest_s = np.array([form._largest_s[len(crew)] for crew in crews])
+            fastest = np.array([max(crew) for crew in crews], np.float64)
+            rates = np.divide(fastest, largest_s, out=np.full(len(crews), np.inf), where=largest_s > 0)
+            self._rates = np.minimum(self._rates, rates) * (1 + _ROUNDING)
+        self._found = np.zeros(len(crews), np.int64)
+
+    def most(self, time_s: float) -> list[int]:
+        """By shape, the most micro-batches."""
+        form = self._form
+        if not form._work_s:
+            return [self._enough] * len(self._found)
+        from chameleon_ft.search._closed_form_kernel import most_possible_of_each
+
+        time_s *= 1 + _ROUNDING
+        most_possible_of_each(
+            self._speeds,
+            self._ends,
+            form._work_s * (1 - _ROUNDING),
+            form._ahead,
+            form._ahead_of_sync,
+            time_s,
+            self._extra,
+            np.minimum(self._enough, time_s * self._rates).astype(np.int64),
+            self._found,
+        )
+        found: list[int] = self._found.tolist()
         return found
 
 

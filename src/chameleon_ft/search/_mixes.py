@@ -100,7 +100,7 @@ class MixSearch:
         self._look = look_effort(effort)
         self._precision = _COARSE if effort is not None else _ROUNDING / 10
         self.shapes, self.all_shapes = shapes_of(self._counts, len(costs.workload.layers))
-        self._active = self.shapes
+        self._activate(self.shapes)
         # Shapes that a formula does not rule out get a closer look.
         self._opened: set[Shape] = set()
         self._sizes = {shape: size_of(shape, len(self._counts)) for shape in self.shapes}
@@ -111,6 +111,11 @@ class MixSearch:
         work_s = sum(layer.forward_s + layer.least_backward_s for layer in costs.workload.layers)
         overhead_s = 2 * costs.workload.operation_overhead_s
         self._work_s = self._micro_batches * (work_s / crew.speed + overhead_s / sum(crew.counts))
+
+    def _activate(self, shapes: Sequence[Shape]) -> None:
+        """Go on with these."""
+        self._active = shapes
+        self._closed_forms = self._plain.closed_forms(shapes, self._micro_batches)
 
     def promise(self, time_s: float) -> int:
         """Micro-batches that mixes may finish in `time_s`, at the most; to tell which searches to begin with."""
@@ -230,12 +235,12 @@ class MixSearch:
             ]
         possible = False
         for shapes in ways:
-            self._active = [s for s in shapes if not is_dear(len(s), self._most(s, time_s), self._effort)]
+            self._activate([s for s in shapes if not is_dear(len(s), self._most(s, time_s), self._effort)])
             if any(self._at(time_s * longer)[0] >= self._micro_batches for longer in _NOT_MUCH_LONGER):
                 possible = True
                 yield
         if not possible:
-            self._active = everything
+            self._activate(everything)
             yield
 
     def _at(self, time_s: float, *, bounding: bool = False) -> tuple[int, list[Share]]:
@@ -243,7 +248,9 @@ class MixSearch:
 
         With `bounding`, a number that no mix passes, and a mix that comes close to it.
         """
-        counts = {shape: self._most(shape, time_s) for shape in self._active}
+        # Those of shapes that have not been opened, none of which has been replayed.
+        counts = dict(zip(self._active, self._closed_forms.most(time_s), strict=True))
+        counts.update((shape, self._most(shape, time_s)) for shape in self._active if shape in self._opened)
         while True:
             best: dict[Size, tuple[int, Shape]] = {}
             for shape, count in counts.items():
