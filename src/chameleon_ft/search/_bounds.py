@@ -225,7 +225,7 @@ class PipelineBounds:
         """The same of a bound that is made in no time, and less tight."""
         return self.pipelines.closed_form.most(shape, time_s * (1 + _ROUNDING), self.sync.per_byte_s, enough)
 
-    def closed_forms(self, shapes: Sequence[Shape], enough: int) -> ClosedForms:
+    def closed_forms(self, shapes: tuple[Shape, ...], enough: int) -> ClosedForms:
         """The same for all of some shapes at once, whatever the time."""
         return self.pipelines.closed_form.of(shapes, self.sync.per_byte_s, enough)
 

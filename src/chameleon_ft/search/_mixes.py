@@ -114,8 +114,8 @@ class MixSearch:
 
     def _activate(self, shapes: Sequence[Shape]) -> None:
         """Go on with these."""
-        self._active = shapes
-        self._closed_forms = self._plain.closed_forms(shapes, self._micro_batches)
+        self._active = tuple(shapes)
+        self._closed_forms = self._plain.closed_forms(self._active, self._micro_batches)
 
     def promise(self, time_s: float) -> int:
         """Micro-batches that mixes may finish in `time_s`, at the most; to tell which searches to begin with."""
