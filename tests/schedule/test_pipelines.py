@@ -50,7 +50,7 @@ def _limit(rng: random.Random, depth: int) -> InFlightLimit:
     return InFlightLimit(in_flight, in_flight + rng.choice((0, 0, 1, depth)))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(300))
 def test_a_pipeline_alone_is_scheduled_as_any_other_routes(seed: int) -> None:
     rng = random.Random(seed)
     depth, split = rng.randint(1, 9), rng.random() < 0.7

@@ -3,7 +3,9 @@
 What `engine` and `replays` do for any routes, step by step the same: decisions in the order of time, and of workers
 where they are at one time; channels of one message, of which one is full when another may be run ahead. With one stage
 to a worker there is one queue of each kind, and the n-th forward is that of the n-th micro-batch, so counters stand for
-lists. And the replay, where nobody is held back, is made along the way: what an operation needs is decided before it.
+lists. A worker for which nothing could be started looks again when the next tensor is there, or it is told that it may
+send, and at no time between: then it would find the same. And the replay, where nobody is held back, is made along the
+way: what an operation needs is decided before it.
 """
 
 from __future__ import annotations
@@ -53,8 +55,6 @@ sending: where it sent to last. denied: whether it had something ready, but was 
 replayed_s: the same in the replay.
 """
 
-_EVENT: Final = np.dtype([("at_s", np.float64), ("worker", np.int64)], align=True)
-
 _STATE: Final = np.dtype(
     [
         ("micro_batches", np.int64),
@@ -63,14 +63,16 @@ _STATE: Final = np.dtype(
         ("patience", np.float64),
         ("gradients_only", np.bool_),
         ("slack_s", np.float64),
-        ("events", np.int64),
+        ("latest_s", np.float64),
         ("denied", np.int64),
         ("strained", np.bool_),
         ("beyond_limits", np.bool_),
     ],
     align=True,
 )
-"""What there is only one of: rules, how many events and denied workers there are, and results."""
+"""What there is only one of: rules, when the last of what has been started ends or arrives, how many workers are denied
+something, and results.
+"""
 
 
 class _Run(NamedTuple):
@@ -81,7 +83,7 @@ class _Run(NamedTuple):
         forward_at, backward_at: when the tensor that an F, and a B or I, needs is there.
         ends_s: by code, in the replay.
         codes: what each worker runs, one worker after the other.
-        events: a heap.
+        wake_s: when each worker is to look what it can run; infinite where it waits for others.
         state: one `_STATE`.
     """
 
@@ -90,7 +92,7 @@ class _Run(NamedTuple):
     backward_at: Floats
     ends_s: Floats
     codes: Integers
-    events: Records
+    wake_s: Floats
     state: Records
 
 
@@ -142,7 +144,7 @@ def tried(
         ends_s,
         np.empty(hops),
         np.empty(hops),
-        np.empty(3 * operations + 3 * len(stages), _EVENT),
+        np.empty(len(stages)),
         np.empty(2 * len(rules), np.int64),
         np.zeros(len(rules), np.int64),
         np.zeros(1, _STATE),
@@ -163,7 +165,7 @@ def _try(
     ends_s: Floats,
     forward_at: Floats,
     backward_at: Floats,
-    events: Records,
+    wake_s: Floats,
     queue: Integers,
     dead_ends: Integers,
     states: Records,
@@ -189,7 +191,7 @@ def _try(
         state.gradients_only = done >= count or _comes_after_dead_end(dead_ends, in_flight, number)
         state.forward_first, state.patience = own_rules.forward_first, own_rules.patience
         room = 1 - place if best >= 0 else 0
-        run = _Run(stages, forward_at, backward_at, ends_s[room], codes[room], events, states)
+        run = _Run(stages, forward_at, backward_at, ends_s[room], codes[room], wake_s, states)
         _begin(run, in_flight[number], kept[number])
         step_s = _go_on(run)
         if step_s < 0 and not state.gradients_only:
@@ -246,14 +248,14 @@ def _least_s(stages: Records, micro_batches: int) -> float:
 @lean_part
 def _begin(run: _Run, in_flight: Integers, kept: Integers) -> None:
     state, count = run.state[0], run.state[0].micro_batches
-    state.events, state.denied, state.strained, state.beyond_limits = 0, 0, False, False
+    state.latest_s, state.denied, state.strained, state.beyond_limits = 0.0, 0, False, False
     for stage in range(len(run.stages)):
         own = run.stages[stage]
         own.room, own.kept = in_flight[stage], kept[stage]
         own.forwards = own.backwards = own.weights = own.sending = 0
         own.denied = False
         own.free = own.replayed_s = 0.0
-        _push(run, 0.0, stage)
+        run.wake_s[stage] = 0.0
     for micro_batch in range(count):
         run.forward_at[micro_batch] = 0.0
 
@@ -263,26 +265,62 @@ def _go_on(run: _Run) -> float:
     """Schedule; returns seconds of the replay, negative at a dead end."""
     state = run.state[0]
     remaining = len(run.codes)
-    now = 0.0
     while remaining:
-        if state.events:
-            now, stage = _pop(run)
+        stage, now = _first_awake(run)
+        if stage >= 0:
+            run.wake_s[stage] = math.inf
             # The last message of a worker may wait for the one before it to be received.
-            if run.stages[stage].free > now or _held_back(run, stage):
+            if _held_back(run, stage):
                 continue
         else:
-            stage = _relax(run)
+            stage, now = _relax(run), state.latest_s
             if stage < 0:
                 return -1.0
         end = _decide(run, stage, now)
         if end >= 0:
             remaining -= 1
             run.stages[stage].free = end
-            _push(run, end, stage)
+            run.wake_s[stage] = end
+            state.latest_s = max(state.latest_s, end)
+        else:
+            run.wake_s[stage] = _next_there(run, stage, now + state.slack_s)
     step_s = 0.0
     for stage in range(len(run.stages)):
         step_s = max(step_s, run.stages[stage].replayed_s)
     return step_s
+
+
+@lean_part
+def _first_awake(run: _Run) -> tuple[int, float]:
+    """The worker that is to look first, the lowest of several at one time, and when; -1 where all wait."""
+    first, at_s = -1, math.inf
+    for stage in range(len(run.wake_s)):
+        if run.wake_s[stage] < at_s:
+            first, at_s = stage, run.wake_s[stage]
+    return first, at_s
+
+
+@lean_part
+def _next_there(run: _Run, stage: int, horizon: float) -> float:
+    """When the next tensor that a worker does not have yet will be there, as far as that is known."""
+    forward_at, backward_at = _forward_at(run, stage), _backward_at(run, stage)
+    at_s = forward_at if forward_at > horizon else math.inf
+    return min(at_s, backward_at) if backward_at > horizon else at_s
+
+
+@lean_part
+def _wake(run: _Run, stage: int, at_s: float) -> None:
+    """One that is at work looks when it is done anyway."""
+    at_s = max(at_s, run.stages[stage].free)
+    run.wake_s[stage] = min(run.wake_s[stage], at_s)
+
+
+@lean_part
+def _arrives(run: _Run, stage: int, at_s: float) -> None:
+    """One that is busy until then looks at its queues anyway when it is free."""
+    if run.stages[stage].free < at_s:
+        run.wake_s[stage] = min(run.wake_s[stage], at_s)
+        run.state[0].latest_s = max(run.state[0].latest_s, at_s)
 
 
 @lean_part
@@ -376,9 +414,7 @@ def _start_forward(run: _Run, stage: int, now: float) -> float:
         arrival = end + own.down_s
         run.forward_at[(stage + 1) * count + number] = arrival
         own.sending = _DOWN
-        # A receiver that is busy until then looks at its queues anyway when it is free.
-        if run.stages[stage + 1].free < arrival:
-            _push(run, arrival, stage + 1)
+        _arrives(run, stage + 1, arrival)
     return end
 
 
@@ -405,8 +441,7 @@ def _start_backward(run: _Run, stage: int, now: float) -> float:
         arrival = end + own.up_s
         run.backward_at[(stage - 1) * count + number] = arrival
         own.sending = _UP
-        if run.stages[stage - 1].free < arrival:
-            _push(run, arrival, stage - 1)
+        _arrives(run, stage - 1, arrival)
     return end
 
 
@@ -435,12 +470,12 @@ def _taken(run: _Run, sender: int, may_go_on: bool, now: float) -> None:
     """A message has been received, so that its sender, and whoever was denied something, may go on."""
     state = run.state[0]
     if state.denied or may_go_on:
-        _push(run, max(run.stages[sender].free, now), sender)
+        _wake(run, sender, now)
     if state.denied:
         for stage in range(len(run.stages)):
             if run.stages[stage].denied:
                 run.stages[stage].denied = False
-                _push(run, now, stage)
+                _wake(run, stage, now)
         state.denied = 0
 
 
@@ -505,46 +540,3 @@ def _relax(run: _Run) -> int:
         own.room, own.kept = max(1, own.room), max(1, own.kept)
         run.state[0].beyond_limits = True
     return first
-
-
-@lean_part
-def _push(run: _Run, at_s: float, stage: int) -> None:
-    """Add an event; of those at one time, that of the lowest worker comes first."""
-    events = run.events
-    place = run.state[0].events
-    run.state[0].events += 1
-    while place:
-        above = (place - 1) // 2
-        if not _is_before(at_s, stage, events[above].at_s, events[above].worker):
-            break
-        events[place] = events[above]
-        place = above
-    events[place].at_s, events[place].worker = at_s, stage
-
-
-@lean_part
-def _pop(run: _Run) -> tuple[float, int]:
-    """Take out the first event."""
-    events = run.events
-    first_s, first = events[0].at_s, events[0].worker
-    run.state[0].events -= 1
-    count = run.state[0].events
-    last_s, last = events[count].at_s, events[count].worker
-    place = 0
-    while 2 * place + 1 < count:
-        below = 2 * place + 1
-        if below + 1 < count and _is_before(
-            events[below + 1].at_s, events[below + 1].worker, events[below].at_s, events[below].worker
-        ):
-            below += 1
-        if not _is_before(events[below].at_s, events[below].worker, last_s, last):
-            break
-        events[place] = events[below]
-        place = below
-    events[place].at_s, events[place].worker = last_s, last
-    return first_s, first
-
-
-@lean_part
-def _is_before(one_s: float, one: int, other_s: float, other: int) -> bool:
-    return one_s < other_s or (one_s == other_s and one < other)
