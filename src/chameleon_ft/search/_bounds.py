@@ -89,6 +89,7 @@ class Pipelines:
         nothing = np.full((_WINDOW, self.num_layers + 1), np.inf)
         nothing[:, -1] = 0.0
         self.nothing_s = nothing
+        self._first_s: dict[Shape, Seconds] = {(): nothing[0]}
 
     def bounds(self, sync: SyncCost) -> PipelineBounds:
         """The same with gradient sync."""
@@ -139,10 +140,10 @@ class Pipelines:
 
     def first_s(self, shape: Shape) -> Seconds:
         """By start, the least time until the gradient of a single micro-batch has gone out again."""
-        if not shape:
-            return self.nothing_s[0]
-        first_s: Seconds = self.bounds(SyncCost()).least_times(shape, 0).returned_s[0]
-        return first_s
+        found = self._first_s.get(shape)
+        if found is None:
+            found = self._first_s[shape] = self.bounds(SyncCost()).least_times(shape, 0).returned_s[0]
+        return found
 
     def capacities(self, shape: Shape) -> tuple[int | None, ...]:
         """Bytes of each worker."""
@@ -301,10 +302,10 @@ class PipelineBounds:
         added = [shape[len(shape) - depth :] for depth in range(before + 1, len(shape) + 1)]
         held = pipelines.held(window, len(shape))
         size = pipelines.num_layers + 1
-        first_s = np.zeros((len(added), size))
-        if held.matters[shape[0]]:
-            for place, own in enumerate(added):
-                first_s[place] = pipelines.first_s(own[1:])
+        if pipelines.kinds[shape[0]].memory_bytes is None:
+            first_s = np.zeros((len(added), size))
+        else:
+            first_s = np.stack([pipelines.first_s(own[1:]) for own in added])
         returned_s, ended_s = np.empty((2, len(added), _WINDOW, size))
         fill_bounds(
             pipelines.kernel_times(),

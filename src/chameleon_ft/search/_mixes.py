@@ -277,8 +277,10 @@ class MixSearch:
 
     def _most(self, shape: Shape, time_s: float) -> int:
         """The most micro-batches that a pipeline may finish: not as many as one that was replayed and took longer."""
-        replayed = self._replayed.get(shape, {})
-        enough = min((count - 1 for count, own_s in replayed.items() if own_s > time_s), default=self._micro_batches)
+        enough = self._micro_batches
+        for count, own_s in self._replayed.get(shape, {}).items():
+            if own_s > time_s:
+                enough = min(enough, count - 1)
         if shape not in self._opened:
             return self._plain.most_by_closed_form(shape, time_s, enough)
         plain = self._plain.most(shape, time_s, enough)
