@@ -12,7 +12,7 @@ from chameleon_ft.plan import Hop, LayerRange
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._pipelines import pipeline_schedule
+from chameleon_ft.schedule._pipelines import PipelinePart, pipeline_schedule
 from chameleon_ft.schedule._trials import Trials
 from chameleon_ft.workload import LayerCost, Workload
 
@@ -76,3 +76,10 @@ def test_a_pipeline_alone_is_scheduled_as_any_other_routes(seed: int) -> None:
     assert found.ends_s.tolist() == wanted.ends_s.tolist()
     assert list(found.last_s) == wanted.last_s
     assert found.schedule().orders == wanted.orders
+
+    alone = PipelinePart(Trials(builder, tuple(workers), dict(zip(workers, ceiling, strict=True))), hops, micro_batches)
+    alone.finish(effort)
+    rules, schedule = alone.best
+    assert rules == part.best[0]
+    assert schedule.codes.tolist() == wanted.codes.tolist()
+    assert (schedule.step_s, schedule.beyond_limits) == (wanted.step_s, wanted.beyond_limits)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Final
 import numpy as np
 
 from chameleon_ft.plan.plan import Hop
@@ -16,6 +17,10 @@ from chameleon_ft.schedule._part import REPLAY, RULES, Part
 from chameleon_ft.schedule._records import Floats, Integers, Records
 from chameleon_ft.schedule._trials import PLAIN_FUSED, PLAIN_SPLIT, ROUNDING, Trials
 from chameleon_ft.schedule.limits import InFlightLimit
+
+
+# More runs than there are rules.
+_ALL: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +83,8 @@ def pipeline_schedule(
         kept,
         micro_batches=micro_batches,
         split=split,
-        most=math.ceil(effort * RULES / operations),
+        enough_s=0.0,
+        most=max(1, math.ceil(effort * RULES / operations)),
     )
     if found.rules < 0:
         return _of_part(hops, micro_batches, builder, ceiling, effort)
@@ -89,6 +95,68 @@ def pipeline_schedule(
     largest = _largest(depth, ceiling, rules[found.rules])
     shorter = shortened(made.schedule(), largest, enough_s=found.enough_s, effort=further)
     return _made_of(shorter, made) if shorter.step_s < found.step_s * (1 - ROUNDING) else made
+
+
+class PipelinePart(Part):
+    """The same as a `Part` of a single way that comes to each of its workers once, and is found sooner."""
+
+    def __init__(self, trials: Trials, hops: tuple[Hop, ...], micro_batches: int) -> None:
+        self._is_dead_end = False
+        super().__init__(trials, [hops], [0] * micro_batches)
+
+    def try_rules(self, effort: float = math.inf, *, enough_s: float = 0.0) -> None:
+        """See `Part.try_rules`."""
+        operations = len(self._network.operations)
+        # One has been tried.
+        if not self._is_dead_end and operations < effort:
+            self._try(min(effort / operations, _ALL), max(enough_s, self._enough_s))
+        if self._is_dead_end:
+            super().try_rules(effort, enough_s=enough_s)
+        self.finished = True
+
+    def _try_next(self) -> bool:
+        # The first rules: by those it is known which parts are worth more of them.
+        if not self._is_dead_end:
+            self._try(1, math.inf)
+        return super()._try_next() if self._is_dead_end else True
+
+    def _try(self, most: float, enough_s: float) -> None:
+        from chameleon_ft.schedule._kernels.pipelines import STAGE, tried
+
+        network, (hops,) = self._network, self._ways
+        split, depth = network.split_backward, len(hops)
+        stages = np.zeros(depth, STAGE)
+        for name in ("forward_s", "backward_s", "weight_s", "down_s", "up_s"):
+            stages[name] = network.slots[name][:depth]
+        rules, in_flight, kept = _rules(split, depth, self._trials.ceiling_of([hop.worker for hop in hops]))
+        found = tried(
+            stages,
+            rules,
+            in_flight,
+            kept,
+            micro_batches=len(network.ways),
+            split=split,
+            enough_s=enough_s,
+            most=math.ceil(most),
+        )
+        self._is_dead_end = found.rules < 0
+        if not self._is_dead_end:
+            own = rules[found.rules]
+            made = Rules(
+                in_flight=tuple(in_flight[found.rules].tolist()),
+                kept=tuple(kept[found.rules].tolist()),
+                forward_first=bool(own["forward_first"]),
+                patience=float(own["patience"]),
+                gradients_only=found.gradients_only,
+            )
+            schedule = Schedule(
+                network=network,
+                codes=found.codes,
+                ends_s=found.ends_s,
+                step_s=found.step_s,
+                beyond_limits=found.beyond_limits,
+            )
+            self.tried = [(made, schedule)]
 
 
 def _of_part(

@@ -6,13 +6,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._network import Network, NetworkBuilder, builder_of
 from chameleon_ft.schedule._orders import schedule
+from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit, limits_of_routes
 
+_ANY: Final = InFlightLimit(2**31, 2**31)
 # Times that differ by less than this share differ by rounding only.
 ROUNDING: Final = 1e-9
 
@@ -94,6 +98,11 @@ class Trials:
     def part(self, workers: tuple[int, ...]) -> Trials:
         """Trials of some of the workers."""
         return Trials(self._builder, workers, self._ceiling)
+
+    def ceiling_of(self, workers: Sequence[int]) -> Integers:
+        """What these workers may have in flight, and keep, at the most; int64 [2, workers]."""
+        limits = [self._ceiling.get(worker, _ANY) for worker in workers]
+        return np.array([[limit.in_flight for limit in limits], [limit.kept for limit in limits]])
 
     def network(self, ways: Sequence[tuple[Hop, ...]], taken: Sequence[int]) -> Network:
         """Routes over these ways, and which of them each takes, as the scheduler sees them."""

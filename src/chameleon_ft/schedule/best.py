@@ -12,7 +12,8 @@ from chameleon_ft.schedule._components import Component, components
 from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._orders import operations_of
 from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._trials import trials_of
+from chameleon_ft.schedule._pipelines import PipelinePart
+from chameleon_ft.schedule._trials import Trials, trials_of
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit
 from chameleon_ft.schedule.program import Operation, Program
@@ -163,11 +164,17 @@ def _parts(
         own = trials.part(component.workers)
         key = component.taken, own.key(component.ways)
         if key not in known:
-            known[key] = Part(own, component.ways, component.taken)
+            known[key] = _part_of(component, own)
         found.append((component, known[key]))
     while not (slowest := max(known.values(), key=_urgency)).finished:
         finish(slowest)
     return found
+
+
+def _part_of(component: Component, trials: Trials) -> Part:
+    if len(component.ways) == 1 and len(component.ways[0]) == len(component.workers):
+        return PipelinePart(trials, component.ways[0], len(component.taken))
+    return Part(trials, component.ways, component.taken)
 
 
 def _urgency(part: Part) -> tuple[bool, float, bool]:

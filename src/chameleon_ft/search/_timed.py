@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from chameleon_ft.estimate.memory import Stages, schedule_bytes
+from chameleon_ft.estimate.memory import schedule_bytes, stages_of
 from chameleon_ft.plan import Hop, LayerRange, Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._network import NetworkBuilder
@@ -72,7 +72,7 @@ class Timer:
         # By identity: all of them are known for good.
         self._peaks: dict[int, int] = {}
         self.synced_s: dict[tuple[tuple[int, tuple[int, ...]], ...], float] = {}
-        self._stages = Stages(costs.workload)
+        self._stages = stages_of(costs.workload)
         self._builders = {
             recompute: NetworkBuilder(costs, split_backward=split_backward, recompute=self._hosts if recompute else ())
             for recompute in (False, True)

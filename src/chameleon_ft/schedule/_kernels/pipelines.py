@@ -103,7 +103,7 @@ class Tried(NamedTuple):
         rules: its number; -1 where there is a dead end even with only gradients ahead.
         gradients_only: whether it was run with only gradients ahead.
         codes, ends_s, step_s, beyond_limits: as in `Schedule`.
-        enough_s: the lower bound, with some room for rounding.
+        enough_s: what was enough: as asked for, or the lower bound with some room for rounding.
     """
 
     rules: int
@@ -116,9 +116,17 @@ class Tried(NamedTuple):
 
 
 def tried(
-    stages: Records, rules: Records, in_flight: Integers, kept: Integers, *, micro_batches: int, split: bool, most: int
+    stages: Records,
+    rules: Records,
+    in_flight: Integers,
+    kept: Integers,
+    *,
+    micro_batches: int,
+    split: bool,
+    enough_s: float,
+    most: int,
 ) -> Tried:
-    """Try rules until one meets the lower bound, there are no more, or so many runs have been made.
+    """Try rules until one takes `enough_s` or meets the lower bound, there are no more, or so many runs have been made.
 
     Those that lead to a dead end are tried once more with only gradients ahead; those that leave someone denied an
     operation too, at the end.
@@ -129,6 +137,7 @@ def tried(
         in_flight, kept: limits by rules and worker.
         micro_batches: to schedule.
         split: whether backward is split.
+        enough_s: see above.
         most: runs; the first is always made.
     """
     hops = len(stages) * micro_batches
@@ -150,6 +159,7 @@ def tried(
         np.zeros(1, _STATE),
         micro_batches,
         split,
+        enough_s,
         most,
     )
     return Tried(best, gradients_only, codes[place], ends_s[place], step_s, beyond_limits, enough_s)
@@ -171,6 +181,7 @@ def _try(
     states: Records,
     micro_batches: int,
     split: bool,
+    enough_s: float,
     most: int,
 ) -> tuple[int, int, bool, float, bool, float]:
     """The best rules, the place of what came of them, and the rest of `Tried`."""
@@ -179,7 +190,7 @@ def _try(
         queue[number] = number
     state = states[0]
     state.micro_batches, state.split = micro_batches, split
-    enough_s = _least_s(stages, micro_batches) * (1 + _ROUNDING)
+    enough_s = max(enough_s, _least_s(stages, micro_batches) * (1 + _ROUNDING))
     for stage in range(len(stages)):
         own = stages[stage]
         state.slack_s = max(state.slack_s, _SLACK * own.forward_s, _SLACK * own.backward_s)
