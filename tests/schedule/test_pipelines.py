@@ -65,7 +65,9 @@ def test_a_pipeline_alone_is_scheduled_as_any_other_routes(seed: int) -> None:
     effort = rng.choice(_EFFORTS)
     builder = NetworkBuilder(costs, split_backward=split, recompute=rng.sample(workers, rng.randint(0, depth)))
 
-    found = pipeline_schedule(hops, micro_batches, builder, ceiling=np.array([(own.in_flight, own.kept) for own in ceiling]).T, effort=effort)
+    found = pipeline_schedule(
+        hops, micro_batches, builder, ceiling=np.array([(own.in_flight, own.kept) for own in ceiling]).T, effort=effort
+    )
 
     trials = Trials(builder, tuple(workers), dict(zip(workers, ceiling, strict=True)))
     part = Part(trials, [hops], [0] * micro_batches)

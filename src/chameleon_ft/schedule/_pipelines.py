@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
+
 import numpy as np
 
 from chameleon_ft.plan.plan import Hop
@@ -17,7 +18,6 @@ from chameleon_ft.schedule._part import REPLAY, RULES, Part
 from chameleon_ft.schedule._records import Floats, Integers, Records
 from chameleon_ft.schedule._trials import PLAIN_FUSED, PLAIN_SPLIT, ROUNDING, Trials
 from chameleon_ft.schedule.limits import InFlightLimit
-
 
 # More runs than there are rules.
 _ALL: Final = 1_000_000
@@ -70,9 +70,6 @@ def pipeline_schedule(
         ceiling: by stage, how many micro-batches it may have in flight, and keep; int64 [2, stages].
         effort: as for `best_program`.
     """
-    # Here, because to import a kernel loads numba, and most who import this run none.
-    from chameleon_ft.schedule._kernels.pipelines import tried
-
     split, depth = builder.split_backward, len(hops)
     rules, in_flight, kept = _rules(split, depth, ceiling)
     operations = (3 if split else 2) * depth * micro_batches
@@ -121,7 +118,7 @@ class PipelinePart(Part):
         return super()._try_next() if self._is_dead_end else True
 
     def _try(self, most: float, enough_s: float) -> None:
-        from chameleon_ft.schedule._kernels.pipelines import STAGE, tried
+        from chameleon_ft.schedule._kernels.pipeline_runs import STAGE
 
         network, (hops,) = self._network, self._ways
         split, depth = network.split_backward, len(hops)
@@ -175,8 +172,81 @@ def _of_part(
     return PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
 
 
+class Tried(NamedTuple):
+    """The best of the rules that were tried, and what came of them.
+
+    Attributes:
+        rules: its number; -1 where there is a dead end even with only gradients ahead.
+        gradients_only: whether it was run with only gradients ahead.
+        codes, ends_s, step_s, beyond_limits: as in `Schedule`.
+        enough_s: what was enough: as asked for, or the lower bound with some room for rounding.
+    """
+
+    rules: int
+    gradients_only: bool
+    codes: Integers
+    ends_s: Floats
+    step_s: float
+    beyond_limits: bool
+    enough_s: float
+
+
+def tried(
+    stages: Records,
+    rules: Records,
+    in_flight: Integers,
+    kept: Integers,
+    *,
+    micro_batches: int,
+    split: bool,
+    enough_s: float,
+    most: int,
+) -> Tried:
+    """Try rules until one takes `enough_s` or meets the lower bound, there are no more, or so many runs have been made.
+
+    Those that lead to a dead end are tried once more with only gradients ahead; those that leave someone denied an
+    operation too, at the end.
+
+    Args:
+        stages: with seconds; the rest is filled in.
+        rules: `RULES`.
+        in_flight, kept: limits by rules and worker.
+        micro_batches: to schedule.
+        split: whether backward is split.
+        enough_s: see above.
+        most: runs; the first is always made.
+    """
+    # Here, because to import a kernel loads numba, and most who import this run none.
+    from chameleon_ft.schedule._kernels.pipeline_runs import STATE
+    from chameleon_ft.schedule._kernels.pipelines import try_rules
+
+    hops = len(stages) * micro_batches
+    operations = (3 if split else 2) * hops
+    # Those of the best run and of the present one.
+    codes, ends_s = np.empty((2, operations), np.int64), np.empty((2, operations))
+    best, place, gradients_only, step_s, beyond_limits, enough_s = try_rules(
+        stages,
+        rules,
+        in_flight,
+        kept,
+        codes,
+        ends_s,
+        np.empty(hops),
+        np.empty(hops),
+        np.empty(len(stages)),
+        np.empty(2 * len(rules), np.int64),
+        np.zeros(len(rules), np.int64),
+        np.zeros(1, STATE),
+        micro_batches,
+        split,
+        enough_s,
+        most,
+    )
+    return Tried(best, gradients_only, codes[place], ends_s[place], step_s, beyond_limits, enough_s)
+
+
 def _stages(hops: Sequence[Hop], builder: NetworkBuilder) -> Records:
-    from chameleon_ft.schedule._kernels.pipelines import STAGE
+    from chameleon_ft.schedule._kernels.pipeline_runs import STAGE
 
     stages = np.zeros(len(hops), STAGE)
     forward_s, backward_s, weight_s, message_s = builder.seconds(hops)
@@ -198,7 +268,7 @@ def _rules(split: bool, depth: int, ceiling: Integers) -> tuple[Records, Integer
 @lru_cache(maxsize=256)
 def _wishes(split: bool, depth: int) -> tuple[Records, Integers, Integers]:
     """The same without a ceiling, and without looking for equal ones."""
-    from chameleon_ft.schedule._kernels.pipelines import RULES as RECORD
+    from chameleon_ft.schedule._kernels.pipeline_runs import RULES as RECORD
 
     trials = PLAIN_SPLIT if split else PLAIN_FUSED
     rules = np.zeros(len(trials), RECORD)

@@ -334,7 +334,7 @@ class PipelineBounds:
         return Wanted(
             shape=np.array(shape),
             place=place,
-            count=micro_batches,
+            micro_batches=micro_batches,
             sync_s=self._sync_s,
             first_s=np.stack([*map(self.pipelines.first_s, rests), nothing_s]),
             returned_s=np.stack([*(each.returned_s[place] for each in times), nothing_s]),

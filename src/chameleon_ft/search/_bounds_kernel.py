@@ -1,7 +1,7 @@
 """The inner loops of `search._bounds` and `search._cuts`, compiled by numba: matrices are by start and stop of a stage.
 
-Nothing here makes an array that holds more than the time of a best cut: to ask once more for one stage is faster than to
-keep what all stages take.
+Nothing here makes an array that holds more than the time of a best cut: to ask once more for one stage is faster than
+to keep what all stages take.
 """
 
 from __future__ import annotations
@@ -137,9 +137,7 @@ def _stage_s(
 
 
 @lean_kernel
-def cut_s(
-    times: Times, held: Held, shape: Integers, stops: Integers, place: int, count: int, sync_s: Floats
-) -> float:
+def cut_s(times: Times, held: Held, shape: Integers, stops: Integers, place: int, count: int, sync_s: Floats) -> float:
     """Seconds below which no order of operations can be on this cut, if it fits."""
     first_s = returned_s = ended_s = 0.0
     for position in range(len(shape) - 1, -1, -1):
@@ -158,14 +156,14 @@ class Wanted(NamedTuple):
 
     Attributes:
         shape: kinds of the workers.
-        place, count: place in its window of the number of micro-batches, and that number.
+        place, micro_batches: their number, and the place in its window.
         sync_s: of the gradients of a stage.
         first_s, returned_s, ended_s: by stage and layer, of the stages after it: for one micro-batch, and for all.
     """
 
     shape: Integers
     place: int
-    count: int
+    micro_batches: int
     sync_s: Floats
     first_s: Floats
     returned_s: Floats
@@ -254,7 +252,7 @@ def _allowed(
     allowed: Integers,
 ) -> int:
     kind, to_end = wanted.shape[position], len(wanted.shape) - position
-    count, found = wanted.count, 0
+    count, found = wanted.micro_batches, 0
     for stop in range(start + 1, len(wanted.sync_s)):
         if not _has_room(held, kind, to_end, count, start, stop):
             continue
@@ -296,4 +294,5 @@ def _even_s(times: Times, wanted: Wanted, speeds: Floats, position: int, start: 
 @lean_part
 def _work_s(times: Times, kind: int, start: int, stop: int) -> float:
     work_s: float = times.forward_s[kind, start, stop] + times.backward_s[kind, start, stop]
-    return work_s + times.weight_s[kind, start, stop]
+    work_s += times.weight_s[kind, start, stop]
+    return work_s

@@ -159,6 +159,9 @@ class ClosedForms:
         from chameleon_ft.search._closed_form_kernel import most_possible_of_each
 
         time_s *= 1 + _ROUNDING
+        # In all the time there is, the product is infinite.
+        with np.errstate(over="ignore"):
+            high = np.minimum(self._enough, time_s * self._crews.rates).astype(np.int64)
         most_possible_of_each(
             self._crews.speeds,
             self._crews.ends,
@@ -167,7 +170,7 @@ class ClosedForms:
             form._ahead_of_sync,
             time_s,
             self._extra,
-            np.minimum(self._enough, time_s * self._crews.rates).astype(np.int64),
+            high,
             self._found,
         )
         found: list[int] = self._found.tolist()

@@ -75,9 +75,7 @@ class Cuts:
         stops = np.empty(len(self._shape), np.int64)
         limited_s = limit_s * (1 + _ROUNDING)
         speeds = self._pipelines.speeds
-        leads = greedy_cut(
-            *self._about, self._wanted, limited_s, speeds, self._wishes, int(choice), self._room, stops
-        )
+        leads = greedy_cut(*self._about, self._wanted, limited_s, speeds, self._wishes, int(choice), self._room, stops)
         return tuple(stops.tolist()) if leads else None
 
     def _passed(self, position: int, start: int, stop: int, before_s: float, after_s: float) -> tuple[float, float]:

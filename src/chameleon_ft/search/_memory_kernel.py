@@ -39,9 +39,7 @@ class Holds(NamedTuple):
 
 
 @lean_kernel
-def stage_bytes(
-    holds: Holds, split: bool, start: int, stop: int, in_flight: int, kept: int, micro_batches: int
-) -> int:
+def stage_bytes(holds: Holds, split: bool, start: int, stop: int, in_flight: int, kept: int, micro_batches: int) -> int:
     """The most that a stage needs under these limits."""
     fixed, each = _need(holds, split, start, stop, min(in_flight, micro_batches), min(kept, micro_batches))
     return fixed + micro_batches * each
@@ -98,9 +96,7 @@ def fill_limits(
 
 
 @lean_kernel
-def fill_held_back(
-    holds: Holds, capacity: int, counts: Integers, forwards: Integers, weight_grads: Integers
-) -> None:
+def fill_held_back(holds: Holds, capacity: int, counts: Integers, forwards: Integers, weight_grads: Integers) -> None:
     """By micro-batches, start and stop: the most F that can be run until the first gradient comes back, and the least W
     that have been run when the last I has ended.
     """

@@ -227,7 +227,7 @@ class MixSearch:
         if self.numbers is not None:
             mean = [sum(self._counts) / number for number in self.numbers]
             ways = [
-                [shape for shape in everything if shallow <= len(shape) <= deep]
+                tuple(shape for shape in everything if shallow <= len(shape) <= deep)
                 for shallow, deep in (
                     (math.floor(mean[1]), math.ceil(mean[0])),
                     (mean[1] / _ALIKE - 1, mean[0] * _ALIKE + 1),

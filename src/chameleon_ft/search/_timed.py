@@ -127,7 +127,9 @@ class Timer:
         if found is None:
             hops = hops_of(timed.workers, timed.stops)
             placement = Placement(timed.stops[-1], {hop.worker: (hop.layers,) for hop in hops})
-            moving = schedule_bytes(timed.schedule.schedule(), self._stages, recompute=timed.workers if timed.recompute else ())
+            moving = schedule_bytes(
+                timed.schedule.schedule(), self._stages, recompute=timed.workers if timed.recompute else ()
+            )
             state = self._stages.state_bytes(placement)
             found = max(state[worker] + own for worker, own in zip(timed.workers, moving, strict=True))
             self._peaks[id(timed)] = found

@@ -166,9 +166,16 @@ def _nearest_pairs(
         return iter(())
     a, b = (each.ravel() for each in np.meshgrid(before, behind, indexing="ij"))
     numbers = {host: number for number, host in enumerate(set(hosts.values()))}
-    apart = np.not_equal(*(each.ravel() for each in np.meshgrid(
-        [numbers[hosts[worker]] for worker in before], [numbers[hosts[worker]] for worker in behind], indexing="ij"
-    )))
+    apart = np.not_equal(
+        *(
+            each.ravel()
+            for each in np.meshgrid(
+                [numbers[hosts[worker]] for worker in before],
+                [numbers[hosts[worker]] for worker in behind],
+                indexing="ij",
+            )
+        )
+    )
     broken = np.repeat([worker not in from_first for worker in before], len(behind))
     order = np.lexsort((b, a, np.abs(b - a - 1), apart, broken))
     return zip(a[order].tolist(), b[order].tolist(), strict=True)

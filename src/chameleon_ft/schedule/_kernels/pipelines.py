@@ -11,11 +11,10 @@ way: what an operation needs is decided before it.
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
-
-import numpy as np
+from typing import Final
 
 from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
+from chameleon_ft.schedule._kernels.pipeline_runs import Run
 from chameleon_ft.schedule._records import Floats, Integers, Records
 
 # As in `runs`.
@@ -25,148 +24,9 @@ _ROUNDING: Final = 1e-9
 _DOWN: Final = 1
 _UP: Final = 2
 
-RULES: Final = np.dtype([("forward_first", np.bool_), ("patience", np.float64)], align=True)
-"""Those of `Rules` that are the same for all workers."""
-
-STAGE: Final = np.dtype(
-    [
-        ("forward_s", np.float64),
-        ("backward_s", np.float64),
-        ("weight_s", np.float64),
-        ("down_s", np.float64),
-        ("up_s", np.float64),
-        ("room", np.int64),
-        ("kept", np.int64),
-        ("forwards", np.int64),
-        ("backwards", np.int64),
-        ("weights", np.int64),
-        ("sending", np.int64),
-        ("denied", np.bool_),
-        ("free", np.float64),
-        ("replayed_s", np.float64),
-    ],
-    align=True,
-)
-"""A stage, and how far its worker has come.
-
-forward_s, backward_s, weight_s: of F, of B or I, and of W. down_s, up_s: of messages to the next stage and to the one
-before. room, kept: how much more it may put in flight, and keep. forwards, backwards, weights: how many have been run.
-sending: where it sent to last. denied: whether it had something ready, but was not to send it. free: when it is.
-replayed_s: the same in the replay.
-"""
-
-_STATE: Final = np.dtype(
-    [
-        ("micro_batches", np.int64),
-        ("split", np.bool_),
-        ("forward_first", np.bool_),
-        ("patience", np.float64),
-        ("gradients_only", np.bool_),
-        ("slack_s", np.float64),
-        ("latest_s", np.float64),
-        ("denied", np.int64),
-        ("strained", np.bool_),
-        ("beyond_limits", np.bool_),
-    ],
-    align=True,
-)
-"""What there is only one of: rules, when the last of what has been started ends or arrives, how many workers are denied
-something, and results.
-"""
-
-
-class _Run(NamedTuple):
-    """One run, and room for it. Arrays by stage and micro-batch have those of a stage one after the other.
-
-    Attributes:
-        stages: `STAGE`.
-        forward_at, backward_at: when the tensor that an F, and a B or I, needs is there.
-        ends_s: by code, in the replay.
-        codes: what each worker runs, one worker after the other.
-        wake_s: when each worker is to look what it can run; infinite where it waits for others.
-        state: one `_STATE`.
-    """
-
-    stages: Records
-    forward_at: Floats
-    backward_at: Floats
-    ends_s: Floats
-    codes: Integers
-    wake_s: Floats
-    state: Records
-
-
-class Tried(NamedTuple):
-    """The best of the rules that were tried, and what came of them.
-
-    Attributes:
-        rules: its number; -1 where there is a dead end even with only gradients ahead.
-        gradients_only: whether it was run with only gradients ahead.
-        codes, ends_s, step_s, beyond_limits: as in `Schedule`.
-        enough_s: what was enough: as asked for, or the lower bound with some room for rounding.
-    """
-
-    rules: int
-    gradients_only: bool
-    codes: Integers
-    ends_s: Floats
-    step_s: float
-    beyond_limits: bool
-    enough_s: float
-
-
-def tried(
-    stages: Records,
-    rules: Records,
-    in_flight: Integers,
-    kept: Integers,
-    *,
-    micro_batches: int,
-    split: bool,
-    enough_s: float,
-    most: int,
-) -> Tried:
-    """Try rules until one takes `enough_s` or meets the lower bound, there are no more, or so many runs have been made.
-
-    Those that lead to a dead end are tried once more with only gradients ahead; those that leave someone denied an
-    operation too, at the end.
-
-    Args:
-        stages: with seconds; the rest is filled in.
-        rules: `RULES`.
-        in_flight, kept: limits by rules and worker.
-        micro_batches: to schedule.
-        split: whether backward is split.
-        enough_s: see above.
-        most: runs; the first is always made.
-    """
-    hops = len(stages) * micro_batches
-    operations = (3 if split else 2) * hops
-    # Those of the best run and of the present one.
-    codes, ends_s = np.empty((2, operations), np.int64), np.empty((2, operations))
-    best, place, gradients_only, step_s, beyond_limits, enough_s = _try(
-        stages,
-        rules,
-        in_flight,
-        kept,
-        codes,
-        ends_s,
-        np.empty(hops),
-        np.empty(hops),
-        np.empty(len(stages)),
-        np.empty(2 * len(rules), np.int64),
-        np.zeros(len(rules), np.int64),
-        np.zeros(1, _STATE),
-        micro_batches,
-        split,
-        enough_s,
-        most,
-    )
-    return Tried(best, gradients_only, codes[place], ends_s[place], step_s, beyond_limits, enough_s)
-
 
 @lean_kernel
-def _try(
+def try_rules(
     stages: Records,
     rules: Records,
     in_flight: Integers,
@@ -184,7 +44,18 @@ def _try(
     enough_s: float,
     most: int,
 ) -> tuple[int, int, bool, float, bool, float]:
-    """The best rules, the place of what came of them, and the rest of `Tried`."""
+    """Try rules as `schedule._pipelines.tried` says.
+
+    Args:
+        stages, rules, in_flight, kept, micro_batches, split, enough_s, most: see there.
+        codes, ends_s: room for what came of two of them.
+        forward_at, backward_at, wake_s, states: of `Run`.
+        queue: room for twice as many numbers as there are rules.
+        dead_ends: zeros by rules.
+
+    Returns:
+        `Tried`, but for the place of its codes and ends in theirs.
+    """
     count = len(rules)
     for number in range(count):
         queue[number] = number
@@ -202,7 +73,7 @@ def _try(
         state.gradients_only = done >= count or _comes_after_dead_end(dead_ends, in_flight, number)
         state.forward_first, state.patience = own_rules.forward_first, own_rules.patience
         room = 1 - place if best >= 0 else 0
-        run = _Run(stages, forward_at, backward_at, ends_s[room], codes[room], wake_s, states)
+        run = Run(stages, forward_at, backward_at, ends_s[room], codes[room], wake_s, states)
         _begin(run, in_flight[number], kept[number])
         step_s = _go_on(run)
         if step_s < 0 and not state.gradients_only:
@@ -257,7 +128,7 @@ def _least_s(stages: Records, micro_batches: int) -> float:
 
 
 @lean_part
-def _begin(run: _Run, in_flight: Integers, kept: Integers) -> None:
+def _begin(run: Run, in_flight: Integers, kept: Integers) -> None:
     state, count = run.state[0], run.state[0].micro_batches
     state.latest_s, state.denied, state.strained, state.beyond_limits = 0.0, 0, False, False
     for stage in range(len(run.stages)):
@@ -272,7 +143,7 @@ def _begin(run: _Run, in_flight: Integers, kept: Integers) -> None:
 
 
 @lean_part
-def _go_on(run: _Run) -> float:
+def _go_on(run: Run) -> float:
     """Schedule; returns seconds of the replay, negative at a dead end."""
     state = run.state[0]
     remaining = len(run.codes)
@@ -302,7 +173,7 @@ def _go_on(run: _Run) -> float:
 
 
 @lean_part
-def _first_awake(run: _Run) -> tuple[int, float]:
+def _first_awake(run: Run) -> tuple[int, float]:
     """The worker that is to look first, the lowest of several at one time, and when; -1 where all wait."""
     first, at_s = -1, math.inf
     for stage in range(len(run.wake_s)):
@@ -312,7 +183,7 @@ def _first_awake(run: _Run) -> tuple[int, float]:
 
 
 @lean_part
-def _next_there(run: _Run, stage: int, horizon: float) -> float:
+def _next_there(run: Run, stage: int, horizon: float) -> float:
     """When the next tensor that a worker does not have yet will be there, as far as that is known."""
     forward_at, backward_at = _forward_at(run, stage), _backward_at(run, stage)
     at_s = forward_at if forward_at > horizon else math.inf
@@ -320,14 +191,14 @@ def _next_there(run: _Run, stage: int, horizon: float) -> float:
 
 
 @lean_part
-def _wake(run: _Run, stage: int, at_s: float) -> None:
+def _wake(run: Run, stage: int, at_s: float) -> None:
     """One that is at work looks when it is done anyway."""
     at_s = max(at_s, run.stages[stage].free)
     run.wake_s[stage] = min(run.wake_s[stage], at_s)
 
 
 @lean_part
-def _arrives(run: _Run, stage: int, at_s: float) -> None:
+def _arrives(run: Run, stage: int, at_s: float) -> None:
     """One that is busy until then looks at its queues anyway when it is free."""
     if run.stages[stage].free < at_s:
         run.wake_s[stage] = min(run.wake_s[stage], at_s)
@@ -335,7 +206,7 @@ def _arrives(run: _Run, stage: int, at_s: float) -> None:
 
 
 @lean_part
-def _decide(run: _Run, stage: int, now: float) -> float:
+def _decide(run: Run, stage: int, now: float) -> float:
     """Start the operation that the worker should run now, if there is one; returns its end, or -1."""
     state, own = run.state[0], run.stages[stage]
     horizon = now + state.slack_s
@@ -360,7 +231,7 @@ def _decide(run: _Run, stage: int, now: float) -> float:
 
 
 @lean_part
-def _forward_at(run: _Run, stage: int) -> float:
+def _forward_at(run: Run, stage: int) -> float:
     """When the activation of its next forward is there; infinite where that is not known."""
     number, count = run.stages[stage].forwards, run.state[0].micro_batches
     if number == count or (stage > 0 and run.stages[stage - 1].forwards == number):
@@ -370,7 +241,7 @@ def _forward_at(run: _Run, stage: int) -> float:
 
 
 @lean_part
-def _backward_at(run: _Run, stage: int) -> float:
+def _backward_at(run: Run, stage: int) -> float:
     """When the gradient of its next backward is there; infinite where that is not known."""
     number, count = run.stages[stage].backwards, run.state[0].micro_batches
     last = stage == len(run.stages) - 1
@@ -381,29 +252,30 @@ def _backward_at(run: _Run, stage: int) -> float:
 
 
 @lean_part
-def _ready_forward(run: _Run, stage: int, horizon: float) -> bool:
+def _ready_forward(run: Run, stage: int, horizon: float) -> bool:
     at_s = _forward_at(run, stage)
     # Whether it may be sent is asked last, for it is noted who may not.
     return at_s < math.inf and at_s <= horizon and _may_send_down(run, stage)
 
 
 @lean_part
-def _ready_backward(run: _Run, stage: int, horizon: float) -> bool:
+def _ready_backward(run: Run, stage: int, horizon: float) -> bool:
     return _backward_at(run, stage) <= horizon and _may_send_up(run, stage)
 
 
 @lean_part
-def _better_soon(run: _Run, stage: int, horizon: float) -> bool:
+def _better_soon(run: Run, stage: int, horizon: float) -> bool:
     """Whether a tensor that the worker can use arrives before its next weight gradient is well under way."""
     own = run.stages[stage]
     until = horizon + run.state[0].patience * own.weight_s
-    if horizon < _backward_at(run, stage) < until:
+    if own.room > 0 and own.kept > 0 and horizon < _forward_at(run, stage) < until:
         return True
-    return own.room > 0 and own.kept > 0 and horizon < _forward_at(run, stage) < until
+    soon: bool = horizon < _backward_at(run, stage) < until
+    return soon
 
 
 @lean_part
-def _start_forward(run: _Run, stage: int, now: float) -> float:
+def _start_forward(run: Run, stage: int, now: float) -> float:
     own, count = run.stages[stage], run.state[0].micro_batches
     number = own.forwards
     own.room -= 1
@@ -430,7 +302,7 @@ def _start_forward(run: _Run, stage: int, now: float) -> float:
 
 
 @lean_part
-def _start_backward(run: _Run, stage: int, now: float) -> float:
+def _start_backward(run: Run, stage: int, now: float) -> float:
     own, count = run.stages[stage], run.state[0].micro_batches
     number, depth = own.backwards, len(run.stages)
     own.room += 1
@@ -457,7 +329,7 @@ def _start_backward(run: _Run, stage: int, now: float) -> float:
 
 
 @lean_part
-def _start_weight_grad(run: _Run, stage: int, now: float) -> float:
+def _start_weight_grad(run: Run, stage: int, now: float) -> float:
     own = run.stages[stage]
     code = (2 * run.state[0].micro_batches + own.weights) * len(run.stages) + stage
     _order(run, stage, code)
@@ -470,14 +342,14 @@ def _start_weight_grad(run: _Run, stage: int, now: float) -> float:
 
 
 @lean_part
-def _order(run: _Run, stage: int, code: int) -> None:
+def _order(run: Run, stage: int, code: int) -> None:
     own = run.stages[stage]
     before = stage * (len(run.codes) // len(run.stages))
     run.codes[before + own.forwards + own.backwards + own.weights] = code
 
 
 @lean_part
-def _taken(run: _Run, sender: int, may_go_on: bool, now: float) -> None:
+def _taken(run: Run, sender: int, may_go_on: bool, now: float) -> None:
     """A message has been received, so that its sender, and whoever was denied something, may go on."""
     state = run.state[0]
     if state.denied or may_go_on:
@@ -491,7 +363,7 @@ def _taken(run: _Run, sender: int, may_go_on: bool, now: float) -> None:
 
 
 @lean_part
-def _held_back(run: _Run, stage: int) -> bool:
+def _held_back(run: Run, stage: int) -> bool:
     """Whether the last message of a worker waits for the one before it to be received."""
     own = run.stages[stage]
     if own.sending == _DOWN:
@@ -502,7 +374,7 @@ def _held_back(run: _Run, stage: int) -> bool:
 
 
 @lean_part
-def _may_send_down(run: _Run, stage: int) -> bool:
+def _may_send_down(run: Run, stage: int) -> bool:
     """Whether sending an activation leaves no circle of workers that hold each other back."""
     if stage == len(run.stages) - 1 or run.stages[stage].forwards == run.stages[stage + 1].forwards:
         return True
@@ -513,7 +385,7 @@ def _may_send_down(run: _Run, stage: int) -> bool:
 
 
 @lean_part
-def _may_send_up(run: _Run, stage: int) -> bool:
+def _may_send_up(run: Run, stage: int) -> bool:
     """The same of a gradient."""
     if stage == 0 or run.stages[stage].backwards == run.stages[stage - 1].backwards:
         return True
@@ -521,7 +393,7 @@ def _may_send_up(run: _Run, stage: int) -> bool:
 
 
 @lean_part
-def _no_circle(run: _Run, stage: int, holder: int) -> bool:
+def _no_circle(run: Run, stage: int, holder: int) -> bool:
     while _held_back(run, holder):
         holder += 1 if run.stages[holder].sending == _DOWN else -1
         if holder == stage:
@@ -532,20 +404,20 @@ def _no_circle(run: _Run, stage: int, holder: int) -> bool:
 
 
 @lean_part
-def _deny(run: _Run, stage: int) -> None:
+def _deny(run: Run, stage: int) -> None:
     if not run.stages[stage].denied:
         run.stages[stage].denied = True
         run.state[0].denied += 1
 
 
 @lean_part
-def _relax(run: _Run) -> int:
+def _relax(run: Run) -> int:
     """Let one worker that only its limits stop run one more forward; returns it, or -1 when there is none."""
     first = -1
     for stage in range(len(run.stages)):
-        if not _held_back(run, stage) and _ready_forward(run, stage, math.inf):
-            if first < 0 or run.stages[stage].forwards < run.stages[first].forwards:
-                first = stage
+        can_go_on = not _held_back(run, stage) and _ready_forward(run, stage, math.inf)
+        if can_go_on and (first < 0 or run.stages[stage].forwards < run.stages[first].forwards):
+            first = stage
     if first >= 0:
         own = run.stages[first]
         own.room, own.kept = max(1, own.room), max(1, own.kept)
