@@ -19,8 +19,8 @@ from chameleon_ft.workload import LayerCost, Workload
 _EFFORTS = (1, 3_000, 20_000, 100_000)
 
 
-def _costs(rng: random.Random, layers: int, workers: int) -> CostModel:
-    # Few different times, so that much happens at once.
+def some_costs(rng: random.Random, layers: int, workers: int) -> CostModel:
+    """Workers and layers of few different times, so that much happens at once."""
     times = [rng.choice((0.5, 1.0, 1.5, rng.random())) for _ in range(3)]
     costs = tuple(
         LayerCost(
@@ -55,7 +55,7 @@ def test_a_pipeline_alone_is_scheduled_as_any_other_routes(seed: int) -> None:
     rng = random.Random(seed)
     depth, split = rng.randint(1, 9), rng.random() < 0.7
     layers = depth + rng.randint(0, 4)
-    costs = _costs(rng, layers, depth)
+    costs = some_costs(rng, layers, depth)
     stops = [*sorted(rng.sample(range(1, layers), depth - 1)), layers]
     workers = rng.sample(range(depth), depth)
     hops = tuple(map(Hop, workers, map(LayerRange, [0, *stops[:-1]], stops)))
