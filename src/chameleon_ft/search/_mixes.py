@@ -100,10 +100,9 @@ class MixSearch:
         self._look = look_effort(effort)
         self._precision = _COARSE if effort is not None else _ROUNDING / 10
         self.shapes, self.all_shapes = shapes_of(self._counts, len(costs.workload.layers))
-        self._activate(self.shapes)
         # Shapes that a formula does not rule out get a closer look.
         self._opened: set[Shape] = set()
-        self._sizes = {shape: size_of(shape, len(self._counts)) for shape in self.shapes}
+        self._activate(self.shapes)
         self._known: dict[tuple[Shape, int], tuple[float, TimedPipeline | None]] = {}
         # Seconds of a shape by micro-batches; infinite where it has turned out not to fit.
         self._replayed: dict[Shape, dict[int, float]] = {}
@@ -115,6 +114,9 @@ class MixSearch:
     def _activate(self, shapes: Sequence[Shape]) -> None:
         """Go on with these."""
         self._active = tuple(shapes)
+        # By place, for shapes are slow to hash.
+        self._sizes = [size_of(shape, len(self._counts)) for shape in self._active]
+        self._open_places = {place for place, shape in enumerate(self._active) if shape in self._opened}
         self._closed_forms = self._plain.closed_forms(self._active, self._micro_batches)
 
     def promise(self, time_s: float) -> int:
@@ -249,22 +251,26 @@ class MixSearch:
         With `bounding`, a number that no mix passes, and a mix that comes close to it.
         """
         # Those of shapes that have not been opened, none of which has been replayed.
-        counts = dict(zip(self._active, self._closed_forms.most(time_s), strict=True))
-        counts.update((shape, self._most(shape, time_s)) for shape in self._active if shape in self._opened)
+        counts = self._closed_forms.most(time_s)
+        for place in self._open_places:
+            counts[place] = self._most(self._active[place], time_s)
         while True:
-            best: dict[Size, tuple[int, Shape]] = {}
-            for shape, count in counts.items():
-                if count > best.get(self._sizes[shape], (0, ()))[0]:
-                    best[self._sizes[shape]] = count, shape
-            found = self._best_mix({size: value for size, (value, _) in best.items()})
-            total = found.bound if bounding else sum(best[size][0] * number for size, number in found.mix.items())
+            best: dict[Size, int] = {}
+            for place, (size, count) in enumerate(zip(self._sizes, counts, strict=True)):
+                if count > (counts[best[size]] if size in best else 0):
+                    best[size] = place
+            found = self._best_mix({size: counts[place] for size, place in best.items()})
+            total = found.bound if bounding else sum(counts[best[size]] * number for size, number in found.mix.items())
             if total < self._micro_batches:
                 return total, []
-            fresh = {best[size][1] for size in (*found.mix, *found.made_of)} - self._opened
+            fresh = {best[size] for size in (*found.mix, *found.made_of)} - self._open_places
             if not fresh:
-                return total, [Share(best[size][1], best[size][0], number) for size, number in found.mix.items()]
-            self._opened |= fresh
-            counts.update((shape, self._most(shape, time_s)) for shape in fresh)
+                mix = ((best[size], number) for size, number in found.mix.items())
+                return total, [Share(self._active[place], counts[place], number) for place, number in mix]
+            self._open_places |= fresh
+            for place in fresh:
+                self._opened.add(self._active[place])
+                counts[place] = self._most(self._active[place], time_s)
 
     def _best_mix(self, values: dict[Size, int]) -> BoundedMix:
         if self.numbers is None:
