@@ -116,18 +116,25 @@ class Pipelines:
         """What memory does to stages of pipelines up to so deep."""
         from chameleon_ft.search._bounds_kernel import Held
 
-        size = self.num_layers + 1
         if self._rooms.shape[1] <= deepest:
-            rooms = [np.zeros((1, size, size), np.int64)] * len(self.kinds)
-            for kind, own in enumerate(self.kinds):
-                if own.memory_bytes is not None:
-                    rooms[kind] = self.memory.rooms(own.memory_bytes, deepest)
-            longest = max(map(len, rooms)) if self._matters.any() else deepest + 1
-            self._rooms = np.stack([np.resize(each, (longest, size, size)) for each in rooms])
+            self._rooms = self._made_rooms(deepest)
         found = self._held.get(window)
         if found is None:
             found = self._held[window] = self._held_back(window)
         return Held(self._matters, self._rooms, *found)
+
+    def _made_rooms(self, deepest: int) -> Bytes:
+        """By kind; zeros where memory is no matter."""
+        known = {
+            kind: self.memory.rooms(own.memory_bytes, deepest)
+            for kind, own in enumerate(self.kinds)
+            if own.memory_bytes is not None
+        }
+        size = self.num_layers + 1
+        made = np.zeros((len(self.kinds), min(map(len, known.values()), default=deepest + 1), size, size), np.int64)
+        for kind, rooms in known.items():
+            made[kind] = rooms[: made.shape[1]]
+        return made
 
     def _held_back(self, window: int) -> tuple[Bytes, Bytes]:
         size = self.num_layers + 1

@@ -101,16 +101,16 @@ def fill_held_back(holds: Holds, capacity: int, counts: Integers, forwards: Inte
     that have been run when the last I has ended.
     """
     size = len(holds.fixed)
-    for place in range(len(counts)):
-        count = counts[place]
-        for start in range(size):
-            for stop in range(start + 1, size):
-                spare = capacity - holds.fixed[start, stop]
-                each = holds.activations[start, stop] + holds.output[start, stop]
-                forwards[place, start, stop] = min(count, _how_many(spare, each))
-                # The I of a first hop lets go of nothing.
-                each = holds.weight_grads[start, stop] if start > 0 else holds.activations[start, stop]
+    for start in range(size):
+        for stop in range(start + 1, size):
+            spare = capacity - holds.fixed[start, stop]
+            most = _how_many(spare, holds.activations[start, stop] + holds.output[start, stop])
+            # The I of a first hop lets go of nothing.
+            each = holds.weight_grads[start, stop] if start > 0 else holds.activations[start, stop]
+            for place in range(len(counts)):
+                count = counts[place]
                 waiting = _how_many(spare - count * holds.both[start, stop], each)
+                forwards[place, start, stop] = min(count, most)
                 weight_grads[place, start, stop] = max(0, count - waiting)
 
 
