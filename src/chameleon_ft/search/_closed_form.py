@@ -117,6 +117,20 @@ class ClosedForm:
         )
         return found
 
+    def least_s(self, depth: int, micro_batches: int, per_byte_s: float) -> float:
+        """Seconds that the formula allows a pipeline of workers of the first kind at the least."""
+        speed = self._speeds[0]
+
+        def shared(head: float) -> float:
+            return speed * (1 - (1 - head) ** depth) / head if head > 0 else speed * depth
+
+        synced = micro_batches + self._bytes_per_s * per_byte_s * speed
+        return (1 - _ROUNDING) * max(
+            micro_batches * self._work_s / shared(self._ahead / micro_batches),
+            synced * self._work_s / shared(self._ahead_of_sync / synced),
+            micro_batches * self._largest_s[depth] / speed,
+        )
+
     def of(self, shapes: tuple[Shape, ...], per_byte_s: float, enough: int) -> ClosedForms:
         """The same for all of some shapes at once."""
         crews = self._crews_of.get(shapes)

@@ -78,6 +78,12 @@ class Timer:
             for recompute in (False, True)
         }
 
+    def mean_formula_s(self, depth: int, share: float, sync: SyncCost) -> float:
+        """A time that `mean_bound_s` cannot be less than, which is made in no time."""
+        low = max(1, int(share))
+        low_s, high_s = (self.pipelines.closed_form.least_s(depth, count, sync.per_byte_s) for count in (low, low + 1))
+        return low_s + max(0.0, share - low) * (high_s - low_s)
+
     def mean_bound_s(self, depth: int, share: float, sync: SyncCost) -> float:
         """The bound of pipelines of this depth, of workers of one kind, with so many micro-batches on the average."""
         shape = (0,) * depth

@@ -242,7 +242,7 @@ class _Search:
         """
         cluster, micro_batches = self._costs.cluster, self._costs.workload.micro_batches
         workers = len(cluster.workers)
-        promised: list[tuple[float, int, bool, SyncCost, Timer]] = []
+        possible: list[tuple[float, int, bool, SyncCost, Timer]] = []
         for timer in {id(timer): timer for timer in timers}.values():
             for depth in range(1, min(workers, timer.pipelines.num_layers) + 1):
                 share = micro_batches * depth / workers
@@ -250,10 +250,17 @@ class _Search:
                     break
                 if workers // depth <= micro_batches and not is_dear(depth, share, self._effort):
                     sync = least_sync(cluster, about(max(1, workers // depth), cluster))
-                    time_s = timer.mean_bound_s(depth, share, sync)
-                    if time_s < math.inf:
-                        promised.append((time_s, depth, timer.split_backward, sync, timer))
-        promised.sort(key=lambda each: each[:3])
+                    formula_s = timer.mean_formula_s(depth, share, sync)
+                    possible.append((formula_s, depth, timer.split_backward, sync, timer))
+        promised: list[tuple[float, int, bool, SyncCost, Timer]] = []
+        for formula_s, depth, split, sync, timer in sorted(possible, key=lambda each: each[:3]):
+            # The formula is a bound too, so none that follows is better than these.
+            if len(promised) >= _RUN and formula_s > promised[_RUN - 1][0]:
+                break
+            time_s = timer.mean_bound_s(depth, micro_batches * depth / workers, sync)
+            if time_s < math.inf:
+                promised.append((time_s, depth, split, sync, timer))
+                promised.sort(key=lambda each: each[:3])
         few = [
             MixSearch(
                 self._costs,
