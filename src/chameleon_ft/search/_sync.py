@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -16,7 +15,7 @@ _ALIKE: Final = 0.1
 
 def largest_host(cluster: Cluster) -> int:
     """Workers of the host that has most."""
-    return max(Counter(worker.host for worker in cluster.workers).values())
+    return cluster.host_sizes[0]
 
 
 def least_sync(cluster: Cluster, pipelines: int) -> SyncCost:
