@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -82,6 +83,7 @@ class Cluster:
     intra_host: Link
     inter_host: Link
     _by_id: dict[int, Worker] = field(init=False, repr=False, compare=False)
+    _host_sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         by_id: dict[int, Worker] = {}
@@ -90,6 +92,13 @@ class Cluster:
                 raise ConfigError(f"worker {worker.id} is in the cluster twice; give every worker its own id")
             by_id[worker.id] = worker
         object.__setattr__(self, "_by_id", by_id)
+        sizes = Counter(worker.host for worker in self.workers)
+        object.__setattr__(self, "_host_sizes", tuple(sorted(sizes.values(), reverse=True)))
+
+    @property
+    def host_sizes(self) -> tuple[int, ...]:
+        """Workers of each host, the most first."""
+        return self._host_sizes
 
     @property
     def hosts(self) -> dict[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -282,6 +283,9 @@ def _load_solvers() -> None:
     for name in ("rustworkx", "scipy.optimize", "scipy.sparse.csgraph"):
         importlib.import_module(name)
     warm_up()
+    # All of this stays. To go through it in search of garbage takes as long as half a decision.
+    gc.collect()
+    gc.freeze()
 
 
 def _rank_entry(*, coordinator: str, token: str, worker: int, life: int, host: str, local_index: int) -> None:

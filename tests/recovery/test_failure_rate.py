@@ -80,7 +80,12 @@ def test_what_cannot_be_is_refused(changed: dict[str, float], expected: str) -> 
         FailureRate(**({"worker_mtbf_s": 1.0, "prior_failures": 1.0} | changed))  # type: ignore[arg-type]
 
 
-@given(share=st.sampled_from([0.0, 1e-3, 0.25, 0.7, 1.0]), weight=st.floats(0.1, 20.0), failures=st.integers(0, 50), data=st.data())
+@given(
+    share=st.sampled_from([0.0, 1e-3, 0.25, 0.7, 1.0]),
+    weight=st.floats(0.1, 20.0),
+    failures=st.integers(0, 50),
+    data=st.data(),
+)
 def test_the_share_of_hosts_is_the_mean_of_a_beta_distribution(
     share: float, weight: float, failures: int, data: st.DataObject
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import networkx as nx  # type: ignore[import-untyped]
 import pytest
@@ -15,14 +16,14 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, split_lay
 from chameleon_ft.schedule import (
     InFlightLimit,
     OperationKind,
-    _engine,
-    _orders,
+    _pipelines,
     best_program,
     check_program,
     default_limits,
     list_schedule,
     replay,
 )
+from chameleon_ft.schedule._records import Records
 from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_step_s, listed_step_s
 from tests.strategies import Planned, Shape, cost_models, equal_costs, pipelined, pipelines, planned, shapes
 
@@ -134,10 +135,13 @@ def test_pipelines_that_are_alike_are_scheduled_once(split_backward: bool, monke
     costs = equal_costs(layers=4, micro_batches=150, workers=200, latency_s=0.5)
     slow = tuple(replace(worker, speed=0.5) if worker.id == 77 else worker for worker in costs.cluster.workers)
     runs = Counter[int]()
-    run = _engine.run
-    monkeypatch.setattr(
-        _orders, "run", lambda network, *rest: (runs.update([len(network.slots)]), run(network, *rest))[1]
-    )
+    tried = _pipelines.tried
+
+    def counted(stages: Records, *rest: Any, micro_batches: int, **more: Any) -> _pipelines.Tried:
+        runs[len(stages) * micro_batches] += 1
+        return tried(stages, *rest, micro_batches=micro_batches, **more)
+
+    monkeypatch.setattr(_pipelines, "tried", counted)
 
     best_program(plan, costs, effort=0)
     best_program(plan, replace(costs, cluster=replace(costs.cluster, workers=slow)), effort=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -11,7 +10,7 @@ from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find, find_plan
 from chameleon_ft.search._bounds import SyncCost
-from chameleon_ft.search._depths import Depth, depths, promising
+from chameleon_ft.search._depths import Depth, depths, of_least_time, promising
 from chameleon_ft.search._kinds import Crew
 from chameleon_ft.search._sync import least_sync
 from chameleon_ft.search._timed import Timer
@@ -32,6 +31,12 @@ def test_few_depths_of_least_time_and_different_numbers_are_promising(costs: Cos
     assert all(each.numbers[0] * each.depth <= 15 <= each.numbers[1] * each.depth for each in every)
     few = promising(every, effort=160_000, fewest=1)
     assert few[0].time_s == min(each.time_s for each in every)
+    assert all(each.formula_s <= each.time_s for each in every)
+    beside = [each for each in every if each not in few]
+    numbers = {(each.numbers, each.timer.split_backward): each.time_s for each in few}
+    for each in beside:
+        own_s = numbers.get((each.numbers, each.timer.split_backward), few[-1].time_s)
+        assert each.time_s >= own_s, "none that is left out would have been better"
     assert len({(each.numbers, each.timer.split_backward) for each in few}) == len(few) > 1
     assert all(each.numbers[0] >= 2 for each in promising(every, effort=160_000, fewest=2))
 
@@ -41,9 +46,8 @@ def test_where_steps_take_longer_than_was_thought_bounds_are_made_again(
 ) -> None:
     usual = find_plan(costs)
 
-    def too_low(costs: CostModel, timers: list[Timer], likely_s: float) -> list[Depth]:
-        found = depths(costs, timers, likely_s)
-        return [dataclasses.replace(each, time_s=each.time_s / 2) for each in found] if likely_s == math.inf else found
+    def too_low(possible: list[Depth], count: int) -> list[tuple[float, Depth]]:
+        return [(time_s / 2, each) for time_s, each in of_least_time(possible, count)]
 
     asked: list[float] = []
 
@@ -51,7 +55,7 @@ def test_where_steps_take_longer_than_was_thought_bounds_are_made_again(
         asked.append(most_s)
         return least_sync(costs, pipelines, most_s)
 
-    monkeypatch.setattr(find, "depths", too_low)
+    monkeypatch.setattr(find, "of_least_time", too_low)
     monkeypatch.setattr(find, "least_sync", noted)
     found = find_plan(costs)
     assert asked[0] < usual.bound_s, "too little time for any plan"

@@ -98,7 +98,7 @@ def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: b
         timed = pipeline.timed
         hops = hops_of(timed.workers, timed.stops)
         routes = [Route(number, hops) for number in range(timed.micro_batches)]
-        programs = operations_of(routes, timed.schedule.orders, split_backward=split, recompute=frozenset())
+        programs = operations_of(routes, timed.schedule.schedule().orders, split_backward=split, recompute=frozenset())
         renamed = dict(zip(timed.workers, pipeline.workers, strict=True))
         for hop, program in zip(hops, programs, strict=True):
             worker = renamed[hop.worker]

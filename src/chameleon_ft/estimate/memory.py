@@ -33,6 +33,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
@@ -55,7 +56,7 @@ from chameleon_ft.schedule._engine import Schedule
 from chameleon_ft.schedule._records import Integers, Records
 from chameleon_ft.workload import Workload, is_recomputed
 
-__all__ = ["MemoryUse", "MessageBuffers", "Stages", "WorkerMemory", "program_memory", "schedule_bytes"]
+__all__ = ["MemoryUse", "MessageBuffers", "Stages", "WorkerMemory", "program_memory", "schedule_bytes", "stages_of"]
 
 _KINDS: Final = {
     OperationKind.FORWARD: FORWARD,
@@ -146,7 +147,7 @@ def program_memory(
             f"{placement.num_layers} layers are placed, but the workload has {len(workload.layers)}; "
             "use the workload of the model that is planned"
         )
-    stages = Stages(workload)
+    stages = stages_of(workload)
     first = [0]
     records: list[tuple[int, ...]] = []
     for worker in placement.workers:
@@ -215,6 +216,12 @@ def _records(
             operation.receive_from is not None,
             operation.send_to is not None,
         )
+
+
+@lru_cache(maxsize=4)
+def stages_of(workload: Workload) -> Stages:
+    """Those of a workload, which are shared by all who ask for a while."""
+    return Stages(workload)
 
 
 class Stages:

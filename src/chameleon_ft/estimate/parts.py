@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chameleon_ft.estimate.gradient_sync import sync_after
-from chameleon_ft.estimate.memory import Stages, schedule_bytes
+from chameleon_ft.estimate.memory import schedule_bytes, stages_of
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._engine import Schedule
@@ -46,7 +46,7 @@ def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel)
     # Of each schedule by worker index; parts that are alike share one.
     known: dict[int, tuple[list[dict[tuple[int, int], float]], list[int]]] = {}
     made_s: dict[int, Mapping[tuple[int, int], float]] = {}
-    stages = Stages(costs.workload)
+    stages = stages_of(costs.workload)
     peak_bytes = stages.state_bytes(plan.placement)
     for part in parts:
         schedule = part.schedule

@@ -72,6 +72,8 @@ class Plan:
         if not self.routes:
             raise PlanError("a plan needs a route for every micro-batch; got no routes")
         held: set[Hop] = set()
+        # By identity, for hops are slow to hash, and most routes share theirs.
+        seen: set[int] = set()
         for index, route in enumerate(self.routes):
             if route.micro_batch != index:
                 raise PlanError(
@@ -83,6 +85,9 @@ class Plan:
                     f"the route of micro-batch {index} ends before layer {stop}, "
                     f"but the placement has {self.placement.num_layers} layers"
                 )
+            if id(route.hops) in seen:
+                continue
+            seen.add(id(route.hops))
             for hop in route.hops:
                 if hop not in held:
                     if not self.placement.holds(hop.worker, hop.layers):

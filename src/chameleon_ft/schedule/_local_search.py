@@ -20,6 +20,11 @@ from chameleon_ft.schedule._engine import Rules, Schedule, replayed
 _LEAST_REPLAYS: Final = 100
 
 
+def is_too_large(operations: int, effort: int) -> bool:
+    """Whether a search of this effort would hardly begin."""
+    return operations * _LEAST_REPLAYS > effort
+
+
 def shortened(found: Schedule, rules: Rules, *, enough_s: float, effort: int) -> Schedule:
     """A schedule that takes no longer than `found` and keeps within the limits of `rules`, as `found` must.
 
@@ -27,7 +32,7 @@ def shortened(found: Schedule, rules: Rules, *, enough_s: float, effort: int) ->
     replayed.
     """
     network = found.network
-    if len(network.operations) * _LEAST_REPLAYS > effort:
+    if is_too_large(len(network.operations), effort):
         return found
     from chameleon_ft.schedule._kernels.replays import shortened_codes
 

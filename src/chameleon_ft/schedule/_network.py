@@ -133,21 +133,27 @@ class NetworkBuilder:
             found = self._known[hops] = self._slots(hops)
         return found
 
+    def seconds(self, hops: Sequence[Hop]) -> tuple[list[float], list[float], list[float], list[float]]:
+        """Of F, of B or I, of W (zero where there is none), and of the messages between them."""
+        backward = OperationKind.INPUT_GRAD if self.split_backward else OperationKind.BACKWARD
+        return (
+            [self._times.compute_s(hop, OperationKind.FORWARD) for hop in hops],
+            [self._times.compute_s(hop, backward) for hop in hops],
+            [self._times.compute_s(hop, OperationKind.WEIGHT_GRAD) if self.split_backward else 0.0 for hop in hops],
+            [self._times.message_s(hop, after.worker) for hop, after in pairwise(hops)],
+        )
+
     def _slots(self, hops: tuple[Hop, ...]) -> Records:
         workers = [self._index[hop.worker] for hop in hops]
-        message_s = [self._times.message_s(hop, after.worker) for hop, after in pairwise(hops)]
         downs = [self._channel(*pair, gradient=False) for pair in pairwise(workers)]
         ups = [self._channel(after, before, gradient=True) for before, after in pairwise(workers)]
-        backward = OperationKind.INPUT_GRAD if self.split_backward else OperationKind.BACKWARD
         # Of zeros, so that what lies between the fields is the same in equal slots.
         slots = np.zeros(len(hops), SLOT)
         slots["worker"] = workers
         slots["down"] = [*downs, self._channel(workers[-1], workers[-1], gradient=True)]
         slots["up"] = [-1, *ups]
-        slots["forward_s"] = [self._times.compute_s(hop, OperationKind.FORWARD) for hop in hops]
-        slots["backward_s"] = [self._times.compute_s(hop, backward) for hop in hops]
-        if self.split_backward:
-            slots["weight_s"] = [self._times.compute_s(hop, OperationKind.WEIGHT_GRAD) for hop in hops]
+        forward_s, backward_s, weight_s, message_s = self.seconds(hops)
+        slots["forward_s"], slots["backward_s"], slots["weight_s"] = forward_s, backward_s, weight_s
         slots["down_s"] = [*message_s, 0.0]
         slots["up_s"] = [0.0, *message_s]
         slots["last"][-1] = True

@@ -17,9 +17,9 @@ from chameleon_ft.schedule._trials import ROUNDING, Trials
 
 # Shares of the effort that go into trying rules and, where routes share stages, into the ranks of micro-batches; what a
 # replay of an operation costs, when one that is scheduled costs 1.
-_RULES: Final = 1 / 2
+RULES: Final = 1 / 2
 _RANKS: Final = 1 / 4
-_REPLAY: Final = 1 / 7
+REPLAY: Final = 1 / 7
 
 
 class Part:
@@ -80,14 +80,14 @@ class Part:
         Micro-batches that do not all go one way are ranked anew under its rules. Then operations change places under
         the largest limits there are.
         """
-        self.try_rules(effort * _RULES)
+        self.try_rules(effort * RULES)
         rules, found = self.best
         if found.beyond_limits or self._is_within(self._enough_s):
             return
         ranks = _RANKS if len(self._ways) > 1 else 0.0
         ranked = reranked(found, rules, enough_s=self._enough_s, effort=int(effort * ranks))
         largest = self._trials.largest(self._ways, rules)
-        effort = int(effort * (1 - _RULES - ranks) / _REPLAY)
+        effort = int(effort * (1 - RULES - ranks) / REPLAY)
         shorter = shortened(ranked, largest, enough_s=self._enough_s, effort=effort)
         if shorter.step_s < ranked.step_s * (1 - ROUNDING):
             self.tried.insert(0, (largest, shorter))

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 Integers: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
+Booleans: TypeAlias = NDArray[np.bool_]
 Records: TypeAlias = NDArray[np.void]
 
 SLOT: Final = np.dtype(

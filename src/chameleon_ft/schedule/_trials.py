@@ -6,18 +6,22 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._network import Network, NetworkBuilder, builder_of
 from chameleon_ft.schedule._orders import schedule
+from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit, limits_of_routes
 
+_ANY: Final = InFlightLimit(2**31, 2**31)
 # Times that differ by less than this share differ by rounding only.
 ROUNDING: Final = 1e-9
 
 
-class _Trial(NamedTuple):
+class Trial(NamedTuple):
     """What is tried: as in `Rules`, and by how much more a worker may have in flight, and keep, than by default: shares
     of that, and a number of micro-batches besides.
     """
@@ -34,56 +38,56 @@ class _Trial(NamedTuple):
 # With room for more than ZB-H1, no waiting, and twice as much in flight at the first stage as at the default, bubbles
 # become short (as ZB-H2's: Qi et al., Zero Bubble Pipeline Parallelism, 2023).
 _PLAIN_SPLIT: Final = (
-    _Trial(True, 0.75),
-    _Trial(True, 0.25, 0.4, 0.5),
-    _Trial(True, 0.0, 0.6, 0.75),
-    _Trial(True, 0.1, 0.75, 0.75),
-    _Trial(True, 0.4, 0.25, 0.25),
-    _Trial(True, 0.0, 0.5, 0.75),
-    _Trial(False, 0.0, 1.0, 1.0),
-    _Trial(True, 0.1, 0.5, 0.5),
-    _Trial(True, 0.4),
-    _Trial(True, 0.0, 0.25, 1.0),
+    Trial(True, 0.75),
+    Trial(True, 0.25, 0.4, 0.5),
+    Trial(True, 0.0, 0.6, 0.75),
+    Trial(True, 0.1, 0.75, 0.75),
+    Trial(True, 0.4, 0.25, 0.25),
+    Trial(True, 0.0, 0.5, 0.75),
+    Trial(False, 0.0, 1.0, 1.0),
+    Trial(True, 0.1, 0.5, 0.5),
+    Trial(True, 0.4),
+    Trial(True, 0.0, 0.25, 1.0),
 )
 # The same for pipelines of so many stages, of which there may be no effort to schedule more than one or two.
 _DEEP: Final = 16
 _DEEP_SPLIT: Final = (
-    _Trial(True, 0.1, 0.5, 0.75),
-    _Trial(True, 0.25, 0.6, 0.75),
-    _Trial(True, 0.0, 0.5, 0.75),
-    _Trial(True, 0.25, 0.4, 0.5),
-    _Trial(True, 0.25, 0.25, 0.75),
-    _Trial(True, 0.25, 0.5, 0.5),
-    _Trial(False, 0.0, 0.5, 1.0),
-    _Trial(True, 0.75),
+    Trial(True, 0.1, 0.5, 0.75),
+    Trial(True, 0.25, 0.6, 0.75),
+    Trial(True, 0.0, 0.5, 0.75),
+    Trial(True, 0.25, 0.4, 0.5),
+    Trial(True, 0.25, 0.25, 0.75),
+    Trial(True, 0.25, 0.5, 0.5),
+    Trial(False, 0.0, 0.5, 1.0),
+    Trial(True, 0.75),
 )
 _PLAIN_FUSED: Final = (
-    _Trial(True, 0.0),
-    _Trial(True, 0.0, 1.0, 1.0),
-    _Trial(True, 0.0, 0.5, 0.5),
-    _Trial(False, 0.0, 0.5, 0.5),
-    _Trial(True, 0.0, 0.25, 0.25),
-    _Trial(True, 0.0, 0.75, 0.75),
-    _Trial(False, 0.0, 0.75, 0.75),
+    Trial(True, 0.0),
+    Trial(True, 0.0, 1.0, 1.0),
+    Trial(True, 0.0, 0.5, 0.5),
+    Trial(False, 0.0, 0.5, 0.5),
+    Trial(True, 0.0, 0.25, 0.25),
+    Trial(True, 0.0, 0.75, 0.75),
+    Trial(False, 0.0, 0.75, 0.75),
 )
 _SHARED_SPLIT: Final = (
-    _Trial(False, 0.1, 0.5, 0.5, 2),
-    _Trial(True, 0.0, 0.5, 0.5, 4),
-    _Trial(False, 0.0, 1.0, 1.0),
-    _Trial(False, 0.1, 0.5, 0.5),
-    _Trial(False, 0.1, 0.0, 0.0, 2),
-    _Trial(True, 0.0, 0.5, 0.5, 2),
-    _Trial(True, 0.0),
-    _Trial(False, 0.25, 0.0, 0.0, 4),
+    Trial(False, 0.1, 0.5, 0.5, 2),
+    Trial(True, 0.0, 0.5, 0.5, 4),
+    Trial(False, 0.0, 1.0, 1.0),
+    Trial(False, 0.1, 0.5, 0.5),
+    Trial(False, 0.1, 0.0, 0.0, 2),
+    Trial(True, 0.0, 0.5, 0.5, 2),
+    Trial(True, 0.0),
+    Trial(False, 0.25, 0.0, 0.0, 4),
 )
 _SHARED_FUSED: Final = (
-    _Trial(False, 0.0, 0.5, 0.5, 1),
-    _Trial(True, 0.0, 0.5, 0.5, 4),
-    _Trial(True, 0.0, 1.0, 1.0),
-    _Trial(True, 0.0),
-    _Trial(False, 0.0, 0.5, 0.5, 4),
-    _Trial(True, 0.0, 0.0, 0.0, 2),
-    _Trial(True, 0.0, 0.0, 0.0, 4),
+    Trial(False, 0.0, 0.5, 0.5, 1),
+    Trial(True, 0.0, 0.5, 0.5, 4),
+    Trial(True, 0.0, 1.0, 1.0),
+    Trial(True, 0.0),
+    Trial(False, 0.0, 0.5, 0.5, 4),
+    Trial(True, 0.0, 0.0, 0.0, 2),
+    Trial(True, 0.0, 0.0, 0.0, 4),
 )
 
 
@@ -104,6 +108,11 @@ class Trials:
     def part(self, workers: tuple[int, ...]) -> Trials:
         """Trials of some of the workers."""
         return Trials(self._builder, workers, self._ceiling)
+
+    def ceiling_of(self, workers: Sequence[int]) -> Integers:
+        """What these workers may have in flight, and keep, at the most; int64 [2, workers]."""
+        limits = [self._ceiling.get(worker, _ANY) for worker in workers]
+        return np.array([[limit.in_flight for limit in limits], [limit.kept for limit in limits]])
 
     def network(self, ways: Sequence[tuple[Hop, ...]], taken: Sequence[int]) -> Network:
         """Routes over these ways, and which of them each takes, as the scheduler sees them."""
@@ -138,9 +147,9 @@ class Trials:
 
     def largest(self, ways: Sequence[tuple[Hop, ...]], rules: Rules) -> Rules:
         """`rules` with the largest limits of all that are tried."""
-        return self._rules(ways, _Trial(rules.forward_first, rules.patience, extra=max(map(len, ways))))
+        return self._rules(ways, Trial(rules.forward_first, rules.patience, extra=max(map(len, ways))))
 
-    def _rules(self, ways: Sequence[tuple[Hop, ...]], trial: _Trial) -> Rules:
+    def _rules(self, ways: Sequence[tuple[Hop, ...]], trial: Trial) -> Rules:
         """The default limits of routes over these ways, raised as far as the ceiling allows."""
         depth = max(map(len, ways))
         limits = limits_of_routes(self._builder.workers, ways)
@@ -152,7 +161,7 @@ class Trials:
             patience=trial.patience,
         )
 
-    def _raised(self, worker: int, limit: InFlightLimit, trial: _Trial, depth: int) -> InFlightLimit:
+    def _raised(self, worker: int, limit: InFlightLimit, trial: Trial, depth: int) -> InFlightLimit:
         more = [
             min(depth, math.ceil(share * number) + trial.extra)
             for share, number in ((trial.in_flight, limit.in_flight), (trial.kept, limit.kept))
@@ -166,7 +175,7 @@ class Trials:
         return InFlightLimit(in_flight, kept)
 
 
-def plain_trials(depth: int, *, split_backward: bool) -> tuple[_Trial, ...]:
+def plain_trials(depth: int, *, split_backward: bool) -> tuple[Trial, ...]:
     """What to try for a pipeline of so many stages that has them all for itself."""
     if not split_backward:
         return _PLAIN_FUSED

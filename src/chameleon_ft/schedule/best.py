@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.plan import Hop, Plan
+from chameleon_ft.plan.plan import Plan
 from chameleon_ft.schedule._components import Component, components
 from chameleon_ft.schedule._engine import Rules, Schedule
-from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._orders import operations_of
 from chameleon_ft.schedule._part import Part
+from chameleon_ft.schedule._pipelines import PipelinePart
 from chameleon_ft.schedule._trials import Trials, trials_of
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit
@@ -26,7 +26,6 @@ __all__ = [
     "best_program",
     "best_step_s",
     "listed_step_s",
-    "pipeline_schedule",
     "program_of",
     "step_s_of",
 ]
@@ -128,22 +127,6 @@ def _limits(plan: Plan, parts: Iterable[ScheduledPart]) -> dict[int, InFlightLim
     return limits
 
 
-def pipeline_schedule(
-    hops: tuple[Hop, ...],
-    micro_batches: int,
-    builder: NetworkBuilder,
-    *,
-    ceiling: Mapping[int, InFlightLimit],
-    effort: float,
-) -> Schedule:
-    """The schedule of `best_program` for a plan of one pipeline; its workers are in the order of the stages."""
-    trials = Trials(builder, tuple(hop.worker for hop in hops), ceiling)
-    part = Part(trials, [hops], [0] * micro_batches)
-    while not part.finished:
-        part.finish(effort)
-    return part.best[1]
-
-
 def best_step_s(
     plan: Plan, costs: CostModel, *, ceiling: Mapping[int, InFlightLimit] | None = None, effort: float = DEFAULT_EFFORT
 ) -> float:
@@ -181,11 +164,17 @@ def _parts(
         own = trials.part(component.workers)
         key = component.taken, own.key(component.ways)
         if key not in known:
-            known[key] = Part(own, component.ways, component.taken)
+            known[key] = _part_of(component, own)
         found.append((component, known[key]))
     while not (slowest := max(known.values(), key=_urgency)).finished:
         finish(slowest)
     return found
+
+
+def _part_of(component: Component, trials: Trials) -> Part:
+    if len(component.ways) == 1 and len(component.ways[0]) == len(component.workers):
+        return PipelinePart(trials, component.ways[0], len(component.taken))
+    return Part(trials, component.ways, component.taken)
 
 
 def _urgency(part: Part) -> tuple[bool, float, bool]:

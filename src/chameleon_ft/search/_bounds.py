@@ -30,17 +30,20 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search._closed_form import ClosedForm
-from chameleon_ft.search._cuts import Cuts, earliest, latest, nearest
+from chameleon_ft.search._closed_form import ClosedForm, ClosedForms
+from chameleon_ft.search._cuts import Choice, Cuts
 from chameleon_ft.search._kinds import Kind, Shape
-from chameleon_ft.search._memory import StageMemory
+from chameleon_ft.search._memory import Bytes, StageMemory
 from chameleon_ft.search._stages import Seconds, gradient_bytes, stage_times, timeless_bytes
+
+if TYPE_CHECKING:
+    from chameleon_ft.search._bounds_kernel import Held, Times, Wanted
 
 # Where each stage of a pipeline stops.
 Stops: TypeAlias = tuple[int, ...]
@@ -48,13 +51,11 @@ Stops: TypeAlias = tuple[int, ...]
 _ROUNDING: Final = 1e-12
 # Numbers of micro-batches that are looked at together.
 _WINDOW: Final = 4
-# Numbers in the matrices that are kept, the latest ones: 128 MB. Made again they take some hundredths of a millisecond.
-_REMEMBERED: Final = 1 << 24
 # By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
 _SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
 _EVEN: Final = 0.04
 
-# By micro-batches (of a window), start and stop; or without stop.
+# By micro-batches of a window, and start.
 _Times: TypeAlias = NDArray[np.float64]
 
 
@@ -75,32 +76,6 @@ class SyncCost:
     beyond_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """A first stage and what follows it: matrices by micro-batches, start and stop, infinite where memory forbids it.
-
-    Attributes:
-        computed_s: until its worker has computed everything.
-        returned_s: the least time until the last gradient has gone out again; by micro-batches and start.
-    """
-
-    computed_s: _Times
-    returned_s: _Times
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBack:
-    """What memory does to stages of one worker: by micro-batches, start and stop.
-
-    Attributes:
-        forwards: the most that can be run until the first gradient comes back.
-        weight_grads: the least W that have been run when the last I has ended.
-    """
-
-    forwards: NDArray[np.int64]
-    weight_grads: NDArray[np.int64]
-
-
 class Pipelines:
     """What pipelines of workers of `kinds` can do, with fused or split backward, before their gradients are reduced."""
 
@@ -116,11 +91,15 @@ class Pipelines:
         self.has_gradients = bool(self.gradient_bytes[0, -1])
         self.closed_form = ClosedForm(costs, kinds, split_backward=split_backward)
         self._bounds: dict[SyncCost, PipelineBounds] = {}
-        self._stages: dict[tuple[Shape, int], _Stage] = {}
-        self._held: dict[tuple[int, int], HeldBack] = {}
+        self.speeds = np.array([kind.speed for kind in kinds], np.float64)
+        self._kernel_times: Times | None = None
+        self._matters = np.array([kind.memory_bytes is not None for kind in kinds])
+        self._rooms = np.empty((len(kinds), 0, 0, 0), np.int64)
+        self._held: dict[int, tuple[Bytes, Bytes]] = {}
         nothing = np.full((_WINDOW, self.num_layers + 1), np.inf)
         nothing[:, -1] = 0.0
         self.nothing_s = nothing
+        self._first_s: dict[Shape, Seconds] = {(): nothing[0]}
 
     def bounds(self, sync: SyncCost) -> PipelineBounds:
         """The same with gradient sync."""
@@ -129,14 +108,58 @@ class Pipelines:
             found = self._bounds[sync] = PipelineBounds(self, sync)
         return found
 
-    def stage(self, shape: Shape, window: int) -> _Stage:
-        """A stage on a worker of the first kind of `shape`, and after it stages on the others."""
-        key = shape, window
-        found = self._stages.get(key)
+    def kernel_times(self) -> Times:
+        """The times of stages as kernels have them."""
+        if self._kernel_times is None:
+            # Here, as below, because to import a kernel loads numba, and most who import this run none.
+            from chameleon_ft.search._bounds_kernel import Times
+
+            self._kernel_times = Times(
+                forward_s=np.stack([times.forward_s for times in self.times]),
+                backward_s=np.stack([times.backward_s for times in self.times]),
+                weight_s=np.stack([times.weight_s for times in self.times]),
+                message_s=np.stack([times.message_s for times in self.times]),
+            )
+        return self._kernel_times
+
+    def held(self, window: int, deepest: int) -> Held:
+        """What memory does to stages of pipelines up to so deep."""
+        from chameleon_ft.search._bounds_kernel import Held
+
+        if self._rooms.shape[1] <= deepest:
+            self._rooms = self._made_rooms(deepest)
+        found = self._held.get(window)
         if found is None:
-            while len(self._stages) * _WINDOW * (self.num_layers + 1) ** 2 > _REMEMBERED:
-                self._stages.pop(next(iter(self._stages)))
-            found = self._stages[key] = self._looked_at(shape, window)
+            found = self._held[window] = self._held_back(window)
+        return Held(self._matters, self._rooms, *found)
+
+    def _made_rooms(self, deepest: int) -> Bytes:
+        """By kind; zeros where memory is no matter."""
+        known = {
+            kind: self.memory.rooms(own.memory_bytes, deepest)
+            for kind, own in enumerate(self.kinds)
+            if own.memory_bytes is not None
+        }
+        size = self.num_layers + 1
+        made = np.zeros((len(self.kinds), min(map(len, known.values()), default=deepest + 1), size, size), np.int64)
+        for kind, rooms in known.items():
+            made[kind] = rooms[: made.shape[1]]
+        return made
+
+    def _held_back(self, window: int) -> tuple[Bytes, Bytes]:
+        size = self.num_layers + 1
+        forwards, weight_grads = np.zeros((2, len(self.kinds), _WINDOW, size, size), np.int64)
+        for kind, own in enumerate(self.kinds):
+            if own.memory_bytes is not None:
+                held = self.memory.held_back(own.memory_bytes, window_counts(window))
+                forwards[kind], weight_grads[kind] = held.forwards, held.weight_grads
+        return forwards, weight_grads
+
+    def first_s(self, shape: Shape) -> Seconds:
+        """By start, the least time until the gradient of a single micro-batch has gone out again."""
+        found = self._first_s.get(shape)
+        if found is None:
+            found = self._first_s[shape] = self.bounds(SyncCost()).least_times(shape, 0).returned_s[0]
         return found
 
     def capacities(self, shape: Shape) -> tuple[int | None, ...]:
@@ -146,67 +169,22 @@ class Pipelines:
     def fits(self, shape: Shape, stops: Stops, micro_batches: int) -> bool:
         """Whether every stage can keep what 1F1B has in flight there."""
         starts = (0, *stops[:-1])
-        return all(
-            self._room(shape[position:], micro_batches)[start, stop]
-            for position, (start, stop) in enumerate(zip(starts, stops, strict=True))
-        )
+        for position, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            capacity = self.kinds[shape[position]].memory_bytes
+            if capacity is not None:
+                to_end = min(len(shape) - position, micro_batches)
+                if micro_batches > self.memory.rooms(capacity, to_end)[to_end, start, stop]:
+                    return False
+        return True
 
-    def _looked_at(self, shape: Shape, window: int) -> _Stage:
-        times = self.times[shape[0]]
-        counts = window_counts(window)
-        after_s = self.stage(shape[1:], window).returned_s if len(shape) > 1 else self.nothing_s
-        held = self.held_back(shape[0], window)
-        first_s = self.stage(shape[1:], 0).returned_s[0] if held and len(shape) > 1 else self.nothing_s[0]
-        nothing = np.empty((0, 0, 0), dtype=np.int64)
-        # Here, because to import a kernel loads numba, and most who import this run none.
-        from chameleon_ft.search._bounds_kernel import stage_bounds
 
-        return _Stage(
-            *stage_bounds(
-                counts,
-                times.forward_s,
-                times.backward_s,
-                times.weight_s,
-                times.message_s,
-                first_s,
-                after_s,
-                self._rooms(shape, counts) if held else nothing.astype(np.bool_),
-                held.forwards if held else nothing,
-                held.weight_grads if held else nothing,
-            )
-        )
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """Of some stages: the least time until the last gradient has gone out again, and until all workers have reduced
+    theirs; by micro-batches of a window and the layer where they start, infinite where memory forbids all."""
 
-    def held_back(self, kind: int, window: int) -> HeldBack | None:
-        """What memory does to a stage on a worker of this kind; None where it is no matter."""
-        capacity = self.kinds[kind].memory_bytes
-        if capacity is None:
-            return None
-        found = self._held.get((capacity, window))
-        if found is None:
-            counts = window_counts(window)
-            waiting = np.stack([self.memory.most_waiting(capacity, int(count)) for count in counts])
-            by_count = counts[:, np.newaxis, np.newaxis]
-            found = self._held[capacity, window] = HeldBack(
-                forwards=np.minimum(by_count, self.memory.most_in_flight(capacity)),
-                weight_grads=np.maximum(0, by_count - waiting),
-            )
-        return found
-
-    def _rooms(self, shape: Shape, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        depth = len(shape)
-        if counts[0] >= depth:
-            capacity = self.kinds[shape[0]].memory_bytes
-            assert capacity is not None
-            most = self.memory.most_micro_batches(depth, capacity)
-            return np.less_equal(counts[:, np.newaxis, np.newaxis], most)
-        return np.stack([self._room(shape, int(count)) for count in counts])
-
-    def _room(self, shape: Shape, micro_batches: int) -> NDArray[np.bool_]:
-        """By start and stop, whether a stage on the first of these workers fits."""
-        capacity = self.kinds[shape[0]].memory_bytes
-        if capacity is None:
-            return np.ones((self.num_layers + 1, self.num_layers + 1), dtype=np.bool_)
-        return micro_batches <= self.memory.most_micro_batches(min(len(shape), micro_batches), capacity)
+    returned_s: _Times
+    ended_s: _Times
 
 
 class PipelineBounds:
@@ -220,7 +198,7 @@ class PipelineBounds:
         beyond = np.maximum(0.0, num_bytes - pipelines.timeless_bytes - sync.inside_bytes)
         sync_s = sync.fixed_s + sync.per_byte_s * num_bytes + sync.beyond_s * beyond
         self._sync_s: Seconds = np.where(num_bytes > 0, sync_s, 0.0)
-        self._ended: dict[tuple[Shape, int], _Times] = {}
+        self._times: dict[tuple[Shape, int], _Least] = {}
         self._least: dict[Shape, dict[int, list[float]]] = {}
         self._last_most: dict[Shape, int] = {}
 
@@ -267,26 +245,25 @@ class PipelineBounds:
         """The same of a bound that is made in no time, and less tight."""
         return self.pipelines.closed_form.most(shape, time_s * (1 + _ROUNDING), self.sync.per_byte_s, enough)
 
+    def closed_forms(self, shapes: tuple[Shape, ...], enough: int) -> ClosedForms:
+        """The same for all of some shapes at once, whatever the time."""
+        return self.pipelines.closed_form.of(shapes, self.sync.per_byte_s, enough)
+
     def bound_s(self, shape: Shape, stops: Stops, micro_batches: int) -> float:
         """Seconds below which no order of operations can be on this cut, if it fits."""
-        first_s = returned_s = ended_s = 0.0
+        from chameleon_ft.search._bounds_kernel import cut_s
+
+        pipelines = self.pipelines
         window, place = self.window_of(micro_batches)
-        starts = (0, *stops[:-1])
-        for kind, start, stop in zip(reversed(shape), reversed(starts), reversed(stops), strict=True):
-            times, held = self.pipelines.times[kind], self.pipelines.held_back(kind, window)
-            forward_s, backward_s = times.forward_s[start, stop], times.backward_s[start, stop]
-            own_s, work_s = micro_batches * (forward_s + backward_s), micro_batches * times.work_s[start, stop]
-            first_s += times.through_s[start, stop]
-            if held is not None:
-                forwards = held.forwards[place, start, stop]
-                idle_s = max(0.0, first_s - backward_s - forwards * forward_s)
-                own_s += idle_s + held.weight_grads[place, start, stop] * times.weight_s[start, stop]
-                work_s += idle_s
-            own_s = max(own_s, times.through_s[start, stop] + returned_s)
-            computed_s = max(work_s, own_s + times.weight_s[start, stop])
-            ended_s = max(computed_s + self._sync_s[start, stop], times.down_s[start, stop] + ended_s)
-            returned_s = own_s
-        return float(ended_s)
+        return cut_s(
+            pipelines.kernel_times(),
+            pipelines.held(window, len(shape)),
+            np.array(shape),
+            np.array(stops),
+            place,
+            micro_batches,
+            self._sync_s,
+        )
 
     def candidates(self, shape: Shape, micro_batches: int) -> list[Stops]:
         """Cuts that fit of the least bound, or of one little larger: stages as equal as can be, filled from the left,
@@ -294,16 +271,17 @@ class PipelineBounds:
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
             return []
+        cuts = Cuts(self, shape, micro_batches)
         found: list[Stops | None] = []
         for slack in _SLACKS:
-            walk = Cuts(self, shape, micro_batches, least_s * (1 + slack))
             # Nearly equal stages, or small ones first, have room in memory where the least bound would have them full.
-            found += map(walk.greedy, (nearest, earliest) if any(found) else (nearest, latest, earliest))
+            for choice in (Choice.NEAREST, Choice.EARLIEST) if any(found) else Choice:
+                found.append(cuts.greedy(least_s * (1 + slack), choice))
             if slack >= _EVEN and any(found):
                 break
         if any(found):
             return list(dict.fromkeys(stops for stops in found if stops is not None))
-        found_any = next(Cuts(self, shape, micro_batches, math.inf).each(), None)
+        found_any = next(cuts.each(math.inf), None)
         return [] if found_any is None else [found_any]
 
     def nearest(self, shape: Shape, micro_batches: int, wishes: Sequence[int], *, slack: float) -> Stops | None:
@@ -311,28 +289,76 @@ class PipelineBounds:
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
             return None
-        return Cuts(self, shape, micro_batches, least_s * (1 + slack), wishes).greedy(nearest)
+        return Cuts(self, shape, micro_batches, wishes).greedy(least_s * (1 + slack), Choice.NEAREST)
 
     def each(self, shape: Shape, micro_batches: int, limit_s: float) -> list[tuple[float, Stops]]:
         """All cuts that fit with a bound of up to `limit_s`, by bound."""
         bounds = (
             (self.bound_s(shape, stops, micro_batches), stops)
-            for stops in Cuts(self, shape, micro_batches, limit_s).each()
+            for stops in Cuts(self, shape, micro_batches).each(limit_s)
         )
         return sorted((bound_s, stops) for bound_s, stops in bounds if bound_s <= limit_s * (1 + _ROUNDING))
 
-    def ended(self, shape: Shape, window: int) -> _Times:
-        """By micro-batches and start: until all workers of these stages have reduced their gradients."""
-        key = shape, window
-        found = self._ended.get(key)
+    def least_times(self, shape: Shape, window: int) -> _Least:
+        """Of stages on these workers."""
+        found = self._times.get((shape, window))
         if found is None:
-            stage = self.pipelines.stage(shape, window)
-            after_s = self.ended(shape[1:], window) if len(shape) > 1 else self.pipelines.nothing_s
-            from chameleon_ft.search._bounds_kernel import end_bounds
-
-            down_s = self.pipelines.times[shape[0]].down_s
-            found = self._ended[key] = end_bounds(stage.computed_s, self._sync_s, down_s, after_s)
+            # As many stages on workers of one kind as are missing are made at once; but for a few micro-batches each
+            # needs what is known of those after it.
+            known = shape[1:]
+            while window and known and known[0] == shape[0] and (known, window) not in self._times:
+                known = known[1:]
+            nothing_s = self.pipelines.nothing_s
+            after = self.least_times(known, window) if known else _Least(nothing_s, nothing_s)
+            self._add(shape, window, len(known), after)
+            found = self._times[shape, window]
         return found
+
+    def _add(self, shape: Shape, window: int, before: int, after: _Least) -> None:
+        from chameleon_ft.search._bounds_kernel import fill_bounds
+
+        pipelines = self.pipelines
+        added = [shape[len(shape) - depth :] for depth in range(before + 1, len(shape) + 1)]
+        held = pipelines.held(window, len(shape))
+        size = pipelines.num_layers + 1
+        if pipelines.kinds[shape[0]].memory_bytes is None:
+            first_s = np.zeros((len(added), size))
+        else:
+            first_s = np.stack([pipelines.first_s(own[1:]) for own in added])
+        returned_s, ended_s = np.empty((2, len(added), _WINDOW, size))
+        fill_bounds(
+            pipelines.kernel_times(),
+            held,
+            shape[0],
+            before,
+            window_counts(window),
+            self._sync_s,
+            first_s,
+            after.returned_s,
+            after.ended_s,
+            returned_s,
+            ended_s,
+        )
+        for own, *times in zip(added, returned_s, ended_s, strict=True):
+            self._times[own, window] = _Least(*times)
+
+    def wanted(self, shape: Shape, micro_batches: int) -> Wanted:
+        """What is asked of cuts of this shape."""
+        from chameleon_ft.search._bounds_kernel import Wanted
+
+        window, place = self.window_of(micro_batches)
+        rests = [shape[position:] for position in range(1, len(shape))]
+        nothing_s = self.pipelines.nothing_s[0]
+        times = [self.least_times(rest, window) for rest in rests]
+        return Wanted(
+            shape=np.array(shape),
+            place=place,
+            micro_batches=micro_batches,
+            sync_s=self._sync_s,
+            first_s=np.stack([*map(self.pipelines.first_s, rests), nothing_s]),
+            returned_s=np.stack([*(each.returned_s[place] for each in times), nothing_s]),
+            ended_s=np.stack([*(each.ended_s[place] for each in times), nothing_s]),
+        )
 
     def sync_s(self, start: int) -> Seconds:
         """Of stages from layer `start`, by where they stop."""
@@ -343,7 +369,7 @@ class PipelineBounds:
         by_window = self._least.setdefault(shape, {})
         found = by_window.get(window)
         if found is None:
-            found = by_window[window] = self.ended(shape, window)[:, 0].tolist()
+            found = by_window[window] = self.least_times(shape, window).ended_s[:, 0].tolist()
         return found
 
 

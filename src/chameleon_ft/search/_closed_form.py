@@ -44,6 +44,24 @@ class _Speeds:
         return cls(np.array(speeds, np.float64), sum(speeds), min(speeds), max(speeds))
 
 
+@dataclass(frozen=True, slots=True)
+class _Crews:
+    """Those of several shapes.
+
+    Attributes:
+        speeds: of the workers of one shape after the other.
+        ends: where they end.
+        least: the smallest speed of each.
+        rates: micro-batches for each second that nothing can pass: workers that are never idle do no more, nor does
+            that of the largest stage.
+    """
+
+    speeds: NDArray[np.float64]
+    ends: NDArray[np.int64]
+    least: NDArray[np.float64]
+    rates: NDArray[np.float64]
+
+
 class ClosedForm:
     """The formula for one workload, with fused or split backward."""
 
@@ -70,12 +88,13 @@ class ClosedForm:
         self._largest_s = _largest_stage_s(work_s)
         self._last: dict[tuple[Shape, float], int] = {}
         self._crews: dict[Shape, _Speeds] = {}
+        self._crews_of: dict[tuple[Shape, ...], _Crews] = {}
 
     def most(self, shape: Shape, time_s: float, per_byte_s: float, enough: int) -> int:
         """The most micro-batches, up to `enough`, with so many seconds of gradient sync for every byte."""
         if not self._work_s:
             return enough
-        # Here, because to import a kernel loads numba, and most who import this run none.
+        # Here, as below, because to import a kernel loads numba, and most who import this run none.
         from chameleon_ft.search._closed_form_kernel import most_possible
 
         crew = self._crews.get(shape)
@@ -96,6 +115,79 @@ class ClosedForm:
             self._last.get((shape, per_byte_s), 0),
             high,
         )
+        return found
+
+    def least_s(self, depth: int, micro_batches: int, per_byte_s: float) -> float:
+        """Seconds that the formula allows a pipeline of workers of the first kind at the least."""
+        speed = self._speeds[0]
+
+        def shared(head: float) -> float:
+            return speed * (1 - (1 - head) ** depth) / head if head > 0 else speed * depth
+
+        synced = micro_batches + self._bytes_per_s * per_byte_s * speed
+        return (1 - _ROUNDING) * max(
+            micro_batches * self._work_s / shared(self._ahead / micro_batches),
+            synced * self._work_s / shared(self._ahead_of_sync / synced),
+            micro_batches * self._largest_s[depth] / speed,
+        )
+
+    def of(self, shapes: tuple[Shape, ...], per_byte_s: float, enough: int) -> ClosedForms:
+        """The same for all of some shapes at once."""
+        crews = self._crews_of.get(shapes)
+        if crews is None:
+            crews = self._crews_of[shapes] = self._crews_in(shapes)
+        return ClosedForms(self, crews, per_byte_s, enough)
+
+    def _crews_in(self, shapes: Sequence[Shape]) -> _Crews:
+        crews = [[self._speeds[kind] for kind in shape] for shape in shapes]
+        rates = np.full(len(crews), np.inf)
+        if self._work_s:
+            rates = np.array([sum(crew) for crew in crews], np.float64) / self._work_s
+            largest_s = np.array([self._largest_s[len(crew)] for crew in crews])
+            fastest = np.array([max(crew) for crew in crews], np.float64)
+            of_largest = np.divide(fastest, largest_s, out=np.full(len(crews), np.inf), where=largest_s > 0)
+            rates = np.minimum(rates, of_largest) * (1 + _ROUNDING)
+        return _Crews(
+            speeds=np.array([speed for crew in crews for speed in crew], np.float64),
+            ends=np.cumsum([len(crew) for crew in crews], dtype=np.int64),
+            least=np.array([min(crew) for crew in crews], np.float64),
+            rates=rates,
+        )
+
+
+class ClosedForms:
+    """The formula for some shapes, with so many seconds of gradient sync for every byte."""
+
+    def __init__(self, form: ClosedForm, crews: _Crews, per_byte_s: float, enough: int) -> None:
+        self._form = form
+        self._crews = crews
+        self._enough = enough
+        self._extra = form._bytes_per_s * per_byte_s * crews.least
+        self._found = np.zeros(len(crews.ends), np.int64)
+
+    def most(self, time_s: float) -> list[int]:
+        """By shape, the most micro-batches."""
+        form = self._form
+        if not form._work_s:
+            return [self._enough] * len(self._found)
+        from chameleon_ft.search._closed_form_kernel import most_possible_of_each
+
+        time_s *= 1 + _ROUNDING
+        # In all the time there is, the product is infinite.
+        with np.errstate(over="ignore"):
+            high = np.minimum(self._enough, time_s * self._crews.rates).astype(np.int64)
+        most_possible_of_each(
+            self._crews.speeds,
+            self._crews.ends,
+            form._work_s * (1 - _ROUNDING),
+            form._ahead,
+            form._ahead_of_sync,
+            time_s,
+            self._extra,
+            high,
+            self._found,
+        )
+        found: list[int] = self._found.tolist()
         return found
 
 

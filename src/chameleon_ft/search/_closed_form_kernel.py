@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
-from chameleon_ft.schedule._records import Floats
+from chameleon_ft.schedule._records import Floats, Integers
 
 
 @lean_kernel
@@ -28,6 +28,50 @@ def most_possible(
         guess: where to look first.
         high: see above.
     """
+    return _most_possible(speeds, work_s, ahead, ahead_of_sync, time_s, extra, guess, high)
+
+
+@lean_kernel
+def most_possible_of_each(
+    speeds: Floats,
+    ends: Integers,
+    work_s: float,
+    ahead: float,
+    ahead_of_sync: float,
+    time_s: float,
+    extra: Floats,
+    high: Integers,
+    found: Integers,
+) -> None:
+    """The same for many shapes.
+
+    Args:
+        speeds: of the workers of one shape after the other.
+        ends: where they end.
+        work_s, ahead, ahead_of_sync, time_s: as for one shape.
+        extra, high: by shape.
+        found: what was found last time, where to look first; to be filled in.
+    """
+    start = 0
+    for shape in range(len(ends)):
+        own = speeds[start : ends[shape]]
+        found[shape] = _most_possible(
+            own, work_s, ahead, ahead_of_sync, time_s, extra[shape], found[shape], high[shape]
+        )
+        start = ends[shape]
+
+
+@lean_part
+def _most_possible(
+    speeds: Floats,
+    work_s: float,
+    ahead: float,
+    ahead_of_sync: float,
+    time_s: float,
+    extra: float,
+    guess: int,
+    high: int,
+) -> int:
     low = 0
     for at in (guess, guess + 1):
         if low < at <= high:

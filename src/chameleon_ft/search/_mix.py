@@ -12,7 +12,6 @@ from itertools import product
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 # Workers of each kind that an item takes.
 Size = tuple[int, ...]
@@ -25,7 +24,6 @@ _SMALL: Final = 4_000
 _STATES: Final = 500
 # The same of tables for each number of items, whose entries are made together.
 _TABLE: Final = 200_000
-_NONE: Final = -(2**40)
 _ROUNDING: Final = 1e-12
 
 
@@ -86,28 +84,20 @@ def mix_of_number(values: Mapping[Size, int], count: int, fewest: int, most: int
 
 def _by_number(values: Mapping[int, int], count: int, fewest: int, most: int) -> tuple[int, dict[int, int]]:
     """By tables over the workers that may be used, one for every number of items; exact."""
-    sizes, worth = np.array(sorted(values)), np.array([values[size] for size in sorted(values)])
-    before = np.arange(count + 1)[:, np.newaxis] - sizes
-    fits = before >= 0
-    best = np.zeros(count + 1, np.int64)
-    rows: list[NDArray[np.int64]] = []
-    found, number = -1, fewest
-    for items in range(1, most + 1):
-        # Where an item fits and those before it did not, what comes out is less than nothing.
-        totals = np.where(fits, best[before] + worth, _NONE)
-        rows.append(totals.argmax(axis=1))
-        best = totals.max(axis=1)
-        if items >= fewest and best[count] > found:
-            found, number = int(best[count]), items
-    if found < 0:
-        return 0, {}
+    # Here, because to import a kernel loads numba, and most who import this run none.
+    from chameleon_ft.search._mix_kernel import most_by_number
+
+    sizes = np.array(sorted(values))
+    worth = np.array([values[size] for size in sizes.tolist()])
+    chosen = np.empty((most, count + 1), np.int64)
+    number = most_by_number(sizes, worth, fewest, np.empty((2, count + 1), np.int64), chosen)
     mix: dict[int, int] = {}
     left = count
-    for chosen in reversed(rows[:number]):
-        size = int(sizes[chosen[left]])
+    for items in range(number - 1, -1, -1):
+        size = int(sizes[chosen[items, left]])
         mix[size] = mix.get(size, 0) + 1
         left -= size
-    return found, mix
+    return sum(values[size] * own for size, own in mix.items()), mix
 
 
 def _of_number(values: Mapping[int, int], corners: Sequence[tuple[int, int]], count: int, number: int) -> BoundedMix:

@@ -100,10 +100,9 @@ class MixSearch:
         self._look = look_effort(effort)
         self._precision = _COARSE if effort is not None else _ROUNDING / 10
         self.shapes, self.all_shapes = shapes_of(self._counts, len(costs.workload.layers))
-        self._active = self.shapes
         # Shapes that a formula does not rule out get a closer look.
         self._opened: set[Shape] = set()
-        self._sizes = {shape: size_of(shape, len(self._counts)) for shape in self.shapes}
+        self._activate(self.shapes)
         self._known: dict[tuple[Shape, int], tuple[float, TimedPipeline | None]] = {}
         # Seconds of a shape by micro-batches; infinite where it has turned out not to fit.
         self._replayed: dict[Shape, dict[int, float]] = {}
@@ -111,6 +110,14 @@ class MixSearch:
         work_s = sum(layer.forward_s + layer.least_backward_s for layer in costs.workload.layers)
         overhead_s = 2 * costs.workload.operation_overhead_s
         self._work_s = self._micro_batches * (work_s / crew.speed + overhead_s / sum(crew.counts))
+
+    def _activate(self, shapes: Sequence[Shape]) -> None:
+        """Go on with these."""
+        self._active = tuple(shapes)
+        # By place, for shapes are slow to hash.
+        self._sizes = [size_of(shape, len(self._counts)) for shape in self._active]
+        self._open_places = {place for place, shape in enumerate(self._active) if shape in self._opened}
+        self._closed_forms = self._plain.closed_forms(self._active, self._micro_batches)
 
     def promise(self, time_s: float) -> int:
         """Micro-batches that mixes may finish in `time_s`, at the most; to tell which searches to begin with."""
@@ -218,7 +225,7 @@ class MixSearch:
         pipelines are, the more of their gradients can be reduced together.
         """
         everything = self.shapes
-        ways = [everything]
+        ways: list[Sequence[Shape]] = [everything]
         if self.numbers is not None:
             mean = [sum(self._counts) / number for number in self.numbers]
             ways = [
@@ -235,12 +242,12 @@ class MixSearch:
             ways.insert(1, [shape for shape in everything if len(shape) in alike])
         possible = False
         for shapes in ways:
-            self._active = [s for s in shapes if not is_dear(len(s), self._most(s, time_s), self._effort)]
+            self._activate([s for s in shapes if not is_dear(len(s), self._most(s, time_s), self._effort)])
             if any(self._at(time_s * longer)[0] >= self._micro_batches for longer in _NOT_MUCH_LONGER):
                 possible = True
                 yield
         if not possible:
-            self._active = everything
+            self._activate(everything)
             yield
 
     def _at(self, time_s: float, *, bounding: bool = False) -> tuple[int, list[Share]]:
@@ -248,21 +255,27 @@ class MixSearch:
 
         With `bounding`, a number that no mix passes, and a mix that comes close to it.
         """
-        counts = {shape: self._most(shape, time_s) for shape in self._active}
+        # Those of shapes that have not been opened, none of which has been replayed.
+        counts = self._closed_forms.most(time_s)
+        for place in self._open_places:
+            counts[place] = self._most(self._active[place], time_s)
         while True:
-            best: dict[Size, tuple[int, Shape]] = {}
-            for shape, count in counts.items():
-                if count > best.get(self._sizes[shape], (0, ()))[0]:
-                    best[self._sizes[shape]] = count, shape
-            found = self._best_mix({size: value for size, (value, _) in best.items()})
-            total = found.bound if bounding else sum(best[size][0] * number for size, number in found.mix.items())
+            best: dict[Size, int] = {}
+            for place, (size, count) in enumerate(zip(self._sizes, counts, strict=True)):
+                if count > (counts[best[size]] if size in best else 0):
+                    best[size] = place
+            found = self._best_mix({size: counts[place] for size, place in best.items()})
+            total = found.bound if bounding else sum(counts[best[size]] * number for size, number in found.mix.items())
             if total < self._micro_batches:
                 return total, []
-            fresh = {best[size][1] for size in (*found.mix, *found.made_of)} - self._opened
+            fresh = {best[size] for size in (*found.mix, *found.made_of)} - self._open_places
             if not fresh:
-                return total, [Share(best[size][1], best[size][0], number) for size, number in found.mix.items()]
-            self._opened |= fresh
-            counts.update((shape, self._most(shape, time_s)) for shape in fresh)
+                mix = ((best[size], number) for size, number in found.mix.items())
+                return total, [Share(self._active[place], counts[place], number) for place, number in mix]
+            self._open_places |= fresh
+            for place in fresh:
+                self._opened.add(self._active[place])
+                counts[place] = self._most(self._active[place], time_s)
 
     def _best_mix(self, values: dict[Size, int]) -> BoundedMix:
         if self.numbers is None:
@@ -275,8 +288,10 @@ class MixSearch:
 
     def _most(self, shape: Shape, time_s: float) -> int:
         """The most micro-batches that a pipeline may finish: not as many as one that was replayed and took longer."""
-        replayed = self._replayed.get(shape, {})
-        enough = min((count - 1 for count, own_s in replayed.items() if own_s > time_s), default=self._micro_batches)
+        enough = self._micro_batches
+        for count, own_s in self._replayed.get(shape, {}).items():
+            if own_s > time_s:
+                enough = min(enough, count - 1)
         if shape not in self._opened:
             return self._plain.most_by_closed_form(shape, time_s, enough)
         plain = self._plain.most(shape, time_s, enough)

@@ -121,7 +121,8 @@ def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, cur
     for each in pipelines:
         timed = each.timed
         if id(timed) not in limits:
-            limits[id(timed)] = timer.limits(timed.shape, timed.stops, timed.micro_batches, recompute=timed.recompute)
+            own = timer.limits(timed.shape, timed.stops, timed.micro_batches, recompute=timed.recompute)
+            limits[id(timed)] = list(map(InFlightLimit, *own.tolist()))
         hops = hops_of(each.workers, timed.stops)
         held.update((hop.worker, (hop.layers,)) for hop in hops)
         ceiling.update(zip(each.workers, limits[id(timed)], strict=True))

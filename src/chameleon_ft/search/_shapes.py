@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import permutations
 from typing import Final
 
@@ -20,13 +21,19 @@ def size_of(shape: Shape, kinds: int) -> Size:
     return tuple(shape.count(kind) for kind in range(kinds))
 
 
-def shapes_of(counts: Sequence[int], layers: int) -> tuple[list[Shape], bool]:
+def shapes_of(counts: Sequence[int], layers: int) -> tuple[tuple[Shape, ...], bool]:
     """The shapes to look at, by depth, and whether these are all."""
+    return _shapes_of(tuple(counts), layers)
+
+
+# A search asks for them once for every number of pipelines.
+@lru_cache(maxsize=4)
+def _shapes_of(counts: tuple[int, ...], layers: int) -> tuple[tuple[Shape, ...], bool]:
     deepest = min(sum(counts), layers)
     if len(counts) == 1:
-        return [(0,) * depth for depth in range(1, deepest + 1)], True
+        return tuple((0,) * depth for depth in range(1, deepest + 1)), True
     if sum(len(counts) ** depth for depth in range(1, deepest + 1)) <= _ALL_SHAPES:
-        return [shape for depth in range(1, deepest + 1) for shape in _orders(depth, list(counts))], True
+        return tuple(shape for depth in range(1, deepest + 1) for shape in _orders(depth, list(counts))), True
     shapes = [(kind,) * depth for kind, count in enumerate(counts) for depth in range(1, min(count, layers) + 1)]
     for first, second in permutations(range(len(counts)), 2):
         for depth in range(2, min(layers, _MIXED_DEPTH) + 1):
@@ -35,7 +42,7 @@ def shapes_of(counts: Sequence[int], layers: int) -> tuple[list[Shape], bool]:
                 for own in range(1, depth)
                 if own <= counts[first] and depth - own <= counts[second]
             ]
-    return shapes, False
+    return tuple(shapes), False
 
 
 def _orders(depth: int, left: list[int]) -> Iterator[Shape]:

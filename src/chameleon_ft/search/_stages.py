@@ -94,7 +94,7 @@ def timeless_bytes(workload: Workload) -> Seconds:
 
 def links_between(cluster: Cluster) -> list[Link]:
     """The kinds of link that join two of the workers; that inside a host if there is but one worker."""
-    hosts = len({worker.host for worker in cluster.workers})
+    hosts = len(cluster.host_sizes)
     links = [cluster.intra_host] if hosts < len(cluster.workers) or hosts < 2 else []
     return links if hosts < 2 else [*links, cluster.inter_host]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Final
@@ -21,7 +21,7 @@ _ALIKE: Final = 0.1
 
 def largest_host(cluster: Cluster) -> int:
     """Workers of the host that has most."""
-    return max(Counter(worker.host for worker in cluster.workers).values())
+    return cluster.host_sizes[0]
 
 
 def least_sync(costs: CostModel, pipelines: int, most_s: float = math.inf) -> SyncCost:

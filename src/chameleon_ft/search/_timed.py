@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from chameleon_ft.estimate.memory import Stages, schedule_bytes
+from chameleon_ft.estimate.memory import schedule_bytes, stages_of
 from chameleon_ft.plan import Hop, LayerRange, Placement
-from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.schedule._engine import Schedule
+from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._network import NetworkBuilder
-from chameleon_ft.schedule.best import pipeline_schedule
+from chameleon_ft.schedule._pipelines import PipelineSchedule, pipeline_schedule
+from chameleon_ft.schedule._records import Integers
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
 
@@ -36,7 +36,7 @@ class TimedPipeline:
     micro_batches: int
     recompute: bool
     workers: tuple[int, ...]
-    schedule: Schedule
+    schedule: PipelineSchedule
     ends_s: tuple[float, ...]
 
     @property
@@ -72,11 +72,17 @@ class Timer:
         # By identity: all of them are known for good.
         self._peaks: dict[int, int] = {}
         self.synced_s: dict[tuple[tuple[int, tuple[int, ...]], ...], float] = {}
-        self._stages = Stages(costs.workload)
+        self._stages = stages_of(costs.workload)
         self._builders = {
             recompute: NetworkBuilder(costs, split_backward=split_backward, recompute=self._hosts if recompute else ())
             for recompute in (False, True)
         }
+
+    def mean_formula_s(self, depth: int, share: float, sync: SyncCost) -> float:
+        """A time that `mean_bound_s` cannot be less than, which is made in no time."""
+        low = max(1, int(share))
+        low_s, high_s = (self.pipelines.closed_form.least_s(depth, count, sync.per_byte_s) for count in (low, low + 1))
+        return low_s + max(0.0, share - low) * (high_s - low_s)
 
     def mean_bound_s(self, depth: int, share: float, sync: SyncCost) -> float:
         """The bound of pipelines of this depth, of workers of one kind, with so many micro-batches on the average."""
@@ -127,14 +133,16 @@ class Timer:
         if found is None:
             hops = hops_of(timed.workers, timed.stops)
             placement = Placement(timed.stops[-1], {hop.worker: (hop.layers,) for hop in hops})
-            moving = schedule_bytes(timed.schedule, self._stages, recompute=timed.workers if timed.recompute else ())
+            moving = schedule_bytes(
+                timed.schedule.schedule(), self._stages, recompute=timed.workers if timed.recompute else ()
+            )
             state = self._stages.state_bytes(placement)
             found = max(state[worker] + own for worker, own in zip(timed.workers, moving, strict=True))
             self._peaks[id(timed)] = found
         return found
 
-    def limits(self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool) -> list[InFlightLimit]:
-        """What each stage may keep."""
+    def limits(self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool) -> Integers:
+        """What each stage may have in flight, and keep; see `StageMemory.limits`."""
         pipelines = self.recomputing if recompute and self.recomputing is not None else self.pipelines
         return pipelines.memory.limits(stops, pipelines.capacities(shape), micro_batches)
 
@@ -147,7 +155,7 @@ class Timer:
             hops_of(workers, stops),
             micro_batches,
             self._builders[recompute],
-            ceiling=dict(zip(workers, limits, strict=True)),
+            ceiling=limits,
             effort=effort,
         )
         return TimedPipeline(
@@ -157,7 +165,7 @@ class Timer:
             recompute=recompute,
             workers=tuple(workers),
             schedule=schedule,
-            ends_s=tuple(schedule.last_s),
+            ends_s=schedule.last_s,
         )
 
 

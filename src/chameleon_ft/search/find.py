@@ -16,7 +16,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.search._bounds import SyncCost
-from chameleon_ft.search._depths import depths, promising
+from chameleon_ft.search._depths import depths, of_least_time, promising
 from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort, polish_effort
 from chameleon_ft.search._kinds import Crew, grouped
 from chameleon_ft.search._mix import is_exact
@@ -48,8 +48,8 @@ _ALONE: Final = (1, 1)
 _MIXES_KEPT: Final = 2
 # Of the plans found, so many get the workers that hold most of them already.
 _IN_ROLES: Final = 2
-# Those that are nearly as good as the best of them are kept: the best programs may change their order.
-_CLOSE: Final = 1.05
+# Those that are nearly as good as the best of all are kept: the best programs may change their order.
+_CLOSE: Final = 1.03
 # Of the plans found, so many get the best programs; with little effort, so many of these get other cuts.
 _POLISHED: Final = 3
 _RECUT: Final = 2
@@ -181,8 +181,8 @@ class _Search:
         """All searches, those of least bound first."""
         timers = [Timer(self._costs, self._crew, split_backward=split) for split in (True, False)]
         if self._with_sync:
-            every = depths(self._costs, timers, math.inf)
-            self._likely_s = _LIKELY * min((each.time_s for each in every), default=math.inf)
+            (least_s, _), *_ = [*of_least_time(depths(self._costs, timers, math.inf), 1), (math.inf, None)]
+            self._likely_s = _LIKELY * least_s
         while True:
             searches = self._bounded([search for timer in timers for search in self._searches(timer)])
             if not self._likely_s < self.bound_s < math.inf:
@@ -230,18 +230,19 @@ class _Search:
         found: list[_Placed] = []
         best_s = math.inf
         for search in searches:
-            if not self._with_sync and not search.reaches(best_s):
+            if not search.reaches(best_s):
                 continue
-            searched = search.run(self.bound_s, math.inf if self._with_sync else best_s)
+            # Where there is sync, the best program and the best workers may be of another mix.
+            close_s = best_s * _CLOSE if self._with_sync else best_s
+            searched = search.run(self.bound_s, close_s)
             self.complete = self.complete and searched.complete
             self.mixes += len(searched.mixes)
             different = {tuple((id(each), count) for each, count in mix.pipelines): mix for mix in searched.mixes}
             mixes = sorted(different.values(), key=lambda mix: mix.time_s)[:_MIXES_KEPT]
-            placed = sorted(
-                (placed for mix in mixes for placed in self._placed(mix, search.timer)), key=lambda each: each.step_s
-            )
-            close = [each for each in placed if each.step_s < placed[0].step_s * _CLOSE]
-            found += _with_survivor(close, placed)
+            on_ways = (placed for mix in mixes if mix.time_s < close_s for placed in self._placed(mix, search.timer))
+            placed = sorted(on_ways, key=lambda each: each.step_s)
+            close_s = _CLOSE * min([best_s, *(each.step_s for each in placed)])
+            found += _with_survivor([each for each in placed if each.step_s < close_s], placed)
             best_s = min([best_s, *(each.step_s for each in found)])
         return self._finished(found)
 

@@ -6,8 +6,11 @@ So only the workers of broken pipelines receive layers, while the shares of the 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from heapq import heapify, heapreplace
 from typing import Final
+
+import numpy as np
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import state_bytes
@@ -137,18 +140,14 @@ def _chains(live: Placement, cluster: Cluster) -> list[tuple[int, ...]] | None:
     after: dict[int, int] = {}
     from_first = set(starts.get(0, ()))
     for boundary, before in sorted(stops.items()):
-        pairs = sorted(
-            (a not in from_first, hosts[a] != hosts[b], abs(b - a - 1), a, b)
-            for a in before
-            for b in starts.get(boundary, ())
-        )
-        taken: set[int] = set()
-        for broken, _, _, a, b in pairs:
-            if a not in after and b not in taken:
-                after[a] = b
-                taken.add(b)
-                if not broken:
-                    from_first.add(b)
+        behind = starts.get(boundary, [])
+        joined: dict[int, int] = {}
+        for a, b in _nearest_pairs(before, behind, hosts, from_first):
+            if a not in after and b not in joined:
+                after[a], joined[b] = b, a
+                if len(joined) == min(len(before), len(behind)):
+                    break
+        from_first.update(b for b, a in joined.items() if a in from_first)
     firsts = sorted(set(live.workers) - set(after.values()))
     chains: list[tuple[int, ...]] = []
     for worker in firsts:
@@ -157,6 +156,29 @@ def _chains(live: Placement, cluster: Cluster) -> list[tuple[int, ...]] | None:
             chain.append(after[chain[-1]])
         chains.append(tuple(chain))
     return chains
+
+
+def _nearest_pairs(
+    before: Sequence[int], behind: Sequence[int], hosts: Mapping[int, str], from_first: Collection[int]
+) -> Iterator[tuple[int, int]]:
+    """All pairs of the two, as they are to be joined: first from chains that begin at the first layer."""
+    if not before or not behind:
+        return iter(())
+    a, b = (each.ravel() for each in np.meshgrid(before, behind, indexing="ij"))
+    numbers = {host: number for number, host in enumerate(set(hosts.values()))}
+    apart = np.not_equal(
+        *(
+            each.ravel()
+            for each in np.meshgrid(
+                [numbers[hosts[worker]] for worker in before],
+                [numbers[hosts[worker]] for worker in behind],
+                indexing="ij",
+            )
+        )
+    )
+    broken = np.repeat([worker not in from_first for worker in before], len(behind))
+    order = np.lexsort((b, a, np.abs(b - a - 1), apart, broken))
+    return zip(a[order].tolist(), b[order].tolist(), strict=True)
 
 
 def _bounds_of(placement: Placement, worker: int) -> _Bounds:
@@ -227,9 +249,13 @@ class _Shares:
                 low = middle
         most = {own: self._most(own, high, micro_batches) for own in self._counts}
         shares = [most[own] for own in self._pipelines]
-        while sum(shares) > micro_batches:
-            slowest = max(range(len(shares)), key=lambda place: (self._bound_s(place, shares[place]), place))
-            shares[slowest] -= 1
+        # Those that would end last, the last of equals first.
+        slowest = [(-self._bound_s(place, count), -place) for place, count in enumerate(shares)]
+        heapify(slowest)
+        for _ in range(sum(shares) - micro_batches):
+            place = -slowest[0][1]
+            shares[place] -= 1
+            heapreplace(slowest, (-self._bound_s(place, shares[place]), -place))
         return self._shifted(shares)
 
     def _shifted(self, shares: list[int]) -> list[int]:

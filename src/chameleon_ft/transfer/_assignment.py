@@ -40,7 +40,10 @@ class Balanced:
         flow, from_supply, to_demand = self._optimum()
         tight = self.cost == to_demand[None, :] - from_supply[:, None]
         limits = np.unique(self.cost[tight])
-        low, high = 0, int(np.searchsorted(limits, self.cost[flow > 0].max(initial=0)))
+        # Each place has to be taken by somebody, and each worker has to go somewhere.
+        able = np.where(tight, self.cost, np.iinfo(np.int64).max)
+        least = max(able.min(axis=0)[self.demand > 0].max(initial=0), able.min(axis=1)[self.supply > 0].max(initial=0))
+        low, high = (int(np.searchsorted(limits, cost)) for cost in (least, self.cost[flow > 0].max(initial=0)))
         while low < high:
             middle = (low + high) // 2
             if self._is_enough(tight & (self.cost <= limits[middle])):

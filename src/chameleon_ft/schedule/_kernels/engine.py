@@ -266,14 +266,13 @@ def _take(run: Run, channel: int, now: float) -> None:
     if not queue.remote:
         return
     sender = run.workers[queue.sender]
-    if denied or (queue.tail > queue.head and sender.sending == channel):
+    if denied >= 0 or (queue.tail > queue.head and sender.sending == channel):
         _push(run, max(sender.free, now), queue.sender)
-    if denied:
-        for worker in range(len(run.workers)):
-            if run.workers[worker].denied:
-                run.workers[worker].denied = False
-                _push(run, now, worker)
-        run.state[0].denied = 0
+    while denied >= 0:
+        run.workers[denied].denied = False
+        _push(run, now, denied)
+        denied = run.workers[denied].next_denied
+    run.state[0].denied = -1
 
 
 @lean_part
@@ -307,9 +306,9 @@ def _may_send(run: Run, worker: int, channel: int) -> bool:
 
 @lean_part
 def _deny(run: Run, worker: int) -> None:
-    if not run.workers[worker].denied:
-        run.workers[worker].denied = True
-        run.state[0].denied += 1
+    own, state = run.workers[worker], run.state[0]
+    if not own.denied:
+        own.denied, own.next_denied, state.denied = True, state.denied, worker
 
 
 @lean_part

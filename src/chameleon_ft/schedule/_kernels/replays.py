@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from chameleon_ft.schedule._kernels.jit import kernel, part_of_kernel
+from chameleon_ft.schedule._kernels.jit import kernel, lean_part, part_of_kernel
 from chameleon_ft.schedule._records import Floats, Integers, Records
 
 # To tell states from each other at a glance.
@@ -32,12 +32,62 @@ def longest_path(operations: Records, codes: Integers, first: Integers) -> tuple
 
 @part_of_kernel
 def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Floats, ends_s: Floats) -> None:
-    num_workers = len(first) - 1
     ends_s[:] = -1.0
+    _replay_rest(operations, codes, first, first[:-1].copy(), np.full(len(operations), -1), starts_s, ends_s)
+
+
+@part_of_kernel
+def _replay_changed(
+    operations: Records,
+    codes: Integers,
+    first: Integers,
+    from_s: float,
+    known_starts_s: Floats,
+    known_ends_s: Floats,
+    waiting: Integers,
+    starts_s: Floats,
+    ends_s: Floats,
+) -> None:
+    """Replay orders that differ from others, whose times are known, only in operations that started at `from_s` or
+    later. Those that started before need nothing of what comes after, so they stay as they are; of these no starts are
+    written.
+    """
+    ends_s[:] = known_ends_s
     place = first[:-1].copy()
+    for worker in range(len(place)):
+        low, high = first[worker], first[worker + 1]
+        while low < high:
+            middle = (low + high) // 2
+            if known_starts_s[codes[middle]] < from_s:
+                low = middle + 1
+            else:
+                high = middle
+        place[worker] = low
+        for later in range(low, first[worker + 1]):
+            ends_s[codes[later]] = -1.0
+    _replay_rest(operations, codes, first, place, waiting, starts_s, ends_s)
+
+
+@part_of_kernel
+def _replay_rest(
+    operations: Records,
+    codes: Integers,
+    first: Integers,
+    place: Integers,
+    waiting: Integers,
+    starts_s: Floats,
+    ends_s: Floats,
+) -> None:
+    """From these places on, by worker.
+
+    `waiting` has, by operation, the last worker that has come to wait for it: nobody before, and nobody afterwards.
+    """
+    num_workers = len(first) - 1
     free_s = np.zeros(num_workers)
-    # The workers that wait for an operation: the last to come, and by worker the one that came before.
-    waiting = np.full(len(operations), -1)
+    for worker in range(num_workers):
+        if place[worker] > first[worker]:
+            free_s[worker] = ends_s[codes[place[worker] - 1]]
+    # By worker the one that came to wait before.
     before = np.full(num_workers, -1)
     runnable = np.arange(num_workers)
     left = num_workers
@@ -66,6 +116,10 @@ def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Flo
                 other = before[other]
             waiting[code] = -1
         free_s[worker] = now
+    for worker in range(num_workers):
+        # For ever, so that nobody comes after it.
+        if place[worker] < first[worker + 1]:
+            waiting[operations[codes[place[worker]]].needs] = -1
 
 
 class _Search(NamedTuple):
@@ -179,7 +233,7 @@ def _messages(slots: Records, num_codes: int) -> tuple[Integers, Integers, Integ
     return received_in, sent_in, sent_for
 
 
-@part_of_kernel
+@lean_part
 def _mark(codes: Integers) -> int:
     mark = 0
     for code in codes:
@@ -211,6 +265,7 @@ def _neighbours(
     count = replayed = 0
     trial = present.copy()
     trial_starts_s, trial_ends_s = np.zeros(len(starts_s)), np.empty(len(starts_s))
+    waiting = np.full(len(starts_s), -1)
     code = 0
     while ends_s[code] != step_s:
         code += 1
@@ -230,15 +285,21 @@ def _neighbours(
         for row in _different(rows[:changes, : len(order)]):
             trial[first[worker] : first[worker + 1]] = rows[row, : len(order)]
             if not _is_seen(trial, seen, marks):
-                _replay(search.operations, trial, first, trial_starts_s, trial_ends_s)
+                changed = 0
+                while rows[row, changed] == order[changed]:
+                    changed += 1
+                from_s = starts_s[order[changed]]
+                _replay_changed(
+                    search.operations, trial, first, from_s, starts_s, ends_s, waiting, trial_starts_s, trial_ends_s
+                )
                 replayed += 1
-                if trial_ends_s.min() >= 0:
+                end_s, sum_s = _last_ends(trial, first, trial_ends_s)
+                if end_s >= 0:
                     if count == len(found.worker):
                         found = _grown(found)
                     found.orders[count, : len(order)] = rows[row, : len(order)]
                     found.worker[count] = worker
-                    found.step_s[count] = trial_ends_s.max()
-                    found.sum_s[count] = _sum_of_ends(trial, first, trial_ends_s)
+                    found.step_s[count], found.sum_s[count] = end_s, sum_s
                     count += 1
         trial[first[worker] : first[worker + 1]] = order
         code = search.operations[order[begin]].needs
@@ -262,13 +323,18 @@ def _grown(found: _Neighbours) -> _Neighbours:
     return grown
 
 
-@part_of_kernel
-def _sum_of_ends(codes: Integers, first: Integers, ends_s: Floats) -> float:
-    sum_s = 0.0
+@lean_part
+def _last_ends(codes: Integers, first: Integers, ends_s: Floats) -> tuple[float, float]:
+    """The latest end of the last operations of workers, and the sum of them; -1 where somebody waits for ever."""
+    step_s = sum_s = 0.0
     for worker in range(len(first) - 1):
         if first[worker + 1] > first[worker]:
-            sum_s += ends_s[codes[first[worker + 1] - 1]]
-    return sum_s
+            end_s = ends_s[codes[first[worker + 1] - 1]]
+            if end_s < 0:
+                return -1.0, 0.0
+            step_s = max(step_s, end_s)
+            sum_s += end_s
+    return step_s, sum_s
 
 
 @part_of_kernel
@@ -310,7 +376,7 @@ def _exchanges(search: _Search, order: Integers, place: int, rows: Integers, cou
     return count
 
 
-@part_of_kernel
+@lean_part
 def _passes(search: _Search, moved: int, codes: Integers) -> bool:
     """Whether an operation may go past these."""
     for code in codes:
@@ -319,7 +385,7 @@ def _passes(search: _Search, moved: int, codes: Integers) -> bool:
     return True
 
 
-@part_of_kernel
+@lean_part
 def _in_one_channel(search: _Search, one: int, other: int) -> bool:
     """Whether both receive, or both send, through one channel: messages must not change their order."""
     received, sent = search.received_in[one], search.sent_in[one]
@@ -328,7 +394,7 @@ def _in_one_channel(search: _Search, one: int, other: int) -> bool:
     return both_receive or both_send
 
 
-@part_of_kernel
+@lean_part
 def _is_within_limits(search: _Search, worker: int, order: Integers) -> bool:
     """Whether a worker that runs `order` never has more in flight, or keeps more, than it may."""
     count = len(search.slots)
@@ -354,18 +420,24 @@ def _different(rows: Integers) -> Integers:
     found = np.empty(len(rows), np.int64)
     count = 0
     for row in range(len(rows)):
-        place = count
-        while place and _compared(rows[found[place - 1]], rows[row]) > 0:
-            place -= 1
-        if place and _compared(rows[found[place - 1]], rows[row]) == 0:
+        place, high = 0, count
+        # Most of two rows is equal, so to compare them takes long.
+        while place < high:
+            middle = (place + high) // 2
+            if _compared(rows[found[middle]], rows[row]) < 0:
+                place = middle + 1
+            else:
+                high = middle
+        if place < count and _compared(rows[found[place]], rows[row]) == 0:
             continue
-        found[place + 1 : count + 1] = found[place:count].copy()
+        for other in range(count, place, -1):
+            found[other] = found[other - 1]
         found[place] = row
         count += 1
     return found[:count]
 
 
-@part_of_kernel
+@lean_part
 def _compared(one: Integers, other: Integers) -> int:
     """Negative if `one` comes before, zero if they are equal."""
     for place in range(len(one)):
@@ -401,7 +473,7 @@ def _best_that_runs(search: _Search, present: Integers, neighbours: _Neighbours,
     return -1
 
 
-@part_of_kernel
+@lean_part
 def _is_better(neighbours: _Neighbours, one: int, other: int) -> bool:
     one_s, other_s = neighbours.step_s[one], neighbours.step_s[other]
     better: bool = one_s < other_s or (one_s == other_s and neighbours.sum_s[one] < neighbours.sum_s[other])

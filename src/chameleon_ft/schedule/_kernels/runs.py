@@ -26,6 +26,7 @@ _WORKER: Final = np.dtype(
         ("free", np.float64),
         ("sending", np.int64),
         ("denied", np.bool_),
+        ("next_denied", np.int64),
         ("done", np.int64),
         ("pending", np.int64),
         ("pending_end", np.int64),
@@ -40,7 +41,8 @@ _WORKER: Final = np.dtype(
 
 room, kept: how much more it may put in flight, and keep. free: when it is. sending: the channel that it sent into last,
 the only one that can hold it back; or -1. denied: whether it had something ready, but would have closed a circle of
-workers holding each other back. done: where its next code goes. The rest are places in lists, up to those before which
+workers holding each other back; next_denied: the one that was denied something before it, or -1. done: where its next
+code goes. The rest are places in lists, up to those before which
 they end: pending, slots whose W is to be run; forward_in and backward_in, the queues that bring it tensors.
 """
 
@@ -78,7 +80,7 @@ _STATE: Final = np.dtype(
     ],
     align=True,
 )
-"""What there is only one of: rules, how many events and denied workers there are, and results."""
+"""What there is only one of: rules, how many events there are, who was denied something last (or -1), and results."""
 
 
 class Run(NamedTuple):
@@ -114,6 +116,7 @@ def begun(
     workers = np.zeros(num_workers, _WORKER)
     queues = np.zeros(num_channels + num_workers, _QUEUE)
     state = np.zeros(1, _STATE)
+    state[0].denied = -1
     for channel in range(num_channels):
         queue, own = queues[channel], channels[channel]
         queue.sender, queue.receiver, queue.gradient = own.sender, own.receiver, own.gradient

@@ -1,0 +1,87 @@
+"""Pipelines are scheduled as the engine for any routes does it, which knows nothing of counters."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.plan import Hop, LayerRange
+from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.schedule._network import NetworkBuilder
+from chameleon_ft.schedule._part import Part
+from chameleon_ft.schedule._pipelines import PipelinePart, pipeline_schedule
+from chameleon_ft.schedule._trials import Trials
+from chameleon_ft.workload import LayerCost, Workload
+
+_EFFORTS = (1, 3_000, 20_000, 100_000)
+
+
+def some_costs(rng: random.Random, layers: int, workers: int) -> CostModel:
+    """Workers and layers of few different times, so that much happens at once."""
+    times = [rng.choice((0.5, 1.0, 1.5, rng.random())) for _ in range(3)]
+    costs = tuple(
+        LayerCost(
+            f"layer {layer}",
+            rng.choice(times),
+            rng.choice(times),
+            rng.choice((*times, 0.0)),
+            param_bytes=1,
+            gradient_bytes=1,
+            optimizer_bytes=1,
+            activation_bytes=1,
+            weight_grad_bytes=1,
+            output_bytes=rng.choice((0, 1, 8)),
+        )
+        for layer in range(layers)
+    )
+    cluster = Cluster(
+        tuple(Worker(worker, f"host {worker // 3}", speed=rng.choice((1.0, 1.0, 0.7))) for worker in range(workers)),
+        Link(rng.choice((0.0, 0.1)), 10.0),
+        Link(rng.choice((0.0, 0.5, 3.0)), 2.0),
+    )
+    return CostModel(Workload(costs, 1, 1), cluster)
+
+
+def _limit(rng: random.Random, depth: int) -> InFlightLimit:
+    in_flight = rng.randint(1, 2 * depth)
+    return InFlightLimit(in_flight, in_flight + rng.choice((0, 0, 1, depth)))
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_pipeline_alone_is_scheduled_as_any_other_routes(seed: int) -> None:
+    rng = random.Random(seed)
+    depth, split = rng.randint(1, 9), rng.random() < 0.7
+    layers = depth + rng.randint(0, 4)
+    costs = some_costs(rng, layers, depth)
+    stops = [*sorted(rng.sample(range(1, layers), depth - 1)), layers]
+    workers = rng.sample(range(depth), depth)
+    hops = tuple(map(Hop, workers, map(LayerRange, [0, *stops[:-1]], stops)))
+    micro_batches = rng.choice((1, 2, 3, 7, 20))
+    # As few in flight as only one of them can do with, or more than there will be.
+    ceiling = [rng.choice((_limit(rng, depth), InFlightLimit(2 * depth, 2 * depth))) for _ in workers]
+    effort = rng.choice(_EFFORTS)
+    builder = NetworkBuilder(costs, split_backward=split, recompute=rng.sample(workers, rng.randint(0, depth)))
+
+    found = pipeline_schedule(
+        hops, micro_batches, builder, ceiling=np.array([(own.in_flight, own.kept) for own in ceiling]).T, effort=effort
+    )
+
+    trials = Trials(builder, tuple(workers), dict(zip(workers, ceiling, strict=True)))
+    part = Part(trials, [hops], [0] * micro_batches)
+    part.finish(effort)
+    wanted = part.best[1]
+    assert found.step_s == wanted.step_s
+    assert found.codes.tolist() == wanted.codes.tolist()
+    assert found.ends_s.tolist() == wanted.ends_s.tolist()
+    assert list(found.last_s) == wanted.last_s
+    assert found.schedule().orders == wanted.orders
+
+    alone = PipelinePart(Trials(builder, tuple(workers), dict(zip(workers, ceiling, strict=True))), hops, micro_batches)
+    alone.finish(effort)
+    rules, schedule = alone.best
+    assert rules == part.best[0]
+    assert schedule.codes.tolist() == wanted.codes.tolist()
+    assert (schedule.step_s, schedule.beyond_limits) == (wanted.step_s, wanted.beyond_limits)
