@@ -343,3 +343,21 @@ def test_where_the_fastest_survives_it_there_is_nothing_to_add() -> None:
     result = find_plan(on_hosts(4, 2, slower=1.0))
     assert result.best.last_hosts == 0
     assert result.alternatives == ()
+
+
+def test_of_equal_plans_the_one_that_fewer_hosts_can_end_is_the_best() -> None:
+    # Nobody has room for two layers, and two workers share the first: no pipelines are as fast.
+    layers = (LayerCost("long", 2.0, 2.0, 2.0, param_bytes=10), LayerCost("short", 1.0, 1.0, 1.0, param_bytes=10))
+    workers = tuple(Worker(number, host, memory_bytes=19) for number, host in enumerate(("a", "a", "b")))
+    link = Link(0.0, math.inf)
+    costs = CostModel(Workload(layers, 8, 1), Cluster(workers, link, link))
+    long, short = LayerRange(0, 1), LayerRange(1, 2)
+
+    def shared(first: int, second: int, last: int) -> Plan:
+        placement = Placement(2, {first: (long,), second: (long,), last: (short,)})
+        ways = ((Hop(first, long), Hop(last, short)), (Hop(second, long), Hop(last, short)))
+        return Plan(placement, tuple(Route(number, ways[number % 2]) for number in range(8)))
+
+    result = find_plan(costs, others={"two": shared(0, 1, 2), "one": shared(0, 2, 1)})
+    assert (result.best.name, result.best.last_hosts) == ("one", 1)
+    assert all(each.step_s > result.best.step_s for each in result.alternatives)

@@ -97,7 +97,7 @@ def find_plan(
         raise PlanError("no worker is left to plan for; start at least one")
     handed_in, too_large = _weighed(others or {}, costs, current, others_ceiling)
     search = _Search(costs, current, effort, two_holders=two_holders)
-    found = sorted([*search.plans(), *handed_in], key=lambda each: (each.step_s, each.moved_bytes))
+    found = sorted([*search.plans(), *handed_in], key=_figures)
     if two_holders:
         found = [each for each in found if _has_two_holders(each.plan)]
         if not found:
@@ -110,9 +110,14 @@ def find_plan(
         family=search.family,
         complete=search.complete,
         mixes=search.mixes,
-        alternatives=tuple(pareto_front(found, lambda each: (each.step_s, each.moved_bytes, each.last_hosts))[1:]),
+        alternatives=tuple(pareto_front(found, _figures)[1:]),
         too_large=FrozenMap(too_large),
     )
+
+
+def _figures(found: FoundPlan) -> tuple[float, ...]:
+    """What plans are chosen by, the first of them first."""
+    return found.step_s, found.moved_bytes, found.last_hosts
 
 
 @dataclass(frozen=True, slots=True)
