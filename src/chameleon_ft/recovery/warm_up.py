@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Final
 
 from chameleon_ft.cluster import Cluster, Link, Worker
@@ -11,6 +12,7 @@ from chameleon_ft.recovery.decision import decide
 from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import CostModel
+from chameleon_ft.search import InfeasibleError, find_plan
 from chameleon_ft.workload import LayerCost, Workload
 
 __all__ = ["COMPILING", "warm_up"]
@@ -39,7 +41,8 @@ def warm_up() -> None:
     )
     plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=3, pp=2, micro_batches=6, split_backward=True)
     workers = tuple(Worker(worker, "host", memory_bytes=1000) for worker in plan.workers[1:])
-    cluster = Cluster(workers, Link(0.1, 10.0), Link(0.1, 10.0))
+    link = Link(0.1, 10.0)
+    cluster = Cluster(workers, link, link)
     situation = Situation(
         plan=plan,
         ceiling={},
@@ -49,3 +52,8 @@ def warm_up() -> None:
         restart_s=0.0,
     )
     decide(situation, "chameleon", FailureRate(worker_mtbf_s=1.0, prior_failures=1.0))
+    # Where memory is short, all cuts are gone through, and it is asked what is missing.
+    for memory_bytes in (18, 1):
+        few = Cluster(tuple(Worker(worker, "host", memory_bytes=memory_bytes) for worker in range(2)), link, link)
+        with contextlib.suppress(InfeasibleError):
+            find_plan(CostModel(Workload((layer,) * 3, 3, 1), few), effort=None)
