@@ -361,3 +361,25 @@ def test_of_equal_plans_the_one_that_fewer_hosts_can_end_is_the_best() -> None:
     result = find_plan(costs, others={"two": shared(0, 1, 2), "one": shared(0, 2, 1)})
     assert (result.best.name, result.best.last_hosts) == ("one", 1)
     assert all(each.step_s > result.best.step_s for each in result.alternatives)
+
+
+@pytest.mark.parametrize(("far_bytes_per_s", "left_out"), [(1.25e9, True), (50e9, False)])
+def test_a_worker_alone_on_its_host_is_left_out_where_links_to_it_are_slow(
+    far_bytes_per_s: float, left_out: bool
+) -> None:
+    rates = device("h100-80g").cluster(9, workers_per_host=8)
+    cluster = Cluster(rates.workers, rates.intra_host, Link(1e-5, far_bytes_per_s))
+    result = find_plan(CostModel(PRESET, cluster))
+    alone = find_plan(CostModel(PRESET, cluster.without([8])))
+    assert (8 in result.best.plan.workers) is not left_out
+    assert result.best.step_s <= alone.best.step_s * (1 + 1e-9)
+    assert result.bound_s <= result.best.step_s
+
+
+def test_few_hosts_do_alone_what_rings_between_hosts_would_hold_up() -> None:
+    # One layer, so that all workers that train hold the same.
+    layer = LayerCost("layer", 0.01, 0.01, 0.01, gradient_bytes=90)
+    workers = tuple(Worker(number, f"host {number // 2}") for number in range(4))
+    cluster = Cluster(workers, Link(0.0, 1000.0), Link(0.0, 1.0))
+    result = find_plan(CostModel(Workload((layer,), 8, 1), cluster))
+    assert result.best.step_s == pytest.approx(4 * 0.03 + 90 / 1000)

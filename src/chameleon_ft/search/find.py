@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -10,14 +11,14 @@ from typing import Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate import estimate_parts, total_work_bound_s
+from chameleon_ft.estimate import total_work_bound_s
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
-from chameleon_ft.schedule.best import best_parts
+from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search._bounds import SyncCost
 from chameleon_ft.search._depths import depths, of_least_time, promising
 from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort, polish_effort
+from chameleon_ft.search._handed_in import weighed
 from chameleon_ft.search._kinds import Crew, grouped
 from chameleon_ft.search._mix import is_exact
 from chameleon_ft.search._mixes import MixSearch, TimedMix
@@ -27,7 +28,6 @@ from chameleon_ft.search._placed import (
     found_plan,
     has_gradients,
     in_roles,
-    moved_bytes,
     placement_of,
     polished,
     remembered_s,
@@ -58,6 +58,8 @@ _PARTS: Final = 3
 _LEAST_BOUNDS: Final = 2
 # Searches are begun with those that promise most by this many times what workers take that are never idle.
 _SOON: Final = 1.02
+# Plans that take so many times the bound are far from it.
+_FAR: Final = 1.1
 # Plans that take longer than the least bounds of equal pipelines by this much are not thought of in bounds at first.
 _LIKELY: Final = 1.06
 
@@ -95,7 +97,7 @@ def find_plan(
     """
     if not costs.cluster.workers:
         raise PlanError("no worker is left to plan for; start at least one")
-    handed_in, too_large = _weighed(others or {}, costs, current, others_ceiling)
+    handed_in, too_large = weighed(others or {}, costs, current, others_ceiling)
     search = _Search(costs, current, effort, two_holders=two_holders)
     found = sorted([*search.plans(), *handed_in], key=_figures)
     if two_holders:
@@ -169,7 +171,9 @@ class _Search:
         tried = searches
         if self._two_holders and len(self._crew.kinds) == 1:
             tried = [search for search in searches if search.numbers != _ALONE]
-        placed = sorted([*self._run(tried), *self._of_the_fastest()], key=lambda each: each.step_s)
+        placed = [*self._run(tried), *self._of_the_fastest()]
+        placed += self._of_fewer_hosts(min((each.step_s for each in placed), default=math.inf))
+        placed.sort(key=lambda each: each.step_s)
         if not (self._all_kinds and is_exact(self._crew.counts) and all(search.all_shapes for search in searches)):
             self.complete = False
             self.bound_s = _bound_of_equals_s(self._real_costs)
@@ -271,10 +275,29 @@ class _Search:
         cluster = self._costs.cluster
         for number in range(1, len(self._crew.kinds)):
             fast = {worker for members in self._crew.members[:number] for worker in members}
-            part = cluster.without([worker.id for worker in cluster.workers if worker.id not in fast])
-            search = _Search(CostModel(self._costs.workload, part), None, self._effort, two_holders=self._two_holders)
-            found += search._run(search._bounded_searches())
+            found += self._of_part(cluster.without([worker.id for worker in cluster.workers if worker.id not in fast]))
         return found
+
+    def _of_fewer_hosts(self, best_s: float) -> list[_Placed]:
+        """What hosts with more workers can do alone, where the best by now is far from the bound.
+
+        One worker on a host of its own makes all rings that it is in go between hosts.
+        """
+        found: list[_Placed] = []
+        cluster = self._costs.cluster
+        if not self._with_sync or _links_are_equal(cluster) or not _FAR * self.bound_s < best_s < math.inf:
+            return found
+        for hosts in _fewer_hosts(cluster):
+            part = cluster.without([worker.id for worker in cluster.workers if worker.host not in hosts])
+            if total_work_bound_s(CostModel(self._costs.workload, part)) < best_s:
+                found += self._of_part(part)
+                best_s = min([best_s, *(each.step_s for each in found)])
+        return found
+
+    def _of_part(self, part: Cluster) -> list[_Placed]:
+        """What some of the workers can do, while the others are idle."""
+        search = _Search(CostModel(self._costs.workload, part), None, self._effort, two_holders=self._two_holders)
+        return search._run(search._bounded_searches())
 
     def _is_cheap(self, search: MixSearch) -> bool:
         """Whether a look at the pipelines that make up its bound does not cost too much."""
@@ -362,6 +385,14 @@ def _with_survivor(chosen: Sequence[_Placed], placed: Sequence[_Placed]) -> list
     return [*chosen, *islice((each for each in placed if each.survives_hosts), 1)]
 
 
+def _fewer_hosts(cluster: Cluster) -> Iterator[set[str]]:
+    """All but those with the fewest workers, and so on; at last one of those that have most."""
+    sizes = Counter(worker.host for worker in cluster.workers)
+    for size in sorted(set(sizes.values()))[1:]:
+        yield {host for host in sizes if sizes[host] >= size}
+    yield {max(sizes, key=sizes.__getitem__)}
+
+
 def _bound_of_equals_s(costs: CostModel) -> float:
     """A bound on all pipelines if every worker were as fast as the fastest, and whatever memory they need."""
     speed = max(worker.speed for worker in costs.cluster.workers)
@@ -370,44 +401,6 @@ def _bound_of_equals_s(costs: CostModel) -> float:
     equals = _Search(CostModel(costs.workload, cluster), None, 0)
     equals._bounded_searches()
     return max(equals.bound_s, total_work_bound_s(costs))
-
-
-def _weighed(
-    others: Mapping[str, Plan],
-    costs: CostModel,
-    current: Placement | None,
-    given: Mapping[int, InFlightLimit] | None,
-) -> tuple[list[FoundPlan], dict[str, int]]:
-    """The plans handed in, and the bytes that are missing where one does not fit even with the fewest in flight.
-
-    Or with those of the `given` ceiling.
-    """
-    found: list[FoundPlan] = []
-    too_large: dict[str, int] = {}
-    for name, plan in others.items():
-        for ceiling in (None, default_limits(plan)) if given is None else (_of_workers(given, plan.workers),):
-            estimate = estimate_parts(plan, best_parts(plan, costs, ceiling=ceiling), costs)
-            missing = estimate.over_capacity(costs)
-            if not missing:
-                found.append(
-                    FoundPlan(
-                        name=name,
-                        plan=plan,
-                        ceiling=FrozenMap(ceiling or {}),
-                        step_s=estimate.step_s,
-                        program_s=estimate.program_s,
-                        peak_bytes=max(estimate.peak_bytes.values()),
-                        moved_bytes=moved_bytes(plan.placement, costs, current),
-                        last_hosts=len(plan.placement.indispensable(costs.cluster.hosts)),
-                    )
-                )
-                break
-            too_large[name] = max(missing.values())
-    return found, {name: missing for name, missing in too_large.items() if name not in {each.name for each in found}}
-
-
-def _of_workers(ceiling: Mapping[int, InFlightLimit], workers: Iterable[int]) -> dict[int, InFlightLimit]:
-    return {worker: ceiling[worker] for worker in workers if worker in ceiling}
 
 
 def _has_two_holders(plan: Plan) -> bool:
