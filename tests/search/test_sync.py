@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import reduction_s
+from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
 from chameleon_ft.search._kinds import Crew
-from chameleon_ft.search._placed import PlacedPipeline, placement_of, synced_s
+from chameleon_ft.search._placed import PlacedPipeline, synced_s
 from chameleon_ft.search._sync import least_sync
-from chameleon_ft.search._timed import Timer
+from chameleon_ft.search._timed import Timer, hops_of
 from chameleon_ft.sync import gradient_rounds, segment_bytes
 from chameleon_ft.workload import LayerCost, Workload
 from tests.search.instances import instance, with_gradients
@@ -60,10 +61,11 @@ def test_no_worker_of_any_plan_reduces_its_gradients_in_less(seed: int, split: b
     workers = split_among(rng, list(range(sum(depths))), depths)
     stops = [rng.choice(list(cuts(layers, depth))) for depth in depths]
     pipelines = [placed(timer, *each) for each in zip(workers, stops, shares, strict=True)]
-    sync = least_sync(costs, number, synced_s(pipelines, costs))
+    sync = least_sync(costs, number, synced_s(pipelines, timer))
     least = timer.pipelines.bounds(sync)
     spent_s = dict.fromkeys(range(sum(depths)), 0.0)
-    for segments in gradient_rounds(placement_of(pipelines, costs), costs.workload.tied_layers).rounds:
+    held = {hop.worker: (hop.layers,) for each in pipelines for hop in hops_of(each.workers, each.timed.stops)}
+    for segments in gradient_rounds(Placement(layers, held), costs.workload.tied_layers).rounds:
         for segment in segments:
             if segment_bytes(segment, costs.workload):
                 for worker in segment.holders:
@@ -138,7 +140,7 @@ def test_no_two_pipelines_on_any_hosts_beat_the_bound(seed: int) -> None:
     for split in (False, True):
         timer = Timer(costs, Crew.of(costs.cluster), split_backward=split)
         for pipelines in ways(4, 3, costs.workload.micro_batches):
-            least_s = min(least_s, synced_s([placed(timer, *each) for each in pipelines], costs))
+            least_s = min(least_s, synced_s([placed(timer, *each) for each in pipelines], timer))
     assert find_plan(costs).bound_s <= least_s * (1 + 1e-9)
 
 
@@ -146,7 +148,7 @@ def test_the_bound_knows_that_rings_inside_a_host_leave_room_for_few_layers() ->
     costs = equal_layers(4, 6, [2, 2])
     found = find_plan(costs)
     timer = Timer(costs, Crew.of(costs.cluster), split_backward=True)
-    least_s = min(synced_s([placed(timer, *each) for each in pipelines], costs) for pipelines in ways(4, 4, 6))
+    least_s = min(synced_s([placed(timer, *each) for each in pipelines], timer) for pipelines in ways(4, 4, 6))
     assert found.bound_s <= least_s * (1 + 1e-9)
     assert found.best.step_s <= least_s * (1 + 1e-9)
 

@@ -75,10 +75,10 @@ def fastest_of(
             [(0,) * len(stops) for stops, _ in pipelines], [stops for stops, _ in pipelines], equals, costs
         )
     ]
-    quick = min(ways, key=lambda pipelines: synced_s(pipelines, costs))
+    quick = min(ways, key=lambda pipelines: synced_s(pipelines, timer))
     chosen = [(each.timed.stops, each.timed.micro_batches) for each in quick]
     best = placed(chosen, [each.workers for each in quick], effort=DEFAULT_EFFORT)
-    return found_plan(name, min((best, quick), key=lambda pipelines: synced_s(pipelines, costs)), timer, current)
+    return found_plan(name, min((best, quick), key=lambda pipelines: synced_s(pipelines, timer)), timer, current)
 
 
 def _of_equals(cluster: Cluster) -> Cluster:

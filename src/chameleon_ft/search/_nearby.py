@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
-from chameleon_ft.search._placed import PlacedPipeline, remembered_s
+from chameleon_ft.search._placed import PlacedPipeline, synced_s
 from chameleon_ft.search._timed import TimedPipeline, Timer
 
 # So many cuts are tried, those of least bound, and so often again from the best of them.
@@ -30,10 +30,10 @@ def with_better_cuts(pipelines: Sequence[PlacedPipeline], timer: Timer, *, effor
             for stops in _nearby(slowest.stops)
             if (bound_s := _bound_s(slowest, stops, timer)) < slowest.program_s
         )
-        before_s = remembered_s(best, timer)
+        before_s = synced_s(best, timer)
         ways = [_recut(best, slowest, stops, timer, effort) for _, stops in nearby[:_TRIES]]
-        found = min((way for way in ways if way is not None), key=lambda way: remembered_s(way, timer), default=best)
-        if remembered_s(found, timer) >= before_s:
+        found = min((way for way in ways if way is not None), key=lambda way: synced_s(way, timer), default=best)
+        if synced_s(found, timer) >= before_s:
             break
         best = found
     return best

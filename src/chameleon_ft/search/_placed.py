@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from chameleon_ft.search._arrange import by_pipeline, by_stage, orders_of_hosts
 from chameleon_ft.search._bounds import Stops
 from chameleon_ft.search._effort import polish_effort
 from chameleon_ft.search._kinds import Crew, Shape
+from chameleon_ft.search._reductions import reductions
 from chameleon_ft.search._sync import largest_host
 from chameleon_ft.search._timed import TimedPipeline, Timer, hops_of
 from chameleon_ft.search.result import FoundPlan
-from chameleon_ft.sync import Segment, gradient_rounds, segment_bytes
 from chameleon_ft.transfer import Holding, assign_roles, holdings_of, missing_layers
 
 # So many hosts are tried to begin with.
@@ -52,11 +51,24 @@ def has_gradients(costs: CostModel) -> bool:
     return any(layer.gradient_bytes for layer in costs.workload.layers)
 
 
-def synced_s(pipelines: Sequence[PlacedPipeline], costs: CostModel) -> float:
+def synced_s(pipelines: Sequence[PlacedPipeline], timer: Timer) -> float:
     """Seconds until all operations have ended and all gradients are reduced, as `estimate_sync` has it.
 
     Workers with equal stages of equal programs do everything at the same time, so a few stand for all.
+
+    Args:
+        pipelines: such as come from this timer, and live as long.
+        timer: what is known of pipelines.
     """
+    key = tuple((id(each.timed), each.workers) for each in pipelines)
+    found = timer.synced_s.get(key)
+    if found is None:
+        found = timer.synced_s[key] = _synced_s(pipelines, timer)
+    return found
+
+
+def _synced_s(pipelines: Sequence[PlacedPipeline], timer: Timer) -> float:
+    costs = timer.costs
     program_s = max(each.timed.program_s for each in pipelines)
     tied = costs.workload.tied_layers
     if (len(pipelines) < 2 and not tied) or not has_gradients(costs):
@@ -65,35 +77,28 @@ def synced_s(pipelines: Sequence[PlacedPipeline], costs: CostModel) -> float:
     for each in pipelines:
         classes.setdefault(id(each.timed), []).append(each)
     # With tied parameters the number of rounds may depend on how many there are.
-    few = [each for members in classes.values() for each in (members if tied else members[:2])]
-    placement = placement_of(few, costs)
-    free_s = {worker: end_s for each in few for worker, end_s in zip(each.workers, each.timed.ends_s, strict=True)}
+    few = [each.timed for members in classes.values() for each in (members if tied else members[:2])]
+    key = tuple(map(id, few))
+    if key not in timer.reductions:
+        timer.reductions[key] = reductions([each.stops for each in few], costs.workload)
     hosts = costs.cluster.hosts
+    by_class = [
+        [[hosts[each.workers[position]] for each in members] for position in range(len(members[0].workers))]
+        for members in classes.values()
+    ]
+    free_s = [end_s for each in few for end_s in each.ends_s]
     end_s = program_s
-    for segments in gradient_rounds(placement, tied).rounds:
-        for segment in segments:
-            if not segment_bytes(segment, costs.workload):
-                continue
-            start_s = max(free_s[worker] for worker in segment.holders)
-            done_s = start_s + _reduction_s(segment, classes, costs, hosts)
-            free_s.update(dict.fromkeys(segment.holders, done_s))
-            end_s = max(end_s, done_s)
+    first_of = {key: number for number, key in enumerate(classes)}
+    numbers = [first_of[id(each)] for each in few]
+    for reduction in timer.reductions[key]:
+        start_s = max(free_s[slot] for slot in reduction.slots)
+        places = dict.fromkeys((numbers[index], position) for index, position in reduction.stages)
+        holders = [host for number, position in places for host in by_class[number][position]]
+        done_s = start_s + _ring_s(holders, reduction.num_bytes, costs.cluster)
+        for slot in reduction.slots:
+            free_s[slot] = done_s
+        end_s = max(end_s, done_s)
     return end_s
-
-
-def placement_of(pipelines: Sequence[PlacedPipeline], costs: CostModel) -> Placement:
-    """Which layers the workers of these pipelines hold."""
-    held = {hop.worker: (hop.layers,) for each in pipelines for hop in hops_of(each.workers, each.timed.stops)}
-    return Placement(len(costs.workload.layers), held)
-
-
-def remembered_s(pipelines: Sequence[PlacedPipeline], timer: Timer) -> float:
-    """`synced_s` of pipelines that come from this timer, which is asked for several times."""
-    key = tuple((id(each.timed), each.workers) for each in pipelines)
-    found = timer.synced_s.get(key)
-    if found is None:
-        found = timer.synced_s[key] = synced_s(pipelines, timer.costs)
-    return found
 
 
 def polished(pipelines: Sequence[PlacedPipeline], timer: Timer, effort: int | None) -> tuple[PlacedPipeline, ...]:
@@ -107,7 +112,7 @@ def polished(pipelines: Sequence[PlacedPipeline], timer: Timer, effort: int | No
         best[key] = timer.moved(each.timed, each.workers, effort=polish_effort(effort))
         last_s = max(last_s, best[key].program_s)
     better = tuple(PlacedPipeline(best.get(id(each.timed), each.timed), each.workers) for each in pipelines)
-    return min((better, tuple(pipelines)), key=lambda each: remembered_s(each, timer))
+    return min((better, tuple(pipelines)), key=lambda each: synced_s(each, timer))
 
 
 def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement | None) -> FoundPlan:
@@ -136,7 +141,7 @@ def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, cur
         name=name,
         plan=Plan(placement, tuple(routes), timer.split_backward, frozenset(recompute)),
         ceiling=FrozenMap(ceiling),
-        step_s=remembered_s(pipelines, timer),
+        step_s=synced_s(pipelines, timer),
         program_s=max(timed.program_s for timed in programs),
         peak_bytes=max(map(timer.peak_bytes, programs)),
         moved_bytes=moved_bytes(placement, costs, current),
@@ -181,18 +186,6 @@ def moved_bytes(placement: Placement, costs: CostModel, current: Placement | Non
         count * sum(state[layer] for layer in missing_layers(Holding(had), Holding(wanted)))
         for (had, wanted), count in lacking.items()
     )
-
-
-def _reduction_s(
-    segment: Segment, classes: dict[int, list[PlacedPipeline]], costs: CostModel, hosts: dict[int, str]
-) -> float:
-    """A ring over the holders that every pipeline has of the segment; the slowest link that is in it sets the pace."""
-    holders: list[str] = []
-    for members in classes.values():
-        stops = members[0].timed.stops
-        positions = {bisect_right(stops, layer) for layer in segment.tied or (segment.layers.start,)}
-        holders += [hosts[each.workers[position]] for each in members for position in positions]
-    return _ring_s(holders, segment_bytes(segment, costs.workload), costs.cluster)
 
 
 def _ring_s(hosts: Sequence[str], num_bytes: int, cluster: Cluster) -> float:

@@ -15,6 +15,7 @@ from chameleon_ft.schedule._pipelines import PipelineSchedule, pipeline_schedule
 from chameleon_ft.schedule._records import Integers
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
+from chameleon_ft.search._reductions import Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Timer:
         pipelines: what pipelines can do at best.
         recomputing: the same for those that recompute; None where memory is no matter.
         spent: the effort so far, in operations that might be scheduled.
-        synced_s: what `remembered_s` remembers.
+        synced_s, reductions: what `search._placed.synced_s` remembers.
     """
 
     def __init__(self, costs: CostModel, crew: Crew, *, split_backward: bool) -> None:
@@ -72,6 +73,7 @@ class Timer:
         # By identity: all of them are known for good.
         self._peaks: dict[int, int] = {}
         self.synced_s: dict[tuple[tuple[int, tuple[int, ...]], ...], float] = {}
+        self.reductions: dict[tuple[int, ...], tuple[Reduction, ...]] = {}
         self._stages = stages_of(costs.workload)
         self._builders = {
             recompute: NetworkBuilder(costs, split_backward=split_backward, recompute=self._hosts if recompute else ())

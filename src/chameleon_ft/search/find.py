@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Final
 
 from chameleon_ft.cluster import Cluster
@@ -28,9 +28,8 @@ from chameleon_ft.search._placed import (
     found_plan,
     has_gradients,
     in_roles,
-    placement_of,
     polished,
-    remembered_s,
+    synced_s,
     ways_to_place,
 )
 from chameleon_ft.search._sync import about, largest_host, least_sync, numbers_of_pipelines
@@ -133,10 +132,17 @@ class _Placed:
     @property
     def survives_hosts(self) -> bool:
         """Whether every layer is left to somebody, whichever host is lost."""
-        costs = self.timer.costs
-        if len(self.pipelines) > largest_host(costs.cluster):
+        cluster = self.timer.costs.cluster
+        if len(self.pipelines) > largest_host(cluster):
             return True
-        return not placement_of(self.pipelines, costs).indispensable(costs.cluster.hosts)
+        hosts = cluster.hosts
+        # By pipeline, the host of each layer.
+        holding = (
+            [hosts[worker] for worker, own in zip(each.workers, stages, strict=True) for _ in range(*own)]
+            for each in self.pipelines
+            for stages in (pairwise((0, *each.timed.stops)),)
+        )
+        return all(len(set(holders)) > 1 for holders in zip(*holding, strict=True))
 
 
 class _Search:
@@ -333,7 +339,7 @@ class _Search:
             on_ways = sorted((self._on(workers, timed, timer) for workers in ways), key=lambda placed: placed.step_s)
             return _with_survivor(on_ways[:1], on_ways)
         rough = [tuple(map(PlacedPipeline, timed, workers)) for workers in ways]
-        on_ways = [_Placed(pipelines, timer, step_s=remembered_s(pipelines, timer)) for pipelines in rough]
+        on_ways = [_Placed(pipelines, timer, step_s=synced_s(pipelines, timer)) for pipelines in rough]
         on_ways.sort(key=lambda placed: placed.step_s)
         chosen = _with_survivor(on_ways[:1], on_ways)
         return [self._on([each.workers for each in placed.pipelines], timed, timer) for placed in chosen]
@@ -343,7 +349,7 @@ class _Search:
         pipelines = tuple(
             PlacedPipeline(timer.moved(each, own, effort=effort), own) for each, own in zip(timed, workers, strict=True)
         )
-        return _Placed(pipelines, timer, step_s=remembered_s(pipelines, timer))
+        return _Placed(pipelines, timer, step_s=synced_s(pipelines, timer))
 
     def _in_roles(self, placed: Sequence[_Placed]) -> list[_Placed]:
         """The best ones as they are, and with stages on the workers that hold most of them."""
@@ -355,7 +361,7 @@ class _Search:
         for each in few:
             for keep_hosts in (True, False):
                 pipelines = in_roles(each.pipelines, each.timer, self._current, keep_hosts=keep_hosts, effort=effort)
-                found.append(_Placed(pipelines, each.timer, step_s=remembered_s(pipelines, each.timer)))
+                found.append(_Placed(pipelines, each.timer, step_s=synced_s(pipelines, each.timer)))
                 if _links_are_equal(self._costs.cluster):
                     break
         return found
@@ -375,7 +381,7 @@ class _Search:
 
     def _polished(self, placed: _Placed) -> _Placed:
         pipelines = polished(placed.pipelines, placed.timer, self._effort)
-        return replace(placed, pipelines=pipelines, step_s=remembered_s(pipelines, placed.timer))
+        return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, placed.timer))
 
 
 def _with_survivor(chosen: Sequence[_Placed], placed: Sequence[_Placed]) -> list[_Placed]:
