@@ -167,9 +167,14 @@ def test_chameleon_reads_it_into_the_fastest_plan() -> None:
     found = situation(all_but(1, 3, 5, state=parked(7)), checkpoints=[2, 5])
     decision = decided(found, policy="chameleon")
     assert (decision.policy, decision.first_step, decision.load, decision.transition) == ("checkpoint", 5, 5, None)
-    assert (decision.lost_layers, decision.weighed is not None) == ((2, 3), True)
+    assert decision.lost_layers == (2, 3)
     assert decision.plan == find_plan(outlook_of(found).costs).best.plan
-    with pytest.raises(NoHolderError, match="no live worker holds layers 2, 3"):
+    assert decision.weighed is not None
+    assert decision.weighed.course is not None
+    assert (decision.program, decision.prepared) == (decision.weighed.course.program, False)
+    again = decide(found, outlook_of(found), policy="chameleon", rate=RATE, prepared=decision.weighed)
+    assert (again.policy, again.prepared, again.plan) == ("checkpoint", True, decision.plan)
+    with pytest.raises(NoHolderError, match="no live worker holds layers 2-3"):
         decided(dataclasses.replace(found, checkpoints=()), policy="chameleon")
 
 

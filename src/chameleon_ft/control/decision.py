@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from chameleon_ft import recovery
@@ -150,9 +150,10 @@ def decide(
         return _fall_back(situation, outlook, weighed)
     course = weighed.course
     if course.transfer is None:
-        return _from_checkpoint(
+        anew = _from_checkpoint(
             situation, outlook, weighed, course.plan, ceiling=course.ceiling, policy=weighed.chosen.policy
         )
+        return replace(anew, program=course.program, prepared=prepared is not None)
     first_step, vote = _resume_point(situation)
     transition = _transition(situation, course.plan, outlook)
     return Decision(
