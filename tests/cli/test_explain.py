@@ -187,6 +187,14 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.Capt
             "copy of one: there is no checkpoint",
         ),
         (
+            # (t - 1) / 0.5 = (t - 501) / 0.4 at t = 2501 s.
+            [weighed("a", 0.5, 1.0, 0), weighed("b", 0.4, 1.0, 0, return_s=500.0, samples=124_750)],
+            "a",
+            "60.2% more samples than b: its stall and expected returns to a checkpoint are 500.0 s shorter, which the "
+            "steps of b, 20.0% shorter, make up for only 41.7 min after the loss; the next failure is expected in "
+            "16.7 min",
+        ),
+        (
             [weighed("a", 0.5, 0.5, 0), weighed("b", 0.4, 0.5, 0)],
             "a",
             "b would train 25.0% more samples by what is known now, but it had been decided before",

@@ -196,12 +196,13 @@ def test_what_was_known_is_told() -> None:
     event = lose(by, begin(by), 1).to_json()
     assert json.loads(json.dumps(event)) == event
     assert (event["step"], event["lost"], event["live"], event["plan"]) == (7, [1], 5, "3 pipelines of 2 stages")
+    # All are on one host.
     assert event["rate"] == {
         "failures": 1,
         "worker_s": 60.0,
         "prior_failures": 1.0,
         "worker_mtbf_s": 3600.0,
-        "host_share": 0.125,
+        "host_share": None,
     }
     phases = {"detect_s": 0.25, "stop_s": 0.25, "decide_s": 0.0, "regroup_s": 0.5}
     assert event["stall"] == {"repeat_s": 0.5, **phases, "restart_s": 300.0}

@@ -38,6 +38,7 @@ def weighed(
         "reason": reason,
         "last_holders": 0,
         "last_hosts": 0,
+        "return_s": 0.0,
         **more,
     }
 

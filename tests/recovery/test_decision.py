@@ -50,6 +50,7 @@ def test_what_is_chosen_is_best_and_can_be_run(
             assert each.stall_s is not None
             assert each.step_s is not None
             of_workers, of_hosts = each.last_holders / len(now.live), each.last_hosts / hosts
+            assert each.last_hosts == 0 or hosts > 1
             return_s = now.restart_s * ((1 - host_share) * of_workers + host_share * of_hosts)
             trained = samples * max(0.0, decision.horizon_s - each.stall_s - return_s) / each.step_s
             assert each.samples == pytest.approx(trained, rel=1e-12)
@@ -371,6 +372,7 @@ def test_the_event_has_these_fields() -> None:
                 "bytes",
                 "last_holders",
                 "last_hosts",
+                "return_s",
                 "samples",
                 "feasible",
                 "reason",
@@ -388,6 +390,7 @@ def test_the_event_has_these_fields() -> None:
             "bytes": None,
             "last_holders": 0,
             "last_hosts": 0,
+            "return_s": 0.0,
             "samples": 0.0,
             "feasible": False,
             "reason": str(NoHolderError([0, 1])),

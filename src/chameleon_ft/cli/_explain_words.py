@@ -47,20 +47,21 @@ def why(decision: DecisionEvent) -> str:
 def _difference(best: WeighedCandidate, second: WeighedCandidate, horizon_s: float) -> str:
     assert best.step_s is not None
     assert second.step_s is not None
-    assert best.stall_s is not None
-    assert second.stall_s is not None
-    more_stall_s = best.stall_s - second.stall_s
+    more_stall_s = _lost_s(best) - _lost_s(second)
+    what, is_ = "stall", "is"
+    if abs(best.return_s - second.return_s) >= _NOTICEABLE_S:
+        what, is_ = "stall and expected returns to a checkpoint", "are"
     expected = f"the next failure is expected in {duration(horizon_s)}"
     if best.step_s < second.step_s:
         shorter = f"its steps are {1 - best.step_s / second.step_s:.1%} shorter"
         if more_stall_s < _NOTICEABLE_S:
-            return f"{shorter}, and its stall is not longer"
+            return f"{shorter}, and its {what} {is_} not longer"
         moves = f"it moves {data_size(best.moved_bytes)}, and " if best.moved_bytes else ""
         return (
-            f"{moves}{shorter}, which makes up for {duration(more_stall_s)} more of stall "
+            f"{moves}{shorter}, which makes up for {duration(more_stall_s)} more of {what} "
             f"{duration(_even_s(best, second))} after the loss; {expected}"
         )
-    less = f"its stall is {duration(-more_stall_s)} shorter"
+    less = f"its {what} {is_} {duration(-more_stall_s)} shorter"
     if best.step_s == second.step_s:
         return less
     return (
@@ -70,12 +71,15 @@ def _difference(best: WeighedCandidate, second: WeighedCandidate, horizon_s: flo
 
 
 def _even_s(one: WeighedCandidate, other: WeighedCandidate) -> float:
-    """Seconds t after the loss when both have trained as much: (t - a) / s = (t - b) / r, stalls a, b, steps s, r."""
+    """Seconds t after the loss when both have trained as much: (t - a) / s = (t - b) / r, steps s, r, lost a, b."""
     assert one.step_s is not None
     assert other.step_s is not None
-    assert one.stall_s is not None
-    assert other.stall_s is not None
-    return (one.stall_s * other.step_s - other.stall_s * one.step_s) / (other.step_s - one.step_s)
+    return (_lost_s(one) * other.step_s - _lost_s(other) * one.step_s) / (other.step_s - one.step_s)
+
+
+def _lost_s(each: WeighedCandidate) -> float:
+    assert each.stall_s is not None
+    return each.stall_s + each.return_s
 
 
 def alone_in_words(each: WeighedCandidate) -> str:

@@ -23,7 +23,7 @@ def known(step: int, outlook: recovery.Situation, rate: FailureRate, corrections
             "worker_s": rate.worker_s,
             "prior_failures": rate.prior_failures,
             "worker_mtbf_s": rate.worker_mtbf_s,
-            "host_share": rate.host_share,
+            "host_share": rate.host_share if len(set(outlook.costs.cluster.hosts.values())) > 1 else None,
         },
         "stall": {
             "repeat_s": outlook.repeat_s,

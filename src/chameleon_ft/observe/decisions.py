@@ -37,6 +37,7 @@ class WeighedCandidate(_Part):
     moved_bytes: int | None = Field(alias="bytes")
     last_holders: int = 0
     last_hosts: int = 0
+    return_s: float = 0.0
     samples: float
     feasible: bool
     reason: str | None

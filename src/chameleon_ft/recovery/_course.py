@@ -71,9 +71,10 @@ class Candidate:
         transfer_s: seconds of these in which state moves; zero if it is read from a checkpoint.
         moved_bytes: parameters and optimizer state that workers receive, or read.
         last_holders: workers that are the only ones to hold some layer, which is lost with them.
-        last_hosts: hosts whose workers are the only ones to hold some layer, likewise.
-        samples: samples that are trained until the next failure, B max(0, D - stall_s - r) / step_s with the seconds r
-            that a return to a checkpoint is to be expected to take after it; zero if not feasible.
+        last_hosts: hosts whose workers are the only ones to hold some layer, likewise; zero if there is one host only.
+        return_s: seconds that a return to a checkpoint is to be expected to take after the next failure.
+        samples: samples that are trained until the next failure, B max(0, D - stall_s - return_s) / step_s; zero if not
+            feasible.
         reason: why it cannot be chosen; None if it can.
     """
 
@@ -85,6 +86,7 @@ class Candidate:
     moved_bytes: int | None = None
     last_holders: int = 0
     last_hosts: int = 0
+    return_s: float = 0.0
     samples: float = 0.0
     reason: str | None = None
 
@@ -116,6 +118,7 @@ def weighed(proposal: Proposal, situation: Situation, rate: FailureRate) -> tupl
     stall_s = 0.0 if stays else _stall_s(proposal, situation, moves_s)
     # What is running already fits, whatever is estimated.
     reason = None if stays else _too_large(estimate, situation) or _too_large_meanwhile(transfer, situation)
+    hosts = cluster.hosts
     candidate = Candidate(
         policy=proposal.name,
         step_s=step_s,
@@ -124,14 +127,12 @@ def weighed(proposal: Proposal, situation: Situation, rate: FailureRate) -> tupl
         transfer_s=moves_s,
         moved_bytes=_all_bytes(plan, situation) if transfer is None else transfer.total_bytes,
         last_holders=len(plan.placement.indispensable({worker: worker for worker in plan.workers})),
-        last_hosts=len(plan.placement.indispensable(cluster.hosts)),
+        last_hosts=len(plan.placement.indispensable(hosts)) if len(set(hosts.values())) > 1 else 0,
         reason=reason,
     )
     if reason:
         return candidate, None
-    return replace(candidate, samples=_samples(candidate, situation, rate)), Way(
-        plan, scheduled.ceiling, scheduled.parts, transfer
-    )
+    return _until_next(candidate, situation, rate), Way(plan, scheduled.ceiling, scheduled.parts, transfer)
 
 
 def fresh(candidate: Candidate, *, before: Situation, now: Situation, rate: FailureRate) -> Candidate:
@@ -156,15 +157,15 @@ def fresh(candidate: Candidate, *, before: Situation, now: Situation, rate: Fail
     if math.isclose(stall_s, known_s + candidate.transfer_s):
         stall_s = max(0.0, stall_s + later_s + candidate.transfer_s * (slower_transfer - 1))
     later = replace(candidate, step_s=step_s, stall_s=stall_s, transfer_s=candidate.transfer_s * slower_transfer)
-    return replace(later, samples=_samples(later, now, rate)) if candidate.feasible else later
+    return _until_next(later, now, rate) if candidate.feasible else later
 
 
 def _work_s(situation: Situation) -> float:
     return math.fsum(layer.forward_s + layer.backward_s for layer in situation.costs.workload.layers)
 
 
-def _samples(candidate: Candidate, situation: Situation, rate: FailureRate) -> float:
-    """Samples that are trained until the next failure, and the return to a checkpoint that may follow it; see above."""
+def _until_next(candidate: Candidate, situation: Situation, rate: FailureRate) -> Candidate:
+    """With what is trained until the next failure, and the return to a checkpoint that may follow it; see above."""
     assert candidate.step_s is not None
     assert candidate.stall_s is not None
     cluster = situation.costs.cluster
@@ -172,7 +173,8 @@ def _samples(candidate: Candidate, situation: Situation, rate: FailureRate) -> f
         last_holders=candidate.last_holders, last_hosts=candidate.last_hosts, cluster=cluster
     )
     gained_s = max(0.0, rate.horizon_s(len(cluster.workers)) - candidate.stall_s - return_s)
-    return situation.costs.workload.samples * gained_s / candidate.step_s
+    samples = situation.costs.workload.samples * gained_s / candidate.step_s
+    return replace(candidate, return_s=return_s, samples=samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class Decision:
                     "bytes": each.moved_bytes,
                     "last_holders": each.last_holders,
                     "last_hosts": each.last_hosts,
+                    "return_s": each.return_s,
                     "samples": each.samples,
                     "feasible": each.feasible,
                     "reason": each.reason,
@@ -121,7 +122,7 @@ def best_of(candidates: Sequence[Candidate], situation: Situation, rate: Failure
         return None
     if not situation.has_checkpoints:
         feasible = [index for index in feasible if not candidates[index].last_holders] or feasible
-        if rate.host_share:  # where there is one host only, it is the same for all
+        if rate.host_share:
             feasible = [i for i in feasible if candidates[i].samples and not candidates[i].last_hosts] or feasible
     most = max(candidates[index].samples for index in feasible)
     equals = [index for index in feasible if candidates[index].samples >= most * (1 - _ROUNDING)]
