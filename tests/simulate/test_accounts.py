@@ -100,6 +100,19 @@ def test_a_second_change_comes_instead_of_one_that_has_not_begun() -> None:
     assert dict(account.stall_by_cause) == {"lost": 2.0}
 
 
+def test_a_step_that_ends_just_when_others_are_to_follow_counts() -> None:
+    account = begun(1.7, every_s=1e6, write_s=0.0)
+    account.advance(0.1)
+    account.lose_step()
+    change(account, 0.3, stall_s=0.7, finish_step=False)
+    account.advance(0.1 + 0.7 + 0.3)
+    assert account.part_s == pytest.approx(0.3), "it ends just now, but for a rounding"
+    change(account, 1.0, stall_s=2.0, finish_step=True)
+    account.advance(3.1)
+    assert account.steps == 1
+    assert accounted_s(account) == pytest.approx(3.1)
+
+
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(["loss", "change", "checkpoint", "wait"]),

@@ -146,6 +146,8 @@ class Account:
             self._change = change
             self.resume_s = from_s + stall_s
         else:
+            # It may end just now, but for a rounding.
+            self._part_to_step()
             self._begin(change)
 
     def waits(self) -> None:
