@@ -23,7 +23,7 @@ def weighed(
     num_bytes: int | None,
     *,
     reason: str | None = None,
-    **more: int,
+    **more: float,
 ) -> dict[str, Any]:
     """A candidate of batches of 100 samples, with the next failure after 1000 s."""
     samples = 0.0 if reason or step_s is None or stall_s is None else 100 * (1000.0 - stall_s) / step_s
