@@ -228,13 +228,13 @@ class _Search:
     def _bounded(self, searches: Sequence[MixSearch]) -> list[MixSearch]:
         """The searches, those of least bound first; bounds are worked out as far as the least of all needs it."""
         soon_s = _SOON * total_work_bound_s(self._costs)
-        promising = sorted(searches, key=lambda search: -search.promise(soon_s))
+        ordered = sorted(searches, key=lambda search: -search.promise(soon_s))
         bounds: dict[int, float] = {}
-        for search in promising:
+        for search in ordered:
             if search.reaches(self.bound_s):
                 bounds[id(search)] = search.bound_s()
                 self.bound_s = min(self.bound_s, search.bound_s())
-        return sorted(promising, key=lambda search: bounds.get(id(search), math.inf))
+        return sorted(ordered, key=lambda search: bounds.get(id(search), math.inf))
 
     def _run(self, searches: Sequence[MixSearch]) -> list[_Placed]:
         """What the searches find, the fastest first."""
