@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from dataclasses import replace
 from typing import Final
 
 from chameleon_ft.cluster import Cluster
@@ -32,7 +31,8 @@ from chameleon_ft.search._placed import (
     synced_s,
     ways_to_place,
 )
-from chameleon_ft.search._sync import about, largest_host, least_sync, numbers_of_pipelines
+from chameleon_ft.search._placed_mix import PlacedMix, with_survivor
+from chameleon_ft.search._sync import about, least_sync, numbers_of_pipelines
 from chameleon_ft.search._timed import TimedPipeline, Timer
 from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.infeasible import why_infeasible
@@ -119,30 +119,6 @@ def find_plan(
 def _figures(found: FoundPlan) -> tuple[float, ...]:
     """What plans are chosen by, the first of them first."""
     return found.step_s, found.moved_bytes, found.last_hosts
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A mix on real workers, with the timer that its pipelines come from."""
-
-    pipelines: tuple[PlacedPipeline, ...]
-    timer: Timer
-    step_s: float
-
-    @property
-    def survives_hosts(self) -> bool:
-        """Whether every layer is left to somebody, whichever host is lost."""
-        cluster = self.timer.costs.cluster
-        if len(self.pipelines) > largest_host(cluster):
-            return True
-        hosts = cluster.hosts
-        # By pipeline, the host of each layer.
-        holding = (
-            [hosts[worker] for worker, own in zip(each.workers, stages, strict=True) for _ in range(*own)]
-            for each in self.pipelines
-            for stages in (pairwise((0, *each.timed.stops)),)
-        )
-        return all(len(set(holders)) > 1 for holders in zip(*holding, strict=True))
 
 
 class _Search:
@@ -236,13 +212,13 @@ class _Search:
                 self.bound_s = min(self.bound_s, search.bound_s())
         return sorted(ordered, key=lambda search: bounds.get(id(search), math.inf))
 
-    def _run(self, searches: Sequence[MixSearch]) -> list[_Placed]:
+    def _run(self, searches: Sequence[MixSearch]) -> list[PlacedMix]:
         """What the searches find, the fastest first."""
         if self._effort is not None and self._with_sync and len(self._crew.kinds) == 1:
             # And those of least bound, which may be of few pipelines that leave workers idle.
             few = self._of_few_depths([search.timer for search in searches])
             searches = [*few, *filter(self._is_cheap, searches[:_LEAST_BOUNDS])]
-        found: list[_Placed] = []
+        found: list[PlacedMix] = []
         best_s = math.inf
         for search in searches:
             if not search.reaches(best_s):
@@ -257,25 +233,25 @@ class _Search:
             on_ways = (placed for mix in mixes if mix.time_s < close_s for placed in self._placed(mix, search.timer))
             placed = sorted(on_ways, key=lambda each: each.step_s)
             close_s = _CLOSE * min([best_s, *(each.step_s for each in placed)])
-            found += _with_survivor([each for each in placed if each.step_s < close_s], placed)
+            found += with_survivor([each for each in placed if each.step_s < close_s], placed)
             best_s = min([best_s, *(each.step_s for each in found)])
         return self._finished(found)
 
-    def _finished(self, found: Sequence[_Placed]) -> list[_Placed]:
+    def _finished(self, found: Sequence[PlacedMix]) -> list[PlacedMix]:
         """The same, the fastest first, the best of them with better programs and cuts."""
         # The searches often come to the same.
         different = {tuple((id(each.timed), each.workers) for each in placed.pipelines): placed for placed in found}
         ordered = sorted(different.values(), key=lambda placed: placed.step_s)
-        chosen = _with_survivor(ordered[:_POLISHED], ordered)
+        chosen = with_survivor(ordered[:_POLISHED], ordered)
         others = [placed for placed in ordered if all(placed is not each for each in chosen)]
         best = sorted(map(self._polished, chosen), key=lambda placed: placed.step_s)
         if self._effort is not None and self._with_sync:
             best[:_RECUT] = map(self._with_better_cuts, best[:_RECUT])
         return sorted([*best, *others], key=lambda placed: placed.step_s)
 
-    def _of_the_fastest(self) -> list[_Placed]:
+    def _of_the_fastest(self) -> list[PlacedMix]:
         """With little effort: what the workers of the fastest kinds can do alone, while the others are idle."""
-        found: list[_Placed] = []
+        found: list[PlacedMix] = []
         if self._effort is None or not self._with_sync:
             return found
         cluster = self._costs.cluster
@@ -284,12 +260,12 @@ class _Search:
             found += self._of_part(cluster.without([worker.id for worker in cluster.workers if worker.id not in fast]))
         return found
 
-    def _of_fewer_hosts(self, best_s: float) -> list[_Placed]:
+    def _of_fewer_hosts(self, best_s: float) -> list[PlacedMix]:
         """What hosts with more workers can do alone, where the best by now is far from the bound.
 
         One worker on a host of its own makes all rings that it is in go between hosts.
         """
-        found: list[_Placed] = []
+        found: list[PlacedMix] = []
         cluster = self._costs.cluster
         if not self._with_sync or _links_are_equal(cluster) or not _FAR * self.bound_s < best_s < math.inf:
             return found
@@ -300,7 +276,7 @@ class _Search:
                 best_s = min([best_s, *(each.step_s for each in found)])
         return found
 
-    def _of_part(self, part: Cluster) -> list[_Placed]:
+    def _of_part(self, part: Cluster) -> list[PlacedMix]:
         """What some of the workers can do, while the others are idle."""
         search = _Search(CostModel(self._costs.workload, part), None, self._effort, two_holders=self._two_holders)
         return search._run(search._bounded_searches())
@@ -328,7 +304,7 @@ class _Search:
         # Where all are dear, there is nothing for it.
         return few or [self._mix_search(timer, SyncCost()) for timer in timers]
 
-    def _placed(self, mix: TimedMix, timer: Timer) -> list[_Placed]:
+    def _placed(self, mix: TimedMix, timer: Timer) -> list[PlacedMix]:
         """On workers that are chosen by what sync takes: how long the pipelines take does not depend on it much.
 
         Where that would not survive the loss of some host, and another way to place them would, on these as well.
@@ -337,31 +313,31 @@ class _Search:
         ways = ways_to_place([each.shape for each in timed], [each.stops for each in timed], self._crew, self._costs)
         if self._effort is None:
             on_ways = sorted((self._on(workers, timed, timer) for workers in ways), key=lambda placed: placed.step_s)
-            return _with_survivor(on_ways[:1], on_ways)
+            return with_survivor(on_ways[:1], on_ways)
         rough = [tuple(map(PlacedPipeline, timed, workers)) for workers in ways]
-        on_ways = [_Placed(pipelines, timer, step_s=synced_s(pipelines, timer)) for pipelines in rough]
+        on_ways = [PlacedMix(pipelines, timer, step_s=synced_s(pipelines, timer)) for pipelines in rough]
         on_ways.sort(key=lambda placed: placed.step_s)
-        chosen = _with_survivor(on_ways[:1], on_ways)
+        chosen = with_survivor(on_ways[:1], on_ways)
         return [self._on([each.workers for each in placed.pipelines], timed, timer) for placed in chosen]
 
-    def _on(self, workers: Sequence[tuple[int, ...]], timed: Sequence[TimedPipeline], timer: Timer) -> _Placed:
+    def _on(self, workers: Sequence[tuple[int, ...]], timed: Sequence[TimedPipeline], timer: Timer) -> PlacedMix:
         effort = look_effort(self._effort)
         pipelines = tuple(
             PlacedPipeline(timer.moved(each, own, effort=effort), own) for each, own in zip(timed, workers, strict=True)
         )
-        return _Placed(pipelines, timer, step_s=synced_s(pipelines, timer))
+        return PlacedMix(pipelines, timer, step_s=synced_s(pipelines, timer))
 
-    def _in_roles(self, placed: Sequence[_Placed]) -> list[_Placed]:
+    def _in_roles(self, placed: Sequence[PlacedMix]) -> list[PlacedMix]:
         """The best ones as they are, and with stages on the workers that hold most of them."""
-        few = _with_survivor(placed[:_IN_ROLES], placed)
+        few = with_survivor(placed[:_IN_ROLES], placed)
         if self._current is None:
-            return _with_survivor(few[:1], few)
+            return with_survivor(few[:1], few)
         effort = polish_effort(self._effort)
-        found: list[_Placed] = []
+        found: list[PlacedMix] = []
         for each in few:
             for keep_hosts in (True, False):
                 pipelines = in_roles(each.pipelines, each.timer, self._current, keep_hosts=keep_hosts, effort=effort)
-                found.append(_Placed(pipelines, each.timer, step_s=synced_s(pipelines, each.timer)))
+                found.append(PlacedMix(pipelines, each.timer, step_s=synced_s(pipelines, each.timer)))
                 if _links_are_equal(self._costs.cluster):
                     break
         return found
@@ -375,20 +351,13 @@ class _Search:
             if pipelines is not None:
                 yield found_plan("recut", polished(pipelines, timer, self._effort), timer, self._current)
 
-    def _with_better_cuts(self, placed: _Placed) -> _Placed:
+    def _with_better_cuts(self, placed: PlacedMix) -> PlacedMix:
         better = with_better_cuts(placed.pipelines, placed.timer, effort=look_effort(self._effort))
         return self._polished(replace(placed, pipelines=better)) if better != placed.pipelines else placed
 
-    def _polished(self, placed: _Placed) -> _Placed:
+    def _polished(self, placed: PlacedMix) -> PlacedMix:
         pipelines = polished(placed.pipelines, placed.timer, self._effort)
         return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, placed.timer))
-
-
-def _with_survivor(chosen: Sequence[_Placed], placed: Sequence[_Placed]) -> list[_Placed]:
-    """What was chosen, and if none of it survives the loss of every host, the first of all that does."""
-    if any(each.survives_hosts for each in chosen):
-        return list(chosen)
-    return [*chosen, *islice((each for each in placed if each.survives_hosts), 1)]
 
 
 def _fewer_hosts(cluster: Cluster) -> Iterator[set[str]]:
