@@ -42,12 +42,11 @@ from chameleon_ft.observe.terminal import TerminalView
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile, profile_of_run
 from chameleon_ft.recovery import warm_up
-from chameleon_ft.recovery.warm_up import COMPILING
+from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 
 __all__ = ["coordinate", "supervise", "train", "work"]
 
 _POLL_S = 0.05
-_LONG_S = 3.0  # for people who wait, and longer than it takes from the second time on
 _NICENESS = 10  # little beside ranks that compute on all cores, and enough to get on
 _EXIT_CODES: dict[RunStatus, int] = {"finished": 0, "failed": 1, "interrupted": 130}
 
@@ -169,7 +168,7 @@ def _begun(work: Callable[[], None]) -> asyncio.Future[None]:
 
 async def _said_if_long(solvers: asyncio.Future[None]) -> None:
     """Wait for what decisions are made with, and say why where that takes long: after an installation it does."""
-    await asyncio.wait({solvers}, timeout=_LONG_S)
+    await asyncio.wait({solvers}, timeout=COMPILING_AFTER_S)
     if not solvers.done():
         print(COMPILING, flush=True)
     await solvers

@@ -10,11 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from rich.console import Console
 
 from chameleon_ft.recovery import warm_up
-from chameleon_ft.recovery.warm_up import COMPILING
+from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 
 __all__ = ["compile_kernels", "waiting"]
-
-_LONG_S = 3.0  # for people who wait, and longer than it takes from the second time on
 
 
 def waiting(words: str) -> AbstractContextManager[object]:
@@ -23,7 +21,7 @@ def waiting(words: str) -> AbstractContextManager[object]:
     return console.status(words) if console.is_terminal else nullcontext()
 
 
-def compile_kernels(compile_all: Callable[[], None] = warm_up, *, long_s: float = _LONG_S) -> None:
+def compile_kernels(compile_all: Callable[[], None] = warm_up, *, long_s: float = COMPILING_AFTER_S) -> None:
     """Compile what schedules and searches, or load it, and say why on standard error where that takes `long_s` or more.
 
     Whatever is timed after it is timed without that.

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, TypeAdapter, ValidationError
 
 from chameleon_ft.config import FailurePhase
+from chameleon_ft.control.disk_messages import AtDisk, CheckpointSaved
 from chameleon_ft.control.message_parts import BoundaryMessage, MessagePart, OperationTimes, Transition, Vote
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan import LayerRange
@@ -172,30 +173,6 @@ class Position(MessagePart):
     """Whether it waits, for another rank or for memory or disk; otherwise it computes."""
     since_s: float
     """Seconds it has been doing so."""
-
-
-class CheckpointSaved(MessagePart):
-    """A rank has written `layers` of the checkpoint that resumes at `step`; `error` where it could not."""
-
-    type: Literal["checkpoint_saved"] = "checkpoint_saved"
-    generation: int
-    """In which the state was taken; what was taken before everyone went back to a checkpoint is given up."""
-    step: int
-    layers: tuple[int, ...]
-    copy_s: float = 0.0
-    """Seconds that the rank's training stood still while the layers were copied."""
-    write_s: float = 0.0
-    """Seconds in which the copy was written to disk, beside training."""
-    error: str | None = None
-
-
-class AtDisk(MessagePart):
-    """A rank has been reading or writing for `since_s` seconds, longer than it should take, and goes on doing so."""
-
-    type: Literal["at_disk"] = "at_disk"
-    generation: int
-    doing: str
-    since_s: float
 
 
 class Finished(MessagePart):

@@ -15,10 +15,12 @@ from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import InfeasibleError, find_plan
 from chameleon_ft.workload import LayerCost, Workload
 
-__all__ = ["COMPILING", "warm_up"]
+__all__ = ["COMPILING", "COMPILING_AFTER_S", "warm_up"]
 
 COMPILING: Final = "compiling what schedules and searches, once after an installation: up to a minute"
 """What to tell those who wait for `warm_up` long."""
+COMPILING_AFTER_S: Final = 3.0
+"""Seconds after which they are told: more than it takes from the second time on."""
 
 
 def warm_up() -> None:
