@@ -43,6 +43,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile, profile_of_run
 from chameleon_ft.recovery import warm_up
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
+from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts, signals_blocked
 
 __all__ = ["coordinate", "supervise", "train", "work"]
 
@@ -246,11 +247,8 @@ def _fork_server() -> ForkServerContext:
     # that it forks they mean nothing, from before its first import: the coordinator sees to the end. What is blocked
     # here stays blocked there.
     resource_tracker.ensure_running()  # its own start, which the fork server's includes, would lift the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
+    with signals_blocked(signal.SIGINT, signal.SIGTERM):
         forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
@@ -268,8 +266,6 @@ def _background(context: ForkServerContext) -> Iterator[Executor]:
 
 
 def _be_in_the_background() -> None:
-    from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
-
     ignore_interrupts()
     end_with_parent()
     # First what takes a second: beside ranks that compute on all cores it would take a minute, once it gives way.

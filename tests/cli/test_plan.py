@@ -199,7 +199,7 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
             "--state bf16: .*quickstart.toml says what is trained; leave one of them out",
         ),
         ((*PRESET, "--picture", "schedule.bmp"), r"\.svg"),
-        ((*PRESET, "--trace", "no folder/trace.json"), "cannot be written"),
+        ((*PRESET, "--trace", "no folder/trace.json"), "the trace cannot be written there; give a file in a folder"),
         (
             (*PRESET, "--profile", "profile.json"),
             "--profile profile.json holds what it would say; leave one of them out",

@@ -178,14 +178,20 @@ def test_a_job_is_measured_and_the_link_to_another_host(own_model: Path, tmp_pat
 
 
 @pytest.mark.multiprocess
-def test_an_interrupt_leaves_no_process_and_no_file(own_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_what_ends_it_leaves_no_process_and_no_file(
+    number: signal.Signals, code: int, own_model: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "p.json"
     with Command("profile", own_model, "--repeats", "1500", "--out", out) as measuring:
         while len(processes := measuring.session()) < 5:  # itself, the fork server and its tracker, those that measure
             assert any(process.pid == measuring.pid for process in processes), "it is through already"
             time.sleep(0.05)
         with every_process_ends([psutil.Process(process.pid) for process in processes]):
-            measuring.interrupt_all()
-            assert measuring.wait() == 130
+            if number == signal.SIGINT:
+                measuring.interrupt_all()
+            else:
+                measuring.signal(number)
+            assert measuring.wait() == code
     assert "Traceback" not in measuring.printed
     assert not out.exists()

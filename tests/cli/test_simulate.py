@@ -287,6 +287,7 @@ def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFix
         ((*CASE, "--picture", "a.bmp"), ".svg, .png, .pdf"),
         ((*CASE, "--picture", "no folder/a.svg"), "no such folder; give a file in a folder that exists"),
         ((*CASE, "--save-trace", "day.jsonl"), "exists already"),
+        ((*CASE, "--save-trace", "no folder/a.jsonl"), "no folder/a.jsonl: the trace cannot be written there"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(

@@ -233,6 +233,19 @@ def test_a_run_with_another_job_is_refused(chameleon: CommandLine, config_file: 
     assert "its checkpoint is of a run with job" in chameleon.refused("run", own_model, "--resume", run.path)
 
 
+def test_a_run_goes_on_with_its_own_job(chameleon: CommandLine, own_model: Path) -> None:
+    config = chameleon.configured("run", own_model, "--out", "run", "--steps", "20")
+    run = chameleon.launched.pop().run
+    step_directory(run.checkpoints, 10).mkdir()
+    mark_complete(run.checkpoints, 10, model="some model")
+    assert chameleon.configured("run", "--resume", "run").job == config.job
+    assert chameleon.launched[-1].resume
+
+
+def test_a_new_run_needs_a_job(chameleon: CommandLine) -> None:
+    assert "JOB is missing" in chameleon.refused("run", "--steps", "20")
+
+
 def test_a_run_without_a_checkpoint_cannot_go_on(chameleon: CommandLine, config_file: Path) -> None:
     run = finished_run(chameleon, config_file, checkpoint=None)
     assert "no complete checkpoint" in chameleon.refused("train", "--resume", run.path)

@@ -104,6 +104,14 @@ async def test_an_interrupt_before_the_run_has_begun_ends_it_at_once(stage: Stag
     assert stage.ended == ("interrupted", "interrupted by the user")
 
 
+@scene()
+async def test_an_interrupt_while_the_weights_are_loaded_ends_the_run_at_once(stage: Stage) -> None:
+    stage.gather(4)
+    assert all(rank.count(Run) == 1 for rank in stage.ranks.values())
+    stage.coordinator.interrupt()
+    assert stage.ended == ("interrupted", "interrupted by the user")
+
+
 # --- training --------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
 from chameleon_ft.cli._plan_case import Layout, PlanCase, case_of_config, case_of_profile
 from chameleon_ft.cli._prediction import predict_layout, predict_searched
 from chameleon_ft.cli._presets import NO_PRESET, Preset, WorkersPerHost, profile_of
-from chameleon_ft.cli._written import tell_written
+from chameleon_ft.cli._written import require_places, tell_written
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.observe.picture_file import require_picture
@@ -90,6 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(PlanArguments, arguments, command="plan")
     if given.picture is not None:
         require_picture(given.picture)
+    require_places(picture=given.picture, trace=given.trace)
     case = _case(given)
     dead = _dead_workers(given.dead, case)
     planner = _planner(given, case)

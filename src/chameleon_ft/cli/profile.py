@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from chameleon_ft.cli._config_file import config_values
 from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
 from chameleon_ft.cli._preflight import absolute_job, prepare_data_of
 from chameleon_ft.cli._presets import NO_PRESET, Preset
+from chameleon_ft.cli._written import require_places
 from chameleon_ft.config import RunConfig, config_type, parse_config
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.profiles import Profile, write_profile
@@ -98,8 +98,7 @@ def _free(out: Path | None) -> Path:
         raise ConfigError("--out is missing: name the file that the profile is to be written to")
     if out.exists():
         raise ConfigError(f"--out {out}: exists already; name a new file, or remove it")
-    if not (out.absolute().parent.is_dir() and os.access(out.absolute().parent, os.W_OK)):
-        raise ConfigError(f"--out {out}: cannot be written there; name a file in a directory of your own")
+    require_places(profile=out)
     return out
 
 

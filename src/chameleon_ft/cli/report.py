@@ -11,7 +11,7 @@ from typing import Annotated, Optional
 import tyro
 
 from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
-from chameleon_ft.cli._written import tell_written
+from chameleon_ft.cli._written import require_places, tell_written
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import GenerationComparison, MeasuredStep, compare_generations
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     run = RunDirectory.open(given.run)
     if given.picture is not None:
         require_picture(given.picture)
+    require_places(picture=given.picture, trace=given.trace)
     plans = read_generation_plans(run.plans)
     comparisons = compare_generations(plans, read_recorded_steps(run.timelines))
     if not comparisons:

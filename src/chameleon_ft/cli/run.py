@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Optional
 
 import tyro
 
+from chameleon_ft.cli._flags import optional_argument
 from chameleon_ft.cli._preflight import absolute_job
 from chameleon_ft.cli._prepare import ConfigFile, Resume, StartArguments, prepare_run
+from chameleon_ft.errors import ConfigError
 
 __all__ = ["main"]
 
@@ -22,12 +24,14 @@ class RunArguments(StartArguments):
     JOB is a Python file, or a module, with a function `job()` that returns a chameleon_ft.Job; a function of another
     name is given as JOB:FUNCTION. Every field of the configuration is a flag. What a flag does not set comes from
     CONFIG, or without it from the TOML file of the same name beside the Python file if there is one, and what that
-    leaves out has the default shown here.
+    leaves out has the default shown here. With --resume JOB may be left out: it is that of the run.
     """
 
     script: Annotated[
-        str, tyro.conf.Positional, tyro.conf.arg(metavar="JOB", help="path/to/file.py[:FUNCTION] or module[:FUNCTION]")
-    ]
+        Optional[str],  # noqa: UP045
+        tyro.conf.Positional,
+        optional_argument("JOB", "path/to/file.py[:FUNCTION] or module[:FUNCTION]"),
+    ] = None
     config: ConfigFile = None
     resume: Resume = None
 
@@ -37,21 +41,26 @@ class RunArguments(StartArguments):
         """Return the configuration file, if there is one: the one given, or the one beside the script."""
         if self.config is not None:
             return self.config
-        if not self._file().name:
+        file = self._file()
+        if not file.name:
             return None  # no file at all: what is wrong with it is said where the job is looked up
-        beside = self._file().with_suffix(".toml")
+        beside = file.with_suffix(".toml")
         return beside if beside.is_file() else None
 
-    def job(self) -> str:
-        """Return the reference of the job."""
-        return absolute_job(self.script)
+    def job(self) -> str | None:
+        """Return the reference of the job; None for that of the run to go on with."""
+        if self.script is not None:
+            return absolute_job(self.script)
+        if self.resume is None:
+            raise ConfigError("JOB is missing: name the Python file, or module, with a function job()")
+        return None
 
     def name(self) -> str:
         """Return the word that names the run."""
         return self._file().stem
 
     def _file(self) -> Path:
-        return Path(self.script.partition(":")[0])
+        return Path((self.script or "").partition(":")[0])
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ from chameleon_ft.cli._simulate_case import (
     trace_of,
 )
 from chameleon_ft.cli._simulate_run import RunCase, run_case
-from chameleon_ft.cli._written import tell_written
+from chameleon_ft.cli._written import require_places, tell_written
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.observe.picture_file import require_picture
 from chameleon_ft.plan import Plan
@@ -140,6 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     case = _drawn(given, parameters) if given.run is None else _of_run(given, given.run)
     if given.picture is not None:
         require_picture(given.picture)
+    require_places(picture=given.picture, trace=given.save_trace)
     from chameleon_ft.cli._waiting import compile_kernels
 
     compile_kernels()

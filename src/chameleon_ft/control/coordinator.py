@@ -162,7 +162,7 @@ class Coordinator:
 
     def interrupt(self) -> None:
         """End the run after the current step with a checkpoint; called again, or before training, at once."""
-        if self._generations.phase is Phase.GATHERING or self._interrupted:
+        if self._generations.nothing_trained or self._interrupted:
             self.end("interrupted", "interrupted by the user")
             return
         self._interrupted = True

@@ -107,6 +107,11 @@ class Generations:
         self._at_boundary = False  # whether the generation that is being stopped had paused
 
     @property
+    def nothing_trained(self) -> bool:
+        """Whether this run, or a run that goes on, has not done anything yet that ending it would lose."""
+        return self.phase is Phase.GATHERING or (self.phase is Phase.REGROUPING and self._last_vote is None)
+
+    @property
     def decision(self) -> Decision | None:
         """What the newest generation was begun with; None before the first."""
         return self._decision

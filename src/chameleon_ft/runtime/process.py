@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["end_with_parent", "ignore_interrupts", "wake_on_time"]
+__all__ = [
+    "end_with_parent",
+    "end_with_starter",
+    "ignore_interrupts",
+    "interrupts_held",
+    "signals_blocked",
+    "wake_on_time",
+]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
@@ -20,9 +31,50 @@ def end_with_parent() -> None:
         os._exit(1)  # it ended before the line above
 
 
+def end_with_starter() -> None:
+    """End this process with the one that had the fork server make it, however that ends."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+
+    def watch() -> None:
+        starter.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end with starter", daemon=True).start()
+
+
 def ignore_interrupts() -> None:
     """Leave Ctrl-C, which a terminal sends to every process, to the coordinator."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Have a Ctrl-C wait until the end of the block.
+
+    Blocking the signal would not do: another thread gets it then, and Python raises KeyboardInterrupt in the main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # it is not interrupted anyway
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """Block these signals inside the block; in processes that are forked inside it they stay blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def wake_on_time() -> None:

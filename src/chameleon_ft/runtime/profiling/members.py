@@ -22,7 +22,13 @@ from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.runtime.communicators import Channel, Membership, communicators_for
 from chameleon_ft.runtime.communicators.c10d import host_store
 from chameleon_ft.runtime.device import claim_device
-from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
+from chameleon_ft.runtime.process import (
+    end_with_parent,
+    end_with_starter,
+    ignore_interrupts,
+    interrupts_held,
+    signals_blocked,
+)
 from chameleon_ft.runtime.profiling.exchange import Exchange, Exchanged, run_exchange
 
 __all__ = ["Member", "memberships", "rendezvous_store", "run_members"]
@@ -88,8 +94,9 @@ def run_members(members: Sequence[Member]) -> Exchanged:
         for member in members:
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_member_main, args=(member, theirs), daemon=True)
-            process.start()
-            processes.append(process)
+            with interrupts_held():  # or one that has started would not be among those to end
+                process.start()
+                processes.append(process)
             theirs.close()
             pipes.append(ours)
         return _answers(pipes)[0]
@@ -124,8 +131,9 @@ def _answer(pipe: Connection) -> Exchanged:
 
 
 def _member_main(member: Member, pipe: Connection) -> None:
-    end_with_parent()
     ignore_interrupts()
+    end_with_parent()
+    end_with_starter()
     found: Exchanged | ChameleonError
     try:
         device = claim_device(member.config, member.local_index)
@@ -151,9 +159,6 @@ def _fork_server() -> ForkServerContext:
     # Torch would say of every connection to the store that it does not know the name of its other end.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     resource_tracker.ensure_running()  # its own start would lift the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with signals_blocked(signal.SIGINT):
         forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
