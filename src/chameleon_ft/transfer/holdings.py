@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, TypeAlias
 
 from chameleon_ft.cluster import Cluster
@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Holding", "holdings_of", "lacking_bytes", "missing_layers", "worker_kinds", "workers_by_holding"]
+__all__ = [
+    "Holding",
+    "holdings_of",
+    "lacking_bytes",
+    "missing_layers",
+    "moved_bytes",
+    "worker_kinds",
+    "workers_by_holding",
+]
 
 Integers: TypeAlias = "NDArray[np.int64]"
 
@@ -79,6 +87,20 @@ def missing_layers(had: Holding, wanted: Holding) -> list[int]:
     """The layers of `wanted` that are not in `had`, ascending."""
     held = {layer for layers in had.ranges for layer in layers}
     return [layer for layers in wanted.ranges for layer in layers if layer not in held]
+
+
+def moved_bytes(current: Placement | None, new: Placement, layers: Sequence[LayerCost]) -> int:
+    """Bytes of parameters and optimizer state that the workers of `new` lack for it, if each keeps its place."""
+    before = list(accumulate((state_bytes(layer) for layer in layers), initial=0))
+    found = 0
+    for worker, ranges in new.ranges.items():
+        for wanted in ranges:
+            found += before[wanted.stop] - before[wanted.start]
+            for had in () if current is None else current.ranges_of(worker):
+                start, stop = max(wanted.start, had.start), min(wanted.stop, had.stop)
+                if start < stop:
+                    found -= before[stop] - before[start]
+    return found
 
 
 def _incidence(holdings: Sequence[Holding], num_layers: int) -> Integers:

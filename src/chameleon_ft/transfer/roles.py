@@ -9,10 +9,10 @@ from dataclasses import replace
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, Placement, Plan, Route
 from chameleon_ft.transfer._assignment import Balanced
-from chameleon_ft.transfer.holdings import Holding, Integers, lacking_bytes, workers_by_holding
+from chameleon_ft.transfer.holdings import Holding, lacking_bytes, workers_by_holding
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["assign_roles", "placement_in_roles", "plan_in_roles"]
+__all__ = ["assign_roles", "least_moved_bytes", "placement_in_roles", "plan_in_roles"]
 
 
 def assign_roles(
@@ -39,12 +39,20 @@ def assign_roles(
     have, wanted = workers_by_holding(workers), workers_by_holding(places)
     roles: dict[int, int] = {}
     for mine, theirs in _by_kind(have, wanted):
-        cost = lacking_bytes(mine, theirs, layers)
-        problem = _balanced([len(have[each]) for each in mine], [len(wanted[each]) for each in theirs], cost)
+        problem = _problem(mine, theirs, have, wanted, layers)
         keeps = [[one.ranges == other.ranges for other in theirs] + [False] for one in mine]
         flow = problem.fair_flow(keeps).tolist()
         roles.update(_by_number([have[each] for each in mine], [wanted[each] for each in theirs], flow))
     return dict(sorted(roles.items()))
+
+
+def least_moved_bytes(
+    workers: Mapping[int, Holding], places: Mapping[int, Holding], layers: Sequence[LayerCost]
+) -> int:
+    """The bytes that workers lack for their places in total, if roles are those of `assign_roles`; see there."""
+    have, wanted = workers_by_holding(workers), workers_by_holding(places)
+    problems = (_problem(mine, theirs, have, wanted, layers) for mine, theirs in _by_kind(have, wanted))
+    return sum(int((problem.cost * problem.least_cost_flow()).sum()) for problem in problems)
 
 
 def placement_in_roles(placement: Placement, roles: Mapping[int, int]) -> Placement:
@@ -54,11 +62,12 @@ def placement_in_roles(placement: Placement, roles: Mapping[int, int]) -> Placem
 
 def plan_in_roles(plan: Plan, roles: Mapping[int, int]) -> Plan:
     """The plan with each worker replaced, wherever it is named, by the one that takes its place (place -> worker)."""
-    ways: dict[tuple[Hop, ...], tuple[Hop, ...]] = {}
+    # By identity, for hops are slow to hash, and most routes share theirs.
+    ways: dict[int, tuple[Hop, ...]] = {}
     for route in plan.routes:
-        if route.hops not in ways:
-            ways[route.hops] = tuple(Hop(roles[hop.worker], hop.layers) for hop in route.hops)
-    routes = tuple(Route(route.micro_batch, ways[route.hops]) for route in plan.routes)
+        if id(route.hops) not in ways:
+            ways[id(route.hops)] = tuple(Hop(roles[hop.worker], hop.layers) for hop in route.hops)
+    routes = tuple(Route(route.micro_batch, ways[id(route.hops)]) for route in plan.routes)
     return replace(
         plan,
         placement=placement_in_roles(plan.placement, roles),
@@ -80,19 +89,27 @@ def _by_kind(
     return [(mine[kind], wanted_of_kind) for kind, wanted_of_kind in theirs.items()]
 
 
-def _balanced(supply: Sequence[int], demand: Sequence[int], cost: Integers) -> Balanced:
-    """With one more demand, that costs nothing, for the workers that are left over."""
+def _problem(
+    mine: Sequence[Holding],
+    theirs: Sequence[Holding],
+    have: Mapping[Holding, Sequence[int]],
+    wanted: Mapping[Holding, Sequence[int]],
+    layers: Sequence[LayerCost],
+) -> Balanced:
+    """Workers to places of a kind, with one more demand, that costs nothing, for the workers that are left over."""
     import numpy as np
 
+    cost = lacking_bytes(mine, theirs, layers)
+    supply, demand = [len(have[each]) for each in mine], [len(wanted[each]) for each in theirs]
     idle = sum(supply) - sum(demand)
     if idle < 0:
         raise PlanError(
             f"{sum(demand)} places need as many live workers of their kind, but there are {sum(supply)}; "
             "plan for the live workers, or take more workers for the same kind"
         )
-    return Balanced(
-        np.pad(cost, ((0, 0), (0, 1))), np.array(supply, dtype=np.int64), np.array([*demand, idle], dtype=np.int64)
-    )
+    padded = np.zeros((len(mine), len(theirs) + 1), dtype=np.int64)
+    padded[:, :-1] = cost
+    return Balanced(padded, np.array(supply, dtype=np.int64), np.array([*demand, idle], dtype=np.int64))
 
 
 def _by_number(
@@ -105,10 +122,11 @@ def _by_number(
     for i, group in enumerate(workers):
         members = set(group)
         for j, slots in enumerate(places):
-            alike = [place for place in slots if place in members][: flow[i][j]] if flow[i][j] else []
-            roles.update(zip(alike, alike, strict=True))
-            taken.update(alike)
-            left.append((i, j, flow[i][j] - len(alike)))
+            if flow[i][j]:
+                alike = [place for place in slots if place in members][: flow[i][j]]
+                roles.update(zip(alike, alike, strict=True))
+                taken.update(alike)
+                left.append((i, j, flow[i][j] - len(alike)))
     free = [iter([worker for worker in group if worker not in taken]) for group in workers]
     open_places = [iter([place for place in slots if place not in roles]) for slots in places]
     for i, j, count in left:
