@@ -12,7 +12,7 @@ from chameleon_ft.schedule._components import Component, components
 from chameleon_ft.schedule._engine import Rules, Schedule
 from chameleon_ft.schedule._orders import operations_of
 from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._pipelines import PipelinePart
+from chameleon_ft.schedule._pipelines import PipelinePart, Solved, Task
 from chameleon_ft.schedule._trials import Trials, trials_of
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit
@@ -22,6 +22,7 @@ __all__ = [
     "DEFAULT_EFFORT",
     "ScheduledPart",
     "ScheduledProgram",
+    "Solved",
     "best_parts",
     "best_program",
     "best_step_s",
@@ -94,12 +95,21 @@ def best_program(
 
 
 def best_parts(
-    plan: Plan, costs: CostModel, *, ceiling: Mapping[int, InFlightLimit] | None = None, effort: float = DEFAULT_EFFORT
+    plan: Plan,
+    costs: CostModel,
+    *,
+    ceiling: Mapping[int, InFlightLimit] | None = None,
+    effort: float = DEFAULT_EFFORT,
+    solved: Iterable[Solved] = (),
 ) -> list[ScheduledPart]:
-    """The schedules that `best_program` makes its program of, which takes longer than to find them."""
+    """The schedules that `best_program` makes its program of, which takes longer than to find them.
+
+    Of pipelines that are among the `solved`, the schedules are not looked for again; they are the same without.
+    """
+    known = {each.task: each for each in solved}
     return [
         ScheduledPart(component, *part.best)
-        for component, part in _parts(plan, costs, ceiling, lambda part: part.finish(effort))
+        for component, part in _parts(plan, costs, ceiling, lambda part: part.finish(effort), known)
     ]
 
 
@@ -155,6 +165,7 @@ def _parts(
     costs: CostModel,
     ceiling: Mapping[int, InFlightLimit] | None,
     finish: Callable[[Part], None],
+    solved: Mapping[Task, Solved] | None = None,
 ) -> list[tuple[Component, Part]]:
     """The components of a plan, each with its schedules; those that are alike share them."""
     trials = trials_of(plan, costs, ceiling)
@@ -164,16 +175,16 @@ def _parts(
         own = trials.part(component.workers)
         key = component.taken, own.key(component.ways)
         if key not in known:
-            known[key] = _part_of(component, own)
+            known[key] = _part_of(component, own, solved)
         found.append((component, known[key]))
     while not (slowest := max(known.values(), key=_urgency)).finished:
         finish(slowest)
     return found
 
 
-def _part_of(component: Component, trials: Trials) -> Part:
+def _part_of(component: Component, trials: Trials, solved: Mapping[Task, Solved] | None) -> Part:
     if len(component.ways) == 1 and len(component.ways[0]) == len(component.workers):
-        return PipelinePart(trials, component.ways[0], len(component.taken))
+        return PipelinePart(trials, component.ways[0], len(component.taken), solved)
     return Part(trials, component.ways, component.taken)
 
 

@@ -35,6 +35,6 @@ def propose(situation: Situation, horizon_s: float) -> list[Proposal]:
     if not anew:
         return in_roles(_NAME, plans, situation)
     return [
-        Proposal(name=numbered(_ANEW, number), plan=each.plan, ceiling=each.ceiling, from_checkpoint=True)
+        Proposal(name=numbered(_ANEW, number), plan=each.plan, ceiling=each.ceiling, from_checkpoint=True, solved=each.solved)
         for number, each in enumerate(plans, start=1)
     ]
