@@ -175,10 +175,12 @@ def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Collection[
     network = schedule.network
     slots, count = network.slots, len(network.slots)
     recomputes = [worker in recompute for worker in network.workers]
-    of_worker = np.array(recomputes)[slots["worker"]]
-    ranges, stage_of = np.unique(np.stack([slots["start"], slots["stop"], of_worker]), axis=1, return_inverse=True)
+    # One number for each of start, stop and whether the worker recomputes: to sort rows takes many times as long.
+    width = int(slots["stop"].max()) + 1
+    keys = (slots["start"] * width + slots["stop"]) * 2 + np.array(recomputes)[slots["worker"]]
+    ranges, stage_of = np.unique(keys, return_inverse=True)
     numbers = [
-        stages.number(LayerRange(start, stop), recompute=bool(again)) for start, stop, again in ranges.T.tolist()
+        stages.number(LayerRange(*divmod(key // 2, width)), recompute=bool(key % 2)) for key in ranges.tolist()
     ]
     # Whether the hop before, and the one after, is on another worker.
     apart = slots["worker"][1:] != slots["worker"][:-1]
@@ -193,8 +195,8 @@ def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Collection[
     records["after"] = np.where(~last & ~after, np.arange(count) + 1, -1)[slot]
     records["stage"] = np.array(numbers)[stage_of][slot]
     records["first"] = first[slot]
-    records["receives"] = np.select([kind == 0, kind == 1], [before[slot], after[slot]], False)
-    records["sends"] = np.select([kind == 0, kind == 1], [after[slot], before[slot]], False)
+    records["receives"] = np.where(kind == 0, before[slot], (kind == 1) & after[slot])
+    records["sends"] = np.where(kind == 0, after[slot], (kind == 1) & before[slot])
     worst = stages.worst(records, network.first, MessageBuffers())
     found: list[int] = np.sum([worst[name] for name in MOMENT.names or ()], axis=0).tolist()
     return found

@@ -64,11 +64,15 @@ def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel)
 def _made_s(schedule: Schedule) -> list[dict[tuple[int, int], float]]:
     """By worker index and range of layers, the end of the last operation that makes gradients."""
     slots, count = schedule.network.slots, len(schedule.network.slots)
-    ranges, which = np.unique(np.stack([slots["worker"], slots["start"], slots["stop"]]), axis=1, return_inverse=True)
-    last_s = np.zeros(ranges.shape[1])
+    # One number for each of worker, start and stop: to sort rows takes many times as long.
+    width = int(slots["stop"].max()) + 1
+    keys, which = np.unique((slots["worker"] * width + slots["start"]) * width + slots["stop"], return_inverse=True)
+    last_s = np.zeros(len(keys))
     # B, or W, which are the last of the codes.
     np.maximum.at(last_s, which, schedule.ends_s[-count:])
     found: list[dict[tuple[int, int], float]] = [{} for _ in schedule.network.workers]
-    for (worker, start, stop), end_s in zip(ranges.T.tolist(), last_s.tolist(), strict=True):
+    for key, end_s in zip(keys.tolist(), last_s.tolist(), strict=True):
+        before, stop = divmod(key, width)
+        worker, start = divmod(before, width)
         found[worker][start, stop] = end_s
     return found
