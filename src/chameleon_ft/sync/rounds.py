@@ -52,10 +52,9 @@ def gradient_rounds(placement: Placement, tied: Iterable[tuple[int, ...]] = ()) 
     every = [*reversed(gradient_segments(placement)), *tied_segments(placement, tied)]
     segments = [segment for segment in every if len(segment.holders) > 1]
     fewest = max(Counter(worker for segment in segments for worker in segment.holders).values(), default=0)
-    conflicts = _conflicts(segments)
-    one_range = all(len(placement.ranges_of(worker)) == 1 for worker in placement.workers)
+    one_range = all(len(ranges) == 1 for ranges in placement.ranges.values())
     one_range = one_range and not any(segment.tied for segment in segments)
-    colours = _in_turn(conflicts) if one_range else _dsatur(conflicts)
+    colours = _in_turn(segments) if one_range else _dsatur(_conflicts(segments))
     rounds: dict[int, list[Segment]] = defaultdict(list)
     for segment, colour in zip(segments, colours, strict=True):
         rounds[colour].append(segment)
@@ -75,11 +74,15 @@ def _conflicts(segments: Sequence[Segment]) -> list[set[int]]:
     return conflicts
 
 
-def _in_turn(conflicts: Sequence[set[int]]) -> list[int]:
+def _in_turn(segments: Sequence[Segment]) -> list[int]:
     colours: list[int] = []
-    for index, others in enumerate(conflicts):
-        taken = {colours[other] for other in others if other < index}
-        colours.append(next(colour for colour in range(len(taken) + 1) if colour not in taken))
+    taken: dict[int, set[int]] = defaultdict(set)
+    for segment in segments:
+        of_holders = set[int]().union(*[taken[worker] for worker in segment.holders])
+        colour = next(colour for colour in range(len(of_holders) + 1) if colour not in of_holders)
+        colours.append(colour)
+        for worker in segment.holders:
+            taken[worker].add(colour)
     return colours
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -57,10 +56,14 @@ def holdings_of(placement: Placement | None, kinds: Mapping[int, Hashable]) -> d
 
 def workers_by_holding(holdings: Mapping[int, Holding]) -> dict[Holding, list[int]]:
     """Workers (or places) by what they hold, each group in the order of `holdings`."""
-    groups: dict[Holding, list[int]] = defaultdict(list)
+    # By plain numbers, for ranges of layers are slow to hash.
+    groups: dict[Hashable, tuple[Holding, list[int]]] = {}
     for worker, holding in holdings.items():
-        groups[holding].append(worker)
-    return dict(groups)
+        key = holding.kind, *[end for layers in holding.ranges for end in (layers.start, layers.stop)]
+        if key not in groups:
+            groups[key] = holding, []
+        groups[key][1].append(worker)
+    return dict(groups.values())
 
 
 def lacking_bytes(have: Sequence[Holding], wanted: Sequence[Holding], layers: Sequence[LayerCost]) -> Integers:
