@@ -75,7 +75,8 @@ def reroute(
 
 def _spreads(losses: Losses, *, cuts: Iterable[bool]) -> list[Spread]:
     """Different spreads; the first is usually the fastest. `cuts` are the values of `cut` to look at."""
-    spreads = [losses.detoured(cut=cut, whole_holders=whole) for cut in cuts for whole in (True, False)]
+    wholes = (True, False) if losses.parts(whole_holders=True) != losses.parts(whole_holders=False) else (True,)
+    spreads = [losses.detoured(cut=cut, whole_holders=whole) for cut in cuts for whole in wholes]
     if (moved := losses.moved()) is not None:
         spreads.append(moved)
     return [spread for number, spread in enumerate(spreads) if spread not in spreads[:number]]
