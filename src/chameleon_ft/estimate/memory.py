@@ -233,6 +233,7 @@ class Stages:
         self._workload = workload
         self._layers_if: dict[bool, _Layers] = {}
         self._numbers: dict[tuple[LayerRange, bool], int] = {}
+        self._state_bytes: dict[tuple[object, ...], int] = {}
         self._stages = np.empty(0, STAGE)
         self._moments = np.empty((0, len(_KINDS)), MOMENT)
 
@@ -246,7 +247,14 @@ class Stages:
 
     def state_bytes(self, placement: Placement) -> dict[int, int]:
         """Bytes that each worker holds all the time."""
-        return {worker: self.state_of(placement, worker).total_bytes for worker in placement.workers}
+        found: dict[int, int] = {}
+        for worker, held in placement.ranges.items():
+            # Most hold one range, and few ranges are held.
+            key = (held[0].start, held[0].stop) if len(held) == 1 else held
+            if key not in self._state_bytes:
+                self._state_bytes[key] = self.state_of(placement, worker).total_bytes
+            found[worker] = self._state_bytes[key]
+        return found
 
     def _layers(self, *, recompute: bool) -> _Layers:
         if recompute not in self._layers_if:

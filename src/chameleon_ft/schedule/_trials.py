@@ -139,20 +139,21 @@ class Trials:
         """
         shared = _SHARED_SPLIT if self._split else _SHARED_FUSED
         tried: set[Rules] = set()
+        limits, depth = limits_of_routes(self._builder.workers, ways), max(map(len, ways))
         for trial in shared if len(ways) > 1 else plain_trials(len(ways[0]), split_backward=self._split):
-            rules = self._rules(ways, trial)
+            rules = self._rules(limits, depth, trial)
             if rules not in tried:
                 tried.add(rules)
                 yield rules
 
     def largest(self, ways: Sequence[tuple[Hop, ...]], rules: Rules) -> Rules:
         """`rules` with the largest limits of all that are tried."""
-        return self._rules(ways, Trial(rules.forward_first, rules.patience, extra=max(map(len, ways))))
-
-    def _rules(self, ways: Sequence[tuple[Hop, ...]], trial: Trial) -> Rules:
-        """The default limits of routes over these ways, raised as far as the ceiling allows."""
         depth = max(map(len, ways))
         limits = limits_of_routes(self._builder.workers, ways)
+        return self._rules(limits, depth, Trial(rules.forward_first, rules.patience, extra=depth))
+
+    def _rules(self, limits: Mapping[int, InFlightLimit], depth: int, trial: Trial) -> Rules:
+        """The default `limits`, raised as far as the ceiling allows, by so much as the `depth` at the most."""
         raised = [self._raised(worker, limits[worker], trial, depth) for worker in self._builder.workers]
         return Rules(
             in_flight=tuple(limit.in_flight for limit in raised),

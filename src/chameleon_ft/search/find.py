@@ -112,6 +112,7 @@ def find_plan(
         complete=search.complete,
         mixes=search.mixes,
         alternatives=tuple(pareto_front(found, _figures)[1:]),
+        recuts=tuple(search.recuts),
         too_large=FrozenMap(too_large),
     )
 
@@ -145,6 +146,7 @@ class _Search:
         self._likely_s = math.inf
         self.bound_s = math.inf
         self.mixes = 0
+        self.recuts: list[FoundPlan] = []
         self.complete = not self._with_sync and _links_are_equal(cluster)
 
     def plans(self) -> list[FoundPlan]:
@@ -163,9 +165,10 @@ class _Search:
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - _ROUNDING
         timers = {search.timer.split_backward: search.timer for search in searches}
+        self.recuts += self._recut(timers.values())
         return [
             *(found_plan("pipelines", each.pipelines, each.timer, self._current) for each in self._in_roles(placed)),
-            *self._recut(timers.values()),
+            *self.recuts,
         ]
 
     def _bounded_searches(self) -> list[MixSearch]:

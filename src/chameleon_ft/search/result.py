@@ -67,6 +67,7 @@ class SearchResult:
         mixes: how many different ways to make pipelines have been replayed.
         alternatives: the other plans that none beats in step time, bytes to move and `last_hosts`, by step time.
         too_large: bytes that are missing on some worker, for plans handed in that do not fit, by name.
+        recuts: what `recut_plan` gives, with split and with fused backward, as far as that was looked at.
     """
 
     best: FoundPlan
@@ -76,6 +77,7 @@ class SearchResult:
     mixes: int
     alternatives: tuple[FoundPlan, ...]
     too_large: Mapping[str, int]
+    recuts: tuple[FoundPlan, ...] = ()
 
     @property
     def gap(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 
 from chameleon_ft.plan.placement import Placement
 from chameleon_ft.sync.segments import Segment, gradient_segments, tied_segments
@@ -51,7 +51,7 @@ def gradient_rounds(placement: Placement, tied: Iterable[tuple[int, ...]] = ()) 
     """
     every = [*reversed(gradient_segments(placement)), *tied_segments(placement, tied)]
     segments = [segment for segment in every if len(segment.holders) > 1]
-    fewest = max(Counter(worker for segment in segments for worker in segment.holders).values(), default=0)
+    fewest = max(Counter(chain.from_iterable(segment.holders for segment in segments)).values(), default=0)
     one_range = all(len(ranges) == 1 for ranges in placement.ranges.values())
     one_range = one_range and not any(segment.tied for segment in segments)
     colours = _in_turn(segments) if one_range else _dsatur(_conflicts(segments))
@@ -76,13 +76,16 @@ def _conflicts(segments: Sequence[Segment]) -> list[set[int]]:
 
 def _in_turn(segments: Sequence[Segment]) -> list[int]:
     colours: list[int] = []
-    taken: dict[int, set[int]] = defaultdict(set)
+    # For each worker, a bit for each colour that its segments have.
+    taken: dict[int, int] = defaultdict(int)
     for segment in segments:
-        of_holders = set[int]().union(*[taken[worker] for worker in segment.holders])
-        colour = next(colour for colour in range(len(of_holders) + 1) if colour not in of_holders)
-        colours.append(colour)
+        of_holders = 0
         for worker in segment.holders:
-            taken[worker].add(colour)
+            of_holders |= taken[worker]
+        free = ~of_holders & (of_holders + 1)
+        for worker in segment.holders:
+            taken[worker] |= free
+        colours.append(free.bit_length() - 1)
     return colours
 
 
