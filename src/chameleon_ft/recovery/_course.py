@@ -16,7 +16,8 @@ from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
-from chameleon_ft.schedule.best import ScheduledPart, Solved, best_parts, program_of
+from chameleon_ft.schedule._pipelines import PipelineSchedule
+from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.transfer import Transfer, transfer_s, transfer_to
 
 __all__ = ["Candidate", "Course", "Way", "fresh", "goes_on", "weighed"]
@@ -191,7 +192,7 @@ def _scheduled(proposal: Proposal, plan: Plan, situation: Situation) -> _Schedul
     Where that does not fit, the one with as few in flight as 1F1B has, and if it does not either, the same with
     recomputation on the workers that lack memory. So it is said of a plan what it would need at the least.
     """
-    found = _under(proposal.ceiling, plan, situation, proposal.solved)
+    found = _under(proposal.ceiling, plan, situation, proposal.schedules)
     if not found.estimate.over_capacity(situation.costs):
         return found
     few = {worker: InFlightLimit(limit.in_flight, limit.in_flight) for worker, limit in default_limits(plan).items()}
@@ -202,9 +203,9 @@ def _scheduled(proposal: Proposal, plan: Plan, situation: Situation) -> _Schedul
 
 
 def _under(
-    ceiling: Mapping[int, InFlightLimit], plan: Plan, situation: Situation, solved: Sequence[Solved] = ()
+    ceiling: Mapping[int, InFlightLimit], plan: Plan, situation: Situation, schedules: Sequence[PipelineSchedule] = ()
 ) -> _Scheduled:
-    parts = best_parts(plan, situation.costs, ceiling=ceiling, solved=solved)
+    parts = best_parts(plan, situation.costs, ceiling=ceiling, known=schedules)
     return _Scheduled(plan, ceiling, parts, estimate_parts(plan, parts, situation.costs))
 
 

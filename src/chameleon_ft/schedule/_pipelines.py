@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -23,40 +23,6 @@ from chameleon_ft.schedule.limits import InFlightLimit
 _ALL: Final = 1_000_000
 
 
-class Task(NamedTuple):
-    """All that the best schedule of a pipeline follows from.
-
-    Attributes:
-        stages: bytes of their records.
-        ceiling: bytes of what each may have in flight, and keep.
-        micro_batches, split, effort: see `pipeline_schedule`.
-    """
-
-    stages: bytes
-    ceiling: bytes
-    micro_batches: int
-    split: bool
-    effort: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Solved:
-    """A task, and what came of it.
-
-    Attributes:
-        task: any pipeline of the same need not be scheduled again.
-        rules: that the schedule was made by.
-        codes, ends_s, step_s, beyond_limits: as in `Schedule`.
-    """
-
-    task: Task
-    rules: Rules
-    codes: Integers
-    ends_s: Floats
-    step_s: float
-    beyond_limits: bool
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineSchedule:
     """What the workers of a pipeline run, and how long it takes.
@@ -64,7 +30,6 @@ class PipelineSchedule:
     Attributes:
         builder, hops, micro_batches: what is scheduled.
         codes, ends_s, step_s: as in `Schedule`.
-        solved: the task that it is the schedule of; None where that took more than a pipeline needs mostly.
     """
 
     builder: NetworkBuilder
@@ -73,7 +38,6 @@ class PipelineSchedule:
     codes: Integers
     ends_s: Floats
     step_s: float
-    solved: Solved | None = None
 
     @property
     def last_s(self) -> tuple[float, ...]:
@@ -109,11 +73,8 @@ def pipeline_schedule(
     split, depth = builder.split_backward, len(hops)
     rules, in_flight, kept = _rules(split, depth, ceiling)
     operations = (3 if split else 2) * depth * micro_batches
-    stages = _stages(hops, builder)
-    # Before a kernel has filled in the rest.
-    task = Task(stages.tobytes(), ceiling.tobytes(), micro_batches, split, effort)
     found = tried(
-        stages,
+        _stages(hops, builder),
         rules,
         in_flight,
         kept,
@@ -125,50 +86,20 @@ def pipeline_schedule(
     if found.rules < 0:
         return _of_part(hops, micro_batches, builder, ceiling, effort)
     made = PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
-    own = _rules_of(found, rules, in_flight, kept)
     further = int(effort * (1 - RULES) / REPLAY)
-    if not (found.beyond_limits or found.step_s <= found.enough_s or is_too_large(operations, further)):
-        largest = _largest(depth, ceiling, rules[found.rules])
-        shorter = shortened(made.schedule(), largest, enough_s=found.enough_s, effort=further)
-        if shorter.step_s < found.step_s * (1 - ROUNDING):
-            made, own = _made_of(shorter, made), largest
-    return replace(made, solved=Solved(task, own, made.codes, made.ends_s, made.step_s, found.beyond_limits))
+    if found.beyond_limits or found.step_s <= found.enough_s or is_too_large(operations, further):
+        return made
+    largest = _largest(depth, ceiling, rules[found.rules])
+    shorter = shortened(made.schedule(), largest, enough_s=found.enough_s, effort=further)
+    return _made_of(shorter, made) if shorter.step_s < found.step_s * (1 - ROUNDING) else made
 
 
 class PipelinePart(Part):
-    """The same as a `Part` of a single way that comes to each of its workers once, and is found sooner.
+    """The same as a `Part` of a single way that comes to each of its workers once, and is found sooner."""
 
-    At once if it is among the `solved`.
-    """
-
-    def __init__(
-        self, trials: Trials, hops: tuple[Hop, ...], micro_batches: int, solved: Mapping[Task, Solved] | None = None
-    ) -> None:
+    def __init__(self, trials: Trials, hops: tuple[Hop, ...], micro_batches: int) -> None:
         self._is_dead_end = False
-        self._solved = solved or {}
         super().__init__(trials, [hops], [0] * micro_batches)
-
-    def finish(self, effort: float) -> None:
-        """See `Part.finish`."""
-        network = self._network
-        task = Task(
-            self._stages().tobytes(), self._ceiling().tobytes(), len(network.ways), network.split_backward, effort
-        )
-        if (known := self._solved.get(task)) is None:
-            super().finish(effort)
-            return
-        found = Schedule(
-            network=network,
-            codes=known.codes,
-            ends_s=known.ends_s,
-            step_s=known.step_s,
-            beyond_limits=known.beyond_limits,
-        )
-        self.tried.insert(0, (known.rules, found))
-        self.finished = True
-
-    def _ceiling(self) -> Integers:
-        return self._trials.ceiling_of([hop.worker for hop in self._ways[0]])
 
     def try_rules(self, effort: float = math.inf, *, enough_s: float = 0.0) -> None:
         """See `Part.try_rules`."""
@@ -186,30 +117,35 @@ class PipelinePart(Part):
             self._try(1, math.inf)
         return super()._try_next() if self._is_dead_end else True
 
-    def _stages(self) -> Records:
+    def _try(self, most: float, enough_s: float) -> None:
         from chameleon_ft.schedule._kernels.pipeline_runs import STAGE
 
-        slots, depth = self._network.slots, len(self._ways[0])
+        network, (hops,) = self._network, self._ways
+        split, depth = network.split_backward, len(hops)
         stages = np.zeros(depth, STAGE)
         for name in ("forward_s", "backward_s", "weight_s", "down_s", "up_s"):
-            stages[name] = slots[name][:depth]
-        return stages
-
-    def _try(self, most: float, enough_s: float) -> None:
-        network = self._network
-        rules, in_flight, kept = _rules(network.split_backward, len(self._ways[0]), self._ceiling())
+            stages[name] = network.slots[name][:depth]
+        rules, in_flight, kept = _rules(split, depth, self._trials.ceiling_of([hop.worker for hop in hops]))
         found = tried(
-            self._stages(),
+            stages,
             rules,
             in_flight,
             kept,
             micro_batches=len(network.ways),
-            split=network.split_backward,
+            split=split,
             enough_s=enough_s,
             most=math.ceil(most),
         )
         self._is_dead_end = found.rules < 0
         if not self._is_dead_end:
+            own = rules[found.rules]
+            made = Rules(
+                in_flight=tuple(in_flight[found.rules].tolist()),
+                kept=tuple(kept[found.rules].tolist()),
+                forward_first=bool(own["forward_first"]),
+                patience=float(own["patience"]),
+                gradients_only=found.gradients_only,
+            )
             schedule = Schedule(
                 network=network,
                 codes=found.codes,
@@ -217,7 +153,7 @@ class PipelinePart(Part):
                 step_s=found.step_s,
                 beyond_limits=found.beyond_limits,
             )
-            self.tried = [(_rules_of(found, rules, in_flight, kept), schedule)]
+            self.tried = [(made, schedule)]
 
 
 def _of_part(
@@ -307,18 +243,6 @@ def tried(
         most,
     )
     return Tried(best, gradients_only, codes[place], ends_s[place], step_s, beyond_limits, enough_s)
-
-
-def _rules_of(found: Tried, rules: Records, in_flight: Integers, kept: Integers) -> Rules:
-    """Those of the best run."""
-    own = rules[found.rules]
-    return Rules(
-        in_flight=tuple(in_flight[found.rules].tolist()),
-        kept=tuple(kept[found.rules].tolist()),
-        forward_first=bool(own["forward_first"]),
-        patience=float(own["patience"]),
-        gradients_only=found.gradients_only,
-    )
 
 
 def _stages(hops: Sequence[Hop], builder: NetworkBuilder) -> Records:

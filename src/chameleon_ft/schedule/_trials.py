@@ -114,6 +114,10 @@ class Trials:
         limits = [self._ceiling.get(worker, _ANY) for worker in workers]
         return np.array([[limit.in_flight for limit in limits], [limit.kept for limit in limits]])
 
+    def seconds(self, hops: Sequence[Hop]) -> tuple[list[float], ...]:
+        """What operations and messages of a route take; see `NetworkBuilder.seconds`."""
+        return self._builder.seconds(hops)
+
     def network(self, ways: Sequence[tuple[Hop, ...]], taken: Sequence[int]) -> Network:
         """Routes over these ways, and which of them each takes, as the scheduler sees them."""
         return self._builder.network(ways, taken)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.plan import Plan
 from chameleon_ft.schedule._components import Component, components
-from chameleon_ft.schedule._engine import Rules, Schedule
+from chameleon_ft.schedule._engine import Schedule
 from chameleon_ft.schedule._orders import operations_of
 from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._pipelines import PipelinePart, Solved, Task
+from chameleon_ft.schedule._pipelines import PipelinePart, PipelineSchedule
 from chameleon_ft.schedule._trials import Trials, trials_of
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit
@@ -22,7 +22,6 @@ __all__ = [
     "DEFAULT_EFFORT",
     "ScheduledPart",
     "ScheduledProgram",
-    "Solved",
     "best_parts",
     "best_program",
     "best_step_s",
@@ -52,10 +51,9 @@ class ScheduledProgram:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledPart:
-    """Workers that are joined by routes, with the schedule that was chosen for them and the rules it was made by."""
+    """Workers that are joined by routes, with the schedule that was chosen for them."""
 
     component: Component
-    rules: Rules
     schedule: Schedule
 
 
@@ -88,10 +86,14 @@ def best_program(
         PlanError: the workload has another number of layers than the plan.
         ConfigError: the plan has a worker that the cluster does not.
     """
-    parts = best_parts(plan, costs, ceiling=ceiling, effort=effort)
-    return ScheduledProgram(
-        program=program_of(plan, parts), step_s=step_s_of(parts), limits=FrozenMap(_limits(plan, parts))
-    )
+    every = components(plan.routes)
+    found = _parts(every, trials_of(plan, costs, ceiling), lambda part: part.finish(effort))
+    parts = [ScheduledPart(component, part.best[1]) for component, part in zip(every, found, strict=True)]
+    limits = dict.fromkeys(plan.workers, InFlightLimit(1, 1))
+    for component, part in zip(every, found, strict=True):
+        rules, _ = part.best
+        limits.update(zip(component.workers, map(InFlightLimit, rules.in_flight, rules.kept), strict=True))
+    return ScheduledProgram(program=program_of(plan, parts), step_s=step_s_of(parts), limits=FrozenMap(limits))
 
 
 def best_parts(
@@ -100,17 +102,20 @@ def best_parts(
     *,
     ceiling: Mapping[int, InFlightLimit] | None = None,
     effort: float = DEFAULT_EFFORT,
-    solved: Iterable[Solved] = (),
+    known: Iterable[PipelineSchedule] = (),
 ) -> list[ScheduledPart]:
     """The schedules that `best_program` makes its program of, which takes longer than to find them.
 
-    Of pipelines that are among the `solved`, the schedules are not looked for again; they are the same without.
+    Pipelines that take as long as one of those that are `known`, operation by operation, have its schedule, for which
+    it has to keep within the ceiling.
     """
-    known = {each.task: each for each in solved}
-    return [
-        ScheduledPart(component, *part.best)
-        for component, part in _parts(plan, costs, ceiling, lambda part: part.finish(effort), known)
-    ]
+    every, trials = components(plan.routes), trials_of(plan, costs, ceiling)
+    settled = _settled(every, trials, known)
+    rest = [number for number in range(len(every)) if number not in settled]
+    enough_s = max((schedule.step_s for schedule in settled.values()), default=0.0)
+    parts = _parts([every[number] for number in rest], trials, lambda part: part.finish(effort), enough_s=enough_s)
+    settled |= {number: part.best[1] for number, part in zip(rest, parts, strict=True)}
+    return [ScheduledPart(component, settled[number]) for number, component in enumerate(every)]
 
 
 def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
@@ -127,14 +132,6 @@ def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
 def step_s_of(parts: Iterable[ScheduledPart]) -> float:
     """Seconds until the last operation has ended."""
     return max(part.schedule.step_s for part in parts)
-
-
-def _limits(plan: Plan, parts: Iterable[ScheduledPart]) -> dict[int, InFlightLimit]:
-    limits = dict.fromkeys(plan.workers, InFlightLimit(1, 1))
-    for part in parts:
-        own = map(InFlightLimit, part.rules.in_flight, part.rules.kept)
-        limits.update(zip(part.component.workers, own, strict=True))
-    return limits
 
 
 def best_step_s(
@@ -156,35 +153,66 @@ def listed_step_s(
 
     No further ones are tried when that is `enough_s` or less.
     """
-    parts = _parts(plan, costs, ceiling, lambda part: part.try_rules(effort, enough_s=enough_s))
-    return max(part.best[1].step_s for _, part in parts)
+    every, trials = components(plan.routes), trials_of(plan, costs, ceiling)
+    parts = _parts(every, trials, lambda part: part.try_rules(effort, enough_s=enough_s))
+    return max(part.best[1].step_s for part in parts)
 
 
 def _parts(
-    plan: Plan,
-    costs: CostModel,
-    ceiling: Mapping[int, InFlightLimit] | None,
-    finish: Callable[[Part], None],
-    solved: Mapping[Task, Solved] | None = None,
-) -> list[tuple[Component, Part]]:
-    """The components of a plan, each with its schedules; those that are alike share them."""
-    trials = trials_of(plan, costs, ceiling)
+    every: Sequence[Component], trials: Trials, finish: Callable[[Part], None], *, enough_s: float = 0.0
+) -> list[Part]:
+    """For each component its schedules; those that are alike share them.
+
+    Those that take no longer than `enough_s` are left as they are.
+    """
     known: dict[tuple[object, ...], Part] = {}
-    found: list[tuple[Component, Part]] = []
-    for component in components(plan.routes):
+    found: list[Part] = []
+    for component in every:
         own = trials.part(component.workers)
         key = component.taken, own.key(component.ways)
         if key not in known:
-            known[key] = _part_of(component, own, solved)
-        found.append((component, known[key]))
-    while not (slowest := max(known.values(), key=_urgency)).finished:
+            known[key] = _part_of(component, own)
+        found.append(known[key])
+    while known and not (slowest := max(known.values(), key=_urgency)).finished:
+        _, schedule = slowest.best
+        if schedule.step_s <= enough_s and not schedule.beyond_limits:
+            break
         finish(slowest)
     return found
 
 
-def _part_of(component: Component, trials: Trials, solved: Mapping[Task, Solved] | None) -> Part:
-    if len(component.ways) == 1 and len(component.ways[0]) == len(component.workers):
-        return PipelinePart(trials, component.ways[0], len(component.taken), solved)
+def _settled(every: Iterable[Component], trials: Trials, known: Iterable[PipelineSchedule]) -> dict[int, Schedule]:
+    """By number of the component, the schedules of pipelines that are known; those that are alike share them."""
+    schedules = {_timing(each.builder.seconds(each.hops), each.micro_batches): each for each in known}
+    found: dict[int, Schedule] = {}
+    shared: dict[object, Schedule] = {}
+    for number, component in enumerate(every) if schedules else ():
+        if not _is_pipeline(component):
+            continue
+        hops, micro_batches = component.ways[0], len(component.taken)
+        timing = _timing(trials.seconds(hops), micro_batches)
+        if timing in schedules:
+            layers = timing, tuple(hop.layers for hop in hops)
+            if layers not in shared:
+                network = trials.part(component.workers).network(component.ways, component.taken)
+                one = schedules[timing]
+                shared[layers] = Schedule(network=network, codes=one.codes, ends_s=one.ends_s, step_s=one.step_s)
+            found[number] = shared[layers]
+    return found
+
+
+def _timing(seconds: Iterable[Sequence[float]], micro_batches: int) -> tuple[object, ...]:
+    """All that the times of a pipeline follow from."""
+    return micro_batches, *map(tuple, seconds)
+
+
+def _is_pipeline(component: Component) -> bool:
+    return len(component.ways) == 1 and len(component.ways[0]) == len(component.workers)
+
+
+def _part_of(component: Component, trials: Trials) -> Part:
+    if _is_pipeline(component):
+        return PipelinePart(trials, component.ways[0], len(component.taken))
     return Part(trials, component.ways, component.taken)
 
 

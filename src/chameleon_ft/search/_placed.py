@@ -144,7 +144,7 @@ def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, cur
         peak_bytes=max(map(timer.peak_bytes, programs)),
         moved_bytes=moved_bytes(current, placement, costs.workload.layers),
         last_hosts=len(placement.indispensable(costs.cluster.hosts)),
-        solved=tuple(solved for timed in programs if (solved := timed.schedule.solved) is not None),
+        schedules=tuple(timed.schedule for timed in programs),
     )
 
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import InFlightLimit
-from chameleon_ft.schedule.best import Solved
+from chameleon_ft.schedule._pipelines import PipelineSchedule
 
 __all__ = ["BoundFamily", "FoundPlan", "SearchResult"]
 
@@ -40,7 +40,7 @@ class FoundPlan:
         peak_bytes: what the worker that needs most holds at its worst moment.
         moved_bytes: parameters and optimizer state that its workers lack, of what they hold now.
         last_hosts: hosts whose workers are the only ones to hold some layer.
-        solved: its pipelines with their schedules, for `best_parts`.
+        schedules: of its pipelines, for `best_parts`.
     """
 
     name: str
@@ -51,7 +51,7 @@ class FoundPlan:
     peak_bytes: int
     moved_bytes: int
     last_hosts: int
-    solved: tuple[Solved, ...] = field(default=(), compare=False, repr=False)
+    schedules: tuple[PipelineSchedule, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ def in_roles(name: str, plans: Sequence[FoundPlan], situation: Situation) -> lis
             name=numbered(name, number),
             plan=plan_in_roles(each.found.plan, each.roles),
             ceiling={each.roles[place]: limit for place, limit in each.found.ceiling.items()},
-            solved=each.found.solved,
+            schedules=each.found.schedules,
         )
         for number, each in enumerate(pareto_front(found, lambda each: each.figures), start=1)
     ]

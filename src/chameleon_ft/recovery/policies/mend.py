@@ -38,4 +38,4 @@ def propose(situation: Situation, horizon_s: float, *, recuts: Iterable[FoundPla
     if found is None:
         reason = "no pipeline is whole, or its memory and that of mended ones does not hold all micro-batches"
         return [Proposal(name=_NAME, reason=reason)]
-    return [Proposal(name=_NAME, plan=found.plan, ceiling=found.ceiling, solved=found.solved)]
+    return [Proposal(name=_NAME, plan=found.plan, ceiling=found.ceiling, schedules=found.schedules)]
