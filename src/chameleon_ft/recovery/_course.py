@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, state_bytes
-from chameleon_ft.plan import Placement, Plan
+from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
 from chameleon_ft.recovery.failure_rate import FailureRate
@@ -18,7 +19,7 @@ from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.schedule._pipelines import PipelineSchedule
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
-from chameleon_ft.transfer import Transfer, transfer_s, transfer_to
+from chameleon_ft.transfer import Transfer, missing_between, transfer_s, transfer_to
 
 __all__ = ["Candidate", "Course", "Way", "fresh", "goes_on", "weighed"]
 
@@ -232,22 +233,21 @@ def _too_large_meanwhile(transfer: Transfer | None, situation: Situation) -> str
     if transfer is None:
         return None
     layers, before, after = situation.costs.workload.layers, situation.placement, transfer.placement
-    needed = {
-        worker: sum(state_bytes(layers[layer]) + layers[layer].gradient_bytes for layer in _layers(before, worker))
-        + sum(state_bytes(layers[layer]) for layer in _layers(after, worker) - _layers(before, worker))
-        for worker in after.workers
-        if not _layers(after, worker) <= _layers(before, worker)
-    }
+    state = list(accumulate(map(state_bytes, layers), initial=0))
+    gradients = list(accumulate((layer.gradient_bytes for layer in layers), initial=0))
+    numbers = range(len(layers) + 1)
+    needed: dict[int, int] = {}
+    for worker, ranges in after.ranges.items():
+        had = before.ranges_of(worker)
+        if missing_between(had, ranges, numbers):
+            held = sum(each[own.stop] - each[own.start] for own in had for each in (state, gradients))
+            needed[worker] = held + missing_between(had, ranges, state)
     missing = {
         worker: short
         for worker, num_bytes in needed.items()
         if (short := num_bytes - _capacity(situation.costs.cluster, worker)) > 0
     }
     return _short_of(missing, "while layers move") if missing else None
-
-
-def _layers(placement: Placement, worker: int) -> set[int]:
-    return {layer for own in placement.ranges_of(worker) for layer in own}
 
 
 def _capacity(cluster: Cluster, worker: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from chameleon_ft.transfer.holdings import (
     Holding,
     holdings_of,
+    missing_between,
     missing_layers,
     moved_bytes,
     worker_kinds,
@@ -27,6 +28,7 @@ __all__ = [
     "holdings_of",
     "least_moved_bytes",
     "message_rounds",
+    "missing_between",
     "missing_layers",
     "moved_bytes",
     "placement_in_roles",

@@ -21,6 +21,7 @@ __all__ = [
     "Holding",
     "holdings_of",
     "lacking_bytes",
+    "missing_between",
     "missing_layers",
     "moved_bytes",
     "worker_kinds",
@@ -95,14 +96,22 @@ def missing_layers(had: Holding, wanted: Holding) -> list[int]:
 def moved_bytes(current: Placement | None, new: Placement, layers: Sequence[LayerCost]) -> int:
     """Bytes of parameters and optimizer state that the workers of `new` lack for it, if each keeps its place."""
     before = list(accumulate((state_bytes(layer) for layer in layers), initial=0))
+    held = {} if current is None else current.ranges
+    return sum(missing_between(held.get(worker, ()), ranges, before) for worker, ranges in new.ranges.items())
+
+
+def missing_between(had: Sequence[LayerRange], wanted: Sequence[LayerRange], before: Sequence[int]) -> int:
+    """What the layers of `wanted` that are not in `had` come to, where `before[i]` is what all before layer i do.
+
+    Each of both as a `Placement` keeps them, so that none of it overlaps.
+    """
     found = 0
-    for worker, ranges in new.ranges.items():
-        for wanted in ranges:
-            found += before[wanted.stop] - before[wanted.start]
-            for had in () if current is None else current.ranges_of(worker):
-                start, stop = max(wanted.start, had.start), min(wanted.stop, had.stop)
-                if start < stop:
-                    found -= before[stop] - before[start]
+    for layers in wanted:
+        found += before[layers.stop] - before[layers.start]
+        for own in had:
+            start, stop = max(layers.start, own.start), min(layers.stop, own.stop)
+            if start < stop:
+                found -= before[stop] - before[start]
     return found
 
 

@@ -53,10 +53,12 @@ def choose_sources(
         for layer in lacking:
             receivers[layer].append(receiver)
     groups = list(workers_by_holding({w: Holding(each.ranges) for w, each in sorted(holders.items())}).items())
-    groups_of = {
-        layer: [number for number, (each, _) in enumerate(groups) if any(layer in held for held in each.ranges)]
-        for layer in sorted(receivers)
-    }
+    groups_of: dict[int, list[int]] = {layer: [] for layer in sorted(receivers)}
+    for number, (each, _) in enumerate(groups):
+        for held in each.ranges:
+            for layer in held:
+                if layer in groups_of:
+                    groups_of[layer].append(number)
     if unheld := [layer for layer, of in groups_of.items() if not of]:
         raise NoHolderError(unheld)
     num_bytes = {layer: state_bytes(layers[layer]) for layer in groups_of}
