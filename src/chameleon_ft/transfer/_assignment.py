@@ -67,7 +67,7 @@ class Balanced:
 
         rows = np.repeat(np.arange(len(self.supply)), self.supply)
         columns = np.repeat(np.arange(len(self.demand)), self.demand)
-        chosen, places = linear_sum_assignment(self._scaled()[np.ix_(rows, columns)])
+        chosen, places = linear_sum_assignment(self._scaled()[rows[:, None], columns])
         flow = np.zeros(self.cost.shape, dtype=np.int64)
         np.add.at(flow, (rows[chosen], columns[places]), 1)
         return flow

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Holding",
+    "groups_of",
     "holdings_of",
     "lacking_bytes",
     "missing_between",
@@ -57,6 +58,11 @@ def holdings_of(placement: Placement | None, kinds: Mapping[int, Hashable]) -> d
 
 def workers_by_holding(holdings: Mapping[int, Holding]) -> dict[Holding, list[int]]:
     """Workers (or places) by what they hold, each group in the order of `holdings`."""
+    return dict(groups_of(holdings))
+
+
+def groups_of(holdings: Mapping[int, Holding]) -> list[tuple[Holding, list[int]]]:
+    """The same as pairs."""
     # By plain numbers, for ranges of layers are slow to hash.
     groups: dict[Hashable, tuple[Holding, list[int]]] = {}
     for worker, holding in holdings.items():
@@ -64,7 +70,7 @@ def workers_by_holding(holdings: Mapping[int, Holding]) -> dict[Holding, list[in
         if key not in groups:
             groups[key] = holding, []
         groups[key][1].append(worker)
-    return dict(groups.values())
+    return list(groups.values())
 
 
 def lacking_bytes(have: Sequence[Holding], wanted: Sequence[Holding], layers: Sequence[LayerCost]) -> Integers:

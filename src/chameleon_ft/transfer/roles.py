@@ -9,10 +9,14 @@ from dataclasses import replace
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, Placement, Plan, Route
 from chameleon_ft.transfer._assignment import Balanced
-from chameleon_ft.transfer.holdings import Holding, lacking_bytes, workers_by_holding
+from chameleon_ft.transfer.holdings import Holding, groups_of, lacking_bytes
 from chameleon_ft.workload import LayerCost
 
 __all__ = ["assign_roles", "least_moved_bytes", "placement_in_roles", "plan_in_roles"]
+
+
+# What is held, and by whom.
+_Groups = list[tuple[Holding, list[int]]]
 
 
 def assign_roles(
@@ -36,13 +40,11 @@ def assign_roles(
     Raises:
         PlanError: there are fewer workers of a kind than places for them, or a range goes past the last layer.
     """
-    have, wanted = workers_by_holding(workers), workers_by_holding(places)
     roles: dict[int, int] = {}
-    for mine, theirs in _by_kind(have, wanted):
-        problem = _problem(mine, theirs, have, wanted, layers)
-        keeps = [[one.ranges == other.ranges for other in theirs] + [False] for one in mine]
-        flow = problem.fair_flow(keeps).tolist()
-        roles.update(_by_number([have[each] for each in mine], [wanted[each] for each in theirs], flow))
+    for mine, theirs in _by_kind(workers, places):
+        keeps = [[one.ranges == other.ranges for other, _ in theirs] + [False] for one, _ in mine]
+        flow = _problem(mine, theirs, layers).fair_flow(keeps).tolist()
+        roles.update(_by_number([group for _, group in mine], [group for _, group in theirs], flow))
     return dict(sorted(roles.items()))
 
 
@@ -50,8 +52,7 @@ def least_moved_bytes(
     workers: Mapping[int, Holding], places: Mapping[int, Holding], layers: Sequence[LayerCost]
 ) -> int:
     """The bytes that workers lack for their places in total, if roles are those of `assign_roles`; see there."""
-    have, wanted = workers_by_holding(workers), workers_by_holding(places)
-    problems = (_problem(mine, theirs, have, wanted, layers) for mine, theirs in _by_kind(have, wanted))
+    problems = (_problem(mine, theirs, layers) for mine, theirs in _by_kind(workers, places))
     return sum(int((problem.cost * problem.least_cost_flow()).sum()) for problem in problems)
 
 
@@ -76,31 +77,22 @@ def plan_in_roles(plan: Plan, roles: Mapping[int, int]) -> Plan:
     )
 
 
-def _by_kind(
-    have: Mapping[Holding, object], wanted: Mapping[Holding, object]
-) -> list[tuple[list[Holding], list[Holding]]]:
-    """What workers hold and what is wanted of them, for each kind that something is wanted of."""
-    mine: dict[Hashable, list[Holding]] = defaultdict(list)
-    theirs: dict[Hashable, list[Holding]] = defaultdict(list)
-    for each in have:
-        mine[each.kind].append(each)
-    for each in wanted:
-        theirs[each.kind].append(each)
-    return [(mine[kind], wanted_of_kind) for kind, wanted_of_kind in theirs.items()]
+def _by_kind(workers: Mapping[int, Holding], places: Mapping[int, Holding]) -> list[tuple[_Groups, _Groups]]:
+    """The workers and the places of each kind that something is wanted of, by what they hold."""
+    mine: dict[Hashable, _Groups] = defaultdict(list)
+    theirs: dict[Hashable, _Groups] = defaultdict(list)
+    for found, holdings in ((mine, workers), (theirs, places)):
+        for group in groups_of(holdings):
+            found[group[0].kind].append(group)
+    return [(mine[kind], wanted) for kind, wanted in theirs.items()]
 
 
-def _problem(
-    mine: Sequence[Holding],
-    theirs: Sequence[Holding],
-    have: Mapping[Holding, Sequence[int]],
-    wanted: Mapping[Holding, Sequence[int]],
-    layers: Sequence[LayerCost],
-) -> Balanced:
+def _problem(mine: _Groups, theirs: _Groups, layers: Sequence[LayerCost]) -> Balanced:
     """Workers to places of a kind, with one more demand, that costs nothing, for the workers that are left over."""
     import numpy as np
 
-    cost = lacking_bytes(mine, theirs, layers)
-    supply, demand = [len(have[each]) for each in mine], [len(wanted[each]) for each in theirs]
+    cost = lacking_bytes([each for each, _ in mine], [each for each, _ in theirs], layers)
+    supply, demand = [len(group) for _, group in mine], [len(group) for _, group in theirs]
     idle = sum(supply) - sum(demand)
     if idle < 0:
         raise PlanError(
