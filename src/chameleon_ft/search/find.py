@@ -98,7 +98,8 @@ def find_plan(
         raise PlanError("no worker is left to plan for; start at least one")
     handed_in, too_large = weighed(others or {}, costs, current, others_ceiling)
     search = _Search(costs, current, effort, two_holders=two_holders)
-    found = sorted([*search.plans(), *handed_in], key=_figures)
+    plans = search.plans()
+    found = sorted([*plans, *handed_in], key=_figures)
     if two_holders:
         found = [each for each in found if _has_two_holders(each.plan)]
         if not found:
@@ -112,7 +113,7 @@ def find_plan(
         complete=search.complete,
         mixes=search.mixes,
         alternatives=tuple(pareto_front(found, _figures)[1:]),
-        recuts=tuple(search.recuts),
+        recuts=tuple(each for each in plans if each.name == "recut"),
         too_large=FrozenMap(too_large),
     )
 
@@ -146,7 +147,6 @@ class _Search:
         self._likely_s = math.inf
         self.bound_s = math.inf
         self.mixes = 0
-        self.recuts: list[FoundPlan] = []
         self.complete = not self._with_sync and _links_are_equal(cluster)
 
     def plans(self) -> list[FoundPlan]:
@@ -165,10 +165,9 @@ class _Search:
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - _ROUNDING
         timers = {search.timer.split_backward: search.timer for search in searches}
-        self.recuts += self._recut(timers.values())
         return [
             *(found_plan("pipelines", each.pipelines, each.timer, self._current) for each in self._in_roles(placed)),
-            *self.recuts,
+            *self._recut(timers.values()),
         ]
 
     def _bounded_searches(self) -> list[MixSearch]:
