@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.plan import Plan
+from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._components import Component, components
 from chameleon_ft.schedule._engine import Schedule
 from chameleon_ft.schedule._orders import operations_of
@@ -51,10 +51,13 @@ class ScheduledProgram:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledPart:
-    """Workers that are joined by routes, with the schedule that was chosen for them."""
+    """Workers that are joined by routes, with the schedule that was chosen for them.
+
+    That of a pipeline may be one for other workers in its place.
+    """
 
     component: Component
-    schedule: Schedule
+    schedule: Schedule | PipelineSchedule
 
 
 def best_program(
@@ -181,29 +184,24 @@ def _parts(
     return found
 
 
-def _settled(every: Iterable[Component], trials: Trials, known: Iterable[PipelineSchedule]) -> dict[int, Schedule]:
-    """By number of the component, the schedules of pipelines that are known; those that are alike share them."""
-    schedules = {_timing(each.builder.seconds(each.hops), each.micro_batches): each for each in known}
-    found: dict[int, Schedule] = {}
-    shared: dict[object, Schedule] = {}
+def _settled(
+    every: Iterable[Component], trials: Trials, known: Iterable[PipelineSchedule]
+) -> dict[int, Schedule | PipelineSchedule]:
+    """By number of the component, the schedules of pipelines that are known."""
+    schedules = {_timing(each.builder.seconds(each.hops), each.hops, each.micro_batches): each for each in known}
+    found: dict[int, Schedule | PipelineSchedule] = {}
     for number, component in enumerate(every) if schedules else ():
-        if not _is_pipeline(component):
-            continue
-        hops, micro_batches = component.ways[0], len(component.taken)
-        timing = _timing(trials.seconds(hops), micro_batches)
-        if timing in schedules:
-            layers = timing, tuple(hop.layers for hop in hops)
-            if layers not in shared:
-                network = trials.part(component.workers).network(component.ways, component.taken)
-                one = schedules[timing]
-                shared[layers] = Schedule(network=network, codes=one.codes, ends_s=one.ends_s, step_s=one.step_s)
-            found[number] = shared[layers]
+        if _is_pipeline(component):
+            (hops,) = component.ways
+            one = schedules.get(_timing(trials.seconds(hops), hops, len(component.taken)))
+            if one is not None:
+                found[number] = one
     return found
 
 
-def _timing(seconds: Iterable[Sequence[float]], micro_batches: int) -> tuple[object, ...]:
-    """All that the times of a pipeline follow from."""
-    return micro_batches, *map(tuple, seconds)
+def _timing(seconds: Iterable[Sequence[float]], hops: Iterable[Hop], micro_batches: int) -> tuple[object, ...]:
+    """All that the schedule of a pipeline follows from, but for what is kept."""
+    return micro_batches, *[(hop.layers.start, hop.layers.stop) for hop in hops], *map(tuple, seconds)
 
 
 def _is_pipeline(component: Component) -> bool:
