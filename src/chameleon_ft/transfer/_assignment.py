@@ -37,20 +37,18 @@ class Balanced:
         """
         import numpy as np
 
-        flow, from_supply, to_demand = self._optimum()
-        tight = self.cost == to_demand[None, :] - from_supply[:, None]
-        # Here, because to import a kernel loads numba, and most who import this run none.
+        # Here, as below, because to import a kernel loads numba, and most who import this run none.
         from chameleon_ft.transfer._assignment_kernel import least_dearest
 
+        flow, from_supply, to_demand = self._optimum()
+        tight = self.cost == to_demand[None, :] - from_supply[:, None]
         limits = np.unique(self.cost[tight])
         # Each place has to be taken by somebody, and each worker has to go somewhere.
         able = np.where(tight, self.cost, np.iinfo(np.int64).max)
         least = max(able.min(axis=0)[self.demand > 0].max(initial=0), able.min(axis=1)[self.supply > 0].max(initial=0))
-        dearest = self.cost[flow > 0].max(initial=0)
-        if least < dearest:
-            between = limits[np.searchsorted(limits, least) : np.searchsorted(limits, dearest) + 1]
-            dearest = least_dearest(self.cost, tight, flow, between)
-        allowed = tight & (self.cost <= dearest)
+        most = self.cost[flow > 0].max(initial=0)
+        between = limits[np.searchsorted(limits, least) : np.searchsorted(limits, most) + 1]
+        allowed = tight & (self.cost <= least_dearest(self.cost, tight, flow, between))
         # One forbidden pair is dearer than all pairs that are not preferred.
         forbidden = int(self.supply.sum()) + 1
         choice = np.where(allowed, np.where(preferred, 0, 1), forbidden)
