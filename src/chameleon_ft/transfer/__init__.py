@@ -9,7 +9,6 @@ from chameleon_ft.transfer.holdings import (
     missing_layers,
     moved_bytes,
     worker_kinds,
-    workers_by_holding,
 )
 from chameleon_ft.transfer.message import Message
 from chameleon_ft.transfer.roles import assign_roles, least_moved_bytes, placement_in_roles, plan_in_roles
@@ -37,5 +36,4 @@ __all__ = [
     "transfer_s",
     "transfer_to",
     "worker_kinds",
-    "workers_by_holding",
 ]

@@ -26,7 +26,6 @@ __all__ = [
     "missing_layers",
     "moved_bytes",
     "worker_kinds",
-    "workers_by_holding",
 ]
 
 Integers: TypeAlias = "NDArray[np.int64]"
@@ -56,13 +55,8 @@ def holdings_of(placement: Placement | None, kinds: Mapping[int, Hashable]) -> d
     return {worker: Holding(ranges.get(worker, ()), kinds[worker]) for worker in sorted(kinds)}
 
 
-def workers_by_holding(holdings: Mapping[int, Holding]) -> dict[Holding, list[int]]:
-    """Workers (or places) by what they hold, each group in the order of `holdings`."""
-    return dict(groups_of(holdings))
-
-
 def groups_of(holdings: Mapping[int, Holding]) -> list[tuple[Holding, list[int]]]:
-    """The same as pairs."""
+    """Workers (or places) by what they hold, each group in the order of `holdings`."""
     # By plain numbers, for ranges of layers are slow to hash.
     groups: dict[Hashable, tuple[Holding, list[int]]] = {}
     for worker, holding in holdings.items():
