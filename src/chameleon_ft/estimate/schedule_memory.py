@@ -28,9 +28,7 @@ def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Collection[
     width = int(slots["stop"].max()) + 1
     keys = (slots["start"] * width + slots["stop"]) * 2 + np.array(recomputes)[slots["worker"]]
     ranges, stage_of = np.unique(keys, return_inverse=True)
-    numbers = [
-        stages.number(LayerRange(*divmod(key // 2, width)), recompute=bool(key % 2)) for key in ranges.tolist()
-    ]
+    numbers = [stages.number(LayerRange(*divmod(key // 2, width)), recompute=bool(key % 2)) for key in ranges.tolist()]
     # Whether the hop before, and the one after, is on another worker.
     apart = slots["worker"][1:] != slots["worker"][:-1]
     first, last = slots["up"] < 0, slots["last"]

@@ -55,7 +55,10 @@ def _check_operations(program: Program, plan: Plan) -> None:
     ways, taken = different_ways(route.hops for route in plan.routes)
     # What operations have to be, whatever their micro-batch, by way, hop and kind.
     wanted = [
-        [{kind: _form(Operation.of(kind, Route(0, hops), hop, plan.recompute)) for kind in kinds} for hop in range(len(hops))]
+        [
+            {kind: _form(Operation.of(kind, Route(0, hops), hop, plan.recompute)) for kind in kinds}
+            for hop in range(len(hops))
+        ]
         for hops in ways
     ]
     count = 0

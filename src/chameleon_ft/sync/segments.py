@@ -47,9 +47,7 @@ def gradient_segments(placement: Placement) -> tuple[Segment, ...]:
         raise NoHolderError(unheld)
     holders = [placement.holders(layer) for layer in range(placement.num_layers)]
     starts = [layer for layer in range(len(holders)) if not layer or holders[layer] != holders[layer - 1]]
-    return tuple(
-        Segment(LayerRange(start, stop), holders[start]) for start, stop in pairwise([*starts, len(holders)])
-    )
+    return tuple(Segment(LayerRange(start, stop), holders[start]) for start, stop in pairwise([*starts, len(holders)]))
 
 
 def tied_segments(placement: Placement, tied: Iterable[tuple[int, ...]]) -> tuple[Segment, ...]:

@@ -86,12 +86,13 @@ def least_dearest(cost: Integers, allowed: Booleans, flow: Integers, limits: Int
             high = middle
         else:
             low = middle + 1
-    return limits[low]
+    least: int = limits[low]
+    return least
 
 
 @part_of_kernel
 def _is_enough(cost: Integers, allowed: Booleans, flow: Integers, limit: int) -> bool:
-    """Whether the allowed pairs that are no dearer can carry everything: by augmenting paths, from what is in `flow`."""
+    """Whether the allowed pairs that are no dearer can carry it all: by augmenting paths, from what is in `flow`."""
     rows, columns = cost.shape
     left, room = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
     carried = np.zeros((rows, columns), np.int64)

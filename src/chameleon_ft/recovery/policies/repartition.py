@@ -45,7 +45,13 @@ def proposed(found: SearchResult | InfeasibleError, situation: Situation) -> lis
     if not _is_anew(situation):
         return in_roles(_NAME, plans, situation)
     return [
-        Proposal(name=numbered(_ANEW, number), plan=each.plan, ceiling=each.ceiling, from_checkpoint=True, schedules=each.schedules)
+        Proposal(
+            name=numbered(_ANEW, number),
+            plan=each.plan,
+            ceiling=each.ceiling,
+            from_checkpoint=True,
+            schedules=each.schedules,
+        )
         for number, each in enumerate(plans, start=1)
     ]
 
