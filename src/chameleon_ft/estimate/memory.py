@@ -31,7 +31,7 @@ working bytes of the last layer. With tensor parallelism all bytes are those of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -52,10 +52,11 @@ from chameleon_ft.estimate._memory_records import (
 )
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import Operation, OperationKind, Program
+from chameleon_ft.schedule._engine import Schedule
 from chameleon_ft.schedule._records import Integers, Records
 from chameleon_ft.workload import Workload, is_recomputed
 
-__all__ = ["MemoryUse", "MessageBuffers", "Stages", "WorkerMemory", "program_memory", "stages_of"]
+__all__ = ["MemoryUse", "MessageBuffers", "Stages", "WorkerMemory", "program_memory", "schedule_bytes", "stages_of"]
 
 _KINDS: Final = {
     OperationKind.FORWARD: FORWARD,
@@ -166,6 +167,37 @@ def program_memory(
     return memory
 
 
+def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Collection[int] = ()) -> list[int]:
+    """Bytes that each worker, by index, holds beside those at its worst moment; some workers may recompute.
+
+    As `program_memory` has it of a program.
+    """
+    network = schedule.network
+    slots, count = network.slots, len(network.slots)
+    recomputes = [worker in recompute for worker in network.workers]
+    # One number for each of start, stop and whether the worker recomputes: to sort rows takes many times as long.
+    width = int(slots["stop"].max()) + 1
+    keys = (slots["start"] * width + slots["stop"]) * 2 + np.array(recomputes)[slots["worker"]]
+    ranges, stage_of = np.unique(keys, return_inverse=True)
+    numbers = [stages.number(LayerRange(*divmod(key // 2, width)), recompute=bool(key % 2)) for key in ranges.tolist()]
+    # Whether the hop before, and the one after, is on another worker.
+    apart = slots["worker"][1:] != slots["worker"][:-1]
+    first, last = slots["up"] < 0, slots["last"]
+    before, after = ~first, ~last
+    before[1:] &= apart
+    after[:-1] &= apart
+    kind, slot = np.divmod(schedule.codes, count)
+    records = np.zeros(len(slot), OPERATION)
+    records["kind"] = np.where(network.split_backward & (kind > 0), kind + 1, kind)
+    records["hop"] = slot
+    records["after"] = np.where(~last & ~after, np.arange(count) + 1, -1)[slot]
+    records["stage"] = np.array(numbers)[stage_of][slot]
+    records["first"] = first[slot]
+    records["receives"] = np.where(kind == 0, before[slot], (kind == 1) & after[slot])
+    records["sends"] = np.where(kind == 0, after[slot], (kind == 1) & before[slot])
+    return stages.worst_bytes(records, network.first)
+
+
 def _records(
     operations: Sequence[Operation], stages: Stages, num_hops: int, *, recompute: bool
 ) -> Iterator[tuple[int, ...]]:
@@ -240,6 +272,12 @@ class Stages:
             operations, first, self._stages, self._moments, ahead=buffers.receives_ahead, kept=kept, worst=worst
         )
         return worst
+
+    def worst_bytes(self, operations: Records, first: Integers) -> list[int]:
+        """All that each worker holds then beside what it holds all the time, with the runtime's own buffers."""
+        worst = self.worst(operations, first, MessageBuffers())
+        found: list[int] = np.sum([worst[name] for name in MOMENT.names or ()], axis=0).tolist()
+        return found
 
     def _row(
         self, layers: LayerRange, recompute: bool

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from chameleon_ft.estimate.gradient_sync import sync_after
-from chameleon_ft.estimate.memory import stages_of
-from chameleon_ft.estimate.schedule_memory import pipeline_bytes, schedule_bytes
+from chameleon_ft.estimate.memory import schedule_bytes, stages_of
+from chameleon_ft.estimate.pipeline_memory import pipeline_bytes
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._engine import Schedule

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from chameleon_ft.estimate.memory import stages_of
-from chameleon_ft.estimate.schedule_memory import pipeline_bytes
+from chameleon_ft.estimate.memory import schedule_bytes, stages_of
 from chameleon_ft.plan import Hop, LayerRange, Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._network import NetworkBuilder
@@ -136,8 +135,9 @@ class Timer:
         if found is None:
             hops = hops_of(timed.workers, timed.stops)
             placement = Placement(timed.stops[-1], {hop.worker: (hop.layers,) for hop in hops})
-            recompute = [timed.recompute] * len(hops)
-            moving = pipeline_bytes(timed.schedule, self._stages, recompute=recompute)
+            moving = schedule_bytes(
+                timed.schedule.schedule(), self._stages, recompute=timed.workers if timed.recompute else ()
+            )
             state = self._stages.state_bytes(placement)
             found = max(state[worker] + own for worker, own in zip(timed.workers, moving, strict=True))
             self._peaks[id(timed)] = found

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.estimate import program_memory
-from chameleon_ft.estimate.memory import stages_of
-from chameleon_ft.estimate.schedule_memory import pipeline_bytes, schedule_bytes
+from chameleon_ft.estimate.memory import schedule_bytes, stages_of
+from chameleon_ft.estimate.pipeline_memory import pipeline_bytes
 from chameleon_ft.plan import Plan
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel
