@@ -170,7 +170,7 @@ def program_memory(
 def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Collection[int] = ()) -> list[int]:
     """Bytes that each worker, by index, holds beside those at its worst moment; some workers may recompute.
 
-    As `program_memory` has it of a program.
+    As `program_memory` has it of a program: a schedule is not one yet, and to make one takes longer than this.
     """
     network = schedule.network
     slots, count = network.slots, len(network.slots)
