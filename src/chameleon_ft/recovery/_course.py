@@ -31,7 +31,8 @@ class Course:
     Attributes:
         plan: what is run.
         ceiling: what its workers can keep at most.
-        program: what each worker runs in a step, by `best_program` with that ceiling.
+        program: what each worker runs in a step, by `best_program` with that ceiling; pipelines of a search run what that
+            has found.
         transfer: what moves before; None where all is read from a checkpoint.
     """
 
