@@ -58,11 +58,15 @@ def least_moved_bytes(
 
 def placement_in_roles(placement: Placement, roles: Mapping[int, int]) -> Placement:
     """The placement with each worker replaced by the one that takes its place (place -> worker)."""
+    if _is_kept(placement, roles):
+        return placement
     return Placement(placement.num_layers, {roles[place]: ranges for place, ranges in placement.ranges.items()})
 
 
 def plan_in_roles(plan: Plan, roles: Mapping[int, int]) -> Plan:
     """The plan with each worker replaced, wherever it is named, by the one that takes its place (place -> worker)."""
+    if _is_kept(plan.placement, roles):
+        return plan
     # By identity, for hops are slow to hash, and most routes share theirs.
     ways: dict[int, tuple[Hop, ...]] = {}
     for route in plan.routes:
@@ -75,6 +79,11 @@ def plan_in_roles(plan: Plan, roles: Mapping[int, int]) -> Plan:
         routes=routes,
         recompute=frozenset(roles[worker] for worker in plan.recompute),
     )
+
+
+def _is_kept(placement: Placement, roles: Mapping[int, int]) -> bool:
+    """Whether every worker keeps its place."""
+    return all(roles[place] == place for place in placement.ranges)
 
 
 def _by_kind(workers: Mapping[int, Holding], places: Mapping[int, Holding]) -> list[tuple[_Groups, _Groups]]:
