@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.estimate import plan_bound_s
 from chameleon_ft.plan import Hop, Plan, Route
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule._components import components, different_ways
@@ -122,12 +121,11 @@ class _Scheduled:
         best_s = listed_step_s(self._plan(best), self._costs, ceiling=self._ceiling, effort=_COMPARE)
         for spread in reversed(spreads[:-1]):
             plan = self._plan(spread)
-            if plan_bound_s(plan, self._costs) < best_s:
-                most = _TRIALS * _OPERATIONS * sum(len(route.hops) for route in plan.routes)
-                enough_s = best_s * (1 - ROUNDING)
-                step_s = listed_step_s(plan, self._costs, ceiling=self._ceiling, effort=most, enough_s=enough_s)
-                if step_s <= enough_s:
-                    best, best_s = spread, step_s
+            most = _TRIALS * _OPERATIONS * sum(len(route.hops) for route in plan.routes)
+            enough_s = best_s * (1 - ROUNDING)
+            step_s = listed_step_s(plan, self._costs, ceiling=self._ceiling, effort=most, enough_s=enough_s)
+            if step_s <= enough_s:
+                best, best_s = spread, step_s
         return best
 
     def searched_s(self, spread: Spread) -> float:
