@@ -198,3 +198,13 @@ def test_pipelines_that_are_known_are_taken_as_they_are(case: Planned, data: st.
             assert part.schedule.step_s == like[0].step_s
         else:
             assert part.schedule.step_s >= alone[part.component.workers].schedule.step_s * (1 - 1e-9)
+
+
+@given(planned(), st.floats(0.9, 2.0))
+def test_what_is_hopeless_after_one_schedule_gets_no_other(case: Planned, times: float) -> None:
+    first_s = listed_step_s(case.plan, case.costs, effort=0)
+    best_s = listed_step_s(case.plan, case.costs, effort=QUICK)
+
+    found_s = listed_step_s(case.plan, case.costs, effort=QUICK, hopeless_s=first_s / times)
+
+    assert found_s == (first_s if first_s > first_s / times else best_s)

@@ -31,8 +31,7 @@ class Course:
     Attributes:
         plan: what is run.
         ceiling: what its workers can keep at most.
-        program: what each worker runs in a step, by `best_program` with that ceiling; pipelines of a search run what that
-            has found.
+        program: what each worker runs in a step, by `best_program` with that ceiling, or as the search has found it.
         transfer: what moves before; None where all is read from a checkpoint.
     """
 
