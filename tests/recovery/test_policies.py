@@ -15,8 +15,9 @@ from chameleon_ft.cluster import Link
 from chameleon_ft.config import PolicyName
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import state_bytes
-from chameleon_ft.plan import Hop, LayerRange, Plan, Route, data_pipeline_plan
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
 from chameleon_ft.recovery import POLICIES, Proposal, Situation, decide, largest_symmetric_layout
+from chameleon_ft.recovery.policies import mend
 from chameleon_ft.recovery.policies.paper import rerouted_s
 from chameleon_ft.schedule import best_program, replay
 from chameleon_ft.search import find_plan, oobleck_plan, paper_plan, reroute
@@ -129,6 +130,29 @@ def test_chameleon_proposes_each_plan_once() -> None:
     assert names[0] == "reroute"
     assert "mend" not in names, "nothing is to be mended, so it would be the same plan"
     assert [each.name for each in POLICIES["chameleon"](after(now, 0), 1e6)][:2] == ["reroute", "mend"]
+
+
+def test_what_the_search_has_mended_is_not_mended_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = after(situation(dp=3, pp=2, share=4, split_backward=True), 2)
+    (alone,) = POLICIES["mend"](now, 1e6)
+
+    def again(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(mend, "recut_plan", again)
+    (mended,) = [each for each in POLICIES["chameleon"](now, 1e6) if each.name == "mend"]
+    assert mended.plan == alone.plan
+    with pytest.raises(AssertionError):
+        POLICIES["mend"](now, 1e6)
+
+
+def test_a_worker_that_holds_more_than_its_part_is_mended_by_its_part() -> None:
+    """The search knows of what it holds, so what that mends is another plan."""
+    before = after(situation(dp=2, pp=2, share=4, split_backward=True), 1)
+    held = Placement(4, {**before.placement.ranges, 0: (LayerRange(0, 4),)})
+    now = replace(before, holdings=held)
+    mended = [each.plan for each in POLICIES["chameleon"](now, 1e6) if each.name == "mend"]
+    assert mended == [plan_of(before, "mend")]
 
 
 def test_only_a_broken_pipeline_is_mended() -> None:

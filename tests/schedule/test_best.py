@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import networkx as nx  # type: ignore[import-untyped]
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,8 +24,16 @@ from chameleon_ft.schedule import (
     list_schedule,
     replay,
 )
+from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._records import Records
-from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_step_s, listed_step_s
+from chameleon_ft.schedule.best import (
+    DEFAULT_EFFORT,
+    best_parts,
+    best_step_s,
+    listed_step_s,
+    program_of,
+    step_s_of,
+)
 from tests.strategies import Planned, Shape, cost_models, equal_costs, pipelined, pipelines, planned, shapes
 
 QUICK = 1_000  # one or two list schedules of a pipeline
@@ -159,3 +168,43 @@ def test_more_in_flight_hides_latency() -> None:
 
     assert best.step_s < 0.85 * plain_s
     assert best_program(plan, costs, ceiling=default_limits(plan)).step_s <= plain_s
+
+
+@given(pipelined(), st.data())
+def test_pipelines_that_are_known_are_taken_as_they_are(case: Planned, data: st.DataObject) -> None:
+    """Also on workers that take as long; all others are scheduled as they would be alone."""
+    plan, costs = case.plan, case.costs
+    ways = {route.hops: None for route in plan.routes}
+    share = plan.micro_batches // len(ways)
+    chosen = data.draw(st.sets(st.sampled_from(sorted(ways, key=lambda hops: hops[0].worker))))
+    builder = NetworkBuilder(costs, split_backward=plan.split_backward)
+    depth = len(next(iter(ways)))
+    # Fewer in flight than anybody would choose.
+    slow = {
+        hops: _pipelines.pipeline_schedule(hops, share, builder, ceiling=np.ones((2, depth), np.int64), effort=QUICK)
+        for hops in chosen
+    }
+
+    parts = best_parts(plan, costs, effort=QUICK, known=slow.values())
+
+    program = program_of(plan, parts)
+    check_program(program, plan)
+    assert replay(program, costs).step_s == pytest.approx(step_s_of(parts), rel=1e-12)
+    alone = {part.component.workers: part for part in best_parts(plan, costs, effort=QUICK)}
+    for part in parts:
+        (hops,) = part.component.ways
+        like = [one for one in slow.values() if one.builder.seconds(one.hops) == builder.seconds(hops)]
+        if like:
+            assert part.schedule.step_s == like[0].step_s
+        else:
+            assert part.schedule.step_s >= alone[part.component.workers].schedule.step_s * (1 - 1e-9)
+
+
+@given(planned(), st.floats(0.9, 2.0))
+def test_what_is_hopeless_after_one_schedule_gets_no_other(case: Planned, times: float) -> None:
+    first_s = listed_step_s(case.plan, case.costs, effort=0)
+    best_s = listed_step_s(case.plan, case.costs, effort=QUICK)
+
+    found_s = listed_step_s(case.plan, case.costs, effort=QUICK, hopeless_s=first_s / times)
+
+    assert found_s == (first_s if first_s > first_s / times else best_s)

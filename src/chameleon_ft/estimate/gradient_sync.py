@@ -74,12 +74,13 @@ def sync_after(placement: Placement, made_s: MadeAt, program_s: float, costs: Co
     reductions: list[TimedReduction] = []
     for number, segments in enumerate(rounds.rounds):
         for segment in segments:
-            if not segment_bytes(segment, costs.workload):
+            num_bytes = segment_bytes(segment, costs.workload)
+            if not num_bytes:
                 continue
             start_s = max(
                 max(free_s.get(worker, 0.0), _ready_s(made_s.get(worker, {}), segment)) for worker in segment.holders
             )
-            end_s = start_s + reduction_s(segment, costs)
+            end_s = start_s + costs.cluster.ring_all_reduce_s(segment.holders, num_bytes)
             free_s.update(dict.fromkeys(segment.holders, end_s))
             reductions.append(TimedReduction(segment, number, start_s, end_s))
     return SyncEstimate(tuple(reductions), rounds, program_s)
@@ -101,7 +102,8 @@ def _made_s(timeline: Timeline) -> MadeAt:
 
 def _ready_s(made_s: Mapping[tuple[int, int], float], segment: Segment) -> float:
     """When a worker has the gradients of a segment."""
-    return max(
-        (end_s for (start, stop), end_s in made_s.items() if any(start <= layer < stop for layer in segment.made_by)),
-        default=0.0,
-    )
+    if segment.tied:
+        made = (end_s for (start, stop), end_s in made_s.items() if any(start <= each < stop for each in segment.tied))
+        return max(made, default=0.0)
+    first, behind = segment.layers.start, segment.layers.stop
+    return max((end_s for (start, stop), end_s in made_s.items() if start < behind and first < stop), default=0.0)

@@ -175,11 +175,11 @@ def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Collection[
     network = schedule.network
     slots, count = network.slots, len(network.slots)
     recomputes = [worker in recompute for worker in network.workers]
-    of_worker = np.array(recomputes)[slots["worker"]]
-    ranges, stage_of = np.unique(np.stack([slots["start"], slots["stop"], of_worker]), axis=1, return_inverse=True)
-    numbers = [
-        stages.number(LayerRange(start, stop), recompute=bool(again)) for start, stop, again in ranges.T.tolist()
-    ]
+    # One number for each of start, stop and whether the worker recomputes: to sort rows takes many times as long.
+    width = int(slots["stop"].max()) + 1
+    keys = (slots["start"] * width + slots["stop"]) * 2 + np.array(recomputes)[slots["worker"]]
+    ranges, stage_of = np.unique(keys, return_inverse=True)
+    numbers = [stages.number(LayerRange(*divmod(key // 2, width)), recompute=bool(key % 2)) for key in ranges.tolist()]
     # Whether the hop before, and the one after, is on another worker.
     apart = slots["worker"][1:] != slots["worker"][:-1]
     first, last = slots["up"] < 0, slots["last"]
@@ -193,11 +193,9 @@ def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Collection[
     records["after"] = np.where(~last & ~after, np.arange(count) + 1, -1)[slot]
     records["stage"] = np.array(numbers)[stage_of][slot]
     records["first"] = first[slot]
-    records["receives"] = np.select([kind == 0, kind == 1], [before[slot], after[slot]], False)
-    records["sends"] = np.select([kind == 0, kind == 1], [after[slot], before[slot]], False)
-    worst = stages.worst(records, network.first, MessageBuffers())
-    found: list[int] = np.sum([worst[name] for name in MOMENT.names or ()], axis=0).tolist()
-    return found
+    records["receives"] = np.where(kind == 0, before[slot], (kind == 1) & after[slot])
+    records["sends"] = np.where(kind == 0, after[slot], (kind == 1) & before[slot])
+    return stages.worst_bytes(records, network.first)
 
 
 def _records(
@@ -231,6 +229,7 @@ class Stages:
         self._workload = workload
         self._layers_if: dict[bool, _Layers] = {}
         self._numbers: dict[tuple[LayerRange, bool], int] = {}
+        self._state_bytes: dict[tuple[object, ...], int] = {}
         self._stages = np.empty(0, STAGE)
         self._moments = np.empty((0, len(_KINDS)), MOMENT)
 
@@ -244,7 +243,14 @@ class Stages:
 
     def state_bytes(self, placement: Placement) -> dict[int, int]:
         """Bytes that each worker holds all the time."""
-        return {worker: self.state_of(placement, worker).total_bytes for worker in placement.workers}
+        found: dict[int, int] = {}
+        for worker, held in placement.ranges.items():
+            # Most hold one range, and few ranges are held.
+            key = (held[0].start, held[0].stop) if len(held) == 1 else held
+            if key not in self._state_bytes:
+                self._state_bytes[key] = self.state_of(placement, worker).total_bytes
+            found[worker] = self._state_bytes[key]
+        return found
 
     def _layers(self, *, recompute: bool) -> _Layers:
         if recompute not in self._layers_if:
@@ -266,6 +272,12 @@ class Stages:
             operations, first, self._stages, self._moments, ahead=buffers.receives_ahead, kept=kept, worst=worst
         )
         return worst
+
+    def worst_bytes(self, operations: Records, first: Integers) -> list[int]:
+        """All that each worker holds then beside what it holds all the time, with the runtime's own buffers."""
+        worst = self.worst(operations, first, MessageBuffers())
+        found: list[int] = np.sum([worst[name] for name in MOMENT.names or ()], axis=0).tolist()
+        return found
 
     def _row(
         self, layers: LayerRange, recompute: bool

@@ -9,12 +9,17 @@ import numpy as np
 
 from chameleon_ft.estimate.gradient_sync import sync_after
 from chameleon_ft.estimate.memory import schedule_bytes, stages_of
+from chameleon_ft.estimate.pipeline_memory import pipeline_bytes
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._engine import Schedule
+from chameleon_ft.schedule._pipelines import PipelineSchedule
 from chameleon_ft.schedule.best import ScheduledPart, step_s_of
 
 __all__ = ["PartsEstimate", "estimate_parts"]
+
+# By range of layers, the first and the one after the last, the end of the last operation that makes gradients.
+_Made = dict[tuple[int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +49,20 @@ class PartsEstimate:
 def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> PartsEstimate:
     """What `estimate_step` says of the program of these parts, which need not be made for it; see there for errors."""
     # Of each schedule by worker index; parts that are alike share one.
-    known: dict[int, tuple[list[dict[tuple[int, int], float]], list[int]]] = {}
-    made_s: dict[int, Mapping[tuple[int, int], float]] = {}
+    known: dict[tuple[int, tuple[bool, ...]], tuple[list[_Made], list[int]]] = {}
+    made_s: dict[int, _Made] = {}
     stages = stages_of(costs.workload)
     peak_bytes = stages.state_bytes(plan.placement)
     for part in parts:
-        schedule = part.schedule
-        if id(schedule) not in known:
-            moving = schedule_bytes(schedule, stages, recompute=plan.recompute)
-            known[id(schedule)] = _made_s(schedule), moving
-        for worker, own_s, own_bytes in zip(part.component.workers, *known[id(schedule)], strict=True):
+        schedule, workers = part.schedule, part.component.workers
+        recompute = tuple(worker in plan.recompute for worker in workers)
+        key = id(schedule), recompute
+        if key not in known:
+            if isinstance(schedule, PipelineSchedule):
+                known[key] = _last_s(schedule), pipeline_bytes(schedule, stages, recompute=recompute)
+            else:
+                known[key] = _made_s(schedule), schedule_bytes(schedule, stages, recompute=plan.recompute)
+        for worker, own_s, own_bytes in zip(workers, *known[key], strict=True):
             made_s[worker] = own_s
             peak_bytes[worker] += own_bytes
     sync = sync_after(plan.placement, made_s, step_s_of(parts), costs)
@@ -61,14 +70,24 @@ def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel)
     return PartsEstimate(sync.program_s, sync.program_s + sync.exposed_s, peak_bytes)
 
 
-def _made_s(schedule: Schedule) -> list[dict[tuple[int, int], float]]:
+def _last_s(schedule: PipelineSchedule) -> list[_Made]:
+    """As `_made_s`: nobody has another range, or makes no gradients in the end."""
+    ranges = [(hop.layers.start, hop.layers.stop) for hop in schedule.hops]
+    return [{layers: end_s} for layers, end_s in zip(ranges, schedule.last_s, strict=True)]
+
+
+def _made_s(schedule: Schedule) -> list[_Made]:
     """By worker index and range of layers, the end of the last operation that makes gradients."""
     slots, count = schedule.network.slots, len(schedule.network.slots)
-    ranges, which = np.unique(np.stack([slots["worker"], slots["start"], slots["stop"]]), axis=1, return_inverse=True)
-    last_s = np.zeros(ranges.shape[1])
+    # One number for each of worker, start and stop: to sort rows takes many times as long.
+    width = int(slots["stop"].max()) + 1
+    keys, which = np.unique((slots["worker"] * width + slots["start"]) * width + slots["stop"], return_inverse=True)
+    last_s = np.zeros(len(keys))
     # B, or W, which are the last of the codes.
     np.maximum.at(last_s, which, schedule.ends_s[-count:])
-    found: list[dict[tuple[int, int], float]] = [{} for _ in schedule.network.workers]
-    for (worker, start, stop), end_s in zip(ranges.T.tolist(), last_s.tolist(), strict=True):
+    found: list[_Made] = [{} for _ in schedule.network.workers]
+    for key, end_s in zip(keys.tolist(), last_s.tolist(), strict=True):
+        before, stop = divmod(key, width)
+        worker, start = divmod(before, width)
         found[worker][start, stop] = end_s
     return found

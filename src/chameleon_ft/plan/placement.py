@@ -69,7 +69,7 @@ class Placement:
         holders: list[list[int]] = [[] for _ in range(self.num_layers)]
         for worker, ranges in merged.items():
             for layers in ranges:
-                for layer in layers:
+                for layer in range(layers.start, layers.stop):
                     holders[layer].append(worker)
         object.__setattr__(self, "ranges", FrozenMap(merged))
         object.__setattr__(self, "_holders", tuple(map(tuple, holders)))
@@ -79,6 +79,8 @@ class Placement:
             raise PlanError(f"a worker id must be zero or a positive integer; got {worker}")
         if not ranges:
             raise PlanError(f"worker {worker} holds no layers; leave it out of the placement")
+        if len(ranges) == 1 and isinstance(ranges, tuple) and ranges[0].stop <= self.num_layers:
+            return ranges
         merged: list[LayerRange] = []
         for layers in sorted(ranges):
             if layers.stop > self.num_layers:

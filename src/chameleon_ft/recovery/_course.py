@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, state_bytes
-from chameleon_ft.plan import Placement, Plan
+from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
 from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
+from chameleon_ft.schedule._pipelines import PipelineSchedule
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
-from chameleon_ft.transfer import Transfer, transfer_s, transfer_to
+from chameleon_ft.transfer import Transfer, missing_between, transfer_s, transfer_to
 
 __all__ = ["Candidate", "Course", "Way", "fresh", "goes_on", "weighed"]
 
@@ -29,7 +31,7 @@ class Course:
     Attributes:
         plan: what is run.
         ceiling: what its workers can keep at most.
-        program: what each worker runs in a step, by `best_program` with that ceiling.
+        program: what each worker runs in a step, by `best_program` with that ceiling, or as the search has found it.
         transfer: what moves before; None where all is read from a checkpoint.
     """
 
@@ -191,7 +193,7 @@ def _scheduled(proposal: Proposal, plan: Plan, situation: Situation) -> _Schedul
     Where that does not fit, the one with as few in flight as 1F1B has, and if it does not either, the same with
     recomputation on the workers that lack memory. So it is said of a plan what it would need at the least.
     """
-    found = _under(proposal.ceiling, plan, situation)
+    found = _under(proposal.ceiling, plan, situation, proposal.schedules)
     if not found.estimate.over_capacity(situation.costs):
         return found
     few = {worker: InFlightLimit(limit.in_flight, limit.in_flight) for worker, limit in default_limits(plan).items()}
@@ -201,8 +203,10 @@ def _scheduled(proposal: Proposal, plan: Plan, situation: Situation) -> _Schedul
     return found
 
 
-def _under(ceiling: Mapping[int, InFlightLimit], plan: Plan, situation: Situation) -> _Scheduled:
-    parts = best_parts(plan, situation.costs, ceiling=ceiling)
+def _under(
+    ceiling: Mapping[int, InFlightLimit], plan: Plan, situation: Situation, schedules: Sequence[PipelineSchedule] = ()
+) -> _Scheduled:
+    parts = best_parts(plan, situation.costs, ceiling=ceiling, known=schedules)
     return _Scheduled(plan, ceiling, parts, estimate_parts(plan, parts, situation.costs))
 
 
@@ -229,22 +233,21 @@ def _too_large_meanwhile(transfer: Transfer | None, situation: Situation) -> str
     if transfer is None:
         return None
     layers, before, after = situation.costs.workload.layers, situation.placement, transfer.placement
-    needed = {
-        worker: sum(state_bytes(layers[layer]) + layers[layer].gradient_bytes for layer in _layers(before, worker))
-        + sum(state_bytes(layers[layer]) for layer in _layers(after, worker) - _layers(before, worker))
-        for worker in after.workers
-        if not _layers(after, worker) <= _layers(before, worker)
-    }
+    state = list(accumulate(map(state_bytes, layers), initial=0))
+    gradients = list(accumulate((layer.gradient_bytes for layer in layers), initial=0))
+    numbers = range(len(layers) + 1)
+    needed: dict[int, int] = {}
+    for worker, ranges in after.ranges.items():
+        had = before.ranges_of(worker)
+        if missing_between(had, ranges, numbers):
+            held = sum(each[own.stop] - each[own.start] for own in had for each in (state, gradients))
+            needed[worker] = held + missing_between(had, ranges, state)
     missing = {
         worker: short
         for worker, num_bytes in needed.items()
         if (short := num_bytes - _capacity(situation.costs.cluster, worker)) > 0
     }
     return _short_of(missing, "while layers move") if missing else None
-
-
-def _layers(placement: Placement, worker: int) -> set[int]:
-    return {layer for own in placement.ranges_of(worker) for layer in own}
 
 
 def _capacity(cluster: Cluster, worker: int) -> float:

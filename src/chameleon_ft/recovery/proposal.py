@@ -11,6 +11,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import InFlightLimit
+from chameleon_ft.schedule._pipelines import PipelineSchedule
 
 __all__ = ["Policy", "Proposal"]
 
@@ -25,6 +26,7 @@ class Proposal:
         ceiling: what its workers can keep at most; those that are left out are not bounded.
         from_checkpoint: whether the state comes from a checkpoint, and not from other workers.
         reason: why there is no plan; None where there is one.
+        schedules: of pipelines, as far as they are known already, for `best_parts`.
 
     Raises:
         PlanError: both a plan and a reason, or neither.
@@ -35,6 +37,7 @@ class Proposal:
     ceiling: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
     from_checkpoint: bool = False
     reason: str | None = None
+    schedules: tuple[PipelineSchedule, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ceiling", FrozenMap(self.ceiling))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import StallModel
@@ -50,8 +50,17 @@ class Situation:
     transfer_factor: float = 1.0
     effort: int | None = DEFAULT_EFFORT
     holdings: Placement | None = None
+    # Asked for time and again while a decision is made.
+    _live: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _lost: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _placement: Placement = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        live = {worker.id for worker in self.costs.cluster.workers}
+        lost = tuple(worker for worker in self.plan.workers if worker not in live)
+        object.__setattr__(self, "_live", tuple(sorted(live)))
+        object.__setattr__(self, "_lost", lost)
+        object.__setattr__(self, "_placement", self.plan.placement.without(lost) if lost else self.plan.placement)
         object.__setattr__(self, "ceiling", FrozenMap(self.ceiling))
         for name in ("repeat_s", "restart_s"):
             value = getattr(self, name)
@@ -65,18 +74,17 @@ class Situation:
     @property
     def live(self) -> tuple[int, ...]:
         """Who is there, ascending."""
-        return tuple(sorted(worker.id for worker in self.costs.cluster.workers))
+        return self._live
 
     @property
     def lost(self) -> tuple[int, ...]:
         """Workers of the plan that are gone, ascending."""
-        live = set(self.live)
-        return tuple(worker for worker in self.plan.workers if worker not in live)
+        return self._lost
 
     @property
     def placement(self) -> Placement:
         """What the plan gives the live workers. What one outside it may still have is of an earlier step."""
-        return self.plan.placement.without(self.lost)
+        return self._placement
 
     @property
     def held(self) -> Placement:

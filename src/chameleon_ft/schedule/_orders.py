@@ -64,16 +64,9 @@ def operations_of(
         for hops in ways
     ]
     slots = [(route.micro_batch, own) for route, way in zip(routes, taken, strict=True) for own in common[way]]
-    count = len(slots)
-    found: list[tuple[Operation, ...]] = []
-    for order in orders:
-        operations: list[Operation] = []
-        for code in order:
-            phase, slot = divmod(code, count)
-            micro_batch, own = slots[slot]
-            operations.append(Operation(kinds[phase], micro_batch, *own[phase]))
-        found.append(tuple(operations))
-    return found
+    phases = range(3 if split_backward else 2)
+    by_code = [Operation(kinds[phase], micro_batch, *own[phase]) for phase in phases for micro_batch, own in slots]
+    return [tuple(map(by_code.__getitem__, order)) for order in orders]
 
 
 def _one_by_one(network: Network) -> Schedule:

@@ -45,6 +45,12 @@ class PipelineSchedule:
         last = self.codes.reshape(len(self.hops), -1)[:, -1]
         return tuple(self.ends_s[last].tolist())
 
+    @property
+    def orders(self) -> list[list[int]]:
+        """Codes of operations by stage, in order."""
+        orders: list[list[int]] = self.codes.reshape(len(self.hops), -1).tolist()
+        return orders
+
     def schedule(self) -> Schedule:
         """With its network."""
         network = self.builder.part(tuple(hop.worker for hop in self.hops)).network(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -114,6 +113,10 @@ class Trials:
         limits = [self._ceiling.get(worker, _ANY) for worker in workers]
         return np.array([[limit.in_flight for limit in limits], [limit.kept for limit in limits]])
 
+    def seconds(self, hops: Sequence[Hop]) -> tuple[list[float], ...]:
+        """What operations and messages of a route take; see `NetworkBuilder.seconds`."""
+        return self._builder.seconds(hops)
+
     def network(self, ways: Sequence[tuple[Hop, ...]], taken: Sequence[int]) -> Network:
         """Routes over these ways, and which of them each takes, as the scheduler sees them."""
         return self._builder.network(ways, taken)
@@ -139,40 +142,45 @@ class Trials:
         """
         shared = _SHARED_SPLIT if self._split else _SHARED_FUSED
         tried: set[Rules] = set()
+        limits, depth = self._limits(ways), max(map(len, ways))
         for trial in shared if len(ways) > 1 else plain_trials(len(ways[0]), split_backward=self._split):
-            rules = self._rules(ways, trial)
+            rules = _rules(limits, depth, trial)
             if rules not in tried:
                 tried.add(rules)
                 yield rules
 
     def largest(self, ways: Sequence[tuple[Hop, ...]], rules: Rules) -> Rules:
         """`rules` with the largest limits of all that are tried."""
-        return self._rules(ways, Trial(rules.forward_first, rules.patience, extra=max(map(len, ways))))
-
-    def _rules(self, ways: Sequence[tuple[Hop, ...]], trial: Trial) -> Rules:
-        """The default limits of routes over these ways, raised as far as the ceiling allows."""
         depth = max(map(len, ways))
-        limits = limits_of_routes(self._builder.workers, ways)
-        raised = [self._raised(worker, limits[worker], trial, depth) for worker in self._builder.workers]
-        return Rules(
-            in_flight=tuple(limit.in_flight for limit in raised),
-            kept=tuple(limit.kept for limit in raised),
-            forward_first=trial.forward_first,
-            patience=trial.patience,
-        )
+        return _rules(self._limits(ways), depth, Trial(rules.forward_first, rules.patience, extra=depth))
 
-    def _raised(self, worker: int, limit: InFlightLimit, trial: Trial, depth: int) -> InFlightLimit:
-        more = [
-            min(depth, math.ceil(share * number) + trial.extra)
-            for share, number in ((trial.in_flight, limit.in_flight), (trial.kept, limit.kept))
-        ]
-        kept = limit.kept + max(more)
-        in_flight = min(limit.in_flight + more[0], kept)
-        ceiling = self._ceiling.get(worker)
-        if ceiling is not None:
-            kept = min(kept, ceiling.kept)
-            in_flight = min(in_flight, ceiling.in_flight, kept)
-        return InFlightLimit(in_flight, kept)
+    def _limits(self, ways: Sequence[tuple[Hop, ...]]) -> _Limits:
+        found = limits_of_routes(self._builder.workers, ways).values()
+        default = np.array([[limit.in_flight for limit in found], [limit.kept for limit in found]])
+        return _Limits(default, self.ceiling_of(self._builder.workers))
+
+
+class _Limits(NamedTuple):
+    """Of workers, by index, what they have in flight, and keep: by default, and at the most; int64 [2, workers]."""
+
+    default: Integers
+    ceiling: Integers
+
+
+def _rules(limits: _Limits, depth: int, trial: Trial) -> Rules:
+    """The default limits, raised as far as the ceiling allows, by so much as the `depth` at the most."""
+    shares = np.array([[trial.in_flight], [trial.kept]])
+    more = np.minimum(depth, np.ceil(shares * limits.default).astype(np.int64) + trial.extra)
+    kept = limits.default[1] + more.max(axis=0)
+    in_flight = np.minimum(limits.default[0] + more[0], kept)
+    kept = np.minimum(kept, limits.ceiling[1])
+    in_flight = np.minimum(np.minimum(in_flight, limits.ceiling[0]), kept)
+    return Rules(
+        in_flight=tuple(in_flight.tolist()),
+        kept=tuple(kept.tolist()),
+        forward_first=trial.forward_first,
+        patience=trial.patience,
+    )
 
 
 def plain_trials(depth: int, *, split_backward: bool) -> tuple[Trial, ...]:

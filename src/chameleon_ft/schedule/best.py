@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.plan import Plan
+from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._components import Component, components
-from chameleon_ft.schedule._engine import Rules, Schedule
+from chameleon_ft.schedule._engine import Schedule
 from chameleon_ft.schedule._orders import operations_of
 from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._pipelines import PipelinePart
+from chameleon_ft.schedule._pipelines import PipelinePart, PipelineSchedule
 from chameleon_ft.schedule._trials import Trials, trials_of
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit
@@ -51,11 +52,13 @@ class ScheduledProgram:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledPart:
-    """Workers that are joined by routes, with the schedule that was chosen for them and the rules it was made by."""
+    """Workers that are joined by routes, with the schedule that was chosen for them.
+
+    That of a pipeline may be one for other workers in its place.
+    """
 
     component: Component
-    rules: Rules
-    schedule: Schedule
+    schedule: Schedule | PipelineSchedule
 
 
 def best_program(
@@ -87,20 +90,36 @@ def best_program(
         PlanError: the workload has another number of layers than the plan.
         ConfigError: the plan has a worker that the cluster does not.
     """
-    parts = best_parts(plan, costs, ceiling=ceiling, effort=effort)
-    return ScheduledProgram(
-        program=program_of(plan, parts), step_s=step_s_of(parts), limits=FrozenMap(_limits(plan, parts))
-    )
+    every = components(plan.routes)
+    found = _parts(every, trials_of(plan, costs, ceiling), lambda part: part.finish(effort))
+    parts = [ScheduledPart(component, part.best[1]) for component, part in zip(every, found, strict=True)]
+    limits = dict.fromkeys(plan.workers, InFlightLimit(1, 1))
+    for component, part in zip(every, found, strict=True):
+        rules, _ = part.best
+        limits.update(zip(component.workers, map(InFlightLimit, rules.in_flight, rules.kept), strict=True))
+    return ScheduledProgram(program=program_of(plan, parts), step_s=step_s_of(parts), limits=FrozenMap(limits))
 
 
 def best_parts(
-    plan: Plan, costs: CostModel, *, ceiling: Mapping[int, InFlightLimit] | None = None, effort: float = DEFAULT_EFFORT
+    plan: Plan,
+    costs: CostModel,
+    *,
+    ceiling: Mapping[int, InFlightLimit] | None = None,
+    effort: float = DEFAULT_EFFORT,
+    known: Iterable[PipelineSchedule] = (),
 ) -> list[ScheduledPart]:
-    """The schedules that `best_program` makes its program of, which takes longer than to find them."""
-    return [
-        ScheduledPart(component, *part.best)
-        for component, part in _parts(plan, costs, ceiling, lambda part: part.finish(effort))
-    ]
+    """The schedules that `best_program` makes its program of, which takes longer than to find them.
+
+    Pipelines that take as long as one of those that are `known`, operation by operation, have its schedule, for which
+    it has to keep within the ceiling.
+    """
+    every, trials = components(plan.routes), trials_of(plan, costs, ceiling)
+    settled = _settled(every, trials, known)
+    rest = [number for number in range(len(every)) if number not in settled]
+    enough_s = max((schedule.step_s for schedule in settled.values()), default=0.0)
+    parts = _parts([every[number] for number in rest], trials, lambda part: part.finish(effort), enough_s=enough_s)
+    settled |= {number: part.best[1] for number, part in zip(rest, parts, strict=True)}
+    return [ScheduledPart(component, settled[number]) for number, component in enumerate(every)]
 
 
 def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
@@ -119,14 +138,6 @@ def step_s_of(parts: Iterable[ScheduledPart]) -> float:
     return max(part.schedule.step_s for part in parts)
 
 
-def _limits(plan: Plan, parts: Iterable[ScheduledPart]) -> dict[int, InFlightLimit]:
-    limits = dict.fromkeys(plan.workers, InFlightLimit(1, 1))
-    for part in parts:
-        own = map(InFlightLimit, part.rules.in_flight, part.rules.kept)
-        limits.update(zip(part.component.workers, own, strict=True))
-    return limits
-
-
 def best_step_s(
     plan: Plan, costs: CostModel, *, ceiling: Mapping[int, InFlightLimit] | None = None, effort: float = DEFAULT_EFFORT
 ) -> float:
@@ -141,38 +152,72 @@ def listed_step_s(
     ceiling: Mapping[int, InFlightLimit] | None = None,
     effort: float = DEFAULT_EFFORT,
     enough_s: float = 0.0,
+    hopeless_s: float = math.inf,
 ) -> float:
     """Seconds of the best list schedules that the effort allows, without a search and without a program.
 
-    No further ones are tried when that is `enough_s` or less.
+    No further ones are tried when that is `enough_s` or less, or above `hopeless_s` with the first.
     """
-    parts = _parts(plan, costs, ceiling, lambda part: part.try_rules(effort, enough_s=enough_s))
-    return max(part.best[1].step_s for _, part in parts)
+
+    def finish(part: Part) -> None:
+        if part.best[1].step_s > hopeless_s:
+            part.finished = True
+        else:
+            part.try_rules(effort, enough_s=enough_s)
+
+    every, trials = components(plan.routes), trials_of(plan, costs, ceiling)
+    return max(part.best[1].step_s for part in _parts(every, trials, finish))
 
 
 def _parts(
-    plan: Plan,
-    costs: CostModel,
-    ceiling: Mapping[int, InFlightLimit] | None,
-    finish: Callable[[Part], None],
-) -> list[tuple[Component, Part]]:
-    """The components of a plan, each with its schedules; those that are alike share them."""
-    trials = trials_of(plan, costs, ceiling)
+    every: Sequence[Component], trials: Trials, finish: Callable[[Part], None], *, enough_s: float = 0.0
+) -> list[Part]:
+    """For each component its schedules; those that are alike share them.
+
+    Those that take no longer than `enough_s` are left as they are.
+    """
     known: dict[tuple[object, ...], Part] = {}
-    found: list[tuple[Component, Part]] = []
-    for component in components(plan.routes):
+    found: list[Part] = []
+    for component in every:
         own = trials.part(component.workers)
         key = component.taken, own.key(component.ways)
         if key not in known:
             known[key] = _part_of(component, own)
-        found.append((component, known[key]))
-    while not (slowest := max(known.values(), key=_urgency)).finished:
+        found.append(known[key])
+    while known and not (slowest := max(known.values(), key=_urgency)).finished:
+        _, schedule = slowest.best
+        if schedule.step_s <= enough_s and not schedule.beyond_limits:
+            break
         finish(slowest)
     return found
 
 
+def _settled(
+    every: Iterable[Component], trials: Trials, known: Iterable[PipelineSchedule]
+) -> dict[int, Schedule | PipelineSchedule]:
+    """By number of the component, the schedules of pipelines that are known."""
+    schedules = {_timing(each.builder.seconds(each.hops), each.hops, each.micro_batches): each for each in known}
+    found: dict[int, Schedule | PipelineSchedule] = {}
+    for number, component in enumerate(every) if schedules else ():
+        if _is_pipeline(component):
+            (hops,) = component.ways
+            one = schedules.get(_timing(trials.seconds(hops), hops, len(component.taken)))
+            if one is not None:
+                found[number] = one
+    return found
+
+
+def _timing(seconds: Iterable[Sequence[float]], hops: Iterable[Hop], micro_batches: int) -> tuple[object, ...]:
+    """All that the schedule of a pipeline follows from, but for what is kept."""
+    return micro_batches, *[(hop.layers.start, hop.layers.stop) for hop in hops], *map(tuple, seconds)
+
+
+def _is_pipeline(component: Component) -> bool:
+    return len(component.ways) == 1 and len(component.ways[0]) == len(component.workers)
+
+
 def _part_of(component: Component, trials: Trials) -> Part:
-    if len(component.ways) == 1 and len(component.ways[0]) == len(component.workers):
+    if _is_pipeline(component):
         return PipelinePart(trials, component.ways[0], len(component.taken))
     return Part(trials, component.ways, component.taken)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.plan import Hop, Plan
-from chameleon_ft.schedule._components import different_ways
 
 __all__ = ["InFlightLimit", "default_limits"]
 
@@ -46,7 +45,8 @@ def limits_of_routes(workers: Iterable[int], routes: Iterable[tuple[Hop, ...]]) 
     """`default_limits` of these workers and routes, the latter given by their hops."""
     in_flight = dict.fromkeys(workers, 1)
     kept = dict(in_flight)
-    for hops in different_ways(routes)[0]:
+    # By identity, for hops are slow to hash, and most routes share theirs.
+    for hops in {id(hops): hops for hops in routes}.values():
         depth = len(hops)
         for position, hop in enumerate(hops):
             in_flight[hop.worker] = max(in_flight[hop.worker], depth - position)

@@ -9,8 +9,8 @@ from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.schedule.best import best_parts
-from chameleon_ft.search._placed import moved_bytes
 from chameleon_ft.search.result import FoundPlan
+from chameleon_ft.transfer import moved_bytes
 
 
 def weighed(
@@ -38,7 +38,7 @@ def weighed(
                         step_s=estimate.step_s,
                         program_s=estimate.program_s,
                         peak_bytes=max(estimate.peak_bytes.values()),
-                        moved_bytes=moved_bytes(plan.placement, costs, current),
+                        moved_bytes=moved_bytes(current, plan.placement, costs.workload.layers),
                         last_hosts=len(plan.placement.indispensable(costs.cluster.hosts)),
                     )
                 )

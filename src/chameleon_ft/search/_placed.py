@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
@@ -20,7 +18,7 @@ from chameleon_ft.search._reductions import reductions
 from chameleon_ft.search._sync import largest_host
 from chameleon_ft.search._timed import TimedPipeline, Timer, hops_of
 from chameleon_ft.search.result import FoundPlan
-from chameleon_ft.transfer import Holding, assign_roles, holdings_of, missing_layers
+from chameleon_ft.transfer import Holding, assign_roles, holdings_of, moved_bytes
 
 # So many hosts are tried to begin with.
 _ORDERS: Final = 4
@@ -144,8 +142,9 @@ def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, cur
         step_s=synced_s(pipelines, timer),
         program_s=max(timed.program_s for timed in programs),
         peak_bytes=max(map(timer.peak_bytes, programs)),
-        moved_bytes=moved_bytes(placement, costs, current),
+        moved_bytes=moved_bytes(current, placement, costs.workload.layers),
         last_hosts=len(placement.indispensable(costs.cluster.hosts)),
+        schedules=tuple(timed.schedule for timed in programs),
     )
 
 
@@ -173,19 +172,6 @@ def in_roles(
         timed = each.timed if keep_hosts else timer.moved(each.timed, workers, effort=effort)
         found.append(PlacedPipeline(timed, workers))
     return tuple(found)
-
-
-def moved_bytes(placement: Placement, costs: CostModel, current: Placement | None) -> int:
-    """Parameters and optimizer state that workers lack for a placement."""
-    state = [state_bytes(layer) for layer in costs.workload.layers]
-    held = {} if current is None else current.ranges
-    lacking: Counter[tuple[tuple[LayerRange, ...], tuple[LayerRange, ...]]] = Counter(
-        (held.get(worker, ()), ranges) for worker, ranges in placement.ranges.items()
-    )
-    return sum(
-        count * sum(state[layer] for layer in missing_layers(Holding(had), Holding(wanted)))
-        for (had, wanted), count in lacking.items()
-    )
 
 
 def _ring_s(hosts: Sequence[str], num_bytes: int, cluster: Cluster) -> float:

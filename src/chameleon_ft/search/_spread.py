@@ -42,6 +42,26 @@ def joined_hops(pieces: Iterable[Piece]) -> tuple[Hop, ...]:
     return tuple(hops)
 
 
+class _Seconds(dict[tuple[int, int], float]):
+    """That a worker computes for the layers from one to before another, worked out when they are asked for."""
+
+    def __init__(self, plan: Plan, costs: CostModel, worker: int) -> None:
+        super().__init__()
+        halves = OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD
+        self._kinds = (OperationKind.FORWARD, *(halves if plan.split_backward else (OperationKind.BACKWARD,)))
+        self._costs = costs
+        self._worker = worker
+        self._recompute = worker in plan.recompute
+
+    def __missing__(self, key: tuple[int, int]) -> float:
+        layers = LayerRange(*key)
+        found = sum(
+            self._costs.compute_s(self._worker, kind, layers, recompute=self._recompute) for kind in self._kinds
+        )
+        self[key] = found
+        return found
+
+
 class Losses:
     """What is lost of a plan.
 
@@ -55,9 +75,10 @@ class Losses:
         self.plan = plan
         self.placement = placement
         self._costs = costs
-        self._work_s: dict[tuple[float, bool, LayerRange], float] = {}
+        self._seconds: dict[int, _Seconds] = {}
+        self._by_kind: dict[tuple[float, bool], _Seconds] = {}
         self._ways = Counter[tuple[Hop, ...]]()
-        live = frozenset(placement.workers)
+        self._live = live = frozenset(placement.workers)
         # By identity, for hops are slow to hash.
         ways: dict[int, tuple[tuple[Hop, ...], bool, list[int]]] = {}
         passed = Counter[int]()
@@ -87,18 +108,27 @@ class Losses:
         load_s = self._loads(self._ways)
         groups: dict[tuple[LayerRange, tuple[int, ...]], list[int]] = defaultdict(list)
         pieces: dict[int, list[Piece]] = {}
+        parts = self.parts(whole_holders=whole_holders)
         for micro_batch in self.broken:
             pieces[micro_batch] = []
             for hop in self.plan.routes[micro_batch].hops:
-                if self.placement.holds(hop.worker, hop.layers):
+                if hop.worker in self._live:
                     pieces[micro_batch].append(Piece(hop.layers, hop.worker))
                 else:
-                    for layers in self._gaps(hop.layers, whole_holders=whole_holders):
-                        groups[layers, self._holders(layers)].append(micro_batch)
+                    for part in parts[hop.layers]:
+                        groups[part].append(micro_batch)
         for (layers, holders), micro_batches in sorted(groups.items(), key=lambda group: (len(group[0][1]), group[0])):
             for micro_batch, piece in self._shared(micro_batches, layers, holders, load_s, cut=cut):
                 pieces[micro_batch].append(piece)
         return {micro_batch: tuple(sorted(own, key=lambda piece: piece.layers)) for micro_batch, own in pieces.items()}
+
+    def parts(self, *, whole_holders: bool) -> dict[LayerRange, list[tuple[LayerRange, tuple[int, ...]]]]:
+        """For the layers of each lost hop what they are cut into, with the workers that hold all of that."""
+        lost = {hop.layers for hops in self._ways for hop in hops if hop.worker not in self._live}
+        return {
+            layers: [(part, self._holders(part)) for part in self._gaps(layers, whole_holders=whole_holders)]
+            for layers in sorted(lost)
+        }
 
     def moved(self) -> Spread | None:
         """Whole micro-batches move to other pipelines, or to new ones of workers that have nothing else to do."""
@@ -127,14 +157,16 @@ class Losses:
 
     def work_s(self, worker: int, layers: LayerRange) -> float:
         """Seconds that `worker` computes for these layers of a micro-batch."""
-        recompute = worker in self.plan.recompute
-        key = self._costs.cluster.worker(worker).speed, recompute, layers
-        found = self._work_s.get(key)
+        return self._seconds_of(worker)[layers.start, layers.stop]
+
+    def _seconds_of(self, worker: int) -> _Seconds:
+        """Those of all layers, which workers of a kind share."""
+        found = self._seconds.get(worker)
         if found is None:
-            halves = OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD
-            kinds = (OperationKind.FORWARD, *(halves if self.plan.split_backward else (OperationKind.BACKWARD,)))
-            found = sum(self._costs.compute_s(worker, kind, layers, recompute=recompute) for kind in kinds)
-            self._work_s[key] = found
+            kind = self._costs.cluster.worker(worker).speed, worker in self.plan.recompute
+            if kind not in self._by_kind:
+                self._by_kind[kind] = _Seconds(self.plan, self._costs, worker)
+            found = self._seconds[worker] = self._by_kind[kind]
         return found
 
     def _loads(self, ways: Mapping[tuple[Hop, ...], int]) -> dict[int, float]:
@@ -175,60 +207,21 @@ class Losses:
         The micro-batches are laid end to end and dealt out: each worker takes the next layers, up to a common level.
         """
         count = len(micro_batches)
-        helpers = sorted(sorted(holders, key=lambda worker: (load_s[worker], worker))[: _HELPERS * count])
-        low_s = min(load_s[worker] for worker in helpers)
-        high_s = min(load_s[worker] + count * self.work_s(worker, layers) for worker in helpers) * (1 + _ROUNDING)
+        chosen = sorted(sorted(holders, key=lambda worker: (load_s[worker], worker))[: _HELPERS * count])
+        helpers = [(worker, load_s[worker], self._seconds_of(worker)) for worker in chosen]
+        low_s = min(load for _, load, _ in helpers)
+        high_s = min(load + count * own_s[layers.start, layers.stop] for _, load, own_s in helpers) * (1 + _ROUNDING)
         for _ in range(_BISECTIONS):
             level_s = (low_s + high_s) / 2
-            if self._dealt(count, layers, helpers, load_s, level_s, cut=cut) is None:
+            if _dealt(count, layers, helpers, level_s, cut=cut) is None:
                 low_s = level_s
             else:
                 high_s = level_s
-        dealt = self._dealt(count, layers, helpers, load_s, high_s, cut=cut) or []
+        dealt = _dealt(count, layers, helpers, high_s, cut=cut) or []
         order = _order(dealt, layers)
         for number, part, worker in dealt:
             load_s[worker] += self.work_s(worker, part)
             yield micro_batches[order[number]], Piece(part, worker, holders)
-
-    def _dealt(
-        self,
-        count: int,
-        layers: LayerRange,
-        helpers: Sequence[int],
-        load_s: Mapping[int, float],
-        level_s: float,
-        *,
-        cut: bool,
-    ) -> list[tuple[int, LayerRange, int]] | None:
-        """For each piece the number of its micro-batch, its layers and its worker; None if the level is too low."""
-        dealt: list[tuple[int, LayerRange, int]] = []
-        number, rest = 0, layers
-        for worker in helpers:
-            room_s = level_s - load_s[worker]
-            while True:
-                part = self._fitting(worker, rest, room_s, cut=cut)
-                if part is None:
-                    break
-                dealt.append((number, part, worker))
-                if part.stop < layers.stop:
-                    rest = LayerRange(part.stop, layers.stop)
-                    break
-                room_s -= self.work_s(worker, part)
-                number, rest = number + 1, layers
-                if number == count:
-                    return dealt
-        return None
-
-    def _fitting(self, worker: int, rest: LayerRange, room_s: float, *, cut: bool) -> LayerRange | None:
-        """As many of the layers, from the first on, as take no longer than `room_s`."""
-        if self.work_s(worker, rest) <= room_s:
-            return rest
-        if cut:
-            for stop in range(rest.stop - 1, rest.start, -1):
-                part = LayerRange(rest.start, stop)
-                if self.work_s(worker, part) <= room_s:
-                    return part
-        return None
 
     def _chains(self, idle: Sequence[int]) -> Iterator[tuple[Hop, ...]]:
         """Pipelines that idle workers can make, each in one; at every layer, by whoever holds most of what follows."""
@@ -249,6 +242,34 @@ class Losses:
                 left.remove(hops[-1].worker)
                 layer = hops[-1].layers.stop
             yield tuple(hops)
+
+
+def _dealt(
+    count: int, layers: LayerRange, helpers: Sequence[tuple[int, float, _Seconds]], level_s: float, *, cut: bool
+) -> list[tuple[int, LayerRange, int]] | None:
+    """For each piece the number of its micro-batch, its layers and its worker; None if the level is too low.
+
+    Each worker takes as many of the next layers as it can run until then: `helpers` come with what they have to do
+    already, and what layers take them.
+    """
+    dealt: list[tuple[int, LayerRange, int]] = []
+    number, start = 0, layers.start
+    for worker, load_s, own_s in helpers:
+        room_s = level_s - load_s
+        while number < count:
+            least = layers.stop if not cut else start + 1
+            stop = layers.stop
+            while stop >= least and own_s[start, stop] > room_s:
+                stop -= 1
+            if stop < least:
+                break
+            dealt.append((number, LayerRange(start, stop), worker))
+            if stop < layers.stop:
+                start = stop
+                break
+            room_s -= own_s[start, stop]
+            number, start = number + 1, layers.start
+    return dealt if number == count else None
 
 
 def _order(dealt: Sequence[tuple[int, LayerRange, int]], layers: LayerRange) -> list[int]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.estimate import plan_bound_s
 from chameleon_ft.plan import Hop, Plan, Route
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule._components import components, different_ways
@@ -26,6 +25,8 @@ _SEARCH: Final = 8_000
 _LEAST_TRIALS: Final = 25
 # List schedules of another spread, unless one is better than what there is.
 _TRIALS: Final = 3
+# So many times what there is: no more than one then. Further ones make up for a hundredth or two.
+_HOPELESS: Final = 1.06
 # F, and B or I and W.
 _OPERATIONS: Final = 3
 
@@ -75,7 +76,8 @@ def reroute(
 
 def _spreads(losses: Losses, *, cuts: Iterable[bool]) -> list[Spread]:
     """Different spreads; the first is usually the fastest. `cuts` are the values of `cut` to look at."""
-    spreads = [losses.detoured(cut=cut, whole_holders=whole) for cut in cuts for whole in (True, False)]
+    wholes = (True, False) if losses.parts(whole_holders=True) != losses.parts(whole_holders=False) else (True,)
+    spreads = [losses.detoured(cut=cut, whole_holders=whole) for cut in cuts for whole in wholes]
     if (moved := losses.moved()) is not None:
         spreads.append(moved)
     return [spread for number, spread in enumerate(spreads) if spread not in spreads[:number]]
@@ -121,12 +123,13 @@ class _Scheduled:
         best_s = listed_step_s(self._plan(best), self._costs, ceiling=self._ceiling, effort=_COMPARE)
         for spread in reversed(spreads[:-1]):
             plan = self._plan(spread)
-            if plan_bound_s(plan, self._costs) < best_s:
-                most = _TRIALS * _OPERATIONS * sum(len(route.hops) for route in plan.routes)
-                enough_s = best_s * (1 - ROUNDING)
-                step_s = listed_step_s(plan, self._costs, ceiling=self._ceiling, effort=most, enough_s=enough_s)
-                if step_s <= enough_s:
-                    best, best_s = spread, step_s
+            most = _TRIALS * _OPERATIONS * sum(len(route.hops) for route in plan.routes)
+            enough_s = best_s * (1 - ROUNDING)
+            step_s = listed_step_s(
+                plan, self._costs, ceiling=self._ceiling, effort=most, enough_s=enough_s, hopeless_s=_HOPELESS * best_s
+            )
+            if step_s <= enough_s:
+                best, best_s = spread, step_s
         return best
 
     def searched_s(self, spread: Spread) -> float:

@@ -98,7 +98,8 @@ def find_plan(
         raise PlanError("no worker is left to plan for; start at least one")
     handed_in, too_large = weighed(others or {}, costs, current, others_ceiling)
     search = _Search(costs, current, effort, two_holders=two_holders)
-    found = sorted([*search.plans(), *handed_in], key=_figures)
+    plans = search.plans()
+    found = sorted([*plans, *handed_in], key=_figures)
     if two_holders:
         found = [each for each in found if _has_two_holders(each.plan)]
         if not found:
@@ -112,6 +113,7 @@ def find_plan(
         complete=search.complete,
         mixes=search.mixes,
         alternatives=tuple(pareto_front(found, _figures)[1:]),
+        recuts=tuple(each for each in plans if each.name == "recut"),
         too_large=FrozenMap(too_large),
     )
 

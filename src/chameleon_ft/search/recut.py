@@ -5,6 +5,7 @@ So only the workers of broken pipelines receive layers, while the shares of the 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import heapify, heapreplace
@@ -232,7 +233,7 @@ class _Shares:
         self._effort = effort
         self._recompute = recompute
         self._bounds = cuts.bounds(SyncCost())
-        self._known_s: dict[tuple[_Class, int], float] = {}
+        self._known_s: dict[_Class, dict[int, float]] = {own: {} for own in self._counts}
 
     def even(self, micro_batches: int) -> list[int] | None:
         """By their bounds, and then by their programs; None if they cannot hold so many."""
@@ -250,12 +251,13 @@ class _Shares:
         most = {own: self._most(own, high, micro_batches) for own in self._counts}
         shares = [most[own] for own in self._pipelines]
         # Those that would end last, the last of equals first.
-        slowest = [(-self._bound_s(place, count), -place) for place, count in enumerate(shares)]
+        ends_s = map(self._bound_s, self._pipelines, shares)
+        slowest = [(-end_s, -place) for place, end_s in enumerate(ends_s)]
         heapify(slowest)
         for _ in range(sum(shares) - micro_batches):
             place = -slowest[0][1]
             shares[place] -= 1
-            heapreplace(slowest, (-self._bound_s(place, shares[place]), -place))
+            heapreplace(slowest, (-self._bound_s(self._pipelines[place], shares[place]), -place))
         return self._shifted(shares)
 
     def _shifted(self, shares: list[int]) -> list[int]:
@@ -282,21 +284,22 @@ class _Shares:
         low, high = 0, enough
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self._cuts.fits(*own, middle)
-            if fits and self._bounds.bound_s(*own, middle) <= time_s:
+            if self._bound_s(own, middle) <= time_s:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def _bound_s(self, place: int, count: int) -> float:
+    def _bound_s(self, own: _Class, count: int) -> float:
+        """Infinite where so many do not fit."""
         if not count:
             return 0.0
         # Most pipelines are alike, and all are asked for again whenever one gets another share.
-        key = self._pipelines[place], count
-        found = self._known_s.get(key)
+        known = self._known_s[own]
+        found = known.get(count)
         if found is None:
-            found = self._known_s[key] = self._bounds.bound_s(*self._pipelines[place], count)
+            fits = self._cuts.fits(*own, count)
+            found = known[count] = self._bounds.bound_s(*own, count) if fits else math.inf
         return found
 
     def _time_s(self, place: int, count: int) -> float:

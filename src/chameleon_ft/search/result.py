@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import InFlightLimit
+from chameleon_ft.schedule._pipelines import PipelineSchedule
 
 __all__ = ["BoundFamily", "FoundPlan", "SearchResult"]
 
@@ -39,6 +40,7 @@ class FoundPlan:
         peak_bytes: what the worker that needs most holds at its worst moment.
         moved_bytes: parameters and optimizer state that its workers lack, of what they hold now.
         last_hosts: hosts whose workers are the only ones to hold some layer.
+        schedules: of its pipelines, for `best_parts`.
     """
 
     name: str
@@ -49,6 +51,7 @@ class FoundPlan:
     peak_bytes: int
     moved_bytes: int
     last_hosts: int
+    schedules: tuple[PipelineSchedule, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class SearchResult:
         mixes: how many different ways to make pipelines have been replayed.
         alternatives: the other plans that none beats in step time, bytes to move and `last_hosts`, by step time.
         too_large: bytes that are missing on some worker, for plans handed in that do not fit, by name.
+        recuts: what `recut_plan` gives, with split and with fused backward, as far as that was looked at.
     """
 
     best: FoundPlan
@@ -73,6 +77,7 @@ class SearchResult:
     mixes: int
     alternatives: tuple[FoundPlan, ...]
     too_large: Mapping[str, int]
+    recuts: tuple[FoundPlan, ...] = ()
 
     @property
     def gap(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 
 from chameleon_ft.plan.placement import Placement
 from chameleon_ft.sync.segments import Segment, gradient_segments, tied_segments
@@ -51,11 +51,10 @@ def gradient_rounds(placement: Placement, tied: Iterable[tuple[int, ...]] = ()) 
     """
     every = [*reversed(gradient_segments(placement)), *tied_segments(placement, tied)]
     segments = [segment for segment in every if len(segment.holders) > 1]
-    fewest = max(Counter(worker for segment in segments for worker in segment.holders).values(), default=0)
-    conflicts = _conflicts(segments)
-    one_range = all(len(placement.ranges_of(worker)) == 1 for worker in placement.workers)
+    fewest = max(Counter(chain.from_iterable(segment.holders for segment in segments)).values(), default=0)
+    one_range = all(len(ranges) == 1 for ranges in placement.ranges.values())
     one_range = one_range and not any(segment.tied for segment in segments)
-    colours = _in_turn(conflicts) if one_range else _dsatur(conflicts)
+    colours = _in_turn(segments) if one_range else _dsatur(_conflicts(segments))
     rounds: dict[int, list[Segment]] = defaultdict(list)
     for segment, colour in zip(segments, colours, strict=True):
         rounds[colour].append(segment)
@@ -75,11 +74,18 @@ def _conflicts(segments: Sequence[Segment]) -> list[set[int]]:
     return conflicts
 
 
-def _in_turn(conflicts: Sequence[set[int]]) -> list[int]:
+def _in_turn(segments: Sequence[Segment]) -> list[int]:
     colours: list[int] = []
-    for index, others in enumerate(conflicts):
-        taken = {colours[other] for other in others if other < index}
-        colours.append(next(colour for colour in range(len(taken) + 1) if colour not in taken))
+    # For each worker, a bit for each colour that its segments have.
+    taken: dict[int, int] = defaultdict(int)
+    for segment in segments:
+        of_holders = 0
+        for worker in segment.holders:
+            of_holders |= taken[worker]
+        free = ~of_holders & (of_holders + 1)
+        for worker in segment.holders:
+            taken[worker] |= free
+        colours.append(free.bit_length() - 1)
     return colours
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
 
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan.placement import LayerRange, Placement
@@ -45,11 +45,9 @@ def gradient_segments(placement: Placement) -> tuple[Segment, ...]:
     """
     if unheld := placement.unheld_layers:
         raise NoHolderError(unheld)
-    segments: list[Segment] = []
-    for holders, layers in groupby(range(placement.num_layers), key=placement.holders):
-        numbers = list(layers)
-        segments.append(Segment(LayerRange(numbers[0], numbers[-1] + 1), holders))
-    return tuple(segments)
+    holders = [placement.holders(layer) for layer in range(placement.num_layers)]
+    starts = [layer for layer in range(len(holders)) if not layer or holders[layer] != holders[layer - 1]]
+    return tuple(Segment(LayerRange(start, stop), holders[start]) for start, stop in pairwise([*starts, len(holders)]))
 
 
 def tied_segments(placement: Placement, tied: Iterable[tuple[int, ...]]) -> tuple[Segment, ...]:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from chameleon_ft.transfer.holdings import Holding, holdings_of, missing_layers, worker_kinds, workers_by_holding
+from chameleon_ft.transfer.holdings import (
+    Holding,
+    holdings_of,
+    missing_between,
+    missing_layers,
+    moved_bytes,
+    worker_kinds,
+)
 from chameleon_ft.transfer.message import Message
-from chameleon_ft.transfer.roles import assign_roles, placement_in_roles, plan_in_roles
+from chameleon_ft.transfer.roles import assign_roles, least_moved_bytes, placement_in_roles, plan_in_roles
 from chameleon_ft.transfer.rounds import fewest_rounds, message_rounds
 from chameleon_ft.transfer.sources import Sources, choose_sources
 from chameleon_ft.transfer.transfer import Transfer, plan_transfer, transfer_s, transfer_to
@@ -18,13 +25,15 @@ __all__ = [
     "choose_sources",
     "fewest_rounds",
     "holdings_of",
+    "least_moved_bytes",
     "message_rounds",
+    "missing_between",
     "missing_layers",
+    "moved_bytes",
     "placement_in_roles",
     "plan_in_roles",
     "plan_transfer",
     "transfer_s",
     "transfer_to",
     "worker_kinds",
-    "workers_by_holding",
 ]

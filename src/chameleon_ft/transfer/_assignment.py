@@ -37,20 +37,18 @@ class Balanced:
         """
         import numpy as np
 
+        # Here, as below, because to import a kernel loads numba, and most who import this run none.
+        from chameleon_ft.transfer._assignment_kernel import least_dearest
+
         flow, from_supply, to_demand = self._optimum()
         tight = self.cost == to_demand[None, :] - from_supply[:, None]
         limits = np.unique(self.cost[tight])
         # Each place has to be taken by somebody, and each worker has to go somewhere.
         able = np.where(tight, self.cost, np.iinfo(np.int64).max)
         least = max(able.min(axis=0)[self.demand > 0].max(initial=0), able.min(axis=1)[self.supply > 0].max(initial=0))
-        low, high = (int(np.searchsorted(limits, cost)) for cost in (least, self.cost[flow > 0].max(initial=0)))
-        while low < high:
-            middle = (low + high) // 2
-            if self._is_enough(tight & (self.cost <= limits[middle])):
-                high = middle
-            else:
-                low = middle + 1
-        allowed = tight & (self.cost <= limits[low])
+        most = self.cost[flow > 0].max(initial=0)
+        between = limits[np.searchsorted(limits, least) : np.searchsorted(limits, most) + 1]
+        allowed = tight & (self.cost <= least_dearest(self.cost, tight, flow, between))
         # One forbidden pair is dearer than all pairs that are not preferred.
         forbidden = int(self.supply.sum()) + 1
         choice = np.where(allowed, np.where(preferred, 0, 1), forbidden)
@@ -67,7 +65,7 @@ class Balanced:
 
         rows = np.repeat(np.arange(len(self.supply)), self.supply)
         columns = np.repeat(np.arange(len(self.demand)), self.demand)
-        chosen, places = linear_sum_assignment(self._scaled()[np.ix_(rows, columns)])
+        chosen, places = linear_sum_assignment(self._scaled()[rows[:, None], columns])
         flow = np.zeros(self.cost.shape, dtype=np.int64)
         np.add.at(flow, (rows[chosen], columns[places]), 1)
         return flow
@@ -95,20 +93,6 @@ class Balanced:
 
         return (self.cost // max(1, int(np.gcd.reduce(self.cost.ravel())))).astype(np.float64)
 
-    def _is_enough(self, allowed: Booleans) -> bool:
-        """Whether the allowed pairs can carry everything."""
-        import numpy as np
-        from scipy.sparse import csr_array
-        from scipy.sparse.csgraph import maximum_flow  # type: ignore[import-untyped]
-
-        rows, columns = self.cost.shape
-        sink = rows + columns + 1
-        capacity = np.zeros((sink + 1, sink + 1), dtype=np.int32)
-        capacity[0, 1 : rows + 1] = self.supply
-        capacity[1 : rows + 1, rows + 1 : sink] = np.where(allowed, self.supply[:, None], 0)
-        capacity[rows + 1 : sink, sink] = self.demand
-        return int(maximum_flow(csr_array(capacity), 0, sink).flow_value) == int(self.supply.sum())
-
 
 def improved(cost: Integers, flow: Integers) -> tuple[Integers, Integers, Integers]:
     """`flow` made one of least cost, and the shortest distances of supplies and demands in its residual graph.
@@ -120,42 +104,7 @@ def improved(cost: Integers, flow: Integers) -> tuple[Integers, Integers, Intege
         cost: [supplies, demands].
         flow: [supplies, demands], with the right sums.
     """
-    import numpy as np
+    from chameleon_ft.transfer._assignment_kernel import least_cost
 
-    rows, columns = cost.shape
     flow = flow.copy()
-    while True:
-        from_supply, to_demand = np.zeros(rows, dtype=np.int64), np.zeros(columns, dtype=np.int64)
-        before_supply, before_demand = np.full(rows, -1), np.full(columns, -1)
-        for _ in range(rows + columns + 1):
-            onward = from_supply[:, None] + cost
-            nearest = onward.argmin(axis=0)
-            length = onward[nearest, np.arange(columns)]
-            nearer = length < to_demand
-            to_demand[nearer], before_demand[nearer] = length[nearer], nearest[nearer]
-            back = np.where(flow > 0, to_demand[None, :] - cost, np.iinfo(np.int64).max)
-            nearest = back.argmin(axis=1)
-            length = back[np.arange(rows), nearest]
-            closer = length < from_supply
-            from_supply[closer], before_supply[closer] = length[closer], nearest[closer]
-            if not closer.any():
-                return flow, from_supply, to_demand
-        _cancel(flow, before_supply, before_demand, int(closer.argmax()))
-
-
-def _cancel(flow: Integers, before_supply: Integers, before_demand: Integers, supply: int) -> None:
-    """Sends as much as goes round the cycle that the way back from `supply` ends in."""
-    for _ in range(len(before_supply)):
-        supply = int(before_demand[before_supply[supply]])
-    less: list[tuple[int, int]] = []
-    more: list[tuple[int, int]] = []
-    while not less or supply != less[0][0]:
-        demand = int(before_supply[supply])
-        less.append((supply, demand))
-        supply = int(before_demand[demand])
-        more.append((supply, demand))
-    units = min(flow[pair] for pair in less)
-    for pair in less:
-        flow[pair] -= units
-    for pair in more:
-        flow[pair] += units
+    return flow, *least_cost(cost, flow)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, TypeAlias
 
 from chameleon_ft.cluster import Cluster
@@ -18,7 +17,16 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Holding", "holdings_of", "lacking_bytes", "missing_layers", "worker_kinds", "workers_by_holding"]
+__all__ = [
+    "Holding",
+    "groups_of",
+    "holdings_of",
+    "lacking_bytes",
+    "missing_between",
+    "missing_layers",
+    "moved_bytes",
+    "worker_kinds",
+]
 
 Integers: TypeAlias = "NDArray[np.int64]"
 
@@ -47,12 +55,16 @@ def holdings_of(placement: Placement | None, kinds: Mapping[int, Hashable]) -> d
     return {worker: Holding(ranges.get(worker, ()), kinds[worker]) for worker in sorted(kinds)}
 
 
-def workers_by_holding(holdings: Mapping[int, Holding]) -> dict[Holding, list[int]]:
+def groups_of(holdings: Mapping[int, Holding]) -> list[tuple[Holding, list[int]]]:
     """Workers (or places) by what they hold, each group in the order of `holdings`."""
-    groups: dict[Holding, list[int]] = defaultdict(list)
+    # By plain numbers, for ranges of layers are slow to hash.
+    groups: dict[Hashable, tuple[Holding, list[int]]] = {}
     for worker, holding in holdings.items():
-        groups[holding].append(worker)
-    return dict(groups)
+        key = holding.kind, *[end for layers in holding.ranges for end in (layers.start, layers.stop)]
+        if key not in groups:
+            groups[key] = holding, []
+        groups[key][1].append(worker)
+    return list(groups.values())
 
 
 def lacking_bytes(have: Sequence[Holding], wanted: Sequence[Holding], layers: Sequence[LayerCost]) -> Integers:
@@ -79,6 +91,28 @@ def missing_layers(had: Holding, wanted: Holding) -> list[int]:
     """The layers of `wanted` that are not in `had`, ascending."""
     held = {layer for layers in had.ranges for layer in layers}
     return [layer for layers in wanted.ranges for layer in layers if layer not in held]
+
+
+def moved_bytes(current: Placement | None, new: Placement, layers: Sequence[LayerCost]) -> int:
+    """Bytes of parameters and optimizer state that the workers of `new` lack for it, if each keeps its place."""
+    before = list(accumulate((state_bytes(layer) for layer in layers), initial=0))
+    held = {} if current is None else current.ranges
+    return sum(missing_between(held.get(worker, ()), ranges, before) for worker, ranges in new.ranges.items())
+
+
+def missing_between(had: Sequence[LayerRange], wanted: Sequence[LayerRange], before: Sequence[int]) -> int:
+    """What the layers of `wanted` that are not in `had` come to, where `before[i]` is what all before layer i do.
+
+    Each of both as a `Placement` keeps them, so that none of it overlaps.
+    """
+    found = 0
+    for layers in wanted:
+        found += before[layers.stop] - before[layers.start]
+        for own in had:
+            start, stop = max(layers.start, own.start), min(layers.stop, own.stop)
+            if start < stop:
+                found -= before[stop] - before[start]
+    return found
 
 
 def _incidence(holdings: Sequence[Holding], num_layers: int) -> Integers:

@@ -9,10 +9,14 @@ from dataclasses import replace
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, Placement, Plan, Route
 from chameleon_ft.transfer._assignment import Balanced
-from chameleon_ft.transfer.holdings import Holding, Integers, lacking_bytes, workers_by_holding
+from chameleon_ft.transfer.holdings import Holding, groups_of, lacking_bytes
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["assign_roles", "placement_in_roles", "plan_in_roles"]
+__all__ = ["assign_roles", "least_moved_bytes", "placement_in_roles", "plan_in_roles"]
+
+
+# What is held, and by whom.
+_Groups = list[tuple[Holding, list[int]]]
 
 
 def assign_roles(
@@ -36,29 +40,39 @@ def assign_roles(
     Raises:
         PlanError: there are fewer workers of a kind than places for them, or a range goes past the last layer.
     """
-    have, wanted = workers_by_holding(workers), workers_by_holding(places)
     roles: dict[int, int] = {}
-    for mine, theirs in _by_kind(have, wanted):
-        cost = lacking_bytes(mine, theirs, layers)
-        problem = _balanced([len(have[each]) for each in mine], [len(wanted[each]) for each in theirs], cost)
-        keeps = [[one.ranges == other.ranges for other in theirs] + [False] for one in mine]
-        flow = problem.fair_flow(keeps).tolist()
-        roles.update(_by_number([have[each] for each in mine], [wanted[each] for each in theirs], flow))
+    for mine, theirs in _by_kind(workers, places):
+        keeps = [[one.ranges == other.ranges for other, _ in theirs] + [False] for one, _ in mine]
+        flow = _problem(mine, theirs, layers).fair_flow(keeps).tolist()
+        roles.update(_by_number([group for _, group in mine], [group for _, group in theirs], flow))
     return dict(sorted(roles.items()))
+
+
+def least_moved_bytes(
+    workers: Mapping[int, Holding], places: Mapping[int, Holding], layers: Sequence[LayerCost]
+) -> int:
+    """The bytes that workers lack for their places in total, if roles are those of `assign_roles`; see there."""
+    problems = (_problem(mine, theirs, layers) for mine, theirs in _by_kind(workers, places))
+    return sum(int((problem.cost * problem.least_cost_flow()).sum()) for problem in problems)
 
 
 def placement_in_roles(placement: Placement, roles: Mapping[int, int]) -> Placement:
     """The placement with each worker replaced by the one that takes its place (place -> worker)."""
+    if _is_kept(placement, roles):
+        return placement
     return Placement(placement.num_layers, {roles[place]: ranges for place, ranges in placement.ranges.items()})
 
 
 def plan_in_roles(plan: Plan, roles: Mapping[int, int]) -> Plan:
     """The plan with each worker replaced, wherever it is named, by the one that takes its place (place -> worker)."""
-    ways: dict[tuple[Hop, ...], tuple[Hop, ...]] = {}
+    if _is_kept(plan.placement, roles):
+        return plan
+    # By identity, for hops are slow to hash, and most routes share theirs.
+    ways: dict[int, tuple[Hop, ...]] = {}
     for route in plan.routes:
-        if route.hops not in ways:
-            ways[route.hops] = tuple(Hop(roles[hop.worker], hop.layers) for hop in route.hops)
-    routes = tuple(Route(route.micro_batch, ways[route.hops]) for route in plan.routes)
+        if id(route.hops) not in ways:
+            ways[id(route.hops)] = tuple(Hop(roles[hop.worker], hop.layers) for hop in route.hops)
+    routes = tuple(Route(route.micro_batch, ways[id(route.hops)]) for route in plan.routes)
     return replace(
         plan,
         placement=placement_in_roles(plan.placement, roles),
@@ -67,32 +81,36 @@ def plan_in_roles(plan: Plan, roles: Mapping[int, int]) -> Plan:
     )
 
 
-def _by_kind(
-    have: Mapping[Holding, object], wanted: Mapping[Holding, object]
-) -> list[tuple[list[Holding], list[Holding]]]:
-    """What workers hold and what is wanted of them, for each kind that something is wanted of."""
-    mine: dict[Hashable, list[Holding]] = defaultdict(list)
-    theirs: dict[Hashable, list[Holding]] = defaultdict(list)
-    for each in have:
-        mine[each.kind].append(each)
-    for each in wanted:
-        theirs[each.kind].append(each)
-    return [(mine[kind], wanted_of_kind) for kind, wanted_of_kind in theirs.items()]
+def _is_kept(placement: Placement, roles: Mapping[int, int]) -> bool:
+    """Whether every worker keeps its place."""
+    return all(roles[place] == place for place in placement.ranges)
 
 
-def _balanced(supply: Sequence[int], demand: Sequence[int], cost: Integers) -> Balanced:
-    """With one more demand, that costs nothing, for the workers that are left over."""
+def _by_kind(workers: Mapping[int, Holding], places: Mapping[int, Holding]) -> list[tuple[_Groups, _Groups]]:
+    """The workers and the places of each kind that something is wanted of, by what they hold."""
+    mine: dict[Hashable, _Groups] = defaultdict(list)
+    theirs: dict[Hashable, _Groups] = defaultdict(list)
+    for found, holdings in ((mine, workers), (theirs, places)):
+        for group in groups_of(holdings):
+            found[group[0].kind].append(group)
+    return [(mine[kind], wanted) for kind, wanted in theirs.items()]
+
+
+def _problem(mine: _Groups, theirs: _Groups, layers: Sequence[LayerCost]) -> Balanced:
+    """Workers to places of a kind, with one more demand, that costs nothing, for the workers that are left over."""
     import numpy as np
 
+    cost = lacking_bytes([each for each, _ in mine], [each for each, _ in theirs], layers)
+    supply, demand = [len(group) for _, group in mine], [len(group) for _, group in theirs]
     idle = sum(supply) - sum(demand)
     if idle < 0:
         raise PlanError(
             f"{sum(demand)} places need as many live workers of their kind, but there are {sum(supply)}; "
             "plan for the live workers, or take more workers for the same kind"
         )
-    return Balanced(
-        np.pad(cost, ((0, 0), (0, 1))), np.array(supply, dtype=np.int64), np.array([*demand, idle], dtype=np.int64)
-    )
+    padded = np.zeros((len(mine), len(theirs) + 1), dtype=np.int64)
+    padded[:, :-1] = cost
+    return Balanced(padded, np.array(supply, dtype=np.int64), np.array([*demand, idle], dtype=np.int64))
 
 
 def _by_number(
@@ -105,10 +123,11 @@ def _by_number(
     for i, group in enumerate(workers):
         members = set(group)
         for j, slots in enumerate(places):
-            alike = [place for place in slots if place in members][: flow[i][j]] if flow[i][j] else []
-            roles.update(zip(alike, alike, strict=True))
-            taken.update(alike)
-            left.append((i, j, flow[i][j] - len(alike)))
+            if flow[i][j]:
+                alike = [place for place in slots if place in members][: flow[i][j]]
+                roles.update(zip(alike, alike, strict=True))
+                taken.update(alike)
+                left.append((i, j, flow[i][j] - len(alike)))
     free = [iter([worker for worker in group if worker not in taken]) for group in workers]
     open_places = [iter([place for place in slots if place not in roles]) for slots in places]
     for i, j, count in left:

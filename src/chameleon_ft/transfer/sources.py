@@ -10,7 +10,7 @@ from chameleon_ft.errors import NoHolderError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.transfer._loads import Loads
-from chameleon_ft.transfer.holdings import Holding, workers_by_holding
+from chameleon_ft.transfer.holdings import Holding, groups_of
 from chameleon_ft.transfer.message import Message
 from chameleon_ft.workload import LayerCost
 
@@ -52,16 +52,18 @@ def choose_sources(
     for receiver, lacking in sorted(missing.items()):
         for layer in lacking:
             receivers[layer].append(receiver)
-    groups = list(workers_by_holding({w: Holding(each.ranges) for w, each in sorted(holders.items())}).items())
-    groups_of = {
-        layer: [number for number, (each, _) in enumerate(groups) if any(layer in held for held in each.ranges)]
-        for layer in sorted(receivers)
-    }
-    if unheld := [layer for layer, of in groups_of.items() if not of]:
+    groups = groups_of({worker: Holding(each.ranges) for worker, each in sorted(holders.items())})
+    held_by: dict[int, list[int]] = {layer: [] for layer in sorted(receivers)}
+    for number, (each, _) in enumerate(groups):
+        for held in each.ranges:
+            for layer in held:
+                if layer in held_by:
+                    held_by[layer].append(number)
+    if unheld := [layer for layer, of in held_by.items() if not of]:
         raise NoHolderError(unheld)
-    num_bytes = {layer: state_bytes(layers[layer]) for layer in groups_of}
-    loads = Loads([workers for _, workers in groups], groups_of, num_bytes)
-    for layer in sorted(groups_of, key=lambda layer: (-num_bytes[layer], loads.num_holders(layer), layer)):
+    num_bytes = {layer: state_bytes(layers[layer]) for layer in held_by}
+    loads = Loads([workers for _, workers in groups], held_by, num_bytes)
+    for layer in sorted(held_by, key=lambda layer: (-num_bytes[layer], loads.num_holders(layer), layer)):
         loads.spread(layer, len(receivers[layer]))
     bound = loads.even_out()
     return Sources(_messages(loads.senders(), missing, num_bytes), bound)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.plan import Plan
+from chameleon_ft.plan import Placement
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.situation import Situation
-from chameleon_ft.schedule import InFlightLimit
+from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import FoundPlan, pareto_front
-from chameleon_ft.transfer import Transfer, plan_in_roles, plan_transfer, worker_kinds
+from chameleon_ft.transfer import (
+    Holding,
+    assign_roles,
+    holdings_of,
+    least_moved_bytes,
+    moved_bytes,
+    placement_in_roles,
+    plan_in_roles,
+    worker_kinds,
+)
 
 
 def in_roles(name: str, plans: Sequence[FoundPlan], situation: Situation) -> list[Proposal]:
@@ -20,50 +29,81 @@ def in_roles(name: str, plans: Sequence[FoundPlan], situation: Situation) -> lis
     Workers take each other's places on their own host, where that makes no difference to the step; and on any host if
     less has to move then, which may cost time in every step. Left out is what another one beats in everything.
     """
-    hosts = situation.costs.cluster.hosts
+    held = situation.held
+    if plans and (unheld := held.unheld_layers):
+        return [Proposal(name=name, reason=str(NoHolderError(unheld)))]
+    roles = _Roles(held, situation.costs)
     # A search may have found the same plan with other workers already.
     least_bytes = min((each.moved_bytes for each in plans), default=0)
-    found: list[_InRoles] = []
-    for each in plans:
-        try:
-            transfers = _transfers(each, situation, least_bytes)
-        except NoHolderError as error:
-            return [Proposal(name=name, reason=str(error))]
-        for elsewhere, transfer in enumerate(transfers):
-            plan = plan_in_roles(each.plan, transfer.roles)
-            ceiling = {transfer.roles[place]: limit for place, limit in each.ceiling.items()}
-            last_hosts = len(plan.placement.indispensable(hosts))
-            found.append(_InRoles(plan, ceiling, (each.step_s, elsewhere, transfer.total_bytes, last_hosts)))
+    found = [on_workers for each in plans for on_workers in roles.of(each, least_bytes)]
     return [
-        Proposal(name=numbered(name, number), plan=each.plan, ceiling=each.ceiling)
+        Proposal(
+            name=numbered(name, number),
+            plan=plan_in_roles(each.found.plan, each.roles),
+            ceiling={each.roles[place]: limit for place, limit in each.found.ceiling.items()},
+            schedules=each.found.schedules,
+        )
         for number, each in enumerate(pareto_front(found, lambda each: each.figures), start=1)
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _InRoles:
     """A plan on its workers.
 
-    Its figures are the step time, whether workers of any host were exchanged, so that a step may take longer than that,
-    bytes to move, and hosts that have all holders of some layer.
+    Attributes:
+        found: the plan.
+        roles: the worker that takes each place in it.
+        elsewhere: whether workers of any host were exchanged, so that a step may take longer.
+        moved_bytes: what moves then.
+        last_hosts: hosts that have all holders of some layer then.
     """
 
-    plan: Plan
-    ceiling: Mapping[int, InFlightLimit]
-    figures: tuple[float, ...]
+    found: FoundPlan
+    roles: Mapping[int, int]
+    elsewhere: bool
+    moved_bytes: int
+    last_hosts: int
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        """What another one may beat."""
+        return self.found.step_s, self.elsewhere, self.moved_bytes, self.last_hosts
+
+
+class _Roles:
+    """Who takes which place of plans, of those who hold this now."""
+
+    def __init__(self, held: Placement, costs: CostModel) -> None:
+        self._current = held
+        cluster = costs.cluster
+        self._hosts = cluster.hosts
+        self._layers = costs.workload.layers
+        self._kinds = worker_kinds(cluster)
+        self._at_home = {worker.id: (worker.host, self._kinds[worker.id]) for worker in cluster.workers}
+        self._held, self._held_at_home = (holdings_of(held, kinds) for kinds in (self._kinds, self._at_home))
+
+    def of(self, found: FoundPlan, least_bytes: int) -> Iterator[_InRoles]:
+        """On their own hosts, and on any if less has to move then than that, and than `least_bytes`."""
+        ranges = found.plan.placement.ranges
+        at_home = {place: Holding(own, self._at_home[place]) for place, own in ranges.items()}
+        near = self._in_roles(found, elsewhere=False, roles=assign_roles(self._held_at_home, at_home, self._layers))
+        yield near
+        anywhere = {place: Holding(own, self._kinds[place]) for place, own in ranges.items()}
+        if least_moved_bytes(self._held, anywhere, self._layers) < min(near.moved_bytes, least_bytes):
+            yield self._in_roles(found, elsewhere=True, roles=assign_roles(self._held, anywhere, self._layers))
+
+    def _in_roles(self, found: FoundPlan, *, elsewhere: bool, roles: Mapping[int, int]) -> _InRoles:
+        placement = placement_in_roles(found.plan.placement, roles)
+        return _InRoles(
+            found=found,
+            roles=roles,
+            elsewhere=elsewhere,
+            moved_bytes=moved_bytes(self._current, placement, self._layers),
+            last_hosts=len(placement.indispensable(self._hosts)),
+        )
 
 
 def numbered(name: str, number: int) -> str:
     """The name of the first, second and so on of its kind, counted from 1."""
     return name if number == 1 else f"{name}-{number}"
-
-
-def _transfers(found: FoundPlan, situation: Situation, least_bytes: int) -> list[Transfer]:
-    cluster, layers = situation.costs.cluster, situation.costs.workload.layers
-    kinds: dict[int, Hashable] = worker_kinds(cluster)
-    at_home = {worker.id: (worker.host, kinds[worker.id]) for worker in cluster.workers}
-    near, anywhere = (
-        plan_transfer(situation.held, found.plan.placement, kinds=kinds_of, layers=layers)
-        for kinds_of in (at_home, kinds)
-    )
-    return [near, anywhere] if anywhere.total_bytes < min(near.total_bytes, least_bytes) else [near]

@@ -1,0 +1,178 @@
+"""How long does a decision take? 32 workers, 8 pipelines of 4 stages, Llama 2 7B, as in docs/policies.md.
+
+Three parts; --parts picks some.
+
+  single    one worker is lost and nothing is prepared: all is weighed, and the program is checked, as a run does it
+  two       two are lost at once, for which nothing is ever prepared
+  prepared  one is lost after decisions on single losses were made, so that there is one to be looked up
+
+Kernels are loaded before, as in a run. The time between the last answer of the survivors and the plan that is sent is
+what a decision takes, and the packing and sending of it, about a millisecond.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks._common import Bar, Report, Spread, add_most_others, new_folder, report_arguments
+from benchmarks._neighbours import Neighbours, progress
+from benchmarks._search_cases import DEVICE
+from chameleon_ft.cluster import Cluster, Link
+from chameleon_ft.control.forethought import Forethought, decide_and_check
+from chameleon_ft.estimate import StallModel
+from chameleon_ft.plan import data_pipeline_plan
+from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.recovery import FailureRate, Situation, in_flight_ceiling, warm_up
+from chameleon_ft.schedule import CostModel
+
+__all__ = ["Timed", "losses_of", "rate", "situation"]
+
+_PARTS: Final = ("single", "two", "prepared")
+_WORDS: Final = {
+    "single": "one worker lost, nothing prepared",
+    "two": "two lost at once",
+    "prepared": "one worker lost, looked up",
+}
+_LIMITS_MS: Final = {"single": 60.0, "two": 60.0, "prepared": 5.0}
+_PIPELINES: Final = 8
+_STAGES: Final = 4
+_WORKERS: Final = _PIPELINES * _STAGES
+_MICRO_BATCHES: Final = 128
+_BETWEEN_HOSTS: Final = Link(latency_s=2e-5, bytes_per_s=12.5e9)
+_POLICY: Final = "chameleon"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """Decisions of a part: milliseconds that passed, and of processor time."""
+
+    part: str
+    passed_ms: Spread
+    processor_ms: Spread
+
+    def to_json(self) -> dict[str, Any]:
+        return {"passed_ms": self.passed_ms.to_json(), "processor_ms": self.processor_ms.to_json()}
+
+
+def main() -> int:
+    given = _arguments()
+    folder = new_folder(given.out)
+    neighbours = Neighbours(most=given.most_others)
+    warm_up()
+    timed = [
+        neighbours.undisturbed(partial(_time, part, given.repeats), folder / part)
+        for part in _PARTS
+        if part in given.parts
+    ]
+    report = Report(
+        benchmark="decision",
+        columns=("decision", "ms, median (least to largest)", "ms of processor time"),
+        rows=tuple((_WORDS[each.part], each.passed_ms.shown(2), each.processor_ms.shown(2)) for each in timed),
+        bars=tuple(
+            Bar(name=f"{_WORDS[each.part]}, ms", value=each.passed_ms.median, limit=_LIMITS_MS[each.part])
+            for each in timed
+        ),
+        results={each.part: each.to_json() for each in timed},
+        neighbours=neighbours,
+    )
+    return report.emit(folder, as_json=given.json)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = report_arguments(__doc__, name="decision")
+    add_most_others(parser)
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="what to measure; all of it")
+    parser.add_argument("--repeats", type=int, default=21, help="decisions of each part, each on other workers")
+    return parser.parse_args()
+
+
+def losses_of(part: str, number: int) -> tuple[int, ...]:
+    """Who is lost in the decision with this number."""
+    first = (5 * number + 1) % _WORKERS
+    return (first, (first + 11) % _WORKERS) if part == "two" else (first,)
+
+
+def situation(lost: Sequence[int]) -> Situation:
+    """After the loss of these workers of a plan in which all are equal."""
+    rates = device(DEVICE)
+    workload = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=_MICRO_BATCHES)
+    hosts = rates.cluster(_WORKERS, workers_per_host=8)
+    plan = data_pipeline_plan(
+        layer_costs=[layer.forward_s + layer.backward_s for layer in workload.layers],
+        dp=_PIPELINES,
+        pp=_STAGES,
+        micro_batches=_MICRO_BATCHES,
+        split_backward=True,
+    )
+    return Situation(
+        plan=plan,
+        ceiling=in_flight_ceiling(plan.workers, _STAGES),
+        costs=CostModel(workload, Cluster(hosts.workers, hosts.intra_host, _BETWEEN_HOSTS).without(lost)),
+        phases=StallModel(detect_s=0.02, stop_s=0.03, decide_s=0.05, regroup_s=0.5),
+        repeat_s=1.0,
+        restart_s=300.0,
+    )
+
+
+def rate(failures: int) -> FailureRate:
+    """As expected after so many failures."""
+    return FailureRate(worker_mtbf_s=5000 * 3600.0, prior_failures=1, failures=failures)
+
+
+def _time(part: str, repeats: int, _: Path) -> Timed:
+    """Decide so many times; nothing is written."""
+    progress(_WORDS[part])
+    decisions = asyncio.run(_looked_up(repeats)) if part == "prepared" else _decided(part, repeats)
+    passed_s, processor_s = zip(*decisions, strict=True)
+    return Timed(
+        part=part,
+        passed_ms=Spread(tuple(1000 * each for each in passed_s)),
+        processor_ms=Spread(tuple(1000 * each for each in processor_s)),
+    )
+
+
+def _decided(part: str, repeats: int) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for number in range(repeats):
+        lost = losses_of(part, number)
+        now = situation(lost)
+        found.append(_seconds(partial(decide_and_check, now, _POLICY, rate(len(lost)))))
+    return found
+
+
+async def _looked_up(repeats: int) -> list[tuple[float, float]]:
+    """By what a coordinator prepares them with, but for the process of its own."""
+    done = asyncio.Event()
+    with ThreadPoolExecutor(1) as executor:
+        forethought = Forethought(_POLICY, executor, prepared=lambda *_: done.set())
+        forethought.expect(lambda: (situation(()), rate(0)))
+        await done.wait()
+    found: list[tuple[float, float]] = []
+    for number in range(repeats):
+        now = situation(losses_of("prepared", number))
+        found.append(_seconds(partial(_look_up, forethought, now)))
+    return found
+
+
+def _look_up(forethought: Forethought, now: Situation) -> None:
+    if forethought.look_up(now, rate(1)) is None:
+        raise RuntimeError(f"nothing is prepared for the loss of {now.lost}")
+
+
+def _seconds(decide: Callable[[], object]) -> tuple[float, float]:
+    """Seconds that passed, and of processor time."""
+    began_s, processor_began_s = time.perf_counter(), time.process_time()
+    decide()
+    return time.perf_counter() - began_s, time.process_time() - processor_began_s
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,17 @@
+"""Who is lost in the benchmark of decisions."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.decision import losses_of, situation
+
+
+@pytest.mark.parametrize(("part", "number"), [("single", 1), ("two", 2), ("prepared", 1)])
+def test_every_decision_is_on_others(part: str, number: int) -> None:
+    lost = [losses_of(part, each) for each in range(32)]
+    assert len(set(lost)) == 32
+    assert {len(set(each)) for each in lost} == {number}
+    now = situation(lost[0])
+    assert now.lost == tuple(sorted(lost[0]))
+    assert len(now.live) == 32 - number
