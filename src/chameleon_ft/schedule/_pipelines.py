@@ -52,6 +52,15 @@ class PipelineSchedule:
         )
         return Schedule(network=network, codes=self.codes, ends_s=self.ends_s, step_s=self.step_s)
 
+    def replayed(self, hops: tuple[Hop, ...]) -> PipelineSchedule:
+        """The same orders, run by workers that are linked in another way."""
+        # Here, as below, because to import a kernel loads numba, and most who import this run none.
+        from chameleon_ft.schedule._kernels.pipeline_replays import replay
+
+        stages, ends_s = _stages(hops, self.builder), np.empty_like(self.ends_s)
+        replay(stages, self.codes, self.micro_batches, np.empty(len(hops), np.int64), np.empty(len(hops)), ends_s)
+        return replace(self, hops=hops, ends_s=ends_s, step_s=float(ends_s.max()))
+
 
 def pipeline_schedule(
     hops: tuple[Hop, ...],
@@ -216,7 +225,6 @@ def tried(
         enough_s: see above.
         most: runs; the first is always made.
     """
-    # Here, because to import a kernel loads numba, and most who import this run none.
     from chameleon_ft.schedule._kernels.pipeline_runs import STATE
     from chameleon_ft.schedule._kernels.pipelines import try_rules
 

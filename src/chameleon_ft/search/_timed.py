@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from chameleon_ft.estimate.memory import schedule_bytes, stages_of
@@ -71,6 +71,7 @@ class Timer:
         self._hosts = {worker.id: worker.host for worker in costs.cluster.workers}
         self._known: dict[tuple[object, ...], TimedPipeline] = {}
         # By identity: all of them are known for good.
+        self._replayed: dict[tuple[int, tuple[bool, ...]], TimedPipeline] = {}
         self._peaks: dict[int, int] = {}
         self.synced_s: dict[tuple[tuple[int, tuple[int, ...]], ...], float] = {}
         self.reductions: dict[tuple[int, ...], tuple[Reduction, ...]] = {}
@@ -116,8 +117,7 @@ class Timer:
         effort: int,
     ) -> TimedPipeline:
         """The pipeline on these workers, or on others that are linked alike, with its `best_program`."""
-        same_host = tuple(self._hosts[a] == self._hosts[b] for a, b in pairwise(workers))
-        key = shape, stops, micro_batches, same_host, recompute, effort
+        key = shape, stops, micro_batches, self._same_host(workers), recompute, effort
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._scheduled(workers, shape, stops, micro_batches, recompute, effort)
@@ -128,6 +128,19 @@ class Timer:
         return self.timed(
             workers, timed.shape, timed.stops, timed.micro_batches, recompute=timed.recompute, effort=effort
         )
+
+    def replayed(self, timed: TimedPipeline, workers: Sequence[int]) -> TimedPipeline:
+        """The same pipeline with the same orders on these workers, which is found sooner."""
+        same_host = self._same_host(workers)
+        if same_host == self._same_host(timed.workers):
+            return timed
+        key = id(timed), same_host
+        found = self._replayed.get(key)
+        if found is None:
+            schedule = timed.schedule.replayed(hops_of(workers, timed.stops))
+            found = replace(timed, workers=tuple(workers), schedule=schedule, ends_s=schedule.last_s)
+            self._replayed[key] = found
+        return found
 
     def peak_bytes(self, timed: TimedPipeline) -> int:
         """Of the worker that needs most memory."""
@@ -147,6 +160,9 @@ class Timer:
         """What each stage may have in flight, and keep; see `StageMemory.limits`."""
         pipelines = self.recomputing if recompute and self.recomputing is not None else self.pipelines
         return pipelines.memory.limits(stops, pipelines.capacities(shape), micro_batches)
+
+    def _same_host(self, workers: Sequence[int]) -> tuple[bool, ...]:
+        return tuple(self._hosts[a] == self._hosts[b] for a, b in pairwise(workers))
 
     def _scheduled(
         self, workers: Sequence[int], shape: Shape, stops: Stops, micro_batches: int, recompute: bool, effort: int

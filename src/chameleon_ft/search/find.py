@@ -318,7 +318,7 @@ class _Search:
         on_ways = [PlacedMix(pipelines, timer, step_s=synced_s(pipelines, timer)) for pipelines in rough]
         on_ways.sort(key=lambda placed: placed.step_s)
         chosen = with_survivor(on_ways[:1], on_ways)
-        return [self._on([each.workers for each in placed.pipelines], timed, timer) for placed in chosen]
+        return [_replayed(placed) for placed in chosen]
 
     def _on(self, workers: Sequence[tuple[int, ...]], timed: Sequence[TimedPipeline], timer: Timer) -> PlacedMix:
         effort = look_effort(self._effort)
@@ -358,6 +358,15 @@ class _Search:
     def _polished(self, placed: PlacedMix) -> PlacedMix:
         pipelines = polished(placed.pipelines, placed.timer, self._effort)
         return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, placed.timer))
+
+
+def _replayed(placed: PlacedMix) -> PlacedMix:
+    """The same with what the links between its workers take."""
+    timer = placed.timer
+    pipelines = tuple(
+        PlacedPipeline(timer.replayed(each.timed, each.workers), each.workers) for each in placed.pipelines
+    )
+    return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, timer))
 
 
 def _fewer_hosts(cluster: Cluster) -> Iterator[set[str]]:
