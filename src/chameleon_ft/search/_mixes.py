@@ -148,8 +148,11 @@ class MixSearch:
         """Search between a bound and a time that is to be beaten."""
         if self._effort is None:
             return self._run(bound_s, upper_s)
-        found = [self._run(bound_s, upper_s) for _ in self._few_shapes(bound_s)]
-        return Searched(mixes=tuple(mix for searched in found for mix in searched.mixes), complete=False)
+        mixes: list[TimedMix] = []
+        for _ in self._few_shapes(bound_s):
+            # Those that are less alike have to be faster before they reduce their gradients.
+            mixes += self._run(bound_s, min([upper_s, *(mix.time_s for mix in mixes)])).mixes
+        return Searched(mixes=tuple(mixes), complete=False)
 
     def _run(self, bound_s: float, upper_s: float) -> Searched:
         mixes: list[TimedMix] = []
