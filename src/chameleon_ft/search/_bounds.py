@@ -39,6 +39,7 @@ from chameleon_ft.schedule import CostModel
 from chameleon_ft.search._closed_form import ClosedForm, ClosedForms
 from chameleon_ft.search._cuts import Choice, Cuts
 from chameleon_ft.search._kinds import Kind, Shape
+from chameleon_ft.search._least_table import LeastTable
 from chameleon_ft.search._memory import Bytes, StageMemory
 from chameleon_ft.search._stages import Seconds, gradient_bytes, stage_times, timeless_bytes
 
@@ -83,6 +84,7 @@ class Pipelines:
         self.split_backward = split_backward
         self.kinds = tuple(kinds)
         self.layers = costs.workload.layers
+        self.micro_batches = costs.workload.micro_batches
         self.num_layers = len(costs.workload.layers)
         self.memory = StageMemory(costs.workload, split_backward=split_backward)
         self.times = tuple(stage_times(costs, kind, split_backward=split_backward) for kind in kinds)
@@ -100,6 +102,7 @@ class Pipelines:
         nothing[:, -1] = 0.0
         self.nothing_s = nothing
         self._first_s: dict[Shape, Seconds] = {(): nothing[0]}
+        self._firsts_s: dict[Shape, Seconds] = {}
 
     def bounds(self, sync: SyncCost) -> PipelineBounds:
         """The same with gradient sync."""
@@ -162,6 +165,16 @@ class Pipelines:
             found = self._first_s[shape] = self.bounds(SyncCost()).least_times(shape, 0).returned_s[0]
         return found
 
+    def firsts_s(self, shape: Shape, before: int) -> Seconds:
+        """The same of what follows each stage that is in front of the last `before` ones, those next to them first."""
+        if self.kinds[shape[0]].memory_bytes is None:
+            return np.zeros((len(shape) - before, self.num_layers + 1))
+        depth = len(shape)
+        found = self._firsts_s.get(shape)
+        if found is None:
+            found = self._firsts_s[shape] = np.stack([self.first_s(shape[depth - own :]) for own in range(depth)])
+        return found[before:]
+
     def capacities(self, shape: Shape) -> tuple[int | None, ...]:
         """Bytes of each worker."""
         return tuple(self.kinds[kind].memory_bytes for kind in shape)
@@ -201,6 +214,7 @@ class PipelineBounds:
         self._times: dict[tuple[Shape, int], _Least] = {}
         self._least: dict[Shape, dict[int, list[float]]] = {}
         self._last_most: dict[Shape, int] = {}
+        self._by_depth: LeastTable | None = None
 
     @staticmethod
     def window_of(micro_batches: int) -> tuple[int, int]:
@@ -248,6 +262,12 @@ class PipelineBounds:
     def closed_forms(self, shapes: tuple[Shape, ...], enough: int) -> ClosedForms:
         """The same for all of some shapes at once, whatever the time."""
         return self.pipelines.closed_form.of(shapes, self.sync.per_byte_s, enough)
+
+    def by_depth(self, depths: int) -> LeastTable:
+        """The bounds on pipelines of up to so many workers of the first kind, always the same number of them."""
+        if self._by_depth is None:
+            self._by_depth = LeastTable(self, depths, _WINDOW)
+        return self._by_depth
 
     def bound_s(self, shape: Shape, stops: Stops, micro_batches: int) -> float:
         """Seconds below which no order of operations can be on this cut, if it fits."""
@@ -318,29 +338,24 @@ class PipelineBounds:
         from chameleon_ft.search._bounds_kernel import fill_bounds
 
         pipelines = self.pipelines
-        added = [shape[len(shape) - depth :] for depth in range(before + 1, len(shape) + 1)]
-        held = pipelines.held(window, len(shape))
+        added = len(shape) - before
         size = pipelines.num_layers + 1
-        if pipelines.kinds[shape[0]].memory_bytes is None:
-            first_s = np.zeros((len(added), size))
-        else:
-            first_s = np.stack([pipelines.first_s(own[1:]) for own in added])
-        returned_s, ended_s = np.empty((2, len(added), _WINDOW, size))
+        returned_s, ended_s = np.empty((2, added, _WINDOW, size))
         fill_bounds(
             pipelines.kernel_times(),
-            held,
+            pipelines.held(window, len(shape)),
             shape[0],
             before,
             window_counts(window),
             self._sync_s,
-            first_s,
+            pipelines.firsts_s(shape, before),
             after.returned_s,
             after.ended_s,
             returned_s,
             ended_s,
         )
-        for own, *times in zip(added, returned_s, ended_s, strict=True):
-            self._times[own, window] = _Least(*times)
+        for place in range(added):
+            self._times[shape[added - 1 - place :], window] = _Least(returned_s[place], ended_s[place])
 
     def wanted(self, shape: Shape, micro_batches: int) -> Wanted:
         """What is asked of cuts of this shape."""

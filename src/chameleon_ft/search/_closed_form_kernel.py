@@ -40,7 +40,8 @@ def most_possible_of_each(
     ahead_of_sync: float,
     time_s: float,
     extra: Floats,
-    high: Integers,
+    rates: Floats,
+    enough: int,
     found: Integers,
 ) -> None:
     """The same for many shapes.
@@ -49,15 +50,18 @@ def most_possible_of_each(
         speeds: of the workers of one shape after the other.
         ends: where they end.
         work_s, ahead, ahead_of_sync, time_s: as for one shape.
-        extra, high: by shape.
+        extra: by shape.
+        rates: micro-batches for each second that nothing can pass, by shape.
+        enough: micro-batches that are not worth to be passed.
         found: what was found last time, where to look first; to be filled in.
     """
     start = 0
     for shape in range(len(ends)):
         own = speeds[start : ends[shape]]
-        found[shape] = _most_possible(
-            own, work_s, ahead, ahead_of_sync, time_s, extra[shape], found[shape], high[shape]
-        )
+        # In all the time there is, the product is infinite.
+        possible = time_s * rates[shape]
+        high = int(possible) if possible < enough else enough
+        found[shape] = _most_possible(own, work_s, ahead, ahead_of_sync, time_s, extra[shape], found[shape], high)
         start = ends[shape]
 
 

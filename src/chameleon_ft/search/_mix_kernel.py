@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from chameleon_ft.schedule._kernels.jit import lean_kernel
+from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
 from chameleon_ft.schedule._records import Integers
 
 _NONE: Final = -(2**40)
@@ -23,6 +23,12 @@ def most_by_number(sizes: Integers, worth: Integers, fewest: int, best: Integers
     Returns:
         With how many items all workers do most; zero where there is no way.
     """
+    return fill_by_number(sizes, worth, fewest, best, chosen)
+
+
+@lean_part
+def fill_by_number(sizes: Integers, worth: Integers, fewest: int, best: Integers, chosen: Integers) -> int:
+    """The same as a part of other kernels; sizes ascend."""
     count = best.shape[1] - 1
     best[0, :] = 0
     found, number = -1, 0
@@ -32,7 +38,9 @@ def most_by_number(sizes: Integers, worth: Integers, fewest: int, best: Integers
             # Where an item fits and those before it did not, what comes out is less than nothing.
             most, taken = _NONE, 0
             for item in range(len(sizes)):
-                if sizes[item] <= used and before[used - sizes[item]] + worth[item] > most:
+                if sizes[item] > used:
+                    break
+                if before[used - sizes[item]] + worth[item] > most:
                     most, taken = before[used - sizes[item]] + worth[item], item
             now[used], chosen[items - 1, used] = most, taken
         if items >= fewest and now[count] > found:

@@ -16,6 +16,7 @@ from typing import Final
 
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search._bounds import PipelineBounds, Pipelines, Stops, SyncCost
+from chameleon_ft.search._depth_mixes import DepthMixes, is_small
 from chameleon_ft.search._effort import is_dear, look_effort
 from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._mix import BoundedMix, Size, best_mix, mix_of_number
@@ -102,6 +103,10 @@ class MixSearch:
         self.shapes, self.all_shapes = shapes_of(self._counts, len(costs.workload.layers))
         # Shapes that a formula does not rule out get a closer look.
         self._opened: set[Shape] = set()
+        self._by_depth: DepthMixes | None = None
+        if len(self._counts) == 1 and numbers is not None and is_small(*self._counts, len(self.shapes), numbers[1]):
+            both = [bounds for bounds in (self._plain, self._recomputing) if bounds is not None]
+            self._by_depth = DepthMixes(both, self.shapes, *self._counts, numbers)
         self._activate(self.shapes)
         self._known: dict[tuple[Shape, int], tuple[float, TimedPipeline | None]] = {}
         # Seconds of a shape by micro-batches; infinite where it has turned out not to fit.
@@ -113,6 +118,9 @@ class MixSearch:
 
     def _activate(self, shapes: Sequence[Shape]) -> None:
         """Go on with these."""
+        if self._by_depth is not None:
+            self._by_depth.activate(shapes)
+            return
         self._active = tuple(shapes)
         # By place, for shapes are slow to hash.
         self._sizes = [size_of(shape, len(self._counts)) for shape in self._active]
@@ -227,7 +235,7 @@ class MixSearch:
         for one; with those that are not much deeper or shallower; and at last with any shallower ones: the more alike
         pipelines are, the more of their gradients can be reduced together.
         """
-        everything = self.shapes
+        everything = [s for s in self.shapes if not is_dear(len(s), self._most(s, time_s), self._effort)]
         ways: list[Sequence[Shape]] = [everything]
         if self.numbers is not None:
             mean = [sum(self._counts) / number for number in self.numbers]
@@ -245,12 +253,12 @@ class MixSearch:
             ways.insert(1, [shape for shape in everything if len(shape) in alike])
         possible = False
         for shapes in ways:
-            self._activate([s for s in shapes if not is_dear(len(s), self._most(s, time_s), self._effort)])
+            self._activate(shapes)
             if any(self._at(time_s * longer)[0] >= self._micro_batches for longer in _NOT_MUCH_LONGER):
                 possible = True
                 yield
         if not possible:
-            self._activate(everything)
+            self._activate(self.shapes)
             yield
 
     def _at(self, time_s: float, *, bounding: bool = False) -> tuple[int, list[Share]]:
@@ -258,8 +266,12 @@ class MixSearch:
 
         With `bounding`, a number that no mix passes, and a mix that comes close to it.
         """
+        if self._by_depth is not None:
+            total = self._by_depth.at(time_s, self._replayed)
+            shares = self._by_depth.shares() if total >= self._micro_batches else []
+            return total, [Share(*share) for share in shares]
         # Those of shapes that have not been opened, none of which has been replayed.
-        counts = self._closed_forms.most(time_s)
+        counts = self._closed_forms.most(time_s).tolist()
         for place in self._open_places:
             counts[place] = self._most(self._active[place], time_s)
         while True:
@@ -295,12 +307,12 @@ class MixSearch:
         for count, own_s in self._replayed.get(shape, {}).items():
             if own_s > time_s:
                 enough = min(enough, count - 1)
-        if shape not in self._opened:
+        if not (shape in self._opened if self._by_depth is None else self._by_depth.is_open(shape)):
             return self._plain.most_by_closed_form(shape, time_s, enough)
         plain = self._plain.most(shape, time_s, enough)
-        if self._recomputing is None or plain == enough:
-            return plain
         # Only where memory does not allow it otherwise can a pipeline that computes more finish more.
+        if self._recomputing is None or plain >= self._recomputing.most_by_closed_form(shape, time_s, enough):
+            return plain
         return max(plain, self._recomputing.most(shape, time_s, enough))
 
     def _trimmed(self, mix: list[Share]) -> list[Share]:
