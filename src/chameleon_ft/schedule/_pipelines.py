@@ -21,6 +21,8 @@ from chameleon_ft.schedule.limits import InFlightLimit
 
 # More runs than there are rules.
 _ALL: Final = 1_000_000
+# The first of the rules; those that come after them seldom make up a hundredth.
+_FEW: Final = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,28 +81,40 @@ def pipeline_schedule(
         ceiling: by stage, how many micro-batches it may have in flight, and keep; int64 [2, stages].
         effort: as for `best_program`.
     """
-    split, depth = builder.split_backward, len(hops)
-    rules, in_flight, kept = _rules(split, depth, ceiling)
-    operations = (3 if split else 2) * depth * micro_batches
-    found = tried(
-        _stages(hops, builder),
-        rules,
-        in_flight,
-        kept,
-        micro_batches=micro_batches,
-        split=split,
-        enough_s=0.0,
-        most=max(1, math.ceil(effort * RULES / operations)),
-    )
+    operations = (3 if builder.split_backward else 2) * len(hops) * micro_batches
+    most = max(1, math.ceil(effort * RULES / operations))
+    rules, found = _of_rules(hops, micro_batches, builder, ceiling, most)
     if found.rules < 0:
         return _of_part(hops, micro_batches, builder, ceiling, effort)
     made = PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
     further = int(effort * (1 - RULES) / REPLAY)
     if found.beyond_limits or found.step_s <= found.enough_s or is_too_large(operations, further):
         return made
-    largest = _largest(depth, ceiling, rules[found.rules])
+    largest = _largest(len(hops), ceiling, rules[found.rules])
     shorter = shortened(made.schedule(), largest, enough_s=found.enough_s, effort=further)
     return _made_of(shorter, made) if shorter.step_s < found.step_s * (1 - ROUNDING) else made
+
+
+def rough_schedule(
+    hops: tuple[Hop, ...], micro_batches: int, builder: NetworkBuilder, *, ceiling: Integers
+) -> PipelineSchedule:
+    """The same with little effort: mostly longer by less than a hundredth."""
+    _, found = _of_rules(hops, micro_batches, builder, ceiling, _FEW)
+    if found.rules < 0:
+        return _of_part(hops, micro_batches, builder, ceiling, effort=0.0)
+    return PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
+
+
+def _of_rules(
+    hops: tuple[Hop, ...], micro_batches: int, builder: NetworkBuilder, ceiling: Integers, most: int
+) -> tuple[Records, Tried]:
+    """The rules that there are, and the best of them after so many runs."""
+    split = builder.split_backward
+    rules, in_flight, kept = _rules(split, len(hops), ceiling)
+    stages = _stages(hops, builder)
+    return rules, tried(
+        stages, rules, in_flight, kept, micro_batches=micro_batches, split=split, enough_s=0.0, most=most
+    )
 
 
 class PipelinePart(Part):

@@ -89,6 +89,7 @@ class Pipelines:
         self.memory = StageMemory(costs.workload, split_backward=split_backward)
         self.times = tuple(stage_times(costs, kind, split_backward=split_backward) for kind in kinds)
         self.gradient_bytes = gradient_bytes(costs.workload)
+        self.bytes_until = np.concatenate([[0.0], np.cumsum([float(layer.gradient_bytes) for layer in self.layers])])
         self.timeless_bytes = timeless_bytes(costs.workload)
         self.has_gradients = bool(self.gradient_bytes[0, -1])
         self.closed_form = ClosedForm(costs, kinds, split_backward=split_backward)

@@ -17,6 +17,7 @@ from chameleon_ft.search._bounds import Stops
 from chameleon_ft.search._effort import polish_effort
 from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._reductions import reductions
+from chameleon_ft.search._rings import reduced_s
 from chameleon_ft.search._sync import largest_host
 from chameleon_ft.search._timed import TimedPipeline, Timer, hops_of
 from chameleon_ft.search.result import FoundPlan
@@ -76,8 +77,11 @@ def _synced_s(pipelines: Sequence[PlacedPipeline], timer: Timer) -> float:
     classes: dict[int, list[PlacedPipeline]] = {}
     for each in pipelines:
         classes.setdefault(id(each.timed), []).append(each)
-    # With tied parameters the number of rounds may depend on how many there are.
-    few = [each.timed for members in classes.values() for each in (members if tied else members[:2])]
+    if not tied:
+        by_program = [(own[0].timed, [each.workers for each in own]) for own in classes.values()]
+        return max(program_s, reduced_s(by_program, timer))
+    # The number of rounds may depend on how many there are.
+    few = [each.timed for members in classes.values() for each in members]
     key = tuple(map(id, few))
     if key not in timer.reductions:
         timer.reductions[key] = reductions([each.stops for each in few], costs.workload)

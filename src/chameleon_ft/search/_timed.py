@@ -11,7 +11,7 @@ from chameleon_ft.estimate.memory import schedule_bytes, stages_of
 from chameleon_ft.plan import Hop, LayerRange, Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._network import NetworkBuilder
-from chameleon_ft.schedule._pipelines import PipelineSchedule, pipeline_schedule
+from chameleon_ft.schedule._pipelines import PipelineSchedule, pipeline_schedule, rough_schedule
 from chameleon_ft.schedule._records import Integers
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
@@ -54,6 +54,7 @@ class Timer:
         crew: its workers by kind.
         pipelines: what pipelines can do at best.
         recomputing: the same for those that recompute; None where memory is no matter.
+        host_numbers: the host of each worker, as a number.
         spent: the effort so far, in operations that might be scheduled.
         synced_s, reductions: what `search._placed.synced_s` remembers.
     """
@@ -69,6 +70,8 @@ class Timer:
         self.spent = 0
         self.crew = crew
         self._hosts = {worker.id: worker.host for worker in costs.cluster.workers}
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(self._hosts.values()))}
+        self.host_numbers = {worker: numbers[host] for worker, host in self._hosts.items()}
         self._known: dict[tuple[object, ...], TimedPipeline] = {}
         # By identity: all of them are known for good.
         self._replayed: dict[tuple[int, tuple[bool, ...]], TimedPipeline] = {}
@@ -100,7 +103,7 @@ class Timer:
         return math.inf
 
     def sample(
-        self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool = False, effort: int
+        self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool = False, effort: int | None
     ) -> TimedPipeline:
         """The pipeline on the first workers of its kinds."""
         workers = self.crew.sample(shape)
@@ -114,9 +117,12 @@ class Timer:
         micro_batches: int,
         *,
         recompute: bool = False,
-        effort: int,
+        effort: int | None,
     ) -> TimedPipeline:
-        """The pipeline on these workers, or on others that are linked alike, with its `best_program`."""
+        """The pipeline on these workers, or on others that are linked alike, with its `best_program`.
+
+        With `effort` None a program that is found soon, and mostly longer by less than a hundredth.
+        """
         key = shape, stops, micro_batches, self._same_host(workers), recompute, effort
         found = self._known.get(key)
         if found is None:
@@ -165,17 +171,22 @@ class Timer:
         return tuple(self._hosts[a] == self._hosts[b] for a, b in pairwise(workers))
 
     def _scheduled(
-        self, workers: Sequence[int], shape: Shape, stops: Stops, micro_batches: int, recompute: bool, effort: int
+        self,
+        workers: Sequence[int],
+        shape: Shape,
+        stops: Stops,
+        micro_batches: int,
+        recompute: bool,
+        effort: int | None,
     ) -> TimedPipeline:
-        self.spent += effort
         limits = self.limits(shape, stops, micro_batches, recompute=recompute)
-        schedule = pipeline_schedule(
-            hops_of(workers, stops),
-            micro_batches,
-            self._builders[recompute],
-            ceiling=limits,
-            effort=effort,
-        )
+        hops, builder = hops_of(workers, stops), self._builders[recompute]
+        if effort is None:
+            self.spent += 12 * len(hops) * micro_batches
+            schedule = rough_schedule(hops, micro_batches, builder, ceiling=limits)
+        else:
+            self.spent += effort
+            schedule = pipeline_schedule(hops, micro_batches, builder, ceiling=limits, effort=effort)
         return TimedPipeline(
             shape=shape,
             stops=stops,
