@@ -71,6 +71,7 @@ def pipeline_schedule(
     *,
     ceiling: Integers,
     effort: float,
+    slack: float = ROUNDING,
 ) -> PipelineSchedule:
     """The schedule of `best_program` for a plan of one pipeline, with a worker for each stage.
 
@@ -80,10 +81,11 @@ def pipeline_schedule(
         builder: for these costs.
         ceiling: by stage, how many micro-batches it may have in flight, and keep; int64 [2, stages].
         effort: as for `best_program`.
+        slack: which share above the lower bound is good enough.
     """
     operations = (3 if builder.split_backward else 2) * len(hops) * micro_batches
     most = max(1, math.ceil(effort * RULES / operations))
-    rules, found = _of_rules(hops, micro_batches, builder, ceiling, most)
+    rules, found = _of_rules(hops, micro_batches, builder, ceiling, most, slack)
     if found.rules < 0:
         return _of_part(hops, micro_batches, builder, ceiling, effort)
     made = PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
@@ -96,25 +98,39 @@ def pipeline_schedule(
 
 
 def rough_schedule(
-    hops: tuple[Hop, ...], micro_batches: int, builder: NetworkBuilder, *, ceiling: Integers
+    hops: tuple[Hop, ...],
+    micro_batches: int,
+    builder: NetworkBuilder,
+    *,
+    ceiling: Integers,
+    slack: float = ROUNDING,
 ) -> PipelineSchedule:
     """The same with little effort: mostly longer by less than a hundredth."""
-    _, found = _of_rules(hops, micro_batches, builder, ceiling, _FEW)
+    _, found = _of_rules(hops, micro_batches, builder, ceiling, _FEW, slack)
     if found.rules < 0:
         return _of_part(hops, micro_batches, builder, ceiling, effort=0.0)
     return PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
 
 
 def _of_rules(
-    hops: tuple[Hop, ...], micro_batches: int, builder: NetworkBuilder, ceiling: Integers, most: int
+    hops: tuple[Hop, ...], micro_batches: int, builder: NetworkBuilder, ceiling: Integers, most: int, slack: float
 ) -> tuple[Records, Tried]:
     """The rules that there are, and the best of them after so many runs."""
     split = builder.split_backward
     rules, in_flight, kept = _rules(split, len(hops), ceiling)
     stages = _stages(hops, builder)
-    return rules, tried(
-        stages, rules, in_flight, kept, micro_batches=micro_batches, split=split, enough_s=0.0, most=most
+    found = tried(
+        stages,
+        rules,
+        in_flight,
+        kept,
+        micro_batches=micro_batches,
+        split=split,
+        enough_s=0.0,
+        most=most,
+        slack=slack,
     )
+    return rules, found
 
 
 class PipelinePart(Part):
@@ -202,7 +218,7 @@ class Tried(NamedTuple):
         rules: its number; -1 where there is a dead end even with only gradients ahead.
         gradients_only: whether it was run with only gradients ahead.
         codes, ends_s, step_s, beyond_limits: as in `Schedule`.
-        enough_s: what was enough: as asked for, or the lower bound with some room for rounding.
+        enough_s: what was enough: as asked for, or the lower bound with the slack.
     """
 
     rules: int
@@ -224,6 +240,7 @@ def tried(
     split: bool,
     enough_s: float,
     most: int,
+    slack: float = ROUNDING,
 ) -> Tried:
     """Try rules until one takes `enough_s` or meets the lower bound, there are no more, or so many runs have been made.
 
@@ -238,6 +255,7 @@ def tried(
         split: whether backward is split.
         enough_s: see above.
         most: runs; the first is always made.
+        slack: up to which share above the lower bound that is met.
     """
     from chameleon_ft.schedule._kernels.pipeline_runs import STATE
     from chameleon_ft.schedule._kernels.pipelines import try_rules
@@ -262,6 +280,7 @@ def tried(
         micro_batches,
         split,
         enough_s,
+        slack,
         most,
     )
     return Tried(best, gradients_only, codes[place], ends_s[place], step_s, beyond_limits, enough_s)

@@ -98,8 +98,8 @@ class MixSearch:
         self._counts = crew.counts
         self._effort = effort
         self.numbers = numbers
-        # A look at a pipeline.
-        self._look = look_effort(effort) if effort is None else None
+        # Of a look at a pipeline; where many are looked at, with hardly any.
+        self._look = look_effort(effort) if effort is None or numbers is None else None
         self._precision = _COARSE if effort is not None else _ROUNDING / 10
         self.shapes, self.all_shapes = shapes_of(self._counts, len(costs.workload.layers))
         # Shapes that a formula does not rule out get a closer look.

@@ -13,6 +13,7 @@ from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._pipelines import PipelineSchedule, pipeline_schedule, rough_schedule
 from chameleon_ft.schedule._records import Integers
+from chameleon_ft.schedule._trials import ROUNDING
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._reductions import Reduction
@@ -47,7 +48,7 @@ class TimedPipeline:
 
 
 class Timer:
-    """Schedules pipelines and remembers them.
+    """Schedules pipelines and remembers them; one that is longer than it must be by up to `slack` is good enough.
 
     Attributes:
         costs: what everything takes.
@@ -59,9 +60,10 @@ class Timer:
         synced_s, reductions: what `search._placed.synced_s` remembers.
     """
 
-    def __init__(self, costs: CostModel, crew: Crew, *, split_backward: bool) -> None:
+    def __init__(self, costs: CostModel, crew: Crew, *, split_backward: bool, slack: float = ROUNDING) -> None:
         self.costs = costs
         self.split_backward = split_backward
+        self._slack = slack
         self.pipelines = Pipelines(costs, crew.kinds, split_backward=split_backward)
         self.recomputing: Pipelines | None = None
         if any(kind.memory_bytes is not None for kind in crew.kinds):
@@ -183,10 +185,12 @@ class Timer:
         hops, builder = hops_of(workers, stops), self._builders[recompute]
         if effort is None:
             self.spent += 12 * len(hops) * micro_batches
-            schedule = rough_schedule(hops, micro_batches, builder, ceiling=limits)
+            schedule = rough_schedule(hops, micro_batches, builder, ceiling=limits, slack=self._slack)
         else:
             self.spent += effort
-            schedule = pipeline_schedule(hops, micro_batches, builder, ceiling=limits, effort=effort)
+            schedule = pipeline_schedule(
+                hops, micro_batches, builder, ceiling=limits, effort=effort, slack=self._slack
+            )
         return TimedPipeline(
             shape=shape,
             stops=stops,

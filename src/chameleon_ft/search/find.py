@@ -14,6 +14,7 @@ from chameleon_ft.estimate import total_work_bound_s
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.schedule._trials import ROUNDING
 from chameleon_ft.search._bounds import SyncCost
 from chameleon_ft.search._depths import depths, of_least_time, promising
 from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort, polish_effort
@@ -52,6 +53,8 @@ _CLOSE: Final = 1.03
 # Of the plans found, so many get the best programs; with little effort, so many of these get other cuts.
 _POLISHED: Final = 3
 _RECUT: Final = 2
+# With little effort: by how much longer a pipeline may take than it must.
+_SLACK: Final = 5e-4
 # With little effort: of how many searches of equal depth it should do for, and how many of least bound there are.
 _PARTS: Final = 3
 _LEAST_BOUNDS: Final = 2
@@ -170,7 +173,8 @@ class _Search:
 
     def _bounded_searches(self) -> list[MixSearch]:
         """All searches, those of least bound first."""
-        timers = [Timer(self._costs, self._crew, split_backward=split) for split in (True, False)]
+        slack = ROUNDING if self._effort is None else _SLACK
+        timers = [Timer(self._costs, self._crew, split_backward=split, slack=slack) for split in (True, False)]
         if self._with_sync:
             (least_s, _), *_ = [*of_least_time(depths(self._costs, timers, math.inf), 1), (math.inf, None)]
             self._likely_s = _LIKELY * least_s
