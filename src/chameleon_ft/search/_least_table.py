@@ -28,8 +28,8 @@ class LeastTable:
         )
 
     def fill(self, depth: int, window: int) -> None:
-        """Fill in a window of pipelines of `depth` stages and one more."""
+        """Fill in a window of pipelines of `depth` stages and one more, and of those for which that is known too."""
         first = window * self._width
-        ended_s = self._bounds.least_times((0,) * (depth + 1), window).ended_s
-        self.arrays.time_s[depth, first : first + self._width] = ended_s[:, 0]
-        self.arrays.known[depth, window] = True
+        chain = self._bounds.chain(0, depth + 1, (), window)
+        self.arrays.time_s[: chain.known, first : first + self._width] = chain.ended_s[1 : chain.known + 1, :, 0]
+        self.arrays.known[: chain.known, window] = True
