@@ -113,9 +113,7 @@ class MixSearch:
         # Seconds of a shape by micro-batches; infinite where it has turned out not to fit.
         self._replayed: dict[Shape, dict[int, float]] = {}
         self._bound: tuple[float, list[Share]] | None = None
-        work_s = sum(layer.forward_s + layer.least_backward_s for layer in costs.workload.layers)
-        overhead_s = 2 * costs.workload.operation_overhead_s
-        self._work_s = self._micro_batches * (work_s / crew.speed + overhead_s / sum(crew.counts))
+        self._work_s = timer.work_s
 
     def _activate(self, shapes: Sequence[Shape]) -> None:
         """Go on with these."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 
 from chameleon_ft.search._placed import PlacedPipeline
 from chameleon_ft.search._sync import largest_host
@@ -31,13 +31,13 @@ class PlacedMix:
         cluster = self.timer.costs.cluster
         if len(self.pipelines) > largest_host(cluster):
             return True
-        by_worker = cluster.hosts
-        hosts_of_layers = [set[str]() for _ in self.timer.costs.workload.layers]
+        hosts = self.timer.host_numbers
+        by_layer: list[list[int]] = []
         for each in self.pipelines:
-            for worker, (start, stop) in zip(each.workers, pairwise((0, *each.timed.stops)), strict=True):
-                for layer in range(start, stop):
-                    hosts_of_layers[layer].add(by_worker[worker])
-        return all(len(hosts) > 1 for hosts in hosts_of_layers)
+            by_layer.append([])
+            for worker, stop in zip(each.workers, each.timed.stops, strict=True):
+                by_layer[-1] += [hosts[worker]] * (stop - len(by_layer[-1]))
+        return all(len(set(holders)) > 1 for holders in zip(*by_layer, strict=True))
 
 
 def with_survivor(chosen: Sequence[PlacedMix], placed: Sequence[PlacedMix]) -> list[PlacedMix]:

@@ -56,6 +56,7 @@ class Timer:
         pipelines: what pipelines can do at best.
         recomputing: the same for those that recompute; None where memory is no matter.
         host_numbers: the host of each worker, as a number.
+        work_s: what the step takes workers that are never idle.
         spent: the effort so far, in operations that might be scheduled.
         synced_s, reductions: what `search._placed.synced_s` remembers.
     """
@@ -70,6 +71,9 @@ class Timer:
             dearer = CostModel(costs.workload.recomputed(), costs.cluster)
             self.recomputing = Pipelines(dearer, crew.kinds, split_backward=split_backward)
         self.spent = 0
+        work_s = sum(layer.forward_s + layer.least_backward_s for layer in costs.workload.layers)
+        overhead_s = 2 * costs.workload.operation_overhead_s
+        self.work_s = costs.workload.micro_batches * (work_s / crew.speed + overhead_s / sum(crew.counts))
         self.crew = crew
         self._hosts = {worker.id: worker.host for worker in costs.cluster.workers}
         numbers = {host: number for number, host in enumerate(dict.fromkeys(self._hosts.values()))}
