@@ -142,6 +142,8 @@ class _Search:
         self._crew = Crew.of(cluster)
         self._current = current
         self._effort = effort
+        slack = ROUNDING if effort is None else _SLACK
+        self._timers = [Timer(self._costs, self._crew, split_backward=split, slack=slack) for split in (True, False)]
         self._with_sync = has_gradients(costs) and len(cluster.workers) > 1
         self.family = BoundFamily.PIPELINES
         # Bounds are those of plans that take no longer than this, which is made to be above them.
@@ -165,24 +167,34 @@ class _Search:
             self.family = BoundFamily.PIPELINES_ANY_MEMORY
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - _ROUNDING
-        timers = {search.timer.split_backward: search.timer for search in searches}
         return [
             *(found_plan("pipelines", each.pipelines, each.timer, self._current) for each in self._in_roles(placed)),
-            *self._recut(timers.values()),
+            *self._recut(),
         ]
 
     def _bounded_searches(self) -> list[MixSearch]:
-        """All searches, those of least bound first."""
-        slack = ROUNDING if self._effort is None else _SLACK
-        timers = [Timer(self._costs, self._crew, split_backward=split, slack=slack) for split in (True, False)]
+        """All searches that are worth it, those of least bound first."""
         if self._with_sync:
-            (least_s, _), *_ = [*of_least_time(depths(self._costs, timers, math.inf), 1), (math.inf, None)]
+            (least_s, _), *_ = [*of_least_time(depths(self._costs, self._timers, math.inf), 1), (math.inf, None)]
             self._likely_s = _LIKELY * least_s
         while True:
-            searches = self._bounded([search for timer in timers for search in self._searches(timer)])
+            split, fused = self._timers
+            searches = self._bounded(self._searches(split))
+            if self._is_worth_it(fused):
+                searches = self._bounded([*searches, *self._searches(fused)])
             if not self._likely_s < self.bound_s < math.inf:
                 return searches
             self._likely_s, self.bound_s = _LIKELY * self.bound_s, math.inf
+
+    def _is_worth_it(self, timer: Timer) -> bool:
+        """Whether pipelines may take little more than the bound by now, if their gradients were reduced in no time.
+
+        Those with fused backward mostly may not, where there is memory enough to split it.
+        """
+        if self._effort is None or not self._with_sync or len(self._crew.kinds) > 1:
+            return True
+        most = min(len(self._costs.cluster.workers), self._costs.workload.micro_batches)
+        return self._mix_search(timer, SyncCost(), numbers=(1, most)).reaches(_FAR * self.bound_s)
 
     def _searches(self, timer: Timer) -> list[MixSearch]:
         if not self._with_sync:
@@ -208,13 +220,10 @@ class _Search:
     def _bounded(self, searches: Sequence[MixSearch]) -> list[MixSearch]:
         """The searches, those of least bound first; bounds are worked out as far as the least of all needs it."""
         soon_s = _SOON * total_work_bound_s(self._costs)
-        ordered = sorted(searches, key=lambda search: -search.promise(soon_s))
-        bounds: dict[int, float] = {}
-        for search in ordered:
+        for search in sorted(searches, key=lambda search: -search.promise(soon_s)):
             if search.reaches(self.bound_s):
-                bounds[id(search)] = search.bound_s()
                 self.bound_s = min(self.bound_s, search.bound_s())
-        return sorted(ordered, key=lambda search: bounds.get(id(search), math.inf))
+        return sorted(searches, key=lambda search: search.bound_s() if search.is_bounded else math.inf)
 
     def _run(self, searches: Sequence[MixSearch]) -> list[PlacedMix]:
         """What the searches find, the fastest first."""
@@ -346,11 +355,11 @@ class _Search:
                     break
         return found
 
-    def _recut(self, timers: Iterable[Timer]) -> Iterator[FoundPlan]:
+    def _recut(self) -> Iterator[FoundPlan]:
         """With the whole pipelines of the current placement as they are, with split and with fused backward."""
         if self._current is None:
             return
-        for timer in timers:
+        for timer in self._timers:
             pipelines = recut(self._current, timer, effort=look_effort(self._effort))
             if pipelines is not None:
                 yield found_plan("recut", polished(pipelines, timer, self._effort), timer, self._current)
