@@ -49,7 +49,7 @@ _MIXES_KEPT: Final = 2
 # Of the plans found, so many get the workers that hold most of them already.
 _IN_ROLES: Final = 2
 # Those that are nearly as good as the best of all are kept: the best programs may change their order.
-_CLOSE: Final = 1.03
+_CLOSE: Final = 1.01
 # Of the plans found, so many get the best programs; with little effort, so many of these get other cuts.
 _POLISHED: Final = 3
 _RECUT: Final = 2
