@@ -12,6 +12,8 @@ from chameleon_ft.search._bounds import PipelineBounds
 from chameleon_ft.search._kinds import Shape
 
 _ROUNDING: Final = 1e-12
+# More micro-batches than there are.
+_ALL: Final = 2**62
 # The most entries of all tables together.
 _TABLE: Final = 200_000
 
@@ -67,13 +69,20 @@ class DepthMixes:
         """Whether a shape is known by its bounds."""
         return bool(self._opened[len(shape) - 1])
 
+    def promise(self, time_s: float) -> int:
+        """The most micro-batches that a mix may finish in `time_s`, by a formula where bounds are not known."""
+        return self._most(time_s, {}, _ALL)
+
     def at(self, time_s: float, replayed: Mapping[Shape, Mapping[int, float]]) -> int:
-        """The most micro-batches that a mix may finish in `time_s`; see `shares` if these are all.
+        """The same by bounds; see `shares` if these are all micro-batches.
 
         Args:
             time_s: see above.
             replayed: seconds of shapes by micro-batches; none that took longer than `time_s` is thought of.
         """
+        return self._most(time_s, replayed, self._micro_batches)
+
+    def _most(self, time_s: float, replayed: Mapping[Shape, Mapping[int, float]], wanted: int) -> int:
         from chameleon_ft.search._depth_kernel import best_of_depths
 
         self._counts = self._forms.most(time_s) * self._active
@@ -92,7 +101,7 @@ class DepthMixes:
                 self._rates,
                 limit_s,
                 enough,
-                self._micro_batches,
+                wanted,
                 self._fewest,
                 self._opened,
                 self._room,

@@ -128,6 +128,8 @@ class MixSearch:
 
     def promise(self, time_s: float) -> int:
         """Micro-batches that mixes may finish in `time_s`, at the most; to tell which searches to begin with."""
+        if self._by_depth is not None:
+            return self._by_depth.promise(time_s)
         return self._at(time_s, bounding=True)[0]
 
     def bound_s(self) -> float:

@@ -60,7 +60,8 @@ _PARTS: Final = 3
 _LEAST_BOUNDS: Final = 2
 # Searches are begun with those that promise most by this many times what workers take that are never idle.
 _SOON: Final = 1.02
-# Plans that take so many times the bound are far from it.
+# Plans that take so many times the bound are near to it, or far from it.
+_NEAR: Final = 1.03
 _FAR: Final = 1.1
 # Plans that take longer than the least bounds of equal pipelines by this much are not thought of in bounds at first.
 _LIKELY: Final = 1.06
@@ -194,7 +195,8 @@ class _Search:
         if self._effort is None or not self._with_sync or len(self._crew.kinds) > 1:
             return True
         most = min(len(self._costs.cluster.workers), self._costs.workload.micro_batches)
-        return self._mix_search(timer, SyncCost(), numbers=(1, most)).reaches(_FAR * self.bound_s)
+        search = self._mix_search(timer, SyncCost(), numbers=(1, most))
+        return search.promise(_NEAR * self.bound_s) >= self._costs.workload.micro_batches
 
     def _searches(self, timer: Timer) -> list[MixSearch]:
         if not self._with_sync:
