@@ -61,7 +61,7 @@ _LEAST_BOUNDS: Final = 2
 # Searches are begun with those that promise most by this many times what workers take that are never idle.
 _SOON: Final = 1.02
 # Plans that take so many times the bound are near to it, or far from it.
-_NEAR: Final = 1.03
+_NEAR: Final = 1.01
 _FAR: Final = 1.1
 # Plans that take longer than the least bounds of equal pipelines by this much are not thought of in bounds at first.
 _LIKELY: Final = 1.06
