@@ -53,6 +53,8 @@ _CLOSE: Final = 1.01
 # Of the plans found, so many get the best programs; with little effort, so many of these get other cuts.
 _POLISHED: Final = 3
 _RECUT: Final = 2
+# Before it is known which is the best, programs get this share of the effort.
+_LITTLE: Final = 1 / 4
 # With little effort: by how much longer a pipeline may take than it must.
 _SLACK: Final = 5e-4
 # With little effort: of how many searches of equal depth it should do for, and how many of least bound there are.
@@ -259,10 +261,13 @@ class _Search:
         ordered = sorted(different.values(), key=lambda placed: placed.step_s)
         chosen = with_survivor(ordered[:_POLISHED], ordered)
         others = [placed for placed in ordered if all(placed is not each for each in chosen)]
-        best = sorted(map(self._polished, chosen), key=lambda placed: placed.step_s)
+        best = sorted((self._polished(placed, _LITTLE) for placed in chosen), key=lambda placed: placed.step_s)
         if self._effort is not None and self._with_sync:
             best[:_RECUT] = map(self._with_better_cuts, best[:_RECUT])
-        return sorted([*best, *others], key=lambda placed: placed.step_s)
+        if not ordered:
+            return []
+        first, *others = sorted([*best, *others], key=lambda placed: placed.step_s)
+        return [self._polished(first, 1.0), *others]
 
     def _of_the_fastest(self) -> list[PlacedMix]:
         """With little effort: what the workers of the fastest kinds can do alone, while the others are idle."""
@@ -368,10 +373,11 @@ class _Search:
 
     def _with_better_cuts(self, placed: PlacedMix) -> PlacedMix:
         better = with_better_cuts(placed.pipelines, placed.timer, effort=look_effort(self._effort))
-        return self._polished(replace(placed, pipelines=better)) if better != placed.pipelines else placed
+        return self._polished(replace(placed, pipelines=better), _LITTLE) if better != placed.pipelines else placed
 
-    def _polished(self, placed: PlacedMix) -> PlacedMix:
-        pipelines = polished(placed.pipelines, placed.timer, self._effort)
+    def _polished(self, placed: PlacedMix, share: float) -> PlacedMix:
+        effort = None if self._effort is None else int(self._effort * share)
+        pipelines = polished(placed.pipelines, placed.timer, effort)
         return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, placed.timer))
 
 
