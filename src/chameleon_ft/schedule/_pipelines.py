@@ -21,8 +21,8 @@ from chameleon_ft.schedule.limits import InFlightLimit
 
 # More runs than there are rules.
 _ALL: Final = 1_000_000
-# The first of the rules; those that come after them seldom make up a hundredth.
-_FEW: Final = 4
+# Rules that make up most of what all do; the first of all is for those that have no room for more in flight.
+_FEW: Final = slice(1, 4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +85,7 @@ def pipeline_schedule(
     """
     operations = (3 if builder.split_backward else 2) * len(hops) * micro_batches
     most = max(1, math.ceil(effort * RULES / operations))
-    rules, found = _of_rules(hops, micro_batches, builder, ceiling, most, slack)
+    rules, found = _of_rules(hops, micro_batches, builder, ceiling, slice(None), most, slack)
     if found.rules < 0:
         return _of_part(hops, micro_batches, builder, ceiling, effort)
     made = PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
@@ -106,18 +106,26 @@ def rough_schedule(
     slack: float = ROUNDING,
 ) -> PipelineSchedule:
     """The same with little effort: mostly longer by less than a hundredth."""
-    _, found = _of_rules(hops, micro_batches, builder, ceiling, _FEW, slack)
+    _, found = _of_rules(hops, micro_batches, builder, ceiling, _FEW, _ALL, slack)
     if found.rules < 0:
         return _of_part(hops, micro_batches, builder, ceiling, effort=0.0)
     return PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
 
 
 def _of_rules(
-    hops: tuple[Hop, ...], micro_batches: int, builder: NetworkBuilder, ceiling: Integers, most: int, slack: float
+    hops: tuple[Hop, ...],
+    micro_batches: int,
+    builder: NetworkBuilder,
+    ceiling: Integers,
+    few: slice,
+    most: int,
+    slack: float,
 ) -> tuple[Records, Tried]:
-    """The rules that there are, and the best of them after so many runs."""
+    """Some of the rules, and the best of these after so many runs; all where there are no others."""
     split = builder.split_backward
     rules, in_flight, kept = _rules(split, len(hops), ceiling)
+    if len(rules[few]):
+        rules, in_flight, kept = rules[few], in_flight[few], kept[few]
     stages = _stages(hops, builder)
     found = tried(
         stages,
