@@ -306,9 +306,16 @@ def _stages(hops: Sequence[Hop], builder: NetworkBuilder) -> Records:
 
 def _rules(split: bool, depth: int, ceiling: Integers) -> tuple[Records, Integers, Integers]:
     """The rules of `Trials.rules_to_try`, and limits by rules and stage: what is in flight, and kept."""
+    return _limited(split, depth, np.ascontiguousarray(ceiling, np.int64).tobytes())
+
+
+# Most ceilings are those of pipelines that have room for all that is tried.
+@lru_cache(maxsize=256)
+def _limited(split: bool, depth: int, ceiling: bytes) -> tuple[Records, Integers, Integers]:
+    in_flight_most, kept_most = np.frombuffer(ceiling, np.int64).reshape(2, depth)
     rules, wished, wished_kept = _wishes(split, depth)
-    kept = np.minimum(wished_kept, ceiling[1])
-    in_flight = np.minimum(np.minimum(wished, ceiling[0]), kept)
+    kept = np.minimum(wished_kept, kept_most)
+    in_flight = np.minimum(np.minimum(wished, in_flight_most), kept)
     rows = [(own.tobytes(), a.tobytes(), b.tobytes()) for own, a, b in zip(rules, in_flight, kept, strict=True)]
     first = [rows.index(row) == place for place, row in enumerate(rows)]
     return rules[first], in_flight[first], kept[first]

@@ -30,6 +30,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -42,7 +43,7 @@ from chameleon_ft.search._cuts import Choice, Cuts
 from chameleon_ft.search._kinds import Kind, Shape
 from chameleon_ft.search._least_table import LeastTable
 from chameleon_ft.search._memory import Bytes, StageMemory
-from chameleon_ft.search._stages import Seconds, gradient_bytes, stage_times, timeless_bytes
+from chameleon_ft.search._stages import Seconds, StageTimes, gradient_bytes, stage_times, timeless_bytes
 
 if TYPE_CHECKING:
     from chameleon_ft.search._bounds_kernel import Held, Times, Wanted
@@ -84,12 +85,7 @@ class Pipelines:
         self.layers = costs.workload.layers
         self.micro_batches = costs.workload.micro_batches
         self.num_layers = len(costs.workload.layers)
-        self.memory = StageMemory(costs.workload, split_backward=split_backward)
-        self.times = tuple(stage_times(costs, kind, split_backward=split_backward) for kind in kinds)
-        self.gradient_bytes = gradient_bytes(costs.workload)
-        self.bytes_until = np.concatenate([[0.0], np.cumsum([float(layer.gradient_bytes) for layer in self.layers])])
-        self.timeless_bytes = timeless_bytes(costs.workload)
-        self.has_gradients = bool(self.gradient_bytes[0, -1])
+        self._costs = costs
         self.closed_form = ClosedForm(costs, kinds, split_backward=split_backward)
         self._bounds: dict[SyncCost, PipelineBounds] = {}
         self.speeds = np.array([kind.speed for kind in kinds], np.float64)
@@ -100,6 +96,32 @@ class Pipelines:
         nothing = np.full((_WINDOW, self.num_layers + 1), np.inf)
         nothing[:, -1] = 0.0
         self.nothing_s = nothing
+
+    # Not everything is asked for.
+    @cached_property
+    def memory(self) -> StageMemory:
+        """Bytes of stages."""
+        return StageMemory(self._costs.workload, split_backward=self.split_backward)
+
+    @cached_property
+    def times(self) -> tuple[StageTimes, ...]:
+        """Seconds of stages, by kind."""
+        return tuple(stage_times(self._costs, kind, split_backward=self.split_backward) for kind in self.kinds)
+
+    @cached_property
+    def gradient_bytes(self) -> Seconds:
+        """Those of stages."""
+        return gradient_bytes(self._costs.workload)
+
+    @cached_property
+    def timeless_bytes(self) -> Seconds:
+        """The same of layers that take no time."""
+        return timeless_bytes(self._costs.workload)
+
+    @cached_property
+    def bytes_until(self) -> Seconds:
+        """Bytes of gradients up to each layer."""
+        return np.concatenate([[0.0], np.cumsum([float(layer.gradient_bytes) for layer in self.layers])])
 
     def bounds(self, sync: SyncCost) -> PipelineBounds:
         """The same with gradient sync."""
@@ -177,15 +199,18 @@ class PipelineBounds:
     def __init__(self, pipelines: Pipelines, sync: SyncCost) -> None:
         self.pipelines = pipelines
         self.sync = sync
-        # A stage without gradients has nothing to wait for.
-        num_bytes = pipelines.gradient_bytes
-        beyond = np.maximum(0.0, num_bytes - pipelines.timeless_bytes - sync.inside_bytes)
-        sync_s = sync.fixed_s + sync.per_byte_s * num_bytes + sync.beyond_s * beyond
-        self._sync_s: Seconds = np.where(num_bytes > 0, sync_s, 0.0)
         self._chains: dict[tuple[int, Shape, int], Chain] = {}
         self._least: dict[Shape, dict[int, list[float]]] = {}
         self._last_most: dict[Shape, int] = {}
         self._by_depth: LeastTable | None = None
+
+    @cached_property
+    def _sync_s(self) -> Seconds:
+        """Of stages; one without gradients has nothing to wait for."""
+        sync, num_bytes = self.sync, self.pipelines.gradient_bytes
+        beyond = np.maximum(0.0, num_bytes - self.pipelines.timeless_bytes - sync.inside_bytes)
+        sync_s = sync.fixed_s + sync.per_byte_s * num_bytes + sync.beyond_s * beyond
+        return np.where(num_bytes > 0, sync_s, 0.0)
 
     @staticmethod
     def window_of(micro_batches: int) -> tuple[int, int]:

@@ -65,16 +65,18 @@ class DepthMixes:
         self._active[:] = 0
         self._active[[len(shape) - 1 for shape in shapes]] = 1
 
-    def is_open(self, shape: Shape) -> bool:
-        """Whether a shape is known by its bounds."""
-        return bool(self._opened[len(shape) - 1])
-
     def promise(self, time_s: float) -> int:
         """The most micro-batches that a mix may finish in `time_s`, by a formula where bounds are not known."""
         return self._most(time_s, {}, _ALL)
 
+    def each(self, time_s: float) -> list[int]:
+        """The same of a single pipeline of each shape."""
+        self.promise(time_s)
+        found: list[int] = self._counts.tolist()
+        return found
+
     def at(self, time_s: float, replayed: Mapping[Shape, Mapping[int, float]]) -> int:
-        """The same by bounds; see `shares` if these are all micro-batches.
+        """What a mix may finish by bounds; see `shares` if these are all micro-batches.
 
         Args:
             time_s: see above.

@@ -236,7 +236,15 @@ class MixSearch:
         for one; with those that are not much deeper or shallower; and at last with any shallower ones: the more alike
         pipelines are, the more of their gradients can be reduced together.
         """
-        everything = [s for s in self.shapes if not is_dear(len(s), self._most(s, time_s), self._effort)]
+        if self._by_depth is None:
+            most = [self._most(shape, time_s) for shape in self.shapes]
+        else:
+            most = self._by_depth.each(time_s)
+        everything = [
+            shape
+            for shape, count in zip(self.shapes, most, strict=True)
+            if not is_dear(len(shape), count, self._effort)
+        ]
         ways: list[Sequence[Shape]] = [everything]
         if self.numbers is not None:
             mean = [sum(self._counts) / number for number in self.numbers]
@@ -308,7 +316,7 @@ class MixSearch:
         for count, own_s in self._replayed.get(shape, {}).items():
             if own_s > time_s:
                 enough = min(enough, count - 1)
-        if not (shape in self._opened if self._by_depth is None else self._by_depth.is_open(shape)):
+        if shape not in self._opened:
             return self._plain.most_by_closed_form(shape, time_s, enough)
         plain = self._plain.most(shape, time_s, enough)
         # Only where memory does not allow it otherwise can a pipeline that computes more finish more.

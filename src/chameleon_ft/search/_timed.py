@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from chameleon_ft.estimate.memory import schedule_bytes, stages_of
-from chameleon_ft.plan import Hop, LayerRange, Placement
+from chameleon_ft.estimate.memory import stages_of
+from chameleon_ft.plan import Hop, LayerRange
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._pipelines import PipelineSchedule, pipeline_schedule, rough_schedule
@@ -16,6 +16,7 @@ from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule._trials import ROUNDING
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
+from chameleon_ft.search._peak import peak_bytes
 from chameleon_ft.search._reductions import Reduction
 
 
@@ -158,13 +159,8 @@ class Timer:
         """Of the worker that needs most memory."""
         found = self._peaks.get(id(timed))
         if found is None:
-            hops = hops_of(timed.workers, timed.stops)
-            placement = Placement(timed.stops[-1], {hop.worker: (hop.layers,) for hop in hops})
-            moving = schedule_bytes(
-                timed.schedule.schedule(), self._stages, recompute=timed.workers if timed.recompute else ()
-            )
-            state = self._stages.state_bytes(placement)
-            found = max(state[worker] + own for worker, own in zip(timed.workers, moving, strict=True))
+            layers = [hop.layers for hop in hops_of(timed.workers, timed.stops)]
+            found = peak_bytes(timed.schedule, layers, self._stages, recompute=timed.recompute)
             self._peaks[id(timed)] = found
         return found
 
