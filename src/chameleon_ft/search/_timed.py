@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from chameleon_ft.estimate.memory import stages_of
@@ -57,7 +58,6 @@ class Timer:
         pipelines: what pipelines can do at best.
         recomputing: the same for those that recompute; None where memory is no matter.
         host_numbers: the host of each worker, as a number.
-        work_s: what the step takes workers that are never idle.
         spent: the effort so far, in operations that might be scheduled.
         synced_s, reductions: what `search._placed.synced_s` remembers.
     """
@@ -72,9 +72,6 @@ class Timer:
             dearer = CostModel(costs.workload.recomputed(), costs.cluster)
             self.recomputing = Pipelines(dearer, crew.kinds, split_backward=split_backward)
         self.spent = 0
-        work_s = sum(layer.forward_s + layer.least_backward_s for layer in costs.workload.layers)
-        overhead_s = 2 * costs.workload.operation_overhead_s
-        self.work_s = costs.workload.micro_batches * (work_s / crew.speed + overhead_s / sum(crew.counts))
         self.crew = crew
         self._hosts = {worker.id: worker.host for worker in costs.cluster.workers}
         numbers = {host: number for number, host in enumerate(dict.fromkeys(self._hosts.values()))}
@@ -90,6 +87,14 @@ class Timer:
             recompute: NetworkBuilder(costs, split_backward=split_backward, recompute=self._hosts if recompute else ())
             for recompute in (False, True)
         }
+
+    @cached_property
+    def work_s(self) -> float:
+        """What the step takes workers that are never idle."""
+        workload, crew = self.costs.workload, self.crew
+        work_s = sum(layer.forward_s + layer.least_backward_s for layer in workload.layers)
+        overhead_s = 2 * workload.operation_overhead_s
+        return workload.micro_batches * (work_s / crew.speed + overhead_s / sum(crew.counts))
 
     def mean_formula_s(self, depth: int, share: float, sync: SyncCost) -> float:
         """A time that `mean_bound_s` cannot be less than, which is made in no time."""
