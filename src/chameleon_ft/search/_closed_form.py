@@ -194,14 +194,10 @@ class ClosedForms:
 
 def _largest_stage_s(work_s: Sequence[float]) -> list[float]:
     """By number of stages, what the stage with most work has at the least, whatever the cut."""
-    count = len(work_s)
-    sums = np.concatenate([[0.0], np.cumsum(work_s)])
-    # By start and stop; a stage has at least one layer.
-    stages = np.where(np.tri(count + 1, dtype=np.bool_), np.inf, sums[np.newaxis, :] - sums[:, np.newaxis])
-    largest_s = np.full(count + 1, np.inf)
-    largest_s[0] = 0.0
-    found = [0.0]
-    for _ in range(count):
-        largest_s = np.maximum(largest_s[:, np.newaxis], stages).min(axis=0)
-        found.append(float(largest_s[-1]))
+    from chameleon_ft.search._closed_form_kernel import fill_largest
+
+    until_s = np.concatenate([[0.0], np.cumsum(work_s)])
+    largest_s = np.empty(len(until_s))
+    fill_largest(until_s, np.empty(len(until_s)), largest_s)
+    found: list[float] = largest_s.tolist()
     return found

@@ -247,9 +247,12 @@ class _Search:
             self.mixes += len(searched.mixes)
             different = {tuple((id(each), count) for each, count in mix.pipelines): mix for mix in searched.mixes}
             mixes = sorted(different.values(), key=lambda mix: mix.time_s)[:_MIXES_KEPT]
-            on_ways = (placed for mix in mixes if mix.time_s < close_s for placed in self._placed(mix, search.timer))
-            placed = sorted(on_ways, key=lambda each: each.step_s)
-            close_s = _CLOSE * min([best_s, *(each.step_s for each in placed)])
+            placed: list[PlacedMix] = []
+            for mix in mixes:
+                if mix.time_s < close_s:
+                    placed += self._placed(mix, search.timer)
+                    close_s = _CLOSE * min([best_s, *(each.step_s for each in placed)])
+            placed.sort(key=lambda each: each.step_s)
             found += with_survivor([each for each in placed if each.step_s < close_s], placed)
             best_s = min([best_s, *(each.step_s for each in found)])
         return self._finished(found)
