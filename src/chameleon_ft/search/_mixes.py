@@ -28,6 +28,8 @@ _ROUNDING: Final = 1e-9
 _COARSE: Final = 2e-4
 # How close to its bound a cut is good enough then.
 _ENOUGH: Final = 0.005
+# By how much a cut has to promise to be better to be looked at.
+_LEAST_GAIN: Final = 0.003
 # Most plans take less than so many times what workers take that are never idle.
 _LIKELY: Final = 1.8
 # To begin with where nothing takes any time.
@@ -395,7 +397,8 @@ class MixSearch:
         recompute: bool,
     ) -> tuple[float, TimedPipeline | None]:
         """`best`, or a cut that is better."""
-        if bounds.bound_s(shape, stops, micro_batches) >= best[0] * (1 - _ROUNDING):
+        gain = _ROUNDING if self._effort is None else _LEAST_GAIN
+        if bounds.bound_s(shape, stops, micro_batches) >= best[0] * (1 - gain):
             return best
         timed = self.timer.sample(shape, stops, micro_batches, recompute=recompute, effort=self._look)
         own_s = with_sync_s(timed, bounds)
