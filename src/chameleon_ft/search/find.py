@@ -177,11 +177,11 @@ class _Search:
 
     def _bounded_searches(self) -> list[MixSearch]:
         """All searches that are worth it, those of least bound first."""
+        split, fused = self._timers
         if self._with_sync:
-            (least_s, _), *_ = [*of_least_time(depths(self._costs, self._timers, math.inf), 1), (math.inf, None)]
+            (least_s, _), *_ = [*of_least_time(depths(self._costs, [split], math.inf), 1), (math.inf, None)]
             self._likely_s = _LIKELY * least_s
         while True:
-            split, fused = self._timers
             searches = self._bounded(self._searches(split))
             if self._is_worth_it(fused):
                 searches = self._bounded([*searches, *self._searches(fused)])
