@@ -77,11 +77,9 @@ def fill_bounds(
         for place in range(len(counts)):
             rest_s = returned_s[stage - 1, place] if stage else after_s[place]
             rest_end_s = ended_s[stage - 1, place] if stage else end_s[place]
-            # Each stage has a layer at least.
-            last = size - (before + stage)
             for start in range(size):
                 least_s = least_end_s = math.inf
-                for stop in range(start + 1, last):
+                for stop in range(start + 1, size):
                     forward, both = times.forward_s[kind, start, stop], times.backward_s[kind, start, stop]
                     both += forward
                     weight, message_s = times.weight_s[kind, start, stop], times.message_s[kind, stop]

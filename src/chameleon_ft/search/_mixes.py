@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search._bounds import PipelineBounds, Pipelines, Stops, SyncCost
+from chameleon_ft.search._bounds import Pipelines, SyncCost
 from chameleon_ft.search._depth_mixes import DepthMixes, is_small
 from chameleon_ft.search._effort import is_dear, look_effort
 from chameleon_ft.search._kinds import Crew, Shape
+from chameleon_ft.search._looks import Looks
 from chameleon_ft.search._mix import BoundedMix, Size, best_mix, mix_of_number
 from chameleon_ft.search._shapes import shapes_of, size_of
 from chameleon_ft.search._timed import TimedPipeline, Timer
@@ -26,10 +27,6 @@ from chameleon_ft.search._timed import TimedPipeline, Timer
 _ROUNDING: Final = 1e-9
 # Relative precision of a bisection when the search is not to be complete.
 _COARSE: Final = 2e-4
-# How close to its bound a cut is good enough then.
-_ENOUGH: Final = 0.005
-# By how much a cut has to promise to be better to be looked at.
-_LEAST_GAIN: Final = 0.003
 # Most plans take less than so many times what workers take that are never idle.
 _LIKELY: Final = 1.8
 # To begin with where nothing takes any time.
@@ -100,8 +97,9 @@ class MixSearch:
         self._counts = crew.counts
         self._effort = effort
         self.numbers = numbers
-        # Of a look at a pipeline; where many are looked at, with hardly any.
-        self._look = look_effort(effort) if effort is None or numbers is None else None
+        # Where many are looked at, with hardly any effort.
+        look = look_effort(effort) if effort is None or numbers is None else None
+        self._looks = Looks(timer, self._plain, self._recomputing, effort=look, complete=effort is None)
         self._precision = _COARSE if effort is not None else _ROUNDING / 10
         self.shapes, self.all_shapes = shapes_of(self._counts, len(costs.workload.layers))
         # Shapes that a formula does not rule out get a closer look.
@@ -360,7 +358,7 @@ class MixSearch:
             key = share.shape, share.micro_batches
             if key not in self._known:
                 fresh = True
-                self._known[key] = self._best_cut(*key)
+                self._known[key] = self._looks.best_cut(*key)
                 self._replayed.setdefault(share.shape, {})[share.micro_batches] = self._known[key][0]
             own_s, pipeline = self._known[key]
             if pipeline is None:
@@ -368,49 +366,6 @@ class MixSearch:
             time_s = max(time_s, own_s)
             pipelines.append((pipeline, share.count))
         return fresh, TimedMix(tuple(pipelines), time_s)
-
-    def _best_cut(self, shape: Shape, micro_batches: int) -> tuple[float, TimedPipeline | None]:
-        """The least time of a pipeline over its cuts: over all of them in a complete search, else over a few."""
-        best: tuple[float, TimedPipeline | None] = math.inf, None
-        for recompute, bounds in ((False, self._plain), (True, self._recomputing)):
-            if bounds is None or (best[1] is not None and self._effort is not None):
-                continue
-            least_s = bounds.least_s(shape, micro_batches)
-            enough_s = least_s * (1 + (_ROUNDING if self._effort is None else _ENOUGH))
-            for stops in bounds.candidates(shape, micro_batches):
-                if best[0] > enough_s:
-                    best = self._better(best, bounds, shape, stops, micro_batches, recompute)
-            if self._effort is None and best[0] > enough_s:
-                for bound_s, stops in bounds.each(shape, micro_batches, best[0]):
-                    if bound_s >= best[0] * (1 - _ROUNDING):
-                        break
-                    best = self._better(best, bounds, shape, stops, micro_batches, recompute)
-        return best
-
-    def _better(
-        self,
-        best: tuple[float, TimedPipeline | None],
-        bounds: PipelineBounds,
-        shape: Shape,
-        stops: Stops,
-        micro_batches: int,
-        recompute: bool,
-    ) -> tuple[float, TimedPipeline | None]:
-        """`best`, or a cut that is better."""
-        gain = _ROUNDING if self._effort is None else _LEAST_GAIN
-        if bounds.bound_s(shape, stops, micro_batches) >= best[0] * (1 - gain):
-            return best
-        timed = self.timer.sample(shape, stops, micro_batches, recompute=recompute, effort=self._look)
-        own_s = with_sync_s(timed, bounds)
-        return (own_s, timed) if own_s < best[0] else best
-
-
-def with_sync_s(timed: TimedPipeline, bounds: PipelineBounds) -> float:
-    """Seconds until the program has ended and every stage has reduced its gradients, waiting for nobody else."""
-    time_s = timed.program_s
-    for end_s, start, stop in zip(timed.ends_s, (0, *timed.stops), timed.stops, strict=False):
-        time_s = max(time_s, end_s + float(bounds.sync_s(start)[stop]))
-    return time_s
 
 
 def holds(pipelines: Pipelines, counts: Sequence[int], micro_batches: int) -> bool:

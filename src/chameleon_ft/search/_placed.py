@@ -74,35 +74,32 @@ def _synced_s(pipelines: Sequence[PlacedPipeline], timer: Timer) -> float:
     tied = costs.workload.tied_layers
     if (len(pipelines) < 2 and not tied) or not has_gradients(costs):
         return program_s
-    classes: dict[int, list[PlacedPipeline]] = {}
-    for each in pipelines:
-        classes.setdefault(id(each.timed), []).append(each)
     if not tied:
-        by_program = [(own[0].timed, [each.workers for each in own]) for own in classes.values()]
-        return max(program_s, reduced_s(by_program, timer))
-    # The number of rounds may depend on how many there are.
-    few = [each.timed for members in classes.values() for each in members]
-    key = tuple(map(id, few))
-    if key not in timer.reductions:
-        timer.reductions[key] = reductions([each.stops for each in few], costs.workload)
+        programs: dict[int, tuple[TimedPipeline, list[tuple[int, ...]]]] = {}
+        for each in pipelines:
+            programs.setdefault(id(each.timed), (each.timed, []))[1].append(each.workers)
+        return max(program_s, reduced_s(list(programs.values()), timer))
+    return max(program_s, _tied_reduced_s(pipelines, timer))
+
+
+def _tied_reduced_s(pipelines: Sequence[PlacedPipeline], timer: Timer) -> float:
+    """The same of the last reduction, where some parameters are tied: their holders may be of any pipelines."""
+    costs = timer.costs
+    stops = tuple(each.timed.stops for each in pipelines)
+    if stops not in timer.reductions:
+        timer.reductions[stops] = reductions(stops, costs.workload)
     hosts = costs.cluster.hosts
-    by_class = [
-        [[hosts[each.workers[position]] for each in members] for position in range(len(members[0].workers))]
-        for members in classes.values()
-    ]
-    free_s = [end_s for each in few for end_s in each.ends_s]
-    end_s = program_s
-    first_of = {key: number for number, key in enumerate(classes)}
-    numbers = [first_of[id(each)] for each in few]
-    for reduction in timer.reductions[key]:
+    host_of = [hosts[worker] for each in pipelines for worker in each.workers]
+    free_s = [end_s for each in pipelines for end_s in each.timed.ends_s]
+    last_s = 0.0
+    for reduction in timer.reductions[stops]:
         start_s = max(free_s[slot] for slot in reduction.slots)
-        places = dict.fromkeys((numbers[index], position) for index, position in reduction.stages)
-        holders = [host for number, position in places for host in by_class[number][position]]
+        holders = [host_of[slot] for slot in reduction.slots]
         done_s = start_s + _ring_s(holders, reduction.num_bytes, costs.cluster)
         for slot in reduction.slots:
             free_s[slot] = done_s
-        end_s = max(end_s, done_s)
-    return end_s
+        last_s = max(last_s, done_s)
+    return last_s
 
 
 def polished(pipelines: Sequence[PlacedPipeline], timer: Timer, effort: int | None) -> tuple[PlacedPipeline, ...]:

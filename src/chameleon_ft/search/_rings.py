@@ -31,7 +31,9 @@ def reduced_s(classes: Sequence[tuple[TimedPipeline, Sequence[tuple[int, ...]]]]
             members=np.array([len(members) for _, members in classes]),
             stops=np.array([stop for timed, _ in classes for stop in timed.stops]),
             ends_s=np.array([end_s for timed, _ in classes for end_s in timed.ends_s]),
-            hosts=np.array([hosts[own] for _, members in classes for stage in zip(*members, strict=True) for own in stage]),
+            hosts=np.array(
+                [hosts[own] for _, members in classes for stage in zip(*members, strict=True) for own in stage]
+            ),
         ),
         timer.pipelines.bytes_until,
         _links(timer.costs.cluster),

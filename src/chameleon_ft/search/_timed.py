@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Final
 
 from chameleon_ft.estimate.memory import stages_of
 from chameleon_ft.plan import Hop, LayerRange
@@ -19,6 +20,9 @@ from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._peak import peak_bytes
 from chameleon_ft.search._reductions import Reduction
+
+# Operations of a rough schedule for every hop of a micro-batch: F, I and W by three rules.
+_ROUGH: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class Timer:
         self._replayed: dict[tuple[int, tuple[bool, ...]], TimedPipeline] = {}
         self._peaks: dict[int, int] = {}
         self.synced_s: dict[tuple[tuple[int, tuple[int, ...]], ...], float] = {}
-        self.reductions: dict[tuple[int, ...], tuple[Reduction, ...]] = {}
+        self.reductions: dict[tuple[Stops, ...], tuple[Reduction, ...]] = {}
         self._stages = stages_of(costs.workload)
         self._builders = {
             recompute: NetworkBuilder(costs, split_backward=split_backward, recompute=self._hosts if recompute else ())
@@ -189,13 +193,11 @@ class Timer:
         limits = self.limits(shape, stops, micro_batches, recompute=recompute)
         hops, builder = hops_of(workers, stops), self._builders[recompute]
         if effort is None:
-            self.spent += 12 * len(hops) * micro_batches
+            self.spent += _ROUGH * len(hops) * micro_batches
             schedule = rough_schedule(hops, micro_batches, builder, ceiling=limits, slack=self._slack)
         else:
             self.spent += effort
-            schedule = pipeline_schedule(
-                hops, micro_batches, builder, ceiling=limits, effort=effort, slack=self._slack
-            )
+            schedule = pipeline_schedule(hops, micro_batches, builder, ceiling=limits, effort=effort, slack=self._slack)
         return TimedPipeline(
             shape=shape,
             stops=stops,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -15,6 +14,7 @@ from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule._trials import ROUNDING
+from chameleon_ft.search._arrange import fewer_hosts
 from chameleon_ft.search._bounds import SyncCost
 from chameleon_ft.search._depths import depths, of_least_time, promising
 from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort, polish_effort
@@ -32,7 +32,7 @@ from chameleon_ft.search._placed import (
     synced_s,
     ways_to_place,
 )
-from chameleon_ft.search._placed_mix import PlacedMix, with_survivor
+from chameleon_ft.search._placed_mix import PlacedMix, best_ways, with_survivor
 from chameleon_ft.search._sync import about, least_sync, numbers_of_pipelines
 from chameleon_ft.search._timed import TimedPipeline, Timer
 from chameleon_ft.search.front import pareto_front
@@ -292,7 +292,7 @@ class _Search:
         cluster = self._costs.cluster
         if not self._with_sync or _links_are_equal(cluster) or not _FAR * self.bound_s < best_s < math.inf:
             return found
-        for hosts in _fewer_hosts(cluster):
+        for hosts in fewer_hosts(cluster):
             part = cluster.without([worker.id for worker in cluster.workers if worker.host not in hosts])
             if total_work_bound_s(CostModel(self._costs.workload, part)) < best_s:
                 found += self._of_part(part)
@@ -337,11 +337,7 @@ class _Search:
         if self._effort is None:
             on_ways = sorted((self._on(workers, timed, timer) for workers in ways), key=lambda placed: placed.step_s)
             return with_survivor(on_ways[:1], on_ways)
-        rough = [tuple(map(PlacedPipeline, timed, workers)) for workers in ways]
-        on_ways = [PlacedMix(pipelines, timer, step_s=synced_s(pipelines, timer)) for pipelines in rough]
-        on_ways.sort(key=lambda placed: placed.step_s)
-        chosen = with_survivor(on_ways[:1], on_ways)
-        return [_replayed(placed) for placed in chosen]
+        return best_ways(timed, ways, timer)
 
     def _on(self, workers: Sequence[tuple[int, ...]], timed: Sequence[TimedPipeline], timer: Timer) -> PlacedMix:
         effort = look_effort(self._effort)
@@ -382,23 +378,6 @@ class _Search:
         effort = None if self._effort is None else int(self._effort * share)
         pipelines = polished(placed.pipelines, placed.timer, effort)
         return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, placed.timer))
-
-
-def _replayed(placed: PlacedMix) -> PlacedMix:
-    """The same with what the links between its workers take."""
-    timer = placed.timer
-    pipelines = tuple(
-        PlacedPipeline(timer.replayed(each.timed, each.workers), each.workers) for each in placed.pipelines
-    )
-    return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, timer))
-
-
-def _fewer_hosts(cluster: Cluster) -> Iterator[set[str]]:
-    """All but those with the fewest workers, and so on; at last one of those that have most."""
-    sizes = Counter(worker.host for worker in cluster.workers)
-    for size in sorted(set(sizes.values()))[1:]:
-        yield {host for host in sizes if sizes[host] >= size}
-    yield {max(sizes, key=sizes.__getitem__)}
 
 
 def _bound_of_equals_s(costs: CostModel) -> float:

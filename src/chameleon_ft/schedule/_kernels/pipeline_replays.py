@@ -7,7 +7,9 @@ from chameleon_ft.schedule._records import Floats, Integers, Records
 
 
 @lean_kernel
-def replay(stages: Records, codes: Integers, micro_batches: int, place: Integers, free_s: Floats, ends_s: Floats) -> None:
+def replay(
+    stages: Records, codes: Integers, micro_batches: int, place: Integers, free_s: Floats, ends_s: Floats
+) -> None:
     """Fill in when every operation ends, by code, if each worker runs its own in this order, which must be possible.
 
     Args:
