@@ -6,9 +6,10 @@ from typing import Final, NamedTuple
 
 from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
 from chameleon_ft.schedule._records import Booleans, Floats, Integers
-from chameleon_ft.search._mix_kernel import fill_by_number
 
 _MISSING: Final = -1
+# Of items that do not fit, less than nothing.
+_NONE: Final = -(2**40)
 
 
 class Least(NamedTuple):
@@ -26,7 +27,7 @@ class Least(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Room to work in, by depth and as `fill_by_number` has it."""
+    """Room to work in, by depth and as `_fill_by_number` has it."""
 
     sizes: Integers
     worth: Integers
@@ -103,7 +104,7 @@ def _mixed(counts: Integers, fewest: int, room: Room, numbers: Integers) -> int:
     if not items:
         return 0
     most = min(len(room.chosen), (room.best.shape[1] - 1) // room.sizes[0])
-    number = fill_by_number(room.sizes[:items], room.worth[:items], fewest, room.best, room.chosen[:most])
+    number = _fill_by_number(room.sizes[:items], room.worth[:items], fewest, room.best, room.chosen[:most])
     total, left = 0, room.best.shape[1] - 1
     for place in range(number - 1, -1, -1):
         item = room.chosen[place, left]
@@ -111,6 +112,38 @@ def _mixed(counts: Integers, fewest: int, room: Room, numbers: Integers) -> int:
         total += room.worth[item]
         left -= room.sizes[item]
     return total
+
+
+@lean_part
+def _fill_by_number(sizes: Integers, worth: Integers, fewest: int, best: Integers, chosen: Integers) -> int:
+    """Fill in what so many items are worth together at the most, by number of items and workers that they may take.
+
+    Args:
+        sizes, worth: of items; sizes ascend.
+        fewest: how many items there have to be.
+        best: room for two rows, by workers.
+        chosen: by number of items less one and workers, the index of the last item; to be filled in.
+
+    Returns:
+        With how many items all workers do most; zero where there is no way.
+    """
+    count = best.shape[1] - 1
+    best[0, :] = 0
+    found, number = -1, 0
+    for items in range(1, len(chosen) + 1):
+        before, now = best[(items - 1) % 2], best[items % 2]
+        for used in range(count + 1):
+            # Where an item fits and those before it did not, what comes out is less than nothing.
+            most, taken = _NONE, 0
+            for item in range(len(sizes)):
+                if sizes[item] > used:
+                    break
+                if before[used - sizes[item]] + worth[item] > most:
+                    most, taken = before[used - sizes[item]] + worth[item], item
+            now[used], chosen[items - 1, used] = most, taken
+        if items >= fewest and now[count] > found:
+            found, number = now[count], items
+    return number
 
 
 @lean_part
