@@ -21,8 +21,8 @@ from chameleon_ft.schedule.limits import InFlightLimit
 
 # More runs than there are rules.
 _ALL: Final = 1_000_000
-# Rules that make up most of what all do; the first of all is for those that have no room for more in flight.
-_FEW: Final = slice(1, 4)
+# Rules that together come near to what all do, whatever there is room for.
+_FEW: Final = (1, 2, 3, 5)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +85,7 @@ def pipeline_schedule(
     """
     operations = (3 if builder.split_backward else 2) * len(hops) * micro_batches
     most = max(1, math.ceil(effort * RULES / operations))
-    rules, found = _of_rules(hops, micro_batches, builder, ceiling, slice(None), most, slack)
+    rules, found = _of_rules(hops, micro_batches, builder, ceiling, None, most, slack)
     if found.rules < 0:
         return _of_part(hops, micro_batches, builder, ceiling, effort)
     made = PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
@@ -117,15 +117,16 @@ def _of_rules(
     micro_batches: int,
     builder: NetworkBuilder,
     ceiling: Integers,
-    few: slice,
+    few: tuple[int, ...] | None,
     most: int,
     slack: float,
 ) -> tuple[Records, Tried]:
     """Some of the rules, and the best of these after so many runs; all where there are no others."""
     split = builder.split_backward
     rules, in_flight, kept = _rules(split, len(hops), ceiling)
-    if len(rules[few]):
-        rules, in_flight, kept = rules[few], in_flight[few], kept[few]
+    if few is not None:
+        own = [number for number in few if number < len(rules)] or [0]
+        rules, in_flight, kept = rules[own], in_flight[own], kept[own]
     stages = _stages(hops, builder)
     found = tried(
         stages,

@@ -35,6 +35,8 @@ _NO_TIME_S: Final = 1e-9
 _AT_LAST_S: Final = 1e300
 # With little effort: how much longer a step may be so that it need not look at dear pipelines.
 _NOT_MUCH_LONGER: Final = (1.15, 1.3, 1.5)
+# With little effort: how much longer mixes may take that are less alike than others.
+_NEARLY: Final = 1.003
 # With little effort: so many mixes in a row that are no better end a search.
 _IN_VAIN: Final = 2
 # How many times as deep one pipeline may be as the mean.
@@ -159,8 +161,8 @@ class MixSearch:
             return self._run(bound_s, upper_s)
         mixes: list[TimedMix] = []
         for _ in self._few_shapes(bound_s):
-            # Those that are less alike have to be faster before they reduce their gradients.
-            mixes += self._run(bound_s, min([upper_s, *(mix.time_s for mix in mixes)])).mixes
+            # Those that are less alike may not be slower before they reduce their gradients, or hardly.
+            mixes += self._run(bound_s, min([upper_s, *(mix.time_s * _NEARLY for mix in mixes)])).mixes
         return Searched(mixes=tuple(mixes), complete=False)
 
     def _run(self, bound_s: float, upper_s: float) -> Searched:
