@@ -116,38 +116,75 @@ def polished(pipelines: Sequence[PlacedPipeline], timer: Timer, effort: int | No
     return min((better, tuple(pipelines)), key=lambda each: synced_s(each, timer))
 
 
-def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement | None) -> FoundPlan:
-    """The plan of these pipelines, with what is predicted of it."""
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan of pipelines with what plans are chosen by; the rest is made of those only that are chosen.
+
+    Attributes:
+        name, step_s, moved_bytes, last_hosts: as in `FoundPlan`.
+        pipelines: all of it.
+        timer: that its pipelines come from.
+        placement: which layers its workers hold.
+    """
+
+    name: str
+    pipelines: tuple[PlacedPipeline, ...]
+    timer: Timer
+    placement: Placement
+    step_s: float
+    moved_bytes: int
+    last_hosts: int
+
+    def found(self) -> FoundPlan:
+        """The plan, with all that is predicted of it."""
+        timer = self.timer
+        routes: list[Route] = []
+        ceiling: dict[int, InFlightLimit] = {}
+        limits: dict[int, list[InFlightLimit]] = {}
+        recompute: set[int] = set()
+        for each in self.pipelines:
+            timed = each.timed
+            if id(timed) not in limits:
+                own = timer.limits(timed.shape, timed.stops, timed.micro_batches, recompute=timed.recompute)
+                limits[id(timed)] = list(map(InFlightLimit, *own.tolist()))
+            hops = hops_of(each.workers, timed.stops)
+            ceiling.update(zip(each.workers, limits[id(timed)], strict=True))
+            if timed.recompute:
+                recompute.update(each.workers)
+            first = len(routes)
+            routes += [Route(number, hops) for number in range(first, first + timed.micro_batches)]
+        programs = {id(each.timed): each.timed for each in self.pipelines}.values()
+        return FoundPlan(
+            name=self.name,
+            plan=Plan(self.placement, tuple(routes), timer.split_backward, frozenset(recompute)),
+            ceiling=FrozenMap(ceiling),
+            step_s=self.step_s,
+            program_s=max(timed.program_s for timed in programs),
+            peak_bytes=max(map(timer.peak_bytes, programs)),
+            moved_bytes=self.moved_bytes,
+            last_hosts=self.last_hosts,
+        )
+
+
+def candidate(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement | None) -> Candidate:
+    """The plan of these pipelines, with what plans are chosen by."""
     costs = timer.costs
-    held: dict[int, tuple[LayerRange, ...]] = {}
-    routes: list[Route] = []
-    ceiling: dict[int, InFlightLimit] = {}
-    limits: dict[int, list[InFlightLimit]] = {}
-    recompute: set[int] = set()
-    for each in pipelines:
-        timed = each.timed
-        if id(timed) not in limits:
-            own = timer.limits(timed.shape, timed.stops, timed.micro_batches, recompute=timed.recompute)
-            limits[id(timed)] = list(map(InFlightLimit, *own.tolist()))
-        hops = hops_of(each.workers, timed.stops)
-        held.update((hop.worker, (hop.layers,)) for hop in hops)
-        ceiling.update(zip(each.workers, limits[id(timed)], strict=True))
-        if timed.recompute:
-            recompute.update(each.workers)
-        first = len(routes)
-        routes += [Route(number, hops) for number in range(first, first + timed.micro_batches)]
-    programs = {id(each.timed): each.timed for each in pipelines}.values()
+    held = {hop.worker: (hop.layers,) for each in pipelines for hop in hops_of(each.workers, each.timed.stops)}
     placement = Placement(len(costs.workload.layers), held)
-    return FoundPlan(
+    return Candidate(
         name=name,
-        plan=Plan(placement, tuple(routes), timer.split_backward, frozenset(recompute)),
-        ceiling=FrozenMap(ceiling),
+        pipelines=tuple(pipelines),
+        timer=timer,
+        placement=placement,
         step_s=synced_s(pipelines, timer),
-        program_s=max(timed.program_s for timed in programs),
-        peak_bytes=max(map(timer.peak_bytes, programs)),
         moved_bytes=moved_bytes(placement, costs, current),
         last_hosts=len(placement.indispensable(costs.cluster.hosts)),
     )
+
+
+def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement | None) -> FoundPlan:
+    """The same, with all that is predicted of it."""
+    return candidate(name, pipelines, timer, current).found()
 
 
 def in_roles(

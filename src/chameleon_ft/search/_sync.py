@@ -24,6 +24,12 @@ def largest_host(cluster: Cluster) -> int:
     return cluster.host_sizes[0]
 
 
+def links_are_equal(cluster: Cluster) -> bool:
+    """Whether it does not matter which workers share a host."""
+    hosts = len(set(cluster.hosts.values()))
+    return cluster.intra_host == cluster.inter_host or hosts in (1, len(cluster.workers))
+
+
 def least_sync(costs: CostModel, pipelines: int, most_s: float = math.inf) -> SyncCost:
     """What a stage has to reduce with its holders in so many pipelines, at the least, in steps of up to `most_s`.
 

@@ -24,8 +24,9 @@ from chameleon_ft.search._mix import is_exact
 from chameleon_ft.search._mixes import MixSearch, TimedMix
 from chameleon_ft.search._nearby import with_better_cuts
 from chameleon_ft.search._placed import (
+    Candidate,
     PlacedPipeline,
-    found_plan,
+    candidate,
     has_gradients,
     in_roles,
     polished,
@@ -33,7 +34,7 @@ from chameleon_ft.search._placed import (
     ways_to_place,
 )
 from chameleon_ft.search._placed_mix import PlacedMix, best_ways, with_survivor
-from chameleon_ft.search._sync import about, least_sync, numbers_of_pipelines
+from chameleon_ft.search._sync import about, least_sync, links_are_equal, numbers_of_pipelines
 from chameleon_ft.search._timed import TimedPipeline, Timer
 from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.infeasible import why_infeasible
@@ -104,25 +105,27 @@ def find_plan(
         raise PlanError("no worker is left to plan for; start at least one")
     handed_in, too_large = weighed(others or {}, costs, current, others_ceiling)
     search = _Search(costs, current, effort, two_holders=two_holders)
-    found = sorted([*search.plans(), *handed_in], key=_figures)
+    found: list[Candidate | FoundPlan] = sorted([*search.plans(), *handed_in], key=_figures)
     if two_holders:
-        found = [each for each in found if _has_two_holders(each.plan)]
+        found = [each for each in found if _has_two_holders(each)]
         if not found:
             return find_plan(costs, current=current, others=others, others_ceiling=others_ceiling, effort=effort)
     if not found:
         raise why_infeasible(CostModel(costs.workload, grouped(costs.cluster)))
+    front = pareto_front(found, _figures)
+    best, *alternatives = [each.found() if isinstance(each, Candidate) else each for each in front]
     return SearchResult(
-        best=found[0],
+        best=best,
         bound_s=search.bound_s,
         family=search.family,
         complete=search.complete,
         mixes=search.mixes,
-        alternatives=tuple(pareto_front(found, _figures)[1:]),
+        alternatives=tuple(alternatives),
         too_large=FrozenMap(too_large),
     )
 
 
-def _figures(found: FoundPlan) -> tuple[float, ...]:
+def _figures(found: Candidate | FoundPlan) -> tuple[float, ...]:
     """What plans are chosen by, the first of them first."""
     return found.step_s, found.moved_bytes, found.last_hosts
 
@@ -153,9 +156,9 @@ class _Search:
         self._likely_s = math.inf
         self.bound_s = math.inf
         self.mixes = 0
-        self.complete = not self._with_sync and _links_are_equal(cluster)
+        self.complete = not self._with_sync and links_are_equal(cluster)
 
-    def plans(self) -> list[FoundPlan]:
+    def plans(self) -> list[Candidate]:
         """The fastest plans that were found, on the front of step time and bytes to move."""
         searches = self._bounded_searches()
         tried = searches
@@ -171,7 +174,7 @@ class _Search:
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - _ROUNDING
         return [
-            *(found_plan("pipelines", each.pipelines, each.timer, self._current) for each in self._in_roles(placed)),
+            *(candidate("pipelines", each.pipelines, each.timer, self._current) for each in self._in_roles(placed)),
             *self._recut(),
         ]
 
@@ -290,7 +293,7 @@ class _Search:
         """
         found: list[PlacedMix] = []
         cluster = self._costs.cluster
-        if not self._with_sync or _links_are_equal(cluster) or not _FAR * self.bound_s < best_s < math.inf:
+        if not self._with_sync or links_are_equal(cluster) or not _FAR * self.bound_s < best_s < math.inf:
             return found
         for hosts in fewer_hosts(cluster):
             part = cluster.without([worker.id for worker in cluster.workers if worker.host not in hosts])
@@ -357,18 +360,18 @@ class _Search:
             for keep_hosts in (True, False):
                 pipelines = in_roles(each.pipelines, each.timer, self._current, keep_hosts=keep_hosts, effort=effort)
                 found.append(PlacedMix(pipelines, each.timer, step_s=synced_s(pipelines, each.timer)))
-                if _links_are_equal(self._costs.cluster):
+                if links_are_equal(self._costs.cluster):
                     break
         return found
 
-    def _recut(self) -> Iterator[FoundPlan]:
+    def _recut(self) -> Iterator[Candidate]:
         """With the whole pipelines of the current placement as they are, with split and with fused backward."""
         if self._current is None:
             return
         for timer in self._timers:
             pipelines = recut(self._current, timer, effort=look_effort(self._effort))
             if pipelines is not None:
-                yield found_plan("recut", polished(pipelines, timer, self._effort), timer, self._current)
+                yield candidate("recut", polished(pipelines, timer, self._effort), timer, self._current)
 
     def _with_better_cuts(self, placed: PlacedMix) -> PlacedMix:
         better = with_better_cuts(placed.pipelines, placed.timer, effort=look_effort(self._effort))
@@ -390,11 +393,6 @@ def _bound_of_equals_s(costs: CostModel) -> float:
     return max(equals.bound_s, total_work_bound_s(costs))
 
 
-def _has_two_holders(plan: Plan) -> bool:
-    placement = plan.placement
+def _has_two_holders(found: Candidate | FoundPlan) -> bool:
+    placement = found.placement if isinstance(found, Candidate) else found.plan.placement
     return all(len(placement.holders(layer)) > 1 for layer in range(placement.num_layers))
-
-
-def _links_are_equal(cluster: Cluster) -> bool:
-    hosts = len(set(cluster.hosts.values()))
-    return cluster.intra_host == cluster.inter_host or hosts in (1, len(cluster.workers))
