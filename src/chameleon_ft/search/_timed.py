@@ -21,8 +21,8 @@ from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._peak import peak_bytes
 from chameleon_ft.search._reductions import Reduction
 
-# Operations of a rough schedule for every hop of a micro-batch: F, I and W by three rules.
-_ROUGH: Final = 9
+# Operations of a rough schedule for every hop of a micro-batch: F, I and W by four rules.
+_ROUGH: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
