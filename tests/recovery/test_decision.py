@@ -296,7 +296,8 @@ def test_from_a_checkpoint_all_go_on_with_the_fastest_plan_that_fits() -> None:
     assert decision.course.transfer is None
     check_course(decision, now)
     fastest = find_plan(now.costs, effort=now.effort).best
-    assert decision.chosen.step_s == pytest.approx(fastest.step_s)
+    # A search is content with programs that are longer by up to this.
+    assert decision.chosen.step_s == pytest.approx(fastest.step_s, rel=5e-4)
     assert decide(now, "reroute", rate_of(1e6, now)).chosen is None, "it never leaves its layout"
 
 

@@ -57,7 +57,7 @@ _RECUT: Final = 2
 # Before it is known which is the best, programs get this share of the effort.
 _LITTLE: Final = 1 / 4
 # With little effort: by how much longer a pipeline may take than it must.
-_SLACK: Final = 5e-5
+_SLACK: Final = 5e-4
 # With little effort: of how many searches of equal depth it should do for, and how many of least bound there are.
 _PARTS: Final = 3
 _LEAST_BOUNDS: Final = 2
