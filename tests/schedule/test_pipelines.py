@@ -10,10 +10,12 @@ import pytest
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.plan import Hop, LayerRange
 from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.schedule._engine import replayed
 from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._pipelines import PipelinePart, pipeline_schedule
+from chameleon_ft.schedule._pipelines import PipelinePart, pipeline_schedule, rough_schedule
 from chameleon_ft.schedule._trials import Trials
+from chameleon_ft.schedule.best import DEFAULT_EFFORT
 from chameleon_ft.workload import LayerCost, Workload
 
 _EFFORTS = (1, 3_000, 20_000, 100_000)
@@ -85,3 +87,46 @@ def test_a_pipeline_alone_is_scheduled_as_any_other_routes(seed: int) -> None:
     assert rules == part.best[0]
     assert schedule.codes.tolist() == wanted.codes.tolist()
     assert (schedule.step_s, schedule.beyond_limits) == (wanted.step_s, wanted.beyond_limits)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_orders_are_replayed_on_other_workers_as_those_of_any_routes(seed: int) -> None:
+    rng = random.Random(seed)
+    depth, split = rng.randint(1, 9), rng.random() < 0.7
+    layers = depth + rng.randint(0, 4)
+    costs = some_costs(rng, layers, depth)
+    stops = [*sorted(rng.sample(range(1, layers), depth - 1)), layers]
+    ranges = list(map(LayerRange, [0, *stops[:-1]], stops))
+    hops, others = (tuple(map(Hop, rng.sample(range(depth), depth), ranges)) for _ in range(2))
+    micro_batches = rng.choice((1, 2, 3, 7, 20))
+    builder = NetworkBuilder(costs, split_backward=split, recompute=rng.sample(range(depth), rng.randint(0, depth)))
+    # Room for all that is tried.
+    ceiling = np.full((2, depth), 2 * depth)
+
+    found = rough_schedule(hops, micro_batches, builder, ceiling=ceiling)
+
+    best = pipeline_schedule(hops, micro_batches, builder, ceiling=ceiling, effort=DEFAULT_EFFORT)
+    assert best.step_s <= found.step_s * (1 + 1e-9)
+    assert found.replayed(hops).ends_s.tolist() == found.ends_s.tolist()
+    again = found.replayed(others)
+    wanted = replayed(again.schedule().network, found.codes)
+    assert again.codes.tolist() == found.codes.tolist()
+    assert again.ends_s.tolist() == wanted.ends_s.tolist()
+    assert again.step_s == wanted.step_s
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_with_slack_that_is_enough_which_is_near_to_the_lower_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    depth = rng.randint(2, 9)
+    costs = some_costs(rng, depth, depth)
+    hops = tuple(Hop(stage, LayerRange(stage, stage + 1)) for stage in range(depth))
+    builder = NetworkBuilder(costs, split_backward=True)
+    ceiling = np.full((2, depth), 2 * depth)
+    exact, near, any_does = (
+        pipeline_schedule(hops, 20, builder, ceiling=ceiling, effort=DEFAULT_EFFORT, slack=slack)
+        for slack in (1e-9, 0.05, 100.0)
+    )
+    assert exact.step_s <= near.step_s <= any_does.step_s
+    bound_s = exact.schedule().network.lower_bound_s()
+    assert near.step_s <= max(exact.step_s, bound_s * 1.05)

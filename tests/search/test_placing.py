@@ -20,6 +20,7 @@ from chameleon_ft.search._effort import LOOK
 from chameleon_ft.search._kinds import Crew
 from chameleon_ft.search._placed import PlacedPipeline, synced_s
 from chameleon_ft.search._timed import Timer, hops_of
+from chameleon_ft.workload import TiedParameters
 from tests.search.instances import instance
 from tests.search.oracle import cuts
 
@@ -70,15 +71,21 @@ def test_hosts_with_fewer_workers_come_first_or_later(sizes: list[int], most: in
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), split=st.booleans())
-def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: bool) -> None:
+@given(seed=st.integers(0, 2**32 - 1), split=st.booleans(), tied=st.booleans())
+def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: bool, tied: bool) -> None:
     rng = random.Random(seed)
     layers = rng.randint(1, 5)
     depths = [rng.randint(1, layers) for _ in range(rng.randint(1, 5))]
     costs = instance(rng, workers=sum(depths), layers=layers, micro_batches=1, kinds=1, memory=False)
     workload = dataclasses.replace(
         costs.workload,
-        layers=tuple(dataclasses.replace(layer, gradient_bytes=rng.randint(1, 90)) for layer in costs.workload.layers),
+        layers=tuple(
+            dataclasses.replace(
+                layer, gradient_bytes=rng.choice([0, rng.randint(9, 90)]) if layer.name[-1] in "13" else 9
+            )
+            for layer in costs.workload.layers
+        ),
+        tied=(TiedParameters((0, layers - 1), 9),) if tied and layers % 2 and layers > 1 else (),
     )
     own = tuple(Worker(worker.id, f"host {worker.id % 3}") for worker in costs.cluster.workers)
     costs = CostModel(workload, Cluster(own, NEAR, FAR))

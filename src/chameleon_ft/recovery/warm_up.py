@@ -42,7 +42,7 @@ def warm_up() -> None:
         output_bytes=1,
     )
     plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=3, pp=2, micro_batches=6, split_backward=True)
-    workers = tuple(Worker(worker, "host", memory_bytes=1000) for worker in plan.workers[1:])
+    workers = tuple(Worker(worker, f"host {worker // 3}", memory_bytes=1000) for worker in plan.workers[1:])
     link = Link(0.1, 10.0)
     cluster = Cluster(workers, link, link)
     situation = Situation(

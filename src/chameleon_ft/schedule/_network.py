@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from chameleon_ft.schedule._components import different_ways
 from chameleon_ft.schedule._records import CHANNEL, OPERATION, SLOT, Integers, Records
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.program import OperationKind
+
+_FUSED: Final = (OperationKind.FORWARD, OperationKind.BACKWARD)
+_SPLIT: Final = (OperationKind.FORWARD, OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,11 +141,11 @@ class NetworkBuilder:
 
     def seconds(self, hops: Sequence[Hop]) -> tuple[list[float], list[float], list[float], list[float]]:
         """Of F, of B or I, of W (zero where there is none), and of the messages between them."""
-        backward = OperationKind.INPUT_GRAD if self.split_backward else OperationKind.BACKWARD
+        stages = [self._times.stage_s(hop, split_backward=self.split_backward) for hop in hops]
         return (
-            [self._times.compute_s(hop, OperationKind.FORWARD) for hop in hops],
-            [self._times.compute_s(hop, backward) for hop in hops],
-            [self._times.compute_s(hop, OperationKind.WEIGHT_GRAD) if self.split_backward else 0.0 for hop in hops],
+            [forward_s for forward_s, _, _ in stages],
+            [backward_s for _, backward_s, _ in stages],
+            [weight_s for _, _, weight_s in stages],
             [self._times.message_s(hop, after.worker) for hop, after in pairwise(hops)],
         )
 
@@ -187,16 +191,20 @@ class _Times:
         self._costs = costs
         self._recompute = recompute
         self._worker = costs.cluster.worker
-        self._operation_s: dict[tuple[float, bool, OperationKind, int, int], float] = {}
+        self._stage_s: dict[tuple[float, bool, bool, int, int], tuple[float, float, float]] = {}
         self._between_s: dict[tuple[bool, int], float] = {}
 
-    def compute_s(self, hop: Hop, kind: OperationKind) -> float:
+    def stage_s(self, hop: Hop, *, split_backward: bool) -> tuple[float, float, float]:
+        """Of F, of B or I, and of W (zero where there is none)."""
         recompute = hop.worker in self._recompute
-        key = self._costs.pace(hop.worker), recompute, kind, hop.layers.start, hop.layers.stop
-        found = self._operation_s.get(key)
+        key = self._costs.pace(hop.worker), recompute, split_backward, hop.layers.start, hop.layers.stop
+        found = self._stage_s.get(key)
         if found is None:
-            found = self._costs.compute_s(hop.worker, kind, hop.layers, recompute=recompute)
-            self._operation_s[key] = found
+            kinds = _SPLIT if split_backward else _FUSED
+            forward_s, backward_s, *weight_s = [
+                self._costs.compute_s(hop.worker, kind, hop.layers, recompute=recompute) for kind in kinds
+            ]
+            found = self._stage_s[key] = forward_s, backward_s, sum(weight_s)
         return found
 
     def message_s(self, hop: Hop, after: int) -> float:

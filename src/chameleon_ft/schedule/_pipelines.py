@@ -21,6 +21,8 @@ from chameleon_ft.schedule.limits import InFlightLimit
 
 # More runs than there are rules.
 _ALL: Final = 1_000_000
+# Rules that together come near to what all do, whatever there is room for.
+_FEW: Final = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +60,15 @@ class PipelineSchedule:
         )
         return Schedule(network=network, codes=self.codes, ends_s=self.ends_s, step_s=self.step_s)
 
+    def replayed(self, hops: tuple[Hop, ...]) -> PipelineSchedule:
+        """The same orders, run by workers that are linked in another way."""
+        # Here, as below, because to import a kernel loads numba, and most who import this run none.
+        from chameleon_ft.schedule._kernels.pipeline_replays import replay
+
+        stages, ends_s = _stages(hops, self.builder), np.empty_like(self.ends_s)
+        replay(stages, self.codes, self.micro_batches, np.empty(len(hops), np.int64), np.empty(len(hops)), ends_s)
+        return replace(self, hops=hops, ends_s=ends_s, step_s=float(ends_s.max()))
+
 
 def pipeline_schedule(
     hops: tuple[Hop, ...],
@@ -66,6 +77,7 @@ def pipeline_schedule(
     *,
     ceiling: Integers,
     effort: float,
+    slack: float = ROUNDING,
 ) -> PipelineSchedule:
     """The schedule of `best_program` for a plan of one pipeline, with a worker for each stage.
 
@@ -75,29 +87,65 @@ def pipeline_schedule(
         builder: for these costs.
         ceiling: by stage, how many micro-batches it may have in flight, and keep; int64 [2, stages].
         effort: as for `best_program`.
+        slack: which share above the lower bound is good enough.
     """
-    split, depth = builder.split_backward, len(hops)
-    rules, in_flight, kept = _rules(split, depth, ceiling)
-    operations = (3 if split else 2) * depth * micro_batches
-    found = tried(
-        _stages(hops, builder),
-        rules,
-        in_flight,
-        kept,
-        micro_batches=micro_batches,
-        split=split,
-        enough_s=0.0,
-        most=max(1, math.ceil(effort * RULES / operations)),
-    )
+    operations = (3 if builder.split_backward else 2) * len(hops) * micro_batches
+    most = max(1, math.ceil(effort * RULES / operations))
+    rules, found = _of_rules(hops, micro_batches, builder, ceiling, None, most, slack)
     if found.rules < 0:
         return _of_part(hops, micro_batches, builder, ceiling, effort)
     made = PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
     further = int(effort * (1 - RULES) / REPLAY)
     if found.beyond_limits or found.step_s <= found.enough_s or is_too_large(operations, further):
         return made
-    largest = _largest(depth, ceiling, rules[found.rules])
+    largest = _largest(len(hops), ceiling, rules[found.rules])
     shorter = shortened(made.schedule(), largest, enough_s=found.enough_s, effort=further)
     return _made_of(shorter, made) if shorter.step_s < found.step_s * (1 - ROUNDING) else made
+
+
+def rough_schedule(
+    hops: tuple[Hop, ...],
+    micro_batches: int,
+    builder: NetworkBuilder,
+    *,
+    ceiling: Integers,
+    slack: float = ROUNDING,
+) -> PipelineSchedule:
+    """The same with little effort: mostly longer by less than a hundredth."""
+    _, found = _of_rules(hops, micro_batches, builder, ceiling, _FEW, _ALL, slack)
+    if found.rules < 0:
+        return _of_part(hops, micro_batches, builder, ceiling, effort=0.0)
+    return PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
+
+
+def _of_rules(
+    hops: tuple[Hop, ...],
+    micro_batches: int,
+    builder: NetworkBuilder,
+    ceiling: Integers,
+    few: tuple[int, ...] | None,
+    most: int,
+    slack: float,
+) -> tuple[Records, Tried]:
+    """Some of the rules, and the best of these after so many runs; all where there are no others."""
+    split = builder.split_backward
+    rules, in_flight, kept = _rules(split, len(hops), ceiling)
+    if few is not None:
+        own = [number for number in few if number < len(rules)] or [0]
+        rules, in_flight, kept = rules[own], in_flight[own], kept[own]
+    stages = _stages(hops, builder)
+    found = tried(
+        stages,
+        rules,
+        in_flight,
+        kept,
+        micro_batches=micro_batches,
+        split=split,
+        enough_s=0.0,
+        most=most,
+        slack=slack,
+    )
+    return rules, found
 
 
 class PipelinePart(Part):
@@ -185,7 +233,7 @@ class Tried(NamedTuple):
         rules: its number; -1 where there is a dead end even with only gradients ahead.
         gradients_only: whether it was run with only gradients ahead.
         codes, ends_s, step_s, beyond_limits: as in `Schedule`.
-        enough_s: what was enough: as asked for, or the lower bound with some room for rounding.
+        enough_s: what was enough: as asked for, or the lower bound with the slack.
     """
 
     rules: int
@@ -207,6 +255,7 @@ def tried(
     split: bool,
     enough_s: float,
     most: int,
+    slack: float = ROUNDING,
 ) -> Tried:
     """Try rules until one takes `enough_s` or meets the lower bound, there are no more, or so many runs have been made.
 
@@ -221,8 +270,8 @@ def tried(
         split: whether backward is split.
         enough_s: see above.
         most: runs; the first is always made.
+        slack: up to which share above the lower bound that is met.
     """
-    # Here, because to import a kernel loads numba, and most who import this run none.
     from chameleon_ft.schedule._kernels.pipeline_runs import STATE
     from chameleon_ft.schedule._kernels.pipelines import try_rules
 
@@ -246,6 +295,7 @@ def tried(
         micro_batches,
         split,
         enough_s,
+        slack,
         most,
     )
     return Tried(best, gradients_only, codes[place], ends_s[place], step_s, beyond_limits, enough_s)
@@ -263,9 +313,16 @@ def _stages(hops: Sequence[Hop], builder: NetworkBuilder) -> Records:
 
 def _rules(split: bool, depth: int, ceiling: Integers) -> tuple[Records, Integers, Integers]:
     """The rules of `Trials.rules_to_try`, and limits by rules and stage: what is in flight, and kept."""
+    return _limited(split, depth, np.ascontiguousarray(ceiling, np.int64).tobytes())
+
+
+# Most ceilings are those of pipelines that have room for all that is tried.
+@lru_cache(maxsize=256)
+def _limited(split: bool, depth: int, ceiling: bytes) -> tuple[Records, Integers, Integers]:
+    in_flight_most, kept_most = np.frombuffer(ceiling, np.int64).reshape(2, depth)
     rules, wished, wished_kept = _wishes(split, depth)
-    kept = np.minimum(wished_kept, ceiling[1])
-    in_flight = np.minimum(np.minimum(wished, ceiling[0]), kept)
+    kept = np.minimum(wished_kept, kept_most)
+    in_flight = np.minimum(np.minimum(wished, in_flight_most), kept)
     rows = [(own.tobytes(), a.tobytes(), b.tobytes()) for own, a, b in zip(rules, in_flight, kept, strict=True)]
     first = [rows.index(row) == place for place, row in enumerate(rows)]
     return rules[first], in_flight[first], kept[first]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
 from chameleon_ft.cluster import Cluster
@@ -63,6 +63,14 @@ def orders_of_hosts(crew: Crew, cluster: Cluster, *, most: int) -> list[list[lis
         places = {host: place for place, host in enumerate([*hosts[first:], *hosts[:first]])}
         found.append([sorted(own, key=lambda worker: places[cluster.worker(worker).host]) for own in crew.members])
     return found
+
+
+def fewer_hosts(cluster: Cluster) -> Iterator[set[str]]:
+    """All but those with the fewest workers, and so on; at last one of those that have most."""
+    sizes = Counter(worker.host for worker in cluster.workers)
+    for size in sorted(set(sizes.values()))[1:]:
+        yield {host for host in sizes if sizes[host] >= size}
+    yield {max(sizes, key=sizes.__getitem__)}
 
 
 class _Free:

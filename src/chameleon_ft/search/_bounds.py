@@ -30,17 +30,20 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chameleon_ft.schedule import CostModel
+from chameleon_ft.search._chain import Chain, runs
 from chameleon_ft.search._closed_form import ClosedForm, ClosedForms
 from chameleon_ft.search._cuts import Choice, Cuts
 from chameleon_ft.search._kinds import Kind, Shape
+from chameleon_ft.search._least_table import LeastTable
 from chameleon_ft.search._memory import Bytes, StageMemory
-from chameleon_ft.search._stages import Seconds, gradient_bytes, stage_times, timeless_bytes
+from chameleon_ft.search._stages import Seconds, StageTimes, gradient_bytes, stage_times, timeless_bytes
 
 if TYPE_CHECKING:
     from chameleon_ft.search._bounds_kernel import Held, Times, Wanted
@@ -54,9 +57,6 @@ _WINDOW: Final = 4
 # By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
 _SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
 _EVEN: Final = 0.04
-
-# By micro-batches of a window, and start.
-_Times: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,9 @@ class Pipelines:
         self.split_backward = split_backward
         self.kinds = tuple(kinds)
         self.layers = costs.workload.layers
+        self.micro_batches = costs.workload.micro_batches
         self.num_layers = len(costs.workload.layers)
-        self.memory = StageMemory(costs.workload, split_backward=split_backward)
-        self.times = tuple(stage_times(costs, kind, split_backward=split_backward) for kind in kinds)
-        self.gradient_bytes = gradient_bytes(costs.workload)
-        self.timeless_bytes = timeless_bytes(costs.workload)
-        self.has_gradients = bool(self.gradient_bytes[0, -1])
+        self._costs = costs
         self.closed_form = ClosedForm(costs, kinds, split_backward=split_backward)
         self._bounds: dict[SyncCost, PipelineBounds] = {}
         self.speeds = np.array([kind.speed for kind in kinds], np.float64)
@@ -99,7 +96,32 @@ class Pipelines:
         nothing = np.full((_WINDOW, self.num_layers + 1), np.inf)
         nothing[:, -1] = 0.0
         self.nothing_s = nothing
-        self._first_s: dict[Shape, Seconds] = {(): nothing[0]}
+
+    # Not everything is asked for.
+    @cached_property
+    def memory(self) -> StageMemory:
+        """Bytes of stages."""
+        return StageMemory(self._costs.workload, split_backward=self.split_backward)
+
+    @cached_property
+    def times(self) -> tuple[StageTimes, ...]:
+        """Seconds of stages, by kind."""
+        return tuple(stage_times(self._costs, kind, split_backward=self.split_backward) for kind in self.kinds)
+
+    @cached_property
+    def gradient_bytes(self) -> Seconds:
+        """Those of stages."""
+        return gradient_bytes(self._costs.workload)
+
+    @cached_property
+    def timeless_bytes(self) -> Seconds:
+        """The same of layers that take no time."""
+        return timeless_bytes(self._costs.workload)
+
+    @cached_property
+    def bytes_until(self) -> Seconds:
+        """Bytes of gradients up to each layer."""
+        return np.concatenate([[0.0], np.cumsum([float(layer.gradient_bytes) for layer in self.layers])])
 
     def bounds(self, sync: SyncCost) -> PipelineBounds:
         """The same with gradient sync."""
@@ -155,13 +177,6 @@ class Pipelines:
                 forwards[kind], weight_grads[kind] = held.forwards, held.weight_grads
         return forwards, weight_grads
 
-    def first_s(self, shape: Shape) -> Seconds:
-        """By start, the least time until the gradient of a single micro-batch has gone out again."""
-        found = self._first_s.get(shape)
-        if found is None:
-            found = self._first_s[shape] = self.bounds(SyncCost()).least_times(shape, 0).returned_s[0]
-        return found
-
     def capacities(self, shape: Shape) -> tuple[int | None, ...]:
         """Bytes of each worker."""
         return tuple(self.kinds[kind].memory_bytes for kind in shape)
@@ -178,29 +193,24 @@ class Pipelines:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Least:
-    """Of some stages: the least time until the last gradient has gone out again, and until all workers have reduced
-    theirs; by micro-batches of a window and the layer where they start, infinite where memory forbids all."""
-
-    returned_s: _Times
-    ended_s: _Times
-
-
 class PipelineBounds:
     """Bounds on pipelines with gradient sync; `cuts` are made by them."""
 
     def __init__(self, pipelines: Pipelines, sync: SyncCost) -> None:
         self.pipelines = pipelines
         self.sync = sync
-        # A stage without gradients has nothing to wait for.
-        num_bytes = pipelines.gradient_bytes
-        beyond = np.maximum(0.0, num_bytes - pipelines.timeless_bytes - sync.inside_bytes)
-        sync_s = sync.fixed_s + sync.per_byte_s * num_bytes + sync.beyond_s * beyond
-        self._sync_s: Seconds = np.where(num_bytes > 0, sync_s, 0.0)
-        self._times: dict[tuple[Shape, int], _Least] = {}
+        self._chains: dict[tuple[int, Shape, int], Chain] = {}
         self._least: dict[Shape, dict[int, list[float]]] = {}
         self._last_most: dict[Shape, int] = {}
+        self._by_depth: LeastTable | None = None
+
+    @cached_property
+    def _sync_s(self) -> Seconds:
+        """Of stages; one without gradients has nothing to wait for."""
+        sync, num_bytes = self.sync, self.pipelines.gradient_bytes
+        beyond = np.maximum(0.0, num_bytes - self.pipelines.timeless_bytes - sync.inside_bytes)
+        sync_s = sync.fixed_s + sync.per_byte_s * num_bytes + sync.beyond_s * beyond
+        return np.where(num_bytes > 0, sync_s, 0.0)
 
     @staticmethod
     def window_of(micro_batches: int) -> tuple[int, int]:
@@ -248,6 +258,12 @@ class PipelineBounds:
     def closed_forms(self, shapes: tuple[Shape, ...], enough: int) -> ClosedForms:
         """The same for all of some shapes at once, whatever the time."""
         return self.pipelines.closed_form.of(shapes, self.sync.per_byte_s, enough)
+
+    def by_depth(self, depths: int) -> LeastTable:
+        """The bounds on pipelines of up to so many workers of the first kind, always the same number of them."""
+        if self._by_depth is None:
+            self._by_depth = LeastTable(self, depths, _WINDOW)
+        return self._by_depth
 
     def bound_s(self, shape: Shape, stops: Stops, micro_batches: int) -> float:
         """Seconds below which no order of operations can be on this cut, if it fits."""
@@ -299,65 +315,67 @@ class PipelineBounds:
         )
         return sorted((bound_s, stops) for bound_s, stops in bounds if bound_s <= limit_s * (1 + _ROUNDING))
 
-    def least_times(self, shape: Shape, window: int) -> _Least:
-        """Of stages on these workers."""
-        found = self._times.get((shape, window))
+    def chain(self, kind: int, count: int, after: Shape, window: int) -> Chain:
+        """The times of up to so many stages on workers of this kind in front of others."""
+        found = self._chains.get((kind, after, window))
         if found is None:
-            # As many stages on workers of one kind as are missing are made at once; but for a few micro-batches each
-            # needs what is known of those after it.
-            known = shape[1:]
-            while window and known and known[0] == shape[0] and (known, window) not in self._times:
-                known = known[1:]
+            first = runs(after)[0] if after else None
+            times = None if first is None else self.chain(*first, window)
             nothing_s = self.pipelines.nothing_s
-            after = self.least_times(known, window) if known else _Least(nothing_s, nothing_s)
-            self._add(shape, window, len(known), after)
-            found = self._times[shape, window]
+            found = self._chains[kind, after, window] = Chain(
+                self.pipelines.num_layers,
+                nothing_s if first is None or times is None else times.returned_s[first[1]],
+                nothing_s if first is None or times is None else times.ended_s[first[1]],
+            )
+        if found.known < count:
+            self._extend(found, kind, count, after, window)
         return found
 
-    def _add(self, shape: Shape, window: int, before: int, after: _Least) -> None:
+    def _extend(self, chain: Chain, kind: int, count: int, after: Shape, window: int) -> None:
         from chameleon_ft.search._bounds_kernel import fill_bounds
 
         pipelines = self.pipelines
-        added = [shape[len(shape) - depth :] for depth in range(before + 1, len(shape) + 1)]
-        held = pipelines.held(window, len(shape))
-        size = pipelines.num_layers + 1
-        if pipelines.kinds[shape[0]].memory_bytes is None:
-            first_s = np.zeros((len(added), size))
+        if pipelines.kinds[kind].memory_bytes is None:
+            known = chain.known
+            first_s = np.zeros((count - known, pipelines.num_layers + 1))
         else:
-            first_s = np.stack([pipelines.first_s(own[1:]) for own in added])
-        returned_s, ended_s = np.empty((2, len(added), _WINDOW, size))
+            # For few micro-batches that is this chain itself, and each stage needs what is known of those after it.
+            firsts = pipelines.bounds(SyncCost()).chain(kind, count - 1, after, 0)
+            known = chain.known
+            first_s = np.ascontiguousarray(firsts.returned_s[known:count, 0])
         fill_bounds(
             pipelines.kernel_times(),
-            held,
-            shape[0],
-            before,
+            pipelines.held(window, count + len(after)),
+            kind,
+            known + len(after),
             window_counts(window),
             self._sync_s,
             first_s,
-            after.returned_s,
-            after.ended_s,
-            returned_s,
-            ended_s,
+            chain.returned_s[known],
+            chain.ended_s[known],
+            chain.returned_s[known + 1 : count + 1],
+            chain.ended_s[known + 1 : count + 1],
         )
-        for own, *times in zip(added, returned_s, ended_s, strict=True):
-            self._times[own, window] = _Least(*times)
+        chain.known = count
 
     def wanted(self, shape: Shape, micro_batches: int) -> Wanted:
         """What is asked of cuts of this shape."""
         from chameleon_ft.search._bounds_kernel import Wanted
 
         window, place = self.window_of(micro_batches)
-        rests = [shape[position:] for position in range(1, len(shape))]
-        nothing_s = self.pipelines.nothing_s[0]
-        times = [self.least_times(rest, window) for rest in rests]
+        plain = self.pipelines.bounds(SyncCost())
+        after = [(count, self.chain(kind, count - 1, rest, window)) for kind, count, rest in runs(shape)]
+        first = [plain.chain(kind, count - 1, rest, 0) for kind, count, rest in runs(shape)]
         return Wanted(
             shape=np.array(shape),
             place=place,
             micro_batches=micro_batches,
             sync_s=self._sync_s,
-            first_s=np.stack([*map(self.pipelines.first_s, rests), nothing_s]),
-            returned_s=np.stack([*(each.returned_s[place] for each in times), nothing_s]),
-            ended_s=np.stack([*(each.ended_s[place] for each in times), nothing_s]),
+            first_s=np.concatenate(
+                [own.returned_s[:count, 0][::-1] for own, (count, _) in zip(first, after, strict=True)]
+            ),
+            returned_s=np.concatenate([own.returned_s[:count, place][::-1] for count, own in after]),
+            ended_s=np.concatenate([own.ended_s[:count, place][::-1] for count, own in after]),
         )
 
     def sync_s(self, start: int) -> Seconds:
@@ -369,7 +387,8 @@ class PipelineBounds:
         by_window = self._least.setdefault(shape, {})
         found = by_window.get(window)
         if found is None:
-            found = by_window[window] = self.least_times(shape, window).ended_s[:, 0].tolist()
+            kind, count, after = runs(shape)[0]
+            found = by_window[window] = self.chain(kind, count, after, window).ended_s[count, :, 0].tolist()
         return found
 
 

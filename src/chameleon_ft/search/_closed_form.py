@@ -165,42 +165,39 @@ class ClosedForms:
         self._extra = form._bytes_per_s * per_byte_s * crews.least
         self._found = np.zeros(len(crews.ends), np.int64)
 
-    def most(self, time_s: float) -> list[int]:
+    @property
+    def rates(self) -> NDArray[np.float64]:
+        """By shape, micro-batches for each second that nothing can pass."""
+        return self._crews.rates
+
+    def most(self, time_s: float) -> NDArray[np.int64]:
         """By shape, the most micro-batches."""
         form = self._form
         if not form._work_s:
-            return [self._enough] * len(self._found)
+            return np.full(len(self._found), self._enough)
         from chameleon_ft.search._closed_form_kernel import most_possible_of_each
 
-        time_s *= 1 + _ROUNDING
-        # In all the time there is, the product is infinite.
-        with np.errstate(over="ignore"):
-            high = np.minimum(self._enough, time_s * self._crews.rates).astype(np.int64)
         most_possible_of_each(
             self._crews.speeds,
             self._crews.ends,
             form._work_s * (1 - _ROUNDING),
             form._ahead,
             form._ahead_of_sync,
-            time_s,
+            time_s * (1 + _ROUNDING),
             self._extra,
-            high,
+            self._crews.rates,
+            self._enough,
             self._found,
         )
-        found: list[int] = self._found.tolist()
-        return found
+        return self._found.copy()
 
 
 def _largest_stage_s(work_s: Sequence[float]) -> list[float]:
     """By number of stages, what the stage with most work has at the least, whatever the cut."""
-    count = len(work_s)
-    sums = np.concatenate([[0.0], np.cumsum(work_s)])
-    # By start and stop; a stage has at least one layer.
-    stages = np.where(np.tri(count + 1, dtype=np.bool_), np.inf, sums[np.newaxis, :] - sums[:, np.newaxis])
-    largest_s = np.full(count + 1, np.inf)
-    largest_s[0] = 0.0
-    found = [0.0]
-    for _ in range(count):
-        largest_s = np.maximum(largest_s[:, np.newaxis], stages).min(axis=0)
-        found.append(float(largest_s[-1]))
+    from chameleon_ft.search._closed_form_kernel import fill_largest
+
+    until_s = np.concatenate([[0.0], np.cumsum(work_s)])
+    largest_s = np.empty(len(until_s))
+    fill_largest(until_s, np.empty(len(until_s)), largest_s)
+    found: list[float] = largest_s.tolist()
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
 from chameleon_ft.schedule._records import Floats, Integers
 
@@ -40,7 +42,8 @@ def most_possible_of_each(
     ahead_of_sync: float,
     time_s: float,
     extra: Floats,
-    high: Integers,
+    rates: Floats,
+    enough: int,
     found: Integers,
 ) -> None:
     """The same for many shapes.
@@ -49,15 +52,18 @@ def most_possible_of_each(
         speeds: of the workers of one shape after the other.
         ends: where they end.
         work_s, ahead, ahead_of_sync, time_s: as for one shape.
-        extra, high: by shape.
+        extra: by shape.
+        rates: micro-batches for each second that nothing can pass, by shape.
+        enough: micro-batches that are not worth to be passed.
         found: what was found last time, where to look first; to be filled in.
     """
     start = 0
     for shape in range(len(ends)):
         own = speeds[start : ends[shape]]
-        found[shape] = _most_possible(
-            own, work_s, ahead, ahead_of_sync, time_s, extra[shape], found[shape], high[shape]
-        )
+        # In all the time there is, the product is infinite.
+        possible = time_s * rates[shape]
+        high = int(possible) if possible < enough else enough
+        found[shape] = _most_possible(own, work_s, ahead, ahead_of_sync, time_s, extra[shape], found[shape], high)
         start = ends[shape]
 
 
@@ -120,3 +126,28 @@ def _shared(speeds: Floats, head: float) -> float:
         total += speed * part
         part *= 1 - head * speed / fastest
     return total
+
+
+@lean_kernel
+def fill_largest(until_s: Floats, rest_s: Floats, largest_s: Floats) -> None:
+    """By number of stages, what the stage with most work has at the least, whatever the cut.
+
+    Args:
+        until_s: work up to each layer.
+        rest_s: room by layer.
+        largest_s: by number of stages, to be filled in.
+    """
+    layers = len(until_s) - 1
+    rest_s[:] = math.inf
+    rest_s[layers] = largest_s[0] = 0.0
+    for stages in range(1, layers + 1):
+        # In place: what starts at a layer needs only what starts later, of one stage less.
+        for start in range(layers + 1):
+            least_s = math.inf
+            for stop in range(start + 1, layers + 1):
+                own_s = until_s[stop] - until_s[start]
+                if own_s >= least_s:
+                    break
+                least_s = min(least_s, max(own_s, rest_s[stop]))
+            rest_s[start] = least_s
+        largest_s[stages] = rest_s[0]

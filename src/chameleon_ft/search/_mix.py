@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
-import numpy as np
-
 # Workers of each kind that an item takes.
 Size = tuple[int, ...]
 # How many of each item.
@@ -22,8 +20,6 @@ Mix = dict[Size, int]
 _SMALL: Final = 4_000
 # The most entries of a table for workers of several kinds; the rest of them are dealt out beforehand.
 _STATES: Final = 500
-# The same of tables for each number of items, whose entries are made together.
-_TABLE: Final = 200_000
 _ROUNDING: Final = 1e-12
 
 
@@ -63,41 +59,19 @@ def is_exact(counts: Sequence[int]) -> bool:
 def mix_of_number(values: Mapping[Size, int], count: int, fewest: int, most: int) -> BoundedMix:
     """The same for workers of one kind and from `fewest` to `most` items.
 
-    Small tables are made at once, and are exact. Else the bound is that of parts of items, which is met on the corners
-    of the upper hull of all items: by two neighbouring ones. The mix is made of those two, with one item between them
-    for the workers that are left over; it is worth as much as the bound says where sizes of the two differ by one.
+    The bound is that of parts of items, which is met on the corners of the upper hull of all items: by two neighbouring
+    ones. The mix is made of those two, with one item between them for the workers that are left over; it is worth as
+    much as the bound says where sizes of the two differ by one. Where there is room for tables, `DepthMixes` is exact.
     """
     items = {size: value for (size,), value in values.items() if 0 < size <= count and value > 0}
     most = min(most, count // min(items)) if items else 0
     if most < fewest:
         return BoundedMix(0, {}, ())
-    if (count + 1) * len(items) * most <= _TABLE:
-        total, own = _by_number(items, count, fewest, most)
-        mix: Mix = {(size,): number for size, number in own.items()}
-        return BoundedMix(total, mix, tuple(mix))
     corners = _hull(items)
     # More items are worth more until all are of the size that is worth most for each worker; the bound is concave.
     size, _ = max(corners, key=lambda corner: corner[1] / corner[0])
     numbers = {min(max(number, fewest), most) for number in (count // size, count // size + 1)}
     return max((_of_number(items, corners, count, number) for number in sorted(numbers)), key=lambda found: found.bound)
-
-
-def _by_number(values: Mapping[int, int], count: int, fewest: int, most: int) -> tuple[int, dict[int, int]]:
-    """By tables over the workers that may be used, one for every number of items; exact."""
-    # Here, because to import a kernel loads numba, and most who import this run none.
-    from chameleon_ft.search._mix_kernel import most_by_number
-
-    sizes = np.array(sorted(values))
-    worth = np.array([values[size] for size in sizes.tolist()])
-    chosen = np.empty((most, count + 1), np.int64)
-    number = most_by_number(sizes, worth, fewest, np.empty((2, count + 1), np.int64), chosen)
-    mix: dict[int, int] = {}
-    left = count
-    for items in range(number - 1, -1, -1):
-        size = int(sizes[chosen[items, left]])
-        mix[size] = mix.get(size, 0) + 1
-        left -= size
-    return sum(values[size] * own for size, own in mix.items()), mix
 
 
 def _of_number(values: Mapping[int, int], corners: Sequence[tuple[int, int]], count: int, number: int) -> BoundedMix:

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search._bounds import PipelineBounds, Pipelines, Stops, SyncCost
+from chameleon_ft.search._bounds import Pipelines, SyncCost
+from chameleon_ft.search._depth_mixes import DepthMixes, is_small
 from chameleon_ft.search._effort import is_dear, look_effort
 from chameleon_ft.search._kinds import Crew, Shape
+from chameleon_ft.search._looks import Looks
 from chameleon_ft.search._mix import BoundedMix, Size, best_mix, mix_of_number
 from chameleon_ft.search._shapes import shapes_of, size_of
 from chameleon_ft.search._timed import TimedPipeline, Timer
@@ -25,8 +27,6 @@ from chameleon_ft.search._timed import TimedPipeline, Timer
 _ROUNDING: Final = 1e-9
 # Relative precision of a bisection when the search is not to be complete.
 _COARSE: Final = 2e-4
-# How close to its bound a cut is good enough then.
-_ENOUGH: Final = 0.005
 # Most plans take less than so many times what workers take that are never idle.
 _LIKELY: Final = 1.8
 # To begin with where nothing takes any time.
@@ -35,6 +35,8 @@ _NO_TIME_S: Final = 1e-9
 _AT_LAST_S: Final = 1e300
 # With little effort: how much longer a step may be so that it need not look at dear pipelines.
 _NOT_MUCH_LONGER: Final = (1.15, 1.3, 1.5)
+# With little effort: how much longer mixes may take that are less alike than others.
+_NEARLY: Final = 1.003
 # With little effort: so many mixes in a row that are no better end a search.
 _IN_VAIN: Final = 2
 # How many times as deep one pipeline may be as the mean.
@@ -97,22 +99,29 @@ class MixSearch:
         self._counts = crew.counts
         self._effort = effort
         self.numbers = numbers
-        self._look = look_effort(effort)
+        # Where many are looked at, with hardly any effort.
+        look = look_effort(effort) if effort is None or numbers is None else None
+        self._looks = Looks(timer, self._plain, self._recomputing, effort=look, complete=effort is None)
         self._precision = _COARSE if effort is not None else _ROUNDING / 10
         self.shapes, self.all_shapes = shapes_of(self._counts, len(costs.workload.layers))
         # Shapes that a formula does not rule out get a closer look.
         self._opened: set[Shape] = set()
+        self._by_depth: DepthMixes | None = None
+        if len(self._counts) == 1 and numbers is not None and is_small(*self._counts, len(self.shapes), numbers[1]):
+            both = [bounds for bounds in (self._plain, self._recomputing) if bounds is not None]
+            self._by_depth = DepthMixes(both, self.shapes, *self._counts, numbers)
         self._activate(self.shapes)
         self._known: dict[tuple[Shape, int], tuple[float, TimedPipeline | None]] = {}
         # Seconds of a shape by micro-batches; infinite where it has turned out not to fit.
         self._replayed: dict[Shape, dict[int, float]] = {}
         self._bound: tuple[float, list[Share]] | None = None
-        work_s = sum(layer.forward_s + layer.least_backward_s for layer in costs.workload.layers)
-        overhead_s = 2 * costs.workload.operation_overhead_s
-        self._work_s = self._micro_batches * (work_s / crew.speed + overhead_s / sum(crew.counts))
+        self._work_s = timer.work_s
 
     def _activate(self, shapes: Sequence[Shape]) -> None:
         """Go on with these."""
+        if self._by_depth is not None:
+            self._by_depth.activate(shapes)
+            return
         self._active = tuple(shapes)
         # By place, for shapes are slow to hash.
         self._sizes = [size_of(shape, len(self._counts)) for shape in self._active]
@@ -121,6 +130,8 @@ class MixSearch:
 
     def promise(self, time_s: float) -> int:
         """Micro-batches that mixes may finish in `time_s`, at the most; to tell which searches to begin with."""
+        if self._by_depth is not None:
+            return self._by_depth.promise(time_s)
         return self._at(time_s, bounding=True)[0]
 
     def bound_s(self) -> float:
@@ -148,8 +159,11 @@ class MixSearch:
         """Search between a bound and a time that is to be beaten."""
         if self._effort is None:
             return self._run(bound_s, upper_s)
-        found = [self._run(bound_s, upper_s) for _ in self._few_shapes(bound_s)]
-        return Searched(mixes=tuple(mix for searched in found for mix in searched.mixes), complete=False)
+        mixes: list[TimedMix] = []
+        for _ in self._few_shapes(bound_s):
+            # Those that are less alike may not be slower before they reduce their gradients, or hardly.
+            mixes += self._run(bound_s, min([upper_s, *(mix.time_s * _NEARLY for mix in mixes)])).mixes
+        return Searched(mixes=tuple(mixes), complete=False)
 
     def _run(self, bound_s: float, upper_s: float) -> Searched:
         mixes: list[TimedMix] = []
@@ -224,7 +238,15 @@ class MixSearch:
         for one; with those that are not much deeper or shallower; and at last with any shallower ones: the more alike
         pipelines are, the more of their gradients can be reduced together.
         """
-        everything = self.shapes
+        if self._by_depth is None:
+            most = [self._most(shape, time_s) for shape in self.shapes]
+        else:
+            most = self._by_depth.each(time_s)
+        everything = [
+            shape
+            for shape, count in zip(self.shapes, most, strict=True)
+            if not is_dear(len(shape), count, self._effort)
+        ]
         ways: list[Sequence[Shape]] = [everything]
         if self.numbers is not None:
             mean = [sum(self._counts) / number for number in self.numbers]
@@ -242,12 +264,12 @@ class MixSearch:
             ways.insert(1, [shape for shape in everything if len(shape) in alike])
         possible = False
         for shapes in ways:
-            self._activate([s for s in shapes if not is_dear(len(s), self._most(s, time_s), self._effort)])
+            self._activate(shapes)
             if any(self._at(time_s * longer)[0] >= self._micro_batches for longer in _NOT_MUCH_LONGER):
                 possible = True
                 yield
         if not possible:
-            self._activate(everything)
+            self._activate(self.shapes)
             yield
 
     def _at(self, time_s: float, *, bounding: bool = False) -> tuple[int, list[Share]]:
@@ -255,8 +277,12 @@ class MixSearch:
 
         With `bounding`, a number that no mix passes, and a mix that comes close to it.
         """
+        if self._by_depth is not None:
+            total = self._by_depth.at(time_s, self._replayed)
+            shares = self._by_depth.shares() if total >= self._micro_batches else []
+            return total, [Share(*share) for share in shares]
         # Those of shapes that have not been opened, none of which has been replayed.
-        counts = self._closed_forms.most(time_s)
+        counts = self._closed_forms.most(time_s).tolist()
         for place in self._open_places:
             counts[place] = self._most(self._active[place], time_s)
         while True:
@@ -295,9 +321,9 @@ class MixSearch:
         if shape not in self._opened:
             return self._plain.most_by_closed_form(shape, time_s, enough)
         plain = self._plain.most(shape, time_s, enough)
-        if self._recomputing is None or plain == enough:
-            return plain
         # Only where memory does not allow it otherwise can a pipeline that computes more finish more.
+        if self._recomputing is None or plain >= self._recomputing.most_by_closed_form(shape, time_s, enough):
+            return plain
         return max(plain, self._recomputing.most(shape, time_s, enough))
 
     def _trimmed(self, mix: list[Share]) -> list[Share]:
@@ -334,7 +360,7 @@ class MixSearch:
             key = share.shape, share.micro_batches
             if key not in self._known:
                 fresh = True
-                self._known[key] = self._best_cut(*key)
+                self._known[key] = self._looks.best_cut(*key)
                 self._replayed.setdefault(share.shape, {})[share.micro_batches] = self._known[key][0]
             own_s, pipeline = self._known[key]
             if pipeline is None:
@@ -342,48 +368,6 @@ class MixSearch:
             time_s = max(time_s, own_s)
             pipelines.append((pipeline, share.count))
         return fresh, TimedMix(tuple(pipelines), time_s)
-
-    def _best_cut(self, shape: Shape, micro_batches: int) -> tuple[float, TimedPipeline | None]:
-        """The least time of a pipeline over its cuts: over all of them in a complete search, else over a few."""
-        best: tuple[float, TimedPipeline | None] = math.inf, None
-        for recompute, bounds in ((False, self._plain), (True, self._recomputing)):
-            if bounds is None or (best[1] is not None and self._effort is not None):
-                continue
-            least_s = bounds.least_s(shape, micro_batches)
-            enough_s = least_s * (1 + (_ROUNDING if self._effort is None else _ENOUGH))
-            for stops in bounds.candidates(shape, micro_batches):
-                if best[0] > enough_s:
-                    best = self._better(best, bounds, shape, stops, micro_batches, recompute)
-            if self._effort is None and best[0] > enough_s:
-                for bound_s, stops in bounds.each(shape, micro_batches, best[0]):
-                    if bound_s >= best[0] * (1 - _ROUNDING):
-                        break
-                    best = self._better(best, bounds, shape, stops, micro_batches, recompute)
-        return best
-
-    def _better(
-        self,
-        best: tuple[float, TimedPipeline | None],
-        bounds: PipelineBounds,
-        shape: Shape,
-        stops: Stops,
-        micro_batches: int,
-        recompute: bool,
-    ) -> tuple[float, TimedPipeline | None]:
-        """`best`, or a cut that is better."""
-        if bounds.bound_s(shape, stops, micro_batches) >= best[0] * (1 - _ROUNDING):
-            return best
-        timed = self.timer.sample(shape, stops, micro_batches, recompute=recompute, effort=self._look)
-        own_s = with_sync_s(timed, bounds)
-        return (own_s, timed) if own_s < best[0] else best
-
-
-def with_sync_s(timed: TimedPipeline, bounds: PipelineBounds) -> float:
-    """Seconds until the program has ended and every stage has reduced its gradients, waiting for nobody else."""
-    time_s = timed.program_s
-    for end_s, start, stop in zip(timed.ends_s, (0, *timed.stops), timed.stops, strict=False):
-        time_s = max(time_s, end_s + float(bounds.sync_s(start)[stop]))
-    return time_s
 
 
 def holds(pipelines: Pipelines, counts: Sequence[int], micro_batches: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.plan import LayerRange, Placement, Plan, Route
+from chameleon_ft.plan import Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search._arrange import by_pipeline, by_stage, orders_of_hosts
@@ -15,6 +15,7 @@ from chameleon_ft.search._bounds import Stops
 from chameleon_ft.search._effort import polish_effort
 from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._reductions import reductions
+from chameleon_ft.search._rings import reduced_s
 from chameleon_ft.search._sync import largest_host
 from chameleon_ft.search._timed import TimedPipeline, Timer, hops_of
 from chameleon_ft.search.result import FoundPlan
@@ -71,32 +72,32 @@ def _synced_s(pipelines: Sequence[PlacedPipeline], timer: Timer) -> float:
     tied = costs.workload.tied_layers
     if (len(pipelines) < 2 and not tied) or not has_gradients(costs):
         return program_s
-    classes: dict[int, list[PlacedPipeline]] = {}
-    for each in pipelines:
-        classes.setdefault(id(each.timed), []).append(each)
-    # With tied parameters the number of rounds may depend on how many there are.
-    few = [each.timed for members in classes.values() for each in (members if tied else members[:2])]
-    key = tuple(map(id, few))
-    if key not in timer.reductions:
-        timer.reductions[key] = reductions([each.stops for each in few], costs.workload)
+    if not tied:
+        programs: dict[int, tuple[TimedPipeline, list[tuple[int, ...]]]] = {}
+        for each in pipelines:
+            programs.setdefault(id(each.timed), (each.timed, []))[1].append(each.workers)
+        return max(program_s, reduced_s(list(programs.values()), timer))
+    return max(program_s, _tied_reduced_s(pipelines, timer))
+
+
+def _tied_reduced_s(pipelines: Sequence[PlacedPipeline], timer: Timer) -> float:
+    """The same of the last reduction, where some parameters are tied: their holders may be of any pipelines."""
+    costs = timer.costs
+    stops = tuple(each.timed.stops for each in pipelines)
+    if stops not in timer.reductions:
+        timer.reductions[stops] = reductions(stops, costs.workload)
     hosts = costs.cluster.hosts
-    by_class = [
-        [[hosts[each.workers[position]] for each in members] for position in range(len(members[0].workers))]
-        for members in classes.values()
-    ]
-    free_s = [end_s for each in few for end_s in each.ends_s]
-    end_s = program_s
-    first_of = {key: number for number, key in enumerate(classes)}
-    numbers = [first_of[id(each)] for each in few]
-    for reduction in timer.reductions[key]:
+    host_of = [hosts[worker] for each in pipelines for worker in each.workers]
+    free_s = [end_s for each in pipelines for end_s in each.timed.ends_s]
+    last_s = 0.0
+    for reduction in timer.reductions[stops]:
         start_s = max(free_s[slot] for slot in reduction.slots)
-        places = dict.fromkeys((numbers[index], position) for index, position in reduction.stages)
-        holders = [host for number, position in places for host in by_class[number][position]]
+        holders = [host_of[slot] for slot in reduction.slots]
         done_s = start_s + _ring_s(holders, reduction.num_bytes, costs.cluster)
         for slot in reduction.slots:
             free_s[slot] = done_s
-        end_s = max(end_s, done_s)
-    return end_s
+        last_s = max(last_s, done_s)
+    return last_s
 
 
 def polished(pipelines: Sequence[PlacedPipeline], timer: Timer, effort: int | None) -> tuple[PlacedPipeline, ...]:
@@ -113,39 +114,76 @@ def polished(pipelines: Sequence[PlacedPipeline], timer: Timer, effort: int | No
     return min((better, tuple(pipelines)), key=lambda each: synced_s(each, timer))
 
 
-def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement | None) -> FoundPlan:
-    """The plan of these pipelines, with what is predicted of it."""
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan of pipelines with what plans are chosen by; the rest is made of those only that are chosen.
+
+    Attributes:
+        name, step_s, moved_bytes, last_hosts: as in `FoundPlan`.
+        pipelines: all of it.
+        timer: that its pipelines come from.
+        placement: which layers its workers hold.
+    """
+
+    name: str
+    pipelines: tuple[PlacedPipeline, ...]
+    timer: Timer
+    placement: Placement
+    step_s: float
+    moved_bytes: int
+    last_hosts: int
+
+    def found(self) -> FoundPlan:
+        """The plan, with all that is predicted of it."""
+        timer = self.timer
+        routes: list[Route] = []
+        ceiling: dict[int, InFlightLimit] = {}
+        limits: dict[int, list[InFlightLimit]] = {}
+        recompute: set[int] = set()
+        for each in self.pipelines:
+            timed = each.timed
+            if id(timed) not in limits:
+                own = timer.limits(timed.shape, timed.stops, timed.micro_batches, recompute=timed.recompute)
+                limits[id(timed)] = list(map(InFlightLimit, *own.tolist()))
+            hops = hops_of(each.workers, timed.stops)
+            ceiling.update(zip(each.workers, limits[id(timed)], strict=True))
+            if timed.recompute:
+                recompute.update(each.workers)
+            first = len(routes)
+            routes += [Route(number, hops) for number in range(first, first + timed.micro_batches)]
+        programs = {id(each.timed): each.timed for each in self.pipelines}.values()
+        return FoundPlan(
+            name=self.name,
+            plan=Plan(self.placement, tuple(routes), timer.split_backward, frozenset(recompute)),
+            ceiling=FrozenMap(ceiling),
+            step_s=self.step_s,
+            program_s=max(timed.program_s for timed in programs),
+            peak_bytes=max(map(timer.peak_bytes, programs)),
+            moved_bytes=self.moved_bytes,
+            last_hosts=self.last_hosts,
+            schedules=tuple(timed.schedule for timed in programs),
+        )
+
+
+def candidate(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement | None) -> Candidate:
+    """The plan of these pipelines, with what plans are chosen by."""
     costs = timer.costs
-    held: dict[int, tuple[LayerRange, ...]] = {}
-    routes: list[Route] = []
-    ceiling: dict[int, InFlightLimit] = {}
-    limits: dict[int, list[InFlightLimit]] = {}
-    recompute: set[int] = set()
-    for each in pipelines:
-        timed = each.timed
-        if id(timed) not in limits:
-            own = timer.limits(timed.shape, timed.stops, timed.micro_batches, recompute=timed.recompute)
-            limits[id(timed)] = list(map(InFlightLimit, *own.tolist()))
-        hops = hops_of(each.workers, timed.stops)
-        held.update((hop.worker, (hop.layers,)) for hop in hops)
-        ceiling.update(zip(each.workers, limits[id(timed)], strict=True))
-        if timed.recompute:
-            recompute.update(each.workers)
-        first = len(routes)
-        routes += [Route(number, hops) for number in range(first, first + timed.micro_batches)]
-    programs = {id(each.timed): each.timed for each in pipelines}.values()
+    held = {hop.worker: (hop.layers,) for each in pipelines for hop in hops_of(each.workers, each.timed.stops)}
     placement = Placement(len(costs.workload.layers), held)
-    return FoundPlan(
+    return Candidate(
         name=name,
-        plan=Plan(placement, tuple(routes), timer.split_backward, frozenset(recompute)),
-        ceiling=FrozenMap(ceiling),
+        pipelines=tuple(pipelines),
+        timer=timer,
+        placement=placement,
         step_s=synced_s(pipelines, timer),
-        program_s=max(timed.program_s for timed in programs),
-        peak_bytes=max(map(timer.peak_bytes, programs)),
         moved_bytes=moved_bytes(current, placement, costs.workload.layers),
         last_hosts=len(placement.indispensable(costs.cluster.hosts)),
-        schedules=tuple(timed.schedule for timed in programs),
     )
+
+
+def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement | None) -> FoundPlan:
+    """The same, with all that is predicted of it."""
+    return candidate(name, pipelines, timer, current).found()
 
 
 def in_roles(

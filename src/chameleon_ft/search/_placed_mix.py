@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from dataclasses import dataclass, replace
+from itertools import islice
 
-from chameleon_ft.search._placed import PlacedPipeline
+from chameleon_ft.search._placed import PlacedPipeline, synced_s
 from chameleon_ft.search._sync import largest_host
-from chameleon_ft.search._timed import Timer
+from chameleon_ft.search._timed import TimedPipeline, Timer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class PlacedMix:
         cluster = self.timer.costs.cluster
         if len(self.pipelines) > largest_host(cluster):
             return True
-        by_worker = cluster.hosts
-        hosts_of_layers = [set[str]() for _ in self.timer.costs.workload.layers]
+        hosts = self.timer.host_numbers
+        by_layer: list[list[int]] = []
         for each in self.pipelines:
-            for worker, (start, stop) in zip(each.workers, pairwise((0, *each.timed.stops)), strict=True):
-                for layer in range(start, stop):
-                    hosts_of_layers[layer].add(by_worker[worker])
-        return all(len(hosts) > 1 for hosts in hosts_of_layers)
+            by_layer.append([])
+            for worker, stop in zip(each.workers, each.timed.stops, strict=True):
+                by_layer[-1] += [hosts[worker]] * (stop - len(by_layer[-1]))
+        return all(len(set(holders)) > 1 for holders in zip(*by_layer, strict=True))
 
 
 def with_survivor(chosen: Sequence[PlacedMix], placed: Sequence[PlacedMix]) -> list[PlacedMix]:
@@ -45,3 +45,24 @@ def with_survivor(chosen: Sequence[PlacedMix], placed: Sequence[PlacedMix]) -> l
     if any(each.survives_hosts for each in chosen):
         return list(chosen)
     return [*chosen, *islice((each for each in placed if each.survives_hosts), 1)]
+
+
+def best_ways(
+    timed: Sequence[TimedPipeline], ways: Sequence[Sequence[tuple[int, ...]]], timer: Timer
+) -> list[PlacedMix]:
+    """Pipelines on workers that are chosen by what sync takes, with the same orders; the best way and `with_survivor`.
+
+    Only where they are placed it counts what the links take between their workers, which is little.
+    """
+    rough = [tuple(map(PlacedPipeline, timed, workers)) for workers in ways]
+    on_ways = [PlacedMix(pipelines, timer, step_s=synced_s(pipelines, timer)) for pipelines in rough]
+    on_ways.sort(key=lambda placed: placed.step_s)
+    return [_replayed(placed) for placed in with_survivor(on_ways[:1], on_ways)]
+
+
+def _replayed(placed: PlacedMix) -> PlacedMix:
+    timer = placed.timer
+    pipelines = tuple(
+        PlacedPipeline(timer.replayed(each.timed, each.workers), each.workers) for each in placed.pipelines
+    )
+    return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, timer))

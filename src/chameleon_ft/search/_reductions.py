@@ -15,23 +15,20 @@ class Reduction:
     """The gradients of some layers, which all that hold them reduce.
 
     Attributes:
-        stages: pipeline and position of each holder.
-        slots: the same as numbers: stages counted through all pipelines.
+        slots: of each holder: stages counted through all pipelines.
         num_bytes: of the gradients.
     """
 
-    stages: tuple[tuple[int, int], ...]
     slots: tuple[int, ...]
     num_bytes: int
 
 
 def reductions(stops: Sequence[Sequence[int]], workload: Workload) -> tuple[Reduction, ...]:
     """All of pipelines with these stops, in the order in which every worker issues its own."""
-    stages = [(index, position) for index, own in enumerate(stops) for position in range(len(own))]
     ranges = (LayerRange(start, stop) for own in stops for start, stop in zip((0, *own[:-1]), own, strict=True))
     placement = Placement(len(workload.layers), {slot: (layers,) for slot, layers in enumerate(ranges)})
     return tuple(
-        Reduction(tuple(stages[slot] for slot in segment.holders), segment.holders, num_bytes)
+        Reduction(segment.holders, num_bytes)
         for segment in gradient_rounds(placement, workload.tied_layers).order
         if (num_bytes := segment_bytes(segment, workload))
     )

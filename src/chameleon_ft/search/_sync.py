@@ -24,6 +24,12 @@ def largest_host(cluster: Cluster) -> int:
     return cluster.host_sizes[0]
 
 
+def links_are_equal(cluster: Cluster) -> bool:
+    """Whether it does not matter which workers share a host."""
+    hosts = len(set(cluster.hosts.values()))
+    return cluster.intra_host == cluster.inter_host or hosts in (1, len(cluster.workers))
+
+
 def least_sync(costs: CostModel, pipelines: int, most_s: float = math.inf) -> SyncCost:
     """What a stage has to reduce with its holders in so many pipelines, at the least, in steps of up to `most_s`.
 
@@ -52,15 +58,17 @@ def _inside_bytes(costs: CostModel, pipelines: int, most_s: float) -> float:
     It has a worker for each pipeline. No more than parts of layers, those with most bytes for their time, fit into its
     time; and no more layers than of those that take least.
     """
+    layers = [
+        (layer.forward_s + layer.least_backward_s, float(layer.gradient_bytes)) for layer in costs.workload.layers
+    ]
+    busy = [(own_s, size) for own_s, size in layers if own_s > 0]
+    if most_s == math.inf:
+        return sum(size for _, size in busy)
     speeds: dict[str, list[float]] = defaultdict(list)
     for worker in costs.cluster.workers:
         speeds[worker.host].append(worker.speed)
     speed = max((sum(own) for own in speeds.values() if len(own) >= pipelines), default=0.0)
     budget_s = most_s * speed / costs.workload.micro_batches * (1 + _ROUNDING)
-    layers = [
-        (layer.forward_s + layer.least_backward_s, float(layer.gradient_bytes)) for layer in costs.workload.layers
-    ]
-    busy = [(own_s, size) for own_s, size in layers if own_s > 0]
     count = sum(until_s <= budget_s for until_s in accumulate(sorted(own_s for own_s, _ in busy)))
     by_count = sum(sorted((size for _, size in busy), reverse=True)[:count])
     by_parts = 0.0

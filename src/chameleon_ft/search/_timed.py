@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
+from typing import Final
 
-from chameleon_ft.estimate.memory import schedule_bytes, stages_of
+from chameleon_ft.estimate.memory import stages_of
+from chameleon_ft.estimate.pipeline_memory import pipeline_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._network import NetworkBuilder
-from chameleon_ft.schedule._pipelines import PipelineSchedule, pipeline_schedule
+from chameleon_ft.schedule._pipelines import PipelineSchedule, pipeline_schedule, rough_schedule
 from chameleon_ft.schedule._records import Integers
+from chameleon_ft.schedule._trials import ROUNDING
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
 from chameleon_ft.search._reductions import Reduction
+
+# Operations of a rough schedule for every hop of a micro-batch: F, I and W by four rules.
+_ROUGH: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +54,22 @@ class TimedPipeline:
 
 
 class Timer:
-    """Schedules pipelines and remembers them.
+    """Schedules pipelines and remembers them; one that is longer than it must be by up to `slack` is good enough.
 
     Attributes:
         costs: what everything takes.
         crew: its workers by kind.
         pipelines: what pipelines can do at best.
         recomputing: the same for those that recompute; None where memory is no matter.
+        host_numbers: the host of each worker, as a number.
         spent: the effort so far, in operations that might be scheduled.
         synced_s, reductions: what `search._placed.synced_s` remembers.
     """
 
-    def __init__(self, costs: CostModel, crew: Crew, *, split_backward: bool) -> None:
+    def __init__(self, costs: CostModel, crew: Crew, *, split_backward: bool, slack: float = ROUNDING) -> None:
         self.costs = costs
         self.split_backward = split_backward
+        self._slack = slack
         self.pipelines = Pipelines(costs, crew.kinds, split_backward=split_backward)
         self.recomputing: Pipelines | None = None
         if any(kind.memory_bytes is not None for kind in crew.kinds):
@@ -69,16 +78,27 @@ class Timer:
         self.spent = 0
         self.crew = crew
         self._hosts = {worker.id: worker.host for worker in costs.cluster.workers}
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(self._hosts.values()))}
+        self.host_numbers = {worker: numbers[host] for worker, host in self._hosts.items()}
         self._known: dict[tuple[object, ...], TimedPipeline] = {}
         # By identity: all of them are known for good.
+        self._replayed: dict[tuple[int, tuple[bool, ...]], TimedPipeline] = {}
         self._peaks: dict[int, int] = {}
         self.synced_s: dict[tuple[tuple[int, tuple[int, ...]], ...], float] = {}
-        self.reductions: dict[tuple[int, ...], tuple[Reduction, ...]] = {}
+        self.reductions: dict[tuple[Stops, ...], tuple[Reduction, ...]] = {}
         self._stages = stages_of(costs.workload)
         self._builders = {
             recompute: NetworkBuilder(costs, split_backward=split_backward, recompute=self._hosts if recompute else ())
             for recompute in (False, True)
         }
+
+    @cached_property
+    def work_s(self) -> float:
+        """What the step takes workers that are never idle."""
+        workload, crew = self.costs.workload, self.crew
+        work_s = sum(layer.forward_s + layer.least_backward_s for layer in workload.layers)
+        overhead_s = 2 * workload.operation_overhead_s
+        return workload.micro_batches * (work_s / crew.speed + overhead_s / sum(crew.counts))
 
     def mean_formula_s(self, depth: int, share: float, sync: SyncCost) -> float:
         """A time that `mean_bound_s` cannot be less than, which is made in no time."""
@@ -99,7 +119,7 @@ class Timer:
         return math.inf
 
     def sample(
-        self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool = False, effort: int
+        self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool = False, effort: int | None
     ) -> TimedPipeline:
         """The pipeline on the first workers of its kinds."""
         workers = self.crew.sample(shape)
@@ -113,11 +133,13 @@ class Timer:
         micro_batches: int,
         *,
         recompute: bool = False,
-        effort: int,
+        effort: int | None,
     ) -> TimedPipeline:
-        """The pipeline on these workers, or on others that are linked alike, with its `best_program`."""
-        same_host = tuple(self._hosts[a] == self._hosts[b] for a, b in pairwise(workers))
-        key = shape, stops, micro_batches, same_host, recompute, effort
+        """The pipeline on these workers, or on others that are linked alike, with its `best_program`.
+
+        With `effort` None a program that is found soon, and mostly longer by less than a hundredth.
+        """
+        key = shape, stops, micro_batches, self._same_host(workers), recompute, effort
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._scheduled(workers, shape, stops, micro_batches, recompute, effort)
@@ -129,18 +151,27 @@ class Timer:
             workers, timed.shape, timed.stops, timed.micro_batches, recompute=timed.recompute, effort=effort
         )
 
+    def replayed(self, timed: TimedPipeline, workers: Sequence[int]) -> TimedPipeline:
+        """The same pipeline with the same orders on these workers, which is found sooner."""
+        same_host = self._same_host(workers)
+        if same_host == self._same_host(timed.workers):
+            return timed
+        key = id(timed), same_host
+        found = self._replayed.get(key)
+        if found is None:
+            schedule = timed.schedule.replayed(hops_of(workers, timed.stops))
+            found = replace(timed, workers=tuple(workers), schedule=schedule, ends_s=schedule.last_s)
+            self._replayed[key] = found
+        return found
+
     def peak_bytes(self, timed: TimedPipeline) -> int:
         """Of the worker that needs most memory."""
         found = self._peaks.get(id(timed))
         if found is None:
-            hops = hops_of(timed.workers, timed.stops)
-            placement = Placement(timed.stops[-1], {hop.worker: (hop.layers,) for hop in hops})
-            moving = schedule_bytes(
-                timed.schedule.schedule(), self._stages, recompute=timed.workers if timed.recompute else ()
-            )
-            state = self._stages.state_bytes(placement)
-            found = max(state[worker] + own for worker, own in zip(timed.workers, moving, strict=True))
-            self._peaks[id(timed)] = found
+            held = {position: (hop.layers,) for position, hop in enumerate(timed.schedule.hops)}
+            state = self._stages.state_bytes(Placement(timed.stops[-1], held))
+            moving = pipeline_bytes(timed.schedule, self._stages, recompute=[timed.recompute] * len(held))
+            found = self._peaks[id(timed)] = max(state[position] + own for position, own in enumerate(moving))
         return found
 
     def limits(self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool) -> Integers:
@@ -148,18 +179,26 @@ class Timer:
         pipelines = self.recomputing if recompute and self.recomputing is not None else self.pipelines
         return pipelines.memory.limits(stops, pipelines.capacities(shape), micro_batches)
 
+    def _same_host(self, workers: Sequence[int]) -> tuple[bool, ...]:
+        return tuple(self._hosts[a] == self._hosts[b] for a, b in pairwise(workers))
+
     def _scheduled(
-        self, workers: Sequence[int], shape: Shape, stops: Stops, micro_batches: int, recompute: bool, effort: int
+        self,
+        workers: Sequence[int],
+        shape: Shape,
+        stops: Stops,
+        micro_batches: int,
+        recompute: bool,
+        effort: int | None,
     ) -> TimedPipeline:
-        self.spent += effort
         limits = self.limits(shape, stops, micro_batches, recompute=recompute)
-        schedule = pipeline_schedule(
-            hops_of(workers, stops),
-            micro_batches,
-            self._builders[recompute],
-            ceiling=limits,
-            effort=effort,
-        )
+        hops, builder = hops_of(workers, stops), self._builders[recompute]
+        if effort is None:
+            self.spent += _ROUGH * len(hops) * micro_batches
+            schedule = rough_schedule(hops, micro_batches, builder, ceiling=limits, slack=self._slack)
+        else:
+            self.spent += effort
+            schedule = pipeline_schedule(hops, micro_batches, builder, ceiling=limits, effort=effort, slack=self._slack)
         return TimedPipeline(
             shape=shape,
             stops=stops,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -14,6 +13,8 @@ from chameleon_ft.estimate import total_work_bound_s
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.schedule._trials import ROUNDING
+from chameleon_ft.search._arrange import fewer_hosts
 from chameleon_ft.search._bounds import SyncCost
 from chameleon_ft.search._depths import depths, of_least_time, promising
 from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort, polish_effort
@@ -23,16 +24,17 @@ from chameleon_ft.search._mix import is_exact
 from chameleon_ft.search._mixes import MixSearch, TimedMix
 from chameleon_ft.search._nearby import with_better_cuts
 from chameleon_ft.search._placed import (
+    Candidate,
     PlacedPipeline,
-    found_plan,
+    candidate,
     has_gradients,
     in_roles,
     polished,
     synced_s,
     ways_to_place,
 )
-from chameleon_ft.search._placed_mix import PlacedMix, with_survivor
-from chameleon_ft.search._sync import about, least_sync, numbers_of_pipelines
+from chameleon_ft.search._placed_mix import PlacedMix, best_ways, with_survivor
+from chameleon_ft.search._sync import about, least_sync, links_are_equal, numbers_of_pipelines
 from chameleon_ft.search._timed import TimedPipeline, Timer
 from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.infeasible import why_infeasible
@@ -48,16 +50,21 @@ _MIXES_KEPT: Final = 2
 # Of the plans found, so many get the workers that hold most of them already.
 _IN_ROLES: Final = 2
 # Those that are nearly as good as the best of all are kept: the best programs may change their order.
-_CLOSE: Final = 1.03
+_CLOSE: Final = 1.01
 # Of the plans found, so many get the best programs; with little effort, so many of these get other cuts.
 _POLISHED: Final = 3
 _RECUT: Final = 2
+# Before it is known which is the best, programs get this share of the effort.
+_LITTLE: Final = 1 / 4
+# With little effort: by how much longer a pipeline may take than it must.
+_SLACK: Final = 5e-4
 # With little effort: of how many searches of equal depth it should do for, and how many of least bound there are.
 _PARTS: Final = 3
 _LEAST_BOUNDS: Final = 2
 # Searches are begun with those that promise most by this many times what workers take that are never idle.
 _SOON: Final = 1.02
-# Plans that take so many times the bound are far from it.
+# Plans that take so many times the bound are near to it, or far from it.
+_NEAR: Final = 1.01
 _FAR: Final = 1.1
 # Plans that take longer than the least bounds of equal pipelines by this much are not thought of in bounds at first.
 _LIKELY: Final = 1.06
@@ -99,26 +106,31 @@ def find_plan(
     handed_in, too_large = weighed(others or {}, costs, current, others_ceiling)
     search = _Search(costs, current, effort, two_holders=two_holders)
     plans = search.plans()
-    found = sorted([*plans, *handed_in], key=_figures)
+    found: list[Candidate | FoundPlan] = sorted([*plans, *handed_in], key=_figures)
     if two_holders:
-        found = [each for each in found if _has_two_holders(each.plan)]
+        found = [each for each in found if _has_two_holders(each)]
         if not found:
             return find_plan(costs, current=current, others=others, others_ceiling=others_ceiling, effort=effort)
     if not found:
         raise why_infeasible(CostModel(costs.workload, grouped(costs.cluster)))
+    best, *alternatives = pareto_front(found, _figures)
     return SearchResult(
-        best=found[0],
+        best=_made(best),
         bound_s=search.bound_s,
         family=search.family,
         complete=search.complete,
         mixes=search.mixes,
-        alternatives=tuple(pareto_front(found, _figures)[1:]),
-        recuts=tuple(each for each in plans if each.name == "recut"),
+        alternatives=tuple(map(_made, alternatives)),
+        recuts=tuple(map(_made, (each for each in plans if each.name == "recut"))),
         too_large=FrozenMap(too_large),
     )
 
 
-def _figures(found: FoundPlan) -> tuple[float, ...]:
+def _made(found: Candidate | FoundPlan) -> FoundPlan:
+    return found.found() if isinstance(found, Candidate) else found
+
+
+def _figures(found: Candidate | FoundPlan) -> tuple[float, ...]:
     """What plans are chosen by, the first of them first."""
     return found.step_s, found.moved_bytes, found.last_hosts
 
@@ -141,15 +153,17 @@ class _Search:
         self._crew = Crew.of(cluster)
         self._current = current
         self._effort = effort
+        slack = ROUNDING if effort is None else _SLACK
+        self._timers = [Timer(self._costs, self._crew, split_backward=split, slack=slack) for split in (True, False)]
         self._with_sync = has_gradients(costs) and len(cluster.workers) > 1
         self.family = BoundFamily.PIPELINES
         # Bounds are those of plans that take no longer than this, which is made to be above them.
         self._likely_s = math.inf
         self.bound_s = math.inf
         self.mixes = 0
-        self.complete = not self._with_sync and _links_are_equal(cluster)
+        self.complete = not self._with_sync and links_are_equal(cluster)
 
-    def plans(self) -> list[FoundPlan]:
+    def plans(self) -> list[Candidate]:
         """The fastest plans that were found, on the front of step time and bytes to move."""
         searches = self._bounded_searches()
         tried = searches
@@ -164,23 +178,35 @@ class _Search:
             self.family = BoundFamily.PIPELINES_ANY_MEMORY
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - _ROUNDING
-        timers = {search.timer.split_backward: search.timer for search in searches}
         return [
-            *(found_plan("pipelines", each.pipelines, each.timer, self._current) for each in self._in_roles(placed)),
-            *self._recut(timers.values()),
+            *(candidate("pipelines", each.pipelines, each.timer, self._current) for each in self._in_roles(placed)),
+            *self._recut(),
         ]
 
     def _bounded_searches(self) -> list[MixSearch]:
-        """All searches, those of least bound first."""
-        timers = [Timer(self._costs, self._crew, split_backward=split) for split in (True, False)]
+        """All searches that are worth it, those of least bound first."""
+        split, fused = self._timers
         if self._with_sync:
-            (least_s, _), *_ = [*of_least_time(depths(self._costs, timers, math.inf), 1), (math.inf, None)]
+            (least_s, _), *_ = [*of_least_time(depths(self._costs, [split], math.inf), 1), (math.inf, None)]
             self._likely_s = _LIKELY * least_s
         while True:
-            searches = self._bounded([search for timer in timers for search in self._searches(timer)])
+            searches = self._bounded(self._searches(split))
+            if self._is_worth_it(fused):
+                searches = self._bounded([*searches, *self._searches(fused)])
             if not self._likely_s < self.bound_s < math.inf:
                 return searches
             self._likely_s, self.bound_s = _LIKELY * self.bound_s, math.inf
+
+    def _is_worth_it(self, timer: Timer) -> bool:
+        """Whether pipelines may take little more than the bound by now, if their gradients were reduced in no time.
+
+        Those with fused backward mostly may not, where there is memory enough to split it.
+        """
+        if self._effort is None or not self._with_sync or len(self._crew.kinds) > 1:
+            return True
+        most = min(len(self._costs.cluster.workers), self._costs.workload.micro_batches)
+        search = self._mix_search(timer, SyncCost(), numbers=(1, most))
+        return search.promise(_NEAR * self.bound_s) >= self._costs.workload.micro_batches
 
     def _searches(self, timer: Timer) -> list[MixSearch]:
         if not self._with_sync:
@@ -206,13 +232,10 @@ class _Search:
     def _bounded(self, searches: Sequence[MixSearch]) -> list[MixSearch]:
         """The searches, those of least bound first; bounds are worked out as far as the least of all needs it."""
         soon_s = _SOON * total_work_bound_s(self._costs)
-        ordered = sorted(searches, key=lambda search: -search.promise(soon_s))
-        bounds: dict[int, float] = {}
-        for search in ordered:
+        for search in sorted(searches, key=lambda search: -search.promise(soon_s)):
             if search.reaches(self.bound_s):
-                bounds[id(search)] = search.bound_s()
                 self.bound_s = min(self.bound_s, search.bound_s())
-        return sorted(ordered, key=lambda search: bounds.get(id(search), math.inf))
+        return sorted(searches, key=lambda search: search.bound_s() if search.is_bounded else math.inf)
 
     def _run(self, searches: Sequence[MixSearch]) -> list[PlacedMix]:
         """What the searches find, the fastest first."""
@@ -232,9 +255,12 @@ class _Search:
             self.mixes += len(searched.mixes)
             different = {tuple((id(each), count) for each, count in mix.pipelines): mix for mix in searched.mixes}
             mixes = sorted(different.values(), key=lambda mix: mix.time_s)[:_MIXES_KEPT]
-            on_ways = (placed for mix in mixes if mix.time_s < close_s for placed in self._placed(mix, search.timer))
-            placed = sorted(on_ways, key=lambda each: each.step_s)
-            close_s = _CLOSE * min([best_s, *(each.step_s for each in placed)])
+            placed: list[PlacedMix] = []
+            for mix in mixes:
+                if mix.time_s < close_s:
+                    placed += self._placed(mix, search.timer)
+                    close_s = _CLOSE * min([best_s, *(each.step_s for each in placed)])
+            placed.sort(key=lambda each: each.step_s)
             found += with_survivor([each for each in placed if each.step_s < close_s], placed)
             best_s = min([best_s, *(each.step_s for each in found)])
         return self._finished(found)
@@ -246,10 +272,13 @@ class _Search:
         ordered = sorted(different.values(), key=lambda placed: placed.step_s)
         chosen = with_survivor(ordered[:_POLISHED], ordered)
         others = [placed for placed in ordered if all(placed is not each for each in chosen)]
-        best = sorted(map(self._polished, chosen), key=lambda placed: placed.step_s)
+        best = sorted((self._polished(placed, _LITTLE) for placed in chosen), key=lambda placed: placed.step_s)
         if self._effort is not None and self._with_sync:
             best[:_RECUT] = map(self._with_better_cuts, best[:_RECUT])
-        return sorted([*best, *others], key=lambda placed: placed.step_s)
+        if not ordered:
+            return []
+        first, *others = sorted([*best, *others], key=lambda placed: placed.step_s)
+        return [self._polished(first, 1.0), *others]
 
     def _of_the_fastest(self) -> list[PlacedMix]:
         """With little effort: what the workers of the fastest kinds can do alone, while the others are idle."""
@@ -269,9 +298,9 @@ class _Search:
         """
         found: list[PlacedMix] = []
         cluster = self._costs.cluster
-        if not self._with_sync or _links_are_equal(cluster) or not _FAR * self.bound_s < best_s < math.inf:
+        if not self._with_sync or links_are_equal(cluster) or not _FAR * self.bound_s < best_s < math.inf:
             return found
-        for hosts in _fewer_hosts(cluster):
+        for hosts in fewer_hosts(cluster):
             part = cluster.without([worker.id for worker in cluster.workers if worker.host not in hosts])
             if total_work_bound_s(CostModel(self._costs.workload, part)) < best_s:
                 found += self._of_part(part)
@@ -316,11 +345,7 @@ class _Search:
         if self._effort is None:
             on_ways = sorted((self._on(workers, timed, timer) for workers in ways), key=lambda placed: placed.step_s)
             return with_survivor(on_ways[:1], on_ways)
-        rough = [tuple(map(PlacedPipeline, timed, workers)) for workers in ways]
-        on_ways = [PlacedMix(pipelines, timer, step_s=synced_s(pipelines, timer)) for pipelines in rough]
-        on_ways.sort(key=lambda placed: placed.step_s)
-        chosen = with_survivor(on_ways[:1], on_ways)
-        return [self._on([each.workers for each in placed.pipelines], timed, timer) for placed in chosen]
+        return best_ways(timed, ways, timer)
 
     def _on(self, workers: Sequence[tuple[int, ...]], timed: Sequence[TimedPipeline], timer: Timer) -> PlacedMix:
         effort = look_effort(self._effort)
@@ -340,34 +365,27 @@ class _Search:
             for keep_hosts in (True, False):
                 pipelines = in_roles(each.pipelines, each.timer, self._current, keep_hosts=keep_hosts, effort=effort)
                 found.append(PlacedMix(pipelines, each.timer, step_s=synced_s(pipelines, each.timer)))
-                if _links_are_equal(self._costs.cluster):
+                if links_are_equal(self._costs.cluster):
                     break
         return found
 
-    def _recut(self, timers: Iterable[Timer]) -> Iterator[FoundPlan]:
+    def _recut(self) -> Iterator[Candidate]:
         """With the whole pipelines of the current placement as they are, with split and with fused backward."""
         if self._current is None:
             return
-        for timer in timers:
+        for timer in self._timers:
             pipelines = recut(self._current, timer, effort=look_effort(self._effort))
             if pipelines is not None:
-                yield found_plan("recut", polished(pipelines, timer, self._effort), timer, self._current)
+                yield candidate("recut", polished(pipelines, timer, self._effort), timer, self._current)
 
     def _with_better_cuts(self, placed: PlacedMix) -> PlacedMix:
         better = with_better_cuts(placed.pipelines, placed.timer, effort=look_effort(self._effort))
-        return self._polished(replace(placed, pipelines=better)) if better != placed.pipelines else placed
+        return self._polished(replace(placed, pipelines=better), _LITTLE) if better != placed.pipelines else placed
 
-    def _polished(self, placed: PlacedMix) -> PlacedMix:
-        pipelines = polished(placed.pipelines, placed.timer, self._effort)
+    def _polished(self, placed: PlacedMix, share: float) -> PlacedMix:
+        effort = None if self._effort is None else int(self._effort * share)
+        pipelines = polished(placed.pipelines, placed.timer, effort)
         return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, placed.timer))
-
-
-def _fewer_hosts(cluster: Cluster) -> Iterator[set[str]]:
-    """All but those with the fewest workers, and so on; at last one of those that have most."""
-    sizes = Counter(worker.host for worker in cluster.workers)
-    for size in sorted(set(sizes.values()))[1:]:
-        yield {host for host in sizes if sizes[host] >= size}
-    yield {max(sizes, key=sizes.__getitem__)}
 
 
 def _bound_of_equals_s(costs: CostModel) -> float:
@@ -380,11 +398,6 @@ def _bound_of_equals_s(costs: CostModel) -> float:
     return max(equals.bound_s, total_work_bound_s(costs))
 
 
-def _has_two_holders(plan: Plan) -> bool:
-    placement = plan.placement
+def _has_two_holders(found: Candidate | FoundPlan) -> bool:
+    placement = found.placement if isinstance(found, Candidate) else found.plan.placement
     return all(len(placement.holders(layer)) > 1 for layer in range(placement.num_layers))
-
-
-def _links_are_equal(cluster: Cluster) -> bool:
-    hosts = len(set(cluster.hosts.values()))
-    return cluster.intra_host == cluster.inter_host or hosts in (1, len(cluster.workers))

@@ -19,8 +19,6 @@ from chameleon_ft.schedule._records import Floats, Integers, Records
 
 # As in `runs`.
 _SLACK: Final = 1e-9
-# Times that differ by less than this share differ by rounding only.
-_ROUNDING: Final = 1e-9
 _DOWN: Final = 1
 _UP: Final = 2
 
@@ -42,12 +40,13 @@ def try_rules(
     micro_batches: int,
     split: bool,
     enough_s: float,
+    slack: float,
     most: int,
 ) -> tuple[int, int, bool, float, bool, float]:
     """Try rules as `schedule._pipelines.tried` says.
 
     Args:
-        stages, rules, in_flight, kept, micro_batches, split, enough_s, most: see there.
+        stages, rules, in_flight, kept, micro_batches, split, enough_s, slack, most: see there.
         codes, ends_s: room for what came of two of them.
         forward_at, backward_at, wake_s, states: of `Run`.
         queue: room for twice as many numbers as there are rules.
@@ -61,7 +60,7 @@ def try_rules(
         queue[number] = number
     state = states[0]
     state.micro_batches, state.split = micro_batches, split
-    enough_s = max(enough_s, _least_s(stages, micro_batches) * (1 + _ROUNDING))
+    enough_s = max(enough_s, _least_s(stages, micro_batches) * (1 + slack))
     for stage in range(len(stages)):
         own = stages[stage]
         state.slack_s = max(state.slack_s, _SLACK * own.forward_s, _SLACK * own.backward_s)
