@@ -187,11 +187,12 @@ def found_plan(name: str, pipelines: Sequence[PlacedPipeline], timer: Timer, cur
 
 
 def in_roles(
-    pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement, *, keep_hosts: bool, effort: int
+    pipelines: Sequence[PlacedPipeline], timer: Timer, current: Placement, *, keep_hosts: bool, effort: int | None
 ) -> tuple[PlacedPipeline, ...]:
     """The same pipelines with stages on the workers that hold most of them, so that the least has to move.
 
-    With `keep_hosts` a stage stays on its host, so that links, and with them times, stay as they are.
+    With `keep_hosts` a stage stays on its host, so that links, and with them times, stay as they are. Otherwise they
+    get the best programs, in a search of this effort.
     """
     cluster = timer.costs.cluster
     kinds = {
@@ -207,9 +208,9 @@ def in_roles(
     found: list[PlacedPipeline] = []
     for each in pipelines:
         workers = tuple(roles[worker] for worker in each.workers)
-        timed = each.timed if keep_hosts else timer.moved(each.timed, workers, effort=effort)
+        timed = each.timed if keep_hosts else timer.replayed(each.timed, workers)
         found.append(PlacedPipeline(timed, workers))
-    return tuple(found)
+    return tuple(found) if keep_hosts else polished(found, timer, effort)
 
 
 def _ring_s(hosts: Sequence[str], num_bytes: int, cluster: Cluster) -> float:

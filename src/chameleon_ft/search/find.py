@@ -17,7 +17,7 @@ from chameleon_ft.schedule._trials import ROUNDING
 from chameleon_ft.search._arrange import fewer_hosts
 from chameleon_ft.search._bounds import SyncCost
 from chameleon_ft.search._depths import depths, of_least_time, promising
-from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort, polish_effort
+from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort
 from chameleon_ft.search._handed_in import weighed
 from chameleon_ft.search._kinds import Crew, grouped
 from chameleon_ft.search._mix import is_exact
@@ -359,11 +359,12 @@ class _Search:
         few = with_survivor(placed[:_IN_ROLES], placed)
         if self._current is None:
             return with_survivor(few[:1], few)
-        effort = polish_effort(self._effort)
         found: list[PlacedMix] = []
         for each in few:
             for keep_hosts in (True, False):
-                pipelines = in_roles(each.pipelines, each.timer, self._current, keep_hosts=keep_hosts, effort=effort)
+                pipelines = in_roles(
+                    each.pipelines, each.timer, self._current, keep_hosts=keep_hosts, effort=self._effort
+                )
                 found.append(PlacedMix(pipelines, each.timer, step_s=synced_s(pipelines, each.timer)))
                 if links_are_equal(self._costs.cluster):
                     break
@@ -373,7 +374,8 @@ class _Search:
         """With the whole pipelines of the current placement as they are, with split and with fused backward."""
         if self._current is None:
             return
-        for timer in self._timers:
+        split, fused = self._timers
+        for timer in [split, fused] if self._is_worth_it(fused) else [split]:
             pipelines = recut(self._current, timer, effort=look_effort(self._effort))
             if pipelines is not None:
                 yield candidate("recut", polished(pipelines, timer, self._effort), timer, self._current)
