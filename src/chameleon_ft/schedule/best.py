@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -152,21 +151,14 @@ def listed_step_s(
     ceiling: Mapping[int, InFlightLimit] | None = None,
     effort: float = DEFAULT_EFFORT,
     enough_s: float = 0.0,
-    hopeless_s: float = math.inf,
 ) -> float:
     """Seconds of the best list schedules that the effort allows, without a search and without a program.
 
-    No further ones are tried when that is `enough_s` or less, or above `hopeless_s` with the first.
+    No further ones are tried when that is `enough_s` or less.
     """
-
-    def finish(part: Part) -> None:
-        if part.best[1].step_s > hopeless_s:
-            part.finished = True
-        else:
-            part.try_rules(effort, enough_s=enough_s)
-
     every, trials = components(plan.routes), trials_of(plan, costs, ceiling)
-    return max(part.best[1].step_s for part in _parts(every, trials, finish))
+    parts = _parts(every, trials, lambda part: part.try_rules(effort, enough_s=enough_s))
+    return max(part.best[1].step_s for part in parts)
 
 
 def _parts(

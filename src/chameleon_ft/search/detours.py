@@ -25,8 +25,6 @@ _SEARCH: Final = 8_000
 _LEAST_TRIALS: Final = 25
 # List schedules of another spread, unless one is better than what there is.
 _TRIALS: Final = 3
-# So many times what there is: no more than one then. Further ones make up for a hundredth or two.
-_HOPELESS: Final = 1.06
 # F, and B or I and W.
 _OPERATIONS: Final = 3
 
@@ -125,9 +123,7 @@ class _Scheduled:
             plan = self._plan(spread)
             most = _TRIALS * _OPERATIONS * sum(len(route.hops) for route in plan.routes)
             enough_s = best_s * (1 - ROUNDING)
-            step_s = listed_step_s(
-                plan, self._costs, ceiling=self._ceiling, effort=most, enough_s=enough_s, hopeless_s=_HOPELESS * best_s
-            )
+            step_s = listed_step_s(plan, self._costs, ceiling=self._ceiling, effort=most, enough_s=enough_s)
             if step_s <= enough_s:
                 best, best_s = spread, step_s
         return best
