@@ -179,13 +179,15 @@ def test_pipelines_that_are_known_are_taken_as_they_are(case: Planned, data: st.
     chosen = data.draw(st.sets(st.sampled_from(sorted(ways, key=lambda hops: hops[0].worker))))
     builder = NetworkBuilder(costs, split_backward=plan.split_backward)
     depth = len(next(iter(ways)))
+    few, many = np.ones((2, depth), np.int64), np.full((2, depth), 3 * depth)
     # Fewer in flight than anybody would choose.
     slow = {
-        hops: _pipelines.pipeline_schedule(hops, share, builder, ceiling=np.ones((2, depth), np.int64), effort=QUICK)
+        hops: replace(_pipelines.pipeline_schedule(hops, share, builder, ceiling=few, effort=QUICK), ceiling=many)
         for hops in chosen
     }
+    ceiling = dict.fromkeys(plan.workers, InFlightLimit(3 * depth, 3 * depth))
 
-    parts = best_parts(plan, costs, effort=QUICK, known=slow.values())
+    parts = best_parts(plan, costs, ceiling=ceiling, effort=QUICK, known=slow.values())
 
     program = program_of(plan, parts)
     check_program(program, plan)
@@ -198,6 +200,24 @@ def test_pipelines_that_are_known_are_taken_as_they_are(case: Planned, data: st.
             assert part.schedule.step_s == like[0].step_s
         else:
             assert part.schedule.step_s >= alone[part.component.workers].schedule.step_s * (1 - 1e-9)
+
+
+@given(pipelined(), st.integers(1, 3))
+def test_what_is_known_of_workers_that_keep_more_is_not_taken(case: Planned, in_flight: int) -> None:
+    plan, costs = case.plan, case.costs
+    ceiling = dict.fromkeys(plan.workers, InFlightLimit(in_flight, in_flight))
+    builder = NetworkBuilder(costs, split_backward=plan.split_backward)
+    ways = Counter(route.hops for route in plan.routes)
+    known = [
+        _pipelines.pipeline_schedule(
+            hops, share, builder, ceiling=np.full((2, len(hops)), in_flight + 1), effort=QUICK
+        )
+        for hops, share in ways.items()
+    ]
+
+    parts = best_parts(plan, costs, ceiling=ceiling, effort=QUICK, known=known)
+
+    assert program_of(plan, parts) == best_program(plan, costs, ceiling=ceiling, effort=QUICK).program
 
 
 @given(planned(), st.floats(0.9, 2.0))

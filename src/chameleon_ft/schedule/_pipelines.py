@@ -30,13 +30,14 @@ class PipelineSchedule:
     """What the workers of a pipeline run, and how long it takes.
 
     Attributes:
-        builder, hops, micro_batches: what is scheduled.
+        builder, hops, micro_batches, ceiling: what is scheduled, as for `pipeline_schedule`.
         codes, ends_s, step_s: as in `Schedule`.
     """
 
     builder: NetworkBuilder
     hops: tuple[Hop, ...]
     micro_batches: int
+    ceiling: Integers
     codes: Integers
     ends_s: Floats
     step_s: float
@@ -94,7 +95,7 @@ def pipeline_schedule(
     rules, found = _of_rules(hops, micro_batches, builder, ceiling, None, most, slack)
     if found.rules < 0:
         return _of_part(hops, micro_batches, builder, ceiling, effort)
-    made = PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
+    made = PipelineSchedule(builder, hops, micro_batches, ceiling, found.codes, found.ends_s, found.step_s)
     further = int(effort * (1 - RULES) / REPLAY)
     if found.beyond_limits or found.step_s <= found.enough_s or is_too_large(operations, further):
         return made
@@ -115,7 +116,7 @@ def rough_schedule(
     _, found = _of_rules(hops, micro_batches, builder, ceiling, _FEW, _ALL, slack)
     if found.rules < 0:
         return _of_part(hops, micro_batches, builder, ceiling, effort=0.0)
-    return PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
+    return PipelineSchedule(builder, hops, micro_batches, ceiling, found.codes, found.ends_s, found.step_s)
 
 
 def _of_rules(
@@ -223,7 +224,7 @@ def _of_part(
     part = Part(Trials(builder, workers, limits), [hops], [0] * micro_batches)
     part.finish(effort)
     found = part.best[1]
-    return PipelineSchedule(builder, hops, micro_batches, found.codes, found.ends_s, found.step_s)
+    return PipelineSchedule(builder, hops, micro_batches, ceiling, found.codes, found.ends_s, found.step_s)
 
 
 class Tried(NamedTuple):

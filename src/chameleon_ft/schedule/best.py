@@ -13,6 +13,7 @@ from chameleon_ft.schedule._engine import Schedule
 from chameleon_ft.schedule._orders import operations_of
 from chameleon_ft.schedule._part import Part
 from chameleon_ft.schedule._pipelines import PipelinePart, PipelineSchedule
+from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule._trials import Trials, trials_of
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit
@@ -109,8 +110,8 @@ def best_parts(
 ) -> list[ScheduledPart]:
     """The schedules that `best_program` makes its program of, which takes longer than to find them.
 
-    Pipelines that take as long as one of those that are `known`, operation by operation, have its schedule, for which
-    it has to keep within the ceiling.
+    Pipelines that take as long as one of those that are `known`, operation by operation, and have the same ceiling,
+    have its schedule.
     """
     every, trials = components(plan.routes), trials_of(plan, costs, ceiling)
     settled = _settled(every, trials, known)
@@ -188,20 +189,26 @@ def _settled(
     every: Iterable[Component], trials: Trials, known: Iterable[PipelineSchedule]
 ) -> dict[int, Schedule | PipelineSchedule]:
     """By number of the component, the schedules of pipelines that are known."""
-    schedules = {_timing(each.builder.seconds(each.hops), each.hops, each.micro_batches): each for each in known}
+    schedules = {
+        _problem(each.builder.seconds(each.hops), each.hops, each.micro_batches, each.ceiling): each for each in known
+    }
     found: dict[int, Schedule | PipelineSchedule] = {}
     for number, component in enumerate(every) if schedules else ():
         if _is_pipeline(component):
             (hops,) = component.ways
-            one = schedules.get(_timing(trials.seconds(hops), hops, len(component.taken)))
+            ceiling = trials.ceiling_of([hop.worker for hop in hops])
+            one = schedules.get(_problem(trials.seconds(hops), hops, len(component.taken), ceiling))
             if one is not None:
                 found[number] = one
     return found
 
 
-def _timing(seconds: Iterable[Sequence[float]], hops: Iterable[Hop], micro_batches: int) -> tuple[object, ...]:
-    """All that the schedule of a pipeline follows from, but for what is kept."""
-    return micro_batches, *[(hop.layers.start, hop.layers.stop) for hop in hops], *map(tuple, seconds)
+def _problem(
+    seconds: Iterable[Sequence[float]], hops: Iterable[Hop], micro_batches: int, ceiling: Integers
+) -> tuple[object, ...]:
+    """All that the schedule of a pipeline follows from: workers of equal speed may have memory for less than others."""
+    ends = [(hop.layers.start, hop.layers.stop) for hop in hops]
+    return micro_batches, ceiling.tobytes(), *ends, *map(tuple, seconds)
 
 
 def _is_pipeline(component: Component) -> bool:
