@@ -209,22 +209,10 @@ def test_what_is_known_of_workers_that_keep_more_is_not_taken(case: Planned, in_
     builder = NetworkBuilder(costs, split_backward=plan.split_backward)
     ways = Counter(route.hops for route in plan.routes)
     known = [
-        _pipelines.pipeline_schedule(
-            hops, share, builder, ceiling=np.full((2, len(hops)), in_flight + 1), effort=QUICK
-        )
+        _pipelines.pipeline_schedule(hops, share, builder, ceiling=np.full((2, len(hops)), in_flight + 1), effort=QUICK)
         for hops, share in ways.items()
     ]
 
     parts = best_parts(plan, costs, ceiling=ceiling, effort=QUICK, known=known)
 
     assert program_of(plan, parts) == best_program(plan, costs, ceiling=ceiling, effort=QUICK).program
-
-
-@given(planned(), st.floats(0.9, 2.0))
-def test_what_is_hopeless_after_one_schedule_gets_no_other(case: Planned, times: float) -> None:
-    first_s = listed_step_s(case.plan, case.costs, effort=0)
-    best_s = listed_step_s(case.plan, case.costs, effort=QUICK)
-
-    found_s = listed_step_s(case.plan, case.costs, effort=QUICK, hopeless_s=first_s / times)
-
-    assert found_s == (first_s if first_s > first_s / times else best_s)
