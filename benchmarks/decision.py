@@ -1,10 +1,11 @@
 """How long does a decision take? 32 workers, 8 pipelines of 4 stages, Llama 2 7B, as in docs/policies.md.
 
-Three parts; --parts picks some.
+Four parts; --parts picks some.
 
   single    one worker is lost and nothing is prepared: all is weighed, and the program is checked, as a run does it
   two       two are lost at once, for which nothing is ever prepared
-  prepared  one is lost after decisions on single losses were made, so that there is one to be looked up
+  prepared  one is lost after decisions were prepared, so that there is one to be looked up
+  host      likewise, and a host is lost with all its workers
 
 Kernels are loaded before, as in a run. The time between the last answer of the survivors and the plan that is sent is
 what a decision takes, and the packing and sending of it, about a millisecond.
@@ -35,19 +36,23 @@ from chameleon_ft.schedule import CostModel
 
 __all__ = ["Timed", "losses_of", "rate", "situation"]
 
-_PARTS: Final = ("single", "two", "prepared")
+_PARTS: Final = ("single", "two", "prepared", "host")
+_PREPARED: Final = ("prepared", "host")
 _WORDS: Final = {
     "single": "one worker lost, nothing prepared",
     "two": "two lost at once",
     "prepared": "one worker lost, looked up",
+    "host": "a host of eight lost, looked up",
 }
-_LIMITS_MS: Final = {"single": 60.0, "two": 60.0, "prepared": 5.0}
+_LIMITS_MS: Final = {"single": 60.0, "two": 60.0, "prepared": 5.0, "host": 5.0}
 _PIPELINES: Final = 8
 _STAGES: Final = 4
 _WORKERS: Final = _PIPELINES * _STAGES
+_PER_HOST: Final = 8
 _MICRO_BATCHES: Final = 128
 _BETWEEN_HOSTS: Final = Link(latency_s=2e-5, bytes_per_s=12.5e9)
 _POLICY: Final = "chameleon"
+_POLL_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +101,9 @@ def _arguments() -> argparse.Namespace:
 
 def losses_of(part: str, number: int) -> tuple[int, ...]:
     """Who is lost in the decision with this number."""
+    if part == "host":
+        first = _PER_HOST * number % _WORKERS
+        return tuple(range(first, first + _PER_HOST))
     first = (5 * number + 1) % _WORKERS
     return (first, (first + 11) % _WORKERS) if part == "two" else (first,)
 
@@ -104,7 +112,7 @@ def situation(lost: Sequence[int]) -> Situation:
     """After the loss of these workers of a plan in which all are equal."""
     rates = device(DEVICE)
     workload = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=_MICRO_BATCHES)
-    hosts = rates.cluster(_WORKERS, workers_per_host=8)
+    hosts = rates.cluster(_WORKERS, workers_per_host=_PER_HOST)
     plan = data_pipeline_plan(
         layer_costs=[layer.forward_s + layer.backward_s for layer in workload.layers],
         dp=_PIPELINES,
@@ -130,7 +138,7 @@ def rate(failures: int) -> FailureRate:
 def _time(part: str, repeats: int, _: Path) -> Timed:
     """Decide so many times; nothing is written."""
     progress(_WORDS[part])
-    decisions = asyncio.run(_looked_up(repeats)) if part == "prepared" else _decided(part, repeats)
+    decisions = asyncio.run(_looked_up(part, repeats)) if part in _PREPARED else _decided(part, repeats)
     passed_s, processor_s = zip(*decisions, strict=True)
     return Timed(
         part=part,
@@ -148,23 +156,17 @@ def _decided(part: str, repeats: int) -> list[tuple[float, float]]:
     return found
 
 
-async def _looked_up(repeats: int) -> list[tuple[float, float]]:
+async def _looked_up(part: str, repeats: int) -> list[tuple[float, float]]:
     """By what a coordinator prepares them with, but for the process of its own."""
-    done = asyncio.Event()
     with ThreadPoolExecutor(1) as executor:
-        forethought = Forethought(_POLICY, executor, prepared=lambda *_: done.set())
+        forethought = Forethought(_POLICY, executor, prepared=lambda *_: None)
         forethought.expect(lambda: (situation(()), rate(0)))
-        await done.wait()
-    found: list[tuple[float, float]] = []
-    for number in range(repeats):
-        now = situation(losses_of("prepared", number))
-        found.append(_seconds(partial(_look_up, forethought, now)))
+        after = [situation(losses_of(part, number)) for number in range(repeats)]
+        while not all(forethought.look_up(now, rate(1)) for now in after):
+            await asyncio.sleep(_POLL_S)
+        found = [_seconds(partial(forethought.look_up, now, rate(1))) for now in after]
+        forethought.drop()
     return found
-
-
-def _look_up(forethought: Forethought, now: Situation) -> None:
-    if forethought.look_up(now, rate(1)) is None:
-        raise RuntimeError(f"nothing is prepared for the loss of {now.lost}")
 
 
 def _seconds(decide: Callable[[], object]) -> tuple[float, float]:

@@ -15,3 +15,11 @@ def test_every_decision_is_on_others(part: str, number: int) -> None:
     now = situation(lost[0])
     assert now.lost == tuple(sorted(lost[0]))
     assert len(now.live) == 32 - number
+
+
+def test_all_of_a_host_are_lost() -> None:
+    hosts = [losses_of("host", each) for each in range(4)]
+    assert sorted(worker for lost in hosts for worker in lost) == list(range(32))
+    for lost in hosts:
+        now = situation(lost)
+        assert len(set(now.costs.cluster.hosts.values())) == 3

@@ -62,6 +62,35 @@ def test_every_single_loss_has_the_decision_that_it_would_get() -> None:
     run(scene)
 
 
+def test_every_host_that_others_can_do_without_has_the_decision_that_it_would_get() -> None:
+    # Workers 0 to 3, two pipelines, are on the first host; the last has a pipeline and a spare.
+    now = situation(dp=7, pp=2, share=2, hosts=4, spares=2, layers=(layer(10),) * 4)
+    hosts: dict[str, list[int]] = {}
+    for worker, host in now.costs.cluster.hosts.items():
+        hosts.setdefault(host, []).append(worker)
+
+    async def scene(prepared: Prepared) -> None:
+        forethought = await prepared.on(now, RATE)
+        assert prepared.said[0][::2] == (14, None), "those of hosts come after"
+        assert forethought._work is not None
+        await forethought._work
+        for lost in hosts.values():
+            left = CostModel(now.costs.workload, now.costs.cluster.without(lost))
+            rate = RATE.observed(failures=1, host_failures=1)
+            found = forethought.look_up(replace(now, costs=left), rate)
+            expected = decide(replace(now, costs=left), "chameleon", rate)
+            assert found is not None
+            assert found.chosen is not None
+            assert found.course is not None
+            assert expected.chosen is not None
+            assert (found.chosen.policy, found.chosen.step_s) == (expected.chosen.policy, expected.chosen.step_s)
+            assert not set(found.course.plan.workers).intersection(lost)
+        some = CostModel(now.costs.workload, now.costs.cluster.without(hosts["host 0"][:2]))
+        assert forethought.look_up(replace(now, costs=some), RATE.observed(failures=1)) is None
+
+    run(scene)
+
+
 def _slower(now: Situation, factor: float) -> Situation:
     layers = tuple(each.slowed(factor) for each in now.costs.workload.layers)
     return replace(now, costs=CostModel(replace(now.costs.workload, layers=layers), now.costs.cluster))

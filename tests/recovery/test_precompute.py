@@ -13,7 +13,7 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop
 from chameleon_ft.recovery import Situation, decide, prepare_decisions
-from chameleon_ft.recovery.equivalence import is_exchange, loss_classes
+from chameleon_ft.recovery.equivalence import host_loss_classes, is_exchange, loss_classes
 from chameleon_ft.schedule import CostModel
 from tests.recovery.situations import after, layer, rate_of, situation, situations
 from tests.recovery.test_decision import check_course
@@ -87,6 +87,27 @@ def test_classes_are_those_that_trying_every_permutation_finds(now: Situation) -
 )
 def test_classes_of_common_layouts(now: Situation, classes: set[tuple[int, ...]]) -> None:
     assert {tuple(sorted(each.exchanges)) for each in loss_classes(now)} == classes
+
+
+@settings(max_examples=25, deadline=None)
+@given(now=situations(intact=True))
+def test_hosts_of_a_class_come_to_the_same(now: Situation) -> None:
+    workers: dict[str, set[int]] = {}
+    for worker, host in now.costs.cluster.hosts.items():
+        workers.setdefault(host, set()).add(worker)
+    found = host_loss_classes(now, loss_classes(now))
+    hosts = [lost for each in found for lost in each.exchanges]
+    assert len(set(hosts)) == len(hosts)
+    needed = {
+        frozenset(own)
+        for own in workers.values()
+        if len(own) > 1 and own & set(now.plan.workers) and not now.placement.without(own).unheld_layers
+    }
+    assert set(hosts) == needed
+    for each in found:
+        for lost, exchange in each.exchanges.items():
+            assert keeps_all(dict(exchange), now)
+            assert {exchange[worker] for worker in each.lost} == lost
 
 
 def test_unequal_shares_tell_pipelines_apart() -> None:

@@ -31,12 +31,26 @@ WINDOW_S = 200.0
 
 
 def replayed(
-    policy: str, *faults: Fault, pipelines: int = 2, pp: int = 1, parameters: Parameters = ASSUMED
+    policy: str,
+    *faults: Fault,
+    pipelines: int = 2,
+    pp: int = 1,
+    parameters: Parameters = ASSUMED,
+    per_host: int = 1,
 ) -> PolicyResult:
     plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=pipelines, pp=pp, micro_batches=24)
     workers = pipelines * pp
     trace = Trace.from_faults(faults, workers=workers, duration_s=WINDOW_S)
-    results = simulate(trace, workload(), cluster(workers), [policy], parameters=parameters, start=plan, as_in_run=True)
+    costs = workload(), cluster(workers, per_host=per_host)
+    results = simulate(trace, *costs, [policy], parameters=parameters, start=plan, as_in_run=True)
+        trace,
+        workload(),
+        cluster(workers, per_host=per_host),
+        [policy],
+        parameters=parameters,
+        start=plan,
+        as_in_run=True,
+    )
     return results.policies[policy]
 
 
@@ -70,6 +84,21 @@ def test_losses_are_prepared_for_one_class_after_the_other() -> None:
 
 def test_two_losses_at_once_take_a_search() -> None:
     result = replayed("drop-replica", Fault((1,), 100.0), Fault((2,), 100.0), pipelines=3)
+    assert result.stall_s == pytest.approx(SEARCHED_S)
+
+
+@pytest.mark.parametrize(
+    ("at_s", "stall_s"),
+    # That of any worker comes first.
+    [(0.6, SEARCHED_S), (1.1, PREPARED_S)],
+)
+def test_hosts_are_prepared_for_after_workers(at_s: float, stall_s: float) -> None:
+    lost = [Fault((2, 3), at_s)]
+    assert replayed("drop-replica", *lost, pipelines=4, per_host=2).stall_s == pytest.approx(stall_s)
+
+
+def test_two_of_a_larger_host_take_a_search() -> None:
+    result = replayed("drop-replica", Fault((1, 2), 100.0), pipelines=6, per_host=3)
     assert result.stall_s == pytest.approx(SEARCHED_S)
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from chameleon_ft.recovery import Decision, FailureRate, Situation, decide, decide_on_class, exchanged, refreshed
-from chameleon_ft.recovery.equivalence import LossClass, loss_classes
+from chameleon_ft.recovery.equivalence import HostLossClass, LossClass, classes_to_prepare
 from chameleon_ft.schedule import CostModel, check_program
 
 __all__ = ["Forethought", "decide_and_check"]
+
+_Answer = TypeVar("_Answer")
 
 # Between two looks at whether what is prepared still holds, and while one decision after the other is turned into
 # those for the other workers of its class: the event loop has more urgent things to do.
@@ -44,10 +46,10 @@ class _Question:
             and _near(self.horizon_s, other.horizon_s, tolerance)
         )
 
-    def after(self, lost: int) -> _Question:
-        """The same once a worker is lost."""
+    def after(self, lost: Collection[int]) -> _Question:
+        """The same once these workers are lost, which is one failure."""
         costs = self.situation.costs
-        left = CostModel(costs.workload, costs.cluster.without([lost]))
+        left = CostModel(costs.workload, costs.cluster.without(lost))
         return _Question(replace(self.situation, costs=left), self.rate.observed(failures=1))
 
     @property
@@ -65,23 +67,23 @@ class _Question:
 
 @dataclass(slots=True)
 class Forethought:
-    """Prepares the decision for the loss of each single worker, and looks it up when one is lost.
+    """Prepares decisions for the loss of each single worker, and of each host, and looks up the one that is needed.
 
     All methods are called from the thread of the event loop, which is kept busy for some milliseconds at a time only.
 
     Attributes:
         policy: name of the policy that decides.
         executor: where decisions are made; a process of its own, for they take seconds of a processor's time.
-        prepared: told (losses that have a decision, seconds that it took, error) when all are there, or, with what the
-            error was, that there will be none any more.
+        prepared: told (single losses that have a decision, seconds that it took, error) when all are there, or, with
+            what the error was, that there will be none any more. Those for hosts come after that.
     """
 
     policy: str
     executor: Executor
     prepared: Callable[[int, float, str | None], None]
     _asked: _Question | None = None
-    # Each with what it is the answer to: older ones are there until they are made anew.
-    _decisions: dict[int, tuple[_Question, Decision]] = field(default_factory=dict)
+    # By who is lost, each with what it is the answer to: older ones are there until they are made anew.
+    _decisions: dict[frozenset[int], tuple[_Question, Decision]] = field(default_factory=dict)
     _work: asyncio.Task[None] | None = None
     _looked_at: float = float("-inf")
     _broken: bool = False
@@ -112,11 +114,14 @@ class Forethought:
             situation: now, the loss included.
             rate: likewise.
         """
-        if len(situation.lost) != 1 or situation.lost[0] not in self._decisions:
+        if self._asked is None:
             return None
-        asked, decision = self._decisions[situation.lost[0]]
+        lost = frozenset(self._asked.situation.live).difference(situation.live)
+        if lost not in self._decisions:
+            return None
+        asked, decision = self._decisions[lost]
         now = _Question(situation, rate)
-        if not now.is_like(asked.after(*situation.lost), tolerance=_USED):
+        if not now.is_like(asked.after(lost), tolerance=_USED):
             return None
         return refreshed(decision, before=asked.situation, now=situation, rate=rate)
 
@@ -129,25 +134,31 @@ class Forethought:
         self._looked_at = float("-inf")
 
     async def _prepare(self, question: _Question) -> None:
-        loop = asyncio.get_running_loop()
         began = time.monotonic()
         try:
-            classes = await loop.run_in_executor(self.executor, loss_classes, question.situation)
-            for losses in _largest_first(classes):
-                decision = await loop.run_in_executor(
-                    self.executor, _decide, losses, question.situation, self.policy, question.rate
-                )
-                if decision is not None:
-                    for worker, exchange in losses.exchanges.items():
-                        self._decisions[worker] = question, exchanged(decision, exchange)
-                        await asyncio.sleep(_PAUSE_S)
+            of_workers, of_hosts = await self._run(classes_to_prepare, question.situation)
+            for losses in of_workers:
+                await self._prepare_class(losses, question)
+            single = sum(len(lost) == 1 for lost in self._decisions)
+            self.prepared(single, time.monotonic() - began, None)
+            for host_losses in of_hosts:
+                await self._prepare_class(host_losses, question)
         except Exception as error:  # noqa: BLE001
             # It is a help and no more: decisions are made when they are needed, then.
             self._broken = True
             self._decisions = {}
             self.prepared(0, time.monotonic() - began, f"{type(error).__name__}: {error}")
-        else:
-            self.prepared(len(self._decisions), time.monotonic() - began, None)
+
+    async def _prepare_class(self, losses: LossClass | HostLossClass, question: _Question) -> None:
+        decision = await self._run(_decide, losses, question.situation, self.policy, question.rate)
+        if decision is not None:
+            for lost, exchange in losses.exchanges.items():
+                key = frozenset([lost]) if isinstance(lost, int) else lost
+                self._decisions[key] = question, exchanged(decision, exchange)
+                await asyncio.sleep(_PAUSE_S)
+
+    async def _run(self, function: Callable[..., _Answer], /, *arguments: object) -> _Answer:
+        return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
 
 
 def decide_and_check(situation: Situation, policy: str, rate: FailureRate) -> Decision:
@@ -155,7 +166,7 @@ def decide_and_check(situation: Situation, policy: str, rate: FailureRate) -> De
     return _checked(decide(situation, policy, rate))
 
 
-def _decide(losses: LossClass, situation: Situation, policy: str, rate: FailureRate) -> Decision | None:
+def _decide(losses: LossClass | HostLossClass, situation: Situation, policy: str, rate: FailureRate) -> Decision | None:
     decision = decide_on_class(losses, situation, policy, rate)
     return None if decision is None else _checked(decision)
 
@@ -164,10 +175,6 @@ def _checked(decision: Decision) -> Decision:
     if decision.course is not None:
         check_program(decision.course.program, decision.course.plan)
     return decision
-
-
-def _largest_first(classes: Iterable[LossClass]) -> list[LossClass]:
-    return sorted(classes, key=lambda losses: -len(losses.exchanges))
 
 
 def _near(a: float, b: float, tolerance: float) -> bool:

@@ -10,7 +10,7 @@ micro-batch takes which way does not matter: none of them is different from anot
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from chameleon_ft.plan import Hop
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery.situation import Situation
 
-__all__ = ["LossClass", "is_exchange", "loss_classes"]
+__all__ = ["HostLossClass", "LossClass", "classes_to_prepare", "host_loss_classes", "is_exchange", "loss_classes"]
 
 _Colours: TypeAlias = dict[int, int]
 
@@ -36,6 +36,32 @@ class LossClass:
 
     representative: int
     exchanges: Mapping[int, Mapping[int, int]]
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The representative alone."""
+        return (self.representative,)
+
+    def exchange_for(self, lost: frozenset[int]) -> Mapping[int, int] | None:
+        """The exchange for the loss of these workers; None if that is not one of the class."""
+        return self.exchanges.get(next(iter(lost))) if len(lost) == 1 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLossClass:
+    """Hosts whose losses, of all their workers at once, come to the same.
+
+    Attributes:
+        lost: the live workers of one of them, ascending.
+        exchanges: for each of them, by its live workers, an exchange that maps those of that one to these.
+    """
+
+    lost: tuple[int, ...]
+    exchanges: Mapping[frozenset[int], Mapping[int, int]]
+
+    def exchange_for(self, lost: frozenset[int]) -> Mapping[int, int] | None:
+        """The exchange for the loss of these workers; None if that is not one of the class."""
+        return self.exchanges.get(lost)
 
 
 def loss_classes(situation: Situation) -> tuple[LossClass, ...]:
@@ -63,6 +89,41 @@ def loss_classes(situation: Situation) -> tuple[LossClass, ...]:
     return tuple(
         LossClass(representative=representative, exchanges=FrozenMap(known))
         for representative, known in exchanges.items()
+    )
+
+
+def host_loss_classes(situation: Situation, classes: Iterable[LossClass]) -> tuple[HostLossClass, ...]:
+    """The hosts that can be lost, with two live workers or more, so that all layers are still held by others.
+
+    An exchange maps hosts to hosts, so that where workers of two are in the same of the `classes`, of the same
+    situation, the hosts come to the same too.
+    """
+    hosts = situation.costs.cluster.hosts
+    workers: dict[str, list[int]] = defaultdict(list)
+    for worker in situation.live:
+        workers[hosts[worker]].append(worker)
+    found: list[HostLossClass] = []
+    known: set[str] = set()
+    for each in classes:
+        lost = workers[hosts[each.representative]]
+        if hosts[each.representative] in known or len(lost) == 1:
+            continue
+        known.update(hosts[worker] for worker in each.exchanges)
+        if not situation.placement.without(lost).unheld_layers:
+            exchanges: dict[frozenset[int], Mapping[int, int]] = {}
+            for worker, exchange in each.exchanges.items():
+                exchanges.setdefault(frozenset(workers[hosts[worker]]), exchange)
+            found.append(HostLossClass(lost=tuple(lost), exchanges=FrozenMap(exchanges)))
+    return tuple(found)
+
+
+def classes_to_prepare(situation: Situation) -> tuple[list[LossClass], list[HostLossClass]]:
+    """Both in the order in which decisions are prepared: first the largest of single workers, then those of hosts."""
+    of_workers = loss_classes(situation)
+    of_hosts = host_loss_classes(situation, of_workers)
+    return (
+        sorted(of_workers, key=lambda losses: -len(losses.exchanges)),
+        sorted(of_hosts, key=lambda losses: -len(losses.exchanges)),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery._course import Course
 from chameleon_ft.recovery.decision import Decision, decide
-from chameleon_ft.recovery.equivalence import LossClass, loss_classes
+from chameleon_ft.recovery.equivalence import HostLossClass, LossClass, loss_classes
 from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import CostModel, Operation, Program
@@ -57,13 +57,16 @@ def prepare_decisions(situation: Situation, policy: str, rate: FailureRate) -> P
     return PreparedDecisions(decisions=FrozenMap(dict(sorted(decisions.items()))), classes=classes)
 
 
-def decide_on_class(losses: LossClass, situation: Situation, policy: str, rate: FailureRate) -> Decision | None:
+def decide_on_class(
+    losses: LossClass | HostLossClass, situation: Situation, policy: str, rate: FailureRate
+) -> Decision | None:
     """The decision for the loss of the representative; None if nobody is left. For those who prepare piece by piece."""
     costs = situation.costs
-    left = CostModel(costs.workload, costs.cluster.without([losses.representative]))
+    left = CostModel(costs.workload, costs.cluster.without(losses.lost))
     if not left.cluster.workers:
         return None
-    return decide(replace(situation, costs=left), policy, rate.observed(failures=1))
+    of_hosts = int(isinstance(losses, HostLossClass))
+    return decide(replace(situation, costs=left), policy, rate.observed(failures=1, host_failures=of_hosts))
 
 
 def exchanged(decision: Decision, exchange: Mapping[int, int]) -> Decision:

@@ -21,7 +21,7 @@ from chameleon_ft.recovery import (
     refreshed,
     reroute,
 )
-from chameleon_ft.recovery.equivalence import LossClass, loss_classes
+from chameleon_ft.recovery.equivalence import HostLossClass, LossClass, classes_to_prepare
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
 from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, find_plan
 from chameleon_ft.simulate.in_force import PlanInForce
@@ -52,7 +52,7 @@ class Decisions:
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[Decision, Situation]] = {}
-        self._classes: dict[tuple[object, ...], tuple[LossClass, ...]] = {}
+        self._classes: dict[tuple[object, ...], list[LossClass | HostLossClass]] = {}
 
     def decide(self, situation: Situation, policy: str, rate: FailureRate) -> Decision:
         """What `recovery.decide` says."""
@@ -67,27 +67,27 @@ class Decisions:
         self._known[key] = decision, situation
         return decision
 
-    def classes(self, situation: Situation) -> tuple[LossClass, ...]:
-        """The losses that come to the same, while everyone is there."""
+    def classes(self, situation: Situation) -> list[LossClass | HostLossClass]:
+        """The losses that come to the same, while everyone is there, in the order in which they are prepared."""
         key = _asked(situation)
         if key not in self._classes:
-            self._classes[key] = loss_classes(situation)
+            of_workers, of_hosts = classes_to_prepare(situation)
+            self._classes[key] = [*of_workers, *of_hosts]
         return self._classes[key]
 
-    def prepared(
-        self, losses: LossClass, before: Situation, now: Situation, policy: str, rate: FailureRate
+    def on_representative(
+        self, losses: LossClass | HostLossClass, before: Situation, now: Situation, policy: str, rate: FailureRate
     ) -> Decision:
-        """What was decided on the loss of one of a class, with workers exchanged.
+        """What was decided on the loss of the representative of a class.
 
         Args:
             losses: a class of `before`.
             before: the situation while everyone was there.
-            now: one worker of the class is lost.
+            now: another one of the class is lost.
             rate: that loss is counted.
         """
-        lost = before.costs.cluster.without([losses.representative])
-        decision = self.decide(replace(now, costs=CostModel(before.costs.workload, lost)), policy, rate)
-        return exchanged(decision, losses.exchanges[now.lost[0]])
+        left = before.costs.cluster.without(losses.lost)
+        return self.decide(replace(now, costs=CostModel(before.costs.workload, left)), policy, rate)
 
 
 def _asked(situation: Situation) -> tuple[object, ...]:
@@ -197,16 +197,20 @@ class ExactPlanner(PlanInForce[RealPlan]):
         return found
 
     def _prepared(self, situation: Situation, outlook: Outlook) -> Decision | None:
-        """As `Forethought` has it: one class of losses after the other, the largest first, each in its time."""
+        """As `Forethought` has it: one class of losses after the other, the largest first, each in its time.
+
+        Those of single workers, and then those of hosts.
+        """
         search_s = self._parameters.search_s
-        if len(situation.lost) != 1 or outlook.running_s < search_s:
+        hosts = {self._costs.cluster.hosts[worker] for worker in outlook.lost}
+        if not situation.lost or len(hosts) > 1 or outlook.running_s < search_s:
             return None
-        (lost,) = situation.lost
-        before = replace(situation, costs=self._of({**outlook.speeds, lost: 1.0}))
-        classes = sorted(self._decisions.classes(before), key=lambda each: -len(each.exchanges))
-        for number, losses in enumerate(classes, start=1):
-            if lost in losses.exchanges and number * search_s <= outlook.running_s:
-                return self._decisions.prepared(losses, before, situation, self._policy, outlook.rate)
+        before = replace(situation, costs=self._of({**outlook.speeds, **dict.fromkeys(outlook.lost, 1.0)}))
+        for number, losses in enumerate(self._decisions.classes(before), start=1):
+            exchange = losses.exchange_for(outlook.lost)
+            if exchange is not None and number * search_s <= outlook.running_s:
+                found = self._decisions.on_representative(losses, before, situation, self._policy, outlook.rate)
+                return exchanged(found, exchange)
         return None
 
     def _options(self, reached: RealPlan, outlook: Outlook) -> list[Option]:
