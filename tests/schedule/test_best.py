@@ -209,9 +209,7 @@ def test_what_is_known_of_workers_that_keep_more_is_not_taken(case: Planned, in_
     builder = NetworkBuilder(costs, split_backward=plan.split_backward)
     ways = Counter(route.hops for route in plan.routes)
     known = [
-        _pipelines.pipeline_schedule(
-            hops, share, builder, ceiling=np.full((2, len(hops)), in_flight + 1), effort=QUICK
-        )
+        _pipelines.pipeline_schedule(hops, share, builder, ceiling=np.full((2, len(hops)), in_flight + 1), effort=QUICK)
         for hops, share in ways.items()
     ]
 
