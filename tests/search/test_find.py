@@ -383,3 +383,25 @@ def test_few_hosts_do_alone_what_rings_between_hosts_would_hold_up() -> None:
     cluster = Cluster(workers, Link(0.0, 1000.0), Link(0.0, 1.0))
     result = find_plan(CostModel(Workload((layer,), 8, 1), cluster))
     assert result.best.step_s == pytest.approx(4 * 0.03 + 90 / 1000)
+
+
+def test_fused_backward_is_searched_where_the_bound_on_split_backward_is_loose() -> None:
+    # Forward and the halves of the backward; bytes of parameters, activations, what waits for W, output, gradients and
+    # optimizer.
+    layers = tuple(
+        LayerCost("layer", *figures)
+        for figures in (
+            (1.9, 0.9, 0.5, 8, 2, 0, 2, 10, 8),
+            (1.7, 1.6, 1.8, 8, 2, 0, 1, 1, 0),
+            (1.9, 0.5, 0.7, 8, 6, 3, 2, 10, 0),
+            (2.0, 1.5, 0.9, 8, 6, 1, 2, 0, 8),
+            (1.8, 1.5, 0.6, 8, 2, 0, 0, 90, 0),
+            (1.0, 0.3, 1.6, 4, 2, 3, 0, 90, 8),
+            (0.9, 0.4, 1.9, 8, 6, 1, 0, 10, 8),
+        )
+    )
+    workers = tuple(Worker(number, f"host {number % 3}", memory_bytes=105) for number in range(14))
+    cluster = Cluster(workers, Link(0.01, 50.0), Link(0.3, 2.0))
+    result = find_plan(CostModel(Workload(layers, 3, 1), cluster), effort=3000)
+    assert not result.best.plan.split_backward
+    assert result.best.step_s < 2 * result.bound_s

@@ -16,6 +16,7 @@ from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule._trials import ROUNDING
 from chameleon_ft.search._arrange import fewer_hosts
 from chameleon_ft.search._bounds import SyncCost
+from chameleon_ft.search._choice import figures, has_two_holders, made
 from chameleon_ft.search._depths import depths, of_least_time, promising
 from chameleon_ft.search._effort import DEFAULT_EFFORT, is_dear, look_effort
 from chameleon_ft.search._handed_in import weighed
@@ -66,6 +67,8 @@ _SOON: Final = 1.02
 # Plans that take so many times the bound are near to it, or far from it.
 _NEAR: Final = 1.01
 _FAR: Final = 1.1
+# Where a plan takes so many times the bound, that says little of which plans are good.
+_LOOSE: Final = 1.3
 # Plans that take longer than the least bounds of equal pipelines by this much are not thought of in bounds at first.
 _LIKELY: Final = 1.06
 
@@ -106,33 +109,24 @@ def find_plan(
     handed_in, too_large = weighed(others or {}, costs, current, others_ceiling)
     search = _Search(costs, current, effort, two_holders=two_holders)
     plans = search.plans()
-    found: list[Candidate | FoundPlan] = sorted([*plans, *handed_in], key=_figures)
+    found: list[Candidate | FoundPlan] = sorted([*plans, *handed_in], key=figures)
     if two_holders:
-        found = [each for each in found if _has_two_holders(each)]
+        found = [each for each in found if has_two_holders(each)]
         if not found:
             return find_plan(costs, current=current, others=others, others_ceiling=others_ceiling, effort=effort)
     if not found:
         raise why_infeasible(CostModel(costs.workload, grouped(costs.cluster)))
-    best, *alternatives = pareto_front(found, _figures)
+    best, *alternatives = pareto_front(found, figures)
     return SearchResult(
-        best=_made(best),
+        best=made(best),
         bound_s=search.bound_s,
         family=search.family,
         complete=search.complete,
         mixes=search.mixes,
-        alternatives=tuple(map(_made, alternatives)),
-        recuts=tuple(map(_made, (each for each in plans if each.name == "recut"))),
+        alternatives=tuple(map(made, alternatives)),
+        recuts=tuple(map(made, (each for each in plans if each.name == "recut"))),
         too_large=FrozenMap(too_large),
     )
-
-
-def _made(found: Candidate | FoundPlan) -> FoundPlan:
-    return found.found() if isinstance(found, Candidate) else found
-
-
-def _figures(found: Candidate | FoundPlan) -> tuple[float, ...]:
-    """What plans are chosen by, the first of them first."""
-    return found.step_s, found.moved_bytes, found.last_hosts
 
 
 class _Search:
@@ -166,10 +160,7 @@ class _Search:
     def plans(self) -> list[Candidate]:
         """The fastest plans that were found, on the front of step time and bytes to move."""
         searches = self._bounded_searches()
-        tried = searches
-        if self._two_holders and len(self._crew.kinds) == 1:
-            tried = [search for search in searches if search.numbers != _ALONE]
-        placed = [*self._run(tried), *self._of_the_fastest()]
+        placed = [*self._searched(searches), *self._of_the_fastest()]
         placed += self._of_fewer_hosts(min((each.step_s for each in placed), default=math.inf))
         placed.sort(key=lambda each: each.step_s)
         if not (self._all_kinds and is_exact(self._crew.counts) and all(search.all_shapes for search in searches)):
@@ -182,6 +173,23 @@ class _Search:
             *(candidate("pipelines", each.pipelines, each.timer, self._current) for each in self._in_roles(placed)),
             *self._recut(),
         ]
+
+    def _searched(self, searches: Sequence[MixSearch]) -> list[PlacedMix]:
+        """What these find; where that shows that the bound is loose, also those that did not seem worth it by it.
+
+        It may be, for one, where there is hardly memory enough to split backward.
+        """
+        placed = self._run(self._allowed(searches))
+        split, fused = self._timers
+        best_s = min((each.step_s for each in placed), default=math.inf)
+        if best_s > _LOOSE * self.bound_s and all(search.timer is split for search in searches):
+            placed += self._run(self._allowed(self._searches(fused)))
+        return placed
+
+    def _allowed(self, searches: Sequence[MixSearch]) -> list[MixSearch]:
+        """Those that may find plans in which every layer has two holders, if all have to."""
+        two = self._two_holders and len(self._crew.kinds) == 1
+        return [search for search in searches if not (two and search.numbers == _ALONE)]
 
     def _bounded_searches(self) -> list[MixSearch]:
         """All searches that are worth it, those of least bound first."""
@@ -310,7 +318,7 @@ class _Search:
     def _of_part(self, part: Cluster) -> list[PlacedMix]:
         """What some of the workers can do, while the others are idle."""
         search = _Search(CostModel(self._costs.workload, part), None, self._effort, two_holders=self._two_holders)
-        return search._run(search._bounded_searches())
+        return search._searched(search._bounded_searches())
 
     def _is_cheap(self, search: MixSearch) -> bool:
         """Whether a look at the pipelines that make up its bound does not cost too much."""
@@ -398,8 +406,3 @@ def _bound_of_equals_s(costs: CostModel) -> float:
     equals = _Search(CostModel(costs.workload, cluster), None, 0)
     equals._bounded_searches()
     return max(equals.bound_s, total_work_bound_s(costs))
-
-
-def _has_two_holders(found: Candidate | FoundPlan) -> bool:
-    placement = found.placement if isinstance(found, Candidate) else found.plan.placement
-    return all(len(placement.holders(layer)) > 1 for layer in range(placement.num_layers))
