@@ -43,14 +43,6 @@ def replayed(
     trace = Trace.from_faults(faults, workers=workers, duration_s=WINDOW_S)
     costs = workload(), cluster(workers, per_host=per_host)
     results = simulate(trace, *costs, [policy], parameters=parameters, start=plan, as_in_run=True)
-        trace,
-        workload(),
-        cluster(workers, per_host=per_host),
-        [policy],
-        parameters=parameters,
-        start=plan,
-        as_in_run=True,
-    )
     return results.policies[policy]
 
 
