@@ -5,8 +5,8 @@
 writes the tables of docs/paper.md and its picture anew. Single workers are lost at even intervals, which of them is
 drawn by the seed; none comes back, or each two and a half intervals later. Decisions are those of the runtime.
 
-Chameleon begins with the fastest plan that a search finds. The others begin with that or with equal pipelines of 2, 4 or
-8 stages with split backward, whatever leads to most samples in the end: a fast plan may be one that is dear to reroute.
+Chameleon begins with the fastest plan that a search finds. The others begin with that or with equal pipelines of 2, 4
+or 8 stages with split backward, whatever leads to most samples in the end: a fast plan may be dear to reroute.
 """
 
 from __future__ import annotations
