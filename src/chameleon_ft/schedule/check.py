@@ -92,8 +92,8 @@ def _complain_of_missing(program: Program, plan: Plan, kinds: Sequence[Operation
     missing = [each for each in every if (each[0], each[1].micro_batch, each[2]) not in there]
     kind, route, hop = missing[0]
     raise ProgramError(
-        f"the program lacks {len(missing)} operations of the plan, first {Operation.of(kind, route, hop)} "
-        f"on worker {route.hops[hop].worker}"
+        f"the program lacks {len(missing)} operations of the plan, first "
+        f"{Operation.of(kind, route, hop, plan.recompute)} on worker {route.hops[hop].worker}"
     )
 
 

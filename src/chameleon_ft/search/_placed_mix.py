@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from chameleon_ft.search._placed import PlacedPipeline, synced_s
+from chameleon_ft.search._placed import PlacedPipeline, polished, synced_s
 from chameleon_ft.search._sync import largest_host
 from chameleon_ft.search._timed import TimedPipeline, Timer
 
@@ -58,6 +58,26 @@ def best_ways(
     on_ways = [PlacedMix(pipelines, timer, step_s=synced_s(pipelines, timer)) for pipelines in rough]
     on_ways.sort(key=lambda placed: placed.step_s)
     return [_replayed(placed) for placed in with_survivor(on_ways[:1], on_ways)]
+
+
+def scheduled_ways(
+    timed: Sequence[TimedPipeline], ways: Sequence[Sequence[tuple[int, ...]]], timer: Timer, *, effort: int
+) -> list[PlacedMix]:
+    """The same with pipelines scheduled anew on the workers of every way, with so much effort for each of them."""
+    on_ways: list[PlacedMix] = []
+    for workers in ways:
+        pipelines = tuple(
+            PlacedPipeline(timer.moved(each, own, effort=effort), own) for each, own in zip(timed, workers, strict=True)
+        )
+        on_ways.append(PlacedMix(pipelines, timer, step_s=synced_s(pipelines, timer)))
+    on_ways.sort(key=lambda placed: placed.step_s)
+    return with_survivor(on_ways[:1], on_ways)
+
+
+def with_best_programs(placed: PlacedMix, effort: int | None) -> PlacedMix:
+    """The same with what `polished` makes of its pipelines, in a search of this effort."""
+    pipelines = polished(placed.pipelines, placed.timer, effort)
+    return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, placed.timer))
 
 
 def _replayed(placed: PlacedMix) -> PlacedMix:

@@ -26,7 +26,6 @@ from chameleon_ft.search._mixes import MixSearch, TimedMix
 from chameleon_ft.search._nearby import with_better_cuts
 from chameleon_ft.search._placed import (
     Candidate,
-    PlacedPipeline,
     candidate,
     has_gradients,
     in_roles,
@@ -34,9 +33,9 @@ from chameleon_ft.search._placed import (
     synced_s,
     ways_to_place,
 )
-from chameleon_ft.search._placed_mix import PlacedMix, best_ways, with_survivor
+from chameleon_ft.search._placed_mix import PlacedMix, best_ways, scheduled_ways, with_best_programs, with_survivor
 from chameleon_ft.search._sync import about, least_sync, links_are_equal, numbers_of_pipelines
-from chameleon_ft.search._timed import TimedPipeline, Timer
+from chameleon_ft.search._timed import Timer
 from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.infeasible import why_infeasible
 from chameleon_ft.search.recut import recut
@@ -351,16 +350,8 @@ class _Search:
         timed = [each for each, count in mix.pipelines for _ in range(count)]
         ways = ways_to_place([each.shape for each in timed], [each.stops for each in timed], self._crew, self._costs)
         if self._effort is None:
-            on_ways = sorted((self._on(workers, timed, timer) for workers in ways), key=lambda placed: placed.step_s)
-            return with_survivor(on_ways[:1], on_ways)
+            return scheduled_ways(timed, ways, timer, effort=look_effort(self._effort))
         return best_ways(timed, ways, timer)
-
-    def _on(self, workers: Sequence[tuple[int, ...]], timed: Sequence[TimedPipeline], timer: Timer) -> PlacedMix:
-        effort = look_effort(self._effort)
-        pipelines = tuple(
-            PlacedPipeline(timer.moved(each, own, effort=effort), own) for each, own in zip(timed, workers, strict=True)
-        )
-        return PlacedMix(pipelines, timer, step_s=synced_s(pipelines, timer))
 
     def _in_roles(self, placed: Sequence[PlacedMix]) -> list[PlacedMix]:
         """The best ones as they are, and with stages on the workers that hold most of them."""
@@ -393,9 +384,7 @@ class _Search:
         return self._polished(replace(placed, pipelines=better), _LITTLE) if better != placed.pipelines else placed
 
     def _polished(self, placed: PlacedMix, share: float) -> PlacedMix:
-        effort = None if self._effort is None else int(self._effort * share)
-        pipelines = polished(placed.pipelines, placed.timer, effort)
-        return replace(placed, pipelines=pipelines, step_s=synced_s(pipelines, placed.timer))
+        return with_best_programs(placed, None if self._effort is None else int(self._effort * share))
 
 
 def _bound_of_equals_s(costs: CostModel) -> float:
