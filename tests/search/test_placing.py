@@ -14,7 +14,8 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import estimate_sync
 from chameleon_ft.plan import LayerRange, Placement, Route
 from chameleon_ft.schedule import CostModel, Operation, Program, replay
-from chameleon_ft.schedule._orders import operations_of
+from chameleon_ft.schedule._orders import records_by_code
+from chameleon_ft.schedule.program import operations_from
 from chameleon_ft.search._arrange import by_pipeline, by_stage, orders_of_hosts
 from chameleon_ft.search._effort import LOOK
 from chameleon_ft.search._kinds import Crew
@@ -105,7 +106,8 @@ def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: b
         timed = pipeline.timed
         hops = hops_of(timed.workers, timed.stops)
         routes = [Route(number, hops) for number in range(timed.micro_batches)]
-        programs = operations_of(routes, timed.schedule.schedule().orders, split_backward=split, recompute=frozenset())
+        by_code = records_by_code(routes, split_backward=split, recompute=frozenset())
+        programs = [operations_from(by_code[order]) for order in timed.schedule.schedule().orders]
         renamed = dict(zip(timed.workers, pipeline.workers, strict=True))
         for hop, program in zip(hops, programs, strict=True):
             worker = renamed[hop.worker]

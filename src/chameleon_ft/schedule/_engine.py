@@ -60,10 +60,9 @@ class Schedule:
     dead_end: bool = False
 
     @property
-    def orders(self) -> list[list[int]]:
+    def orders(self) -> list[Integers]:
         """Codes of operations by worker index, in order."""
-        codes = self.codes.tolist()
-        return [codes[start:stop] for start, stop in pairwise(self.network.first.tolist())]
+        return [self.codes[start:stop] for start, stop in pairwise(self.network.first.tolist())]
 
     @property
     def last_s(self) -> list[float]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from operator import attrgetter
-from typing import Final
 
 import numpy as np
 
@@ -14,11 +12,8 @@ from chameleon_ft.plan.plan import Plan, Route
 from chameleon_ft.schedule._components import different_ways
 from chameleon_ft.schedule._engine import Rules, Schedule, replayed, run
 from chameleon_ft.schedule._network import Network
-from chameleon_ft.schedule._records import Integers
-from chameleon_ft.schedule.program import Operation, OperationKind, Program
-
-# The constructor's arguments after the first two, in its order.
-_all_but_kind_and_micro_batch: Final = attrgetter(*(field.name for field in fields(Operation)[2:]))
+from chameleon_ft.schedule._records import Integers, Records
+from chameleon_ft.schedule.program import Operation, OperationKind, Program, records_from
 
 
 def schedule(network: Network, rules: Rules, ways: Integers | None = None) -> Schedule:
@@ -42,31 +37,37 @@ def schedule(network: Network, rules: Rules, ways: Integers | None = None) -> Sc
         rules = replace(rules, in_flight=tuple(max(1, limit // 2) for limit in rules.in_flight))
 
 
-def build_program(plan: Plan, orders: list[list[int]]) -> Program:
+def build_program(plan: Plan, orders: Iterable[Integers]) -> Program:
     """The program whose operations have these codes, by worker in ascending order of ids."""
-    operations = operations_of(plan.routes, orders, split_backward=plan.split_backward, recompute=plan.recompute)
-    return Program(dict(zip(plan.workers, operations, strict=True)))
+    by_code = records_by_code(plan.routes, split_backward=plan.split_backward, recompute=plan.recompute)
+    return Program.of_records(dict(zip(plan.workers, map(by_code.__getitem__, orders), strict=True)))
 
 
-def operations_of(
-    routes: Sequence[Route], orders: Sequence[Sequence[int]], *, split_backward: bool, recompute: frozenset[int]
-) -> list[tuple[Operation, ...]]:
-    """For each list of codes the operations that have them, where slots are those of `routes`."""
-    backward = OperationKind.INPUT_GRAD if split_backward else OperationKind.BACKWARD
-    kinds = (OperationKind.FORWARD, backward, OperationKind.WEIGHT_GRAD)
+def records_by_code(routes: Sequence[Route], *, split_backward: bool, recompute: frozenset[int]) -> Records:
+    """The operations of these routes by their codes, as an array of `PROGRAM_RECORD`."""
+    kinds = kinds_by_phase(split_backward=split_backward)
     ways, taken = different_ways(route.hops for route in routes)
-    # What the operations of a hop have in common, whatever their micro-batch, by way, hop and phase.
+    # What the operations of a hop have in common, whatever their micro-batch: by phase, and way after way by hop.
     common = [
-        [
-            tuple(_all_but_kind_and_micro_batch(Operation.of(kind, Route(0, hops), hop, recompute)) for kind in kinds)
-            for hop in range(len(hops))
-        ]
-        for hops in ways
+        records_from(Operation.of(kind, Route(0, hops), hop, recompute) for hops in ways for hop in range(len(hops)))
+        for kind in kinds
     ]
-    slots = [(route.micro_batch, own) for route, way in zip(routes, taken, strict=True) for own in common[way]]
-    phases = range(3 if split_backward else 2)
-    by_code = [Operation(kinds[phase], micro_batch, *own[phase]) for phase in phases for micro_batch, own in slots]
-    return [tuple(map(by_code.__getitem__, order)) for order in orders]
+    lengths = np.array([len(hops) for hops in ways])
+    begins = np.cumsum(lengths) - lengths
+    way = np.array(taken)
+    hops_of_route = lengths[way]
+    before = np.cumsum(hops_of_route) - hops_of_route
+    slots = np.arange(hops_of_route.sum()) + np.repeat(begins[way] - before, hops_of_route)
+    records = np.concatenate([own[slots] for own in common])
+    records["micro_batch"] = np.tile(np.repeat([route.micro_batch for route in routes], hops_of_route), len(kinds))
+    return records
+
+
+def kinds_by_phase(*, split_backward: bool) -> tuple[OperationKind, ...]:
+    """What an operation of each phase computes: codes are numbers of slots, phase after phase."""
+    if split_backward:
+        return OperationKind.FORWARD, OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD
+    return OperationKind.FORWARD, OperationKind.BACKWARD
 
 
 def _one_by_one(network: Network) -> Schedule:

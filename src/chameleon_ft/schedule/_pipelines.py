@@ -49,10 +49,9 @@ class PipelineSchedule:
         return tuple(self.ends_s[last].tolist())
 
     @property
-    def orders(self) -> list[list[int]]:
+    def orders(self) -> list[Integers]:
         """Codes of operations by stage, in order."""
-        orders: list[list[int]] = self.codes.reshape(len(self.hops), -1).tolist()
-        return orders
+        return list(self.codes.reshape(len(self.hops), -1))
 
     def schedule(self) -> Schedule:
         """With its network."""

@@ -48,3 +48,22 @@ needs: the number of the operation that has to end before, besides those of the 
 that never runs is written as the operation's own number. delay_s: seconds that a message from there takes. duration_s:
 seconds that the operation takes.
 """
+
+PROGRAM_RECORD: Final = np.dtype(
+    [
+        ("kind", "u1"),
+        ("micro_batch", "<i4"),
+        ("hop", "<i4"),
+        ("start", "<i4"),
+        ("stop", "<i4"),
+        ("receive_from", "<i4"),
+        ("send_to", "<i4"),
+        ("first", "?"),
+        ("last", "?"),
+        ("recompute", "?"),
+    ]
+)
+"""An operation of a program, as `Operation` has it.
+
+kind: F, B, I, W are 0, 1, 2, 3. start, stop: its layers. receive_from, send_to: -1 for no worker.
+"""

@@ -6,18 +6,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._components import Component, components
 from chameleon_ft.schedule._engine import Schedule
-from chameleon_ft.schedule._orders import operations_of
+from chameleon_ft.schedule._orders import records_by_code
 from chameleon_ft.schedule._part import Part
 from chameleon_ft.schedule._pipelines import PipelinePart, PipelineSchedule
-from chameleon_ft.schedule._records import Integers
+from chameleon_ft.schedule._records import PROGRAM_RECORD, Integers
 from chameleon_ft.schedule._trials import Trials, trials_of
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit
-from chameleon_ft.schedule.program import Operation, Program
+from chameleon_ft.schedule.program import Program
 
 __all__ = [
     "DEFAULT_EFFORT",
@@ -124,13 +126,12 @@ def best_parts(
 
 def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
     """What each worker of the plan runs."""
-    operations: dict[int, tuple[Operation, ...]] = dict.fromkeys(plan.workers, ())
+    records = dict.fromkeys(plan.workers, np.empty(0, PROGRAM_RECORD))
     for part in parts:
-        own = operations_of(
-            part.component.routes, part.schedule.orders, split_backward=plan.split_backward, recompute=plan.recompute
-        )
-        operations.update(zip(part.component.workers, own, strict=True))
-    return Program(operations)
+        component = part.component
+        by_code = records_by_code(component.routes, split_backward=plan.split_backward, recompute=plan.recompute)
+        records.update(zip(component.workers, map(by_code.__getitem__, part.schedule.orders), strict=True))
+    return Program.of_records(records)
 
 
 def step_s_of(parts: Iterable[ScheduledPart]) -> float:

@@ -1,24 +1,21 @@
-"""What must hold of a program before it runs."""
+"""What every program must keep to before anybody runs it."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Final, NamedTuple, NoReturn
+from typing import NoReturn
+
+import numpy as np
 
 from chameleon_ft.errors import ProgramError
-from chameleon_ft.plan.plan import Plan, Route
-from chameleon_ft.schedule._components import different_ways
-from chameleon_ft.schedule.program import Operation, OperationKind, Program
+from chameleon_ft.plan.plan import Plan
+from chameleon_ft.schedule._orders import kinds_by_phase, records_by_code
+from chameleon_ft.schedule._records import Booleans, Integers, Records
+from chameleon_ft.schedule.program import KINDS, Program, operations_from
 
 __all__ = ["check_program"]
 
-# Kind, micro-batch and hop of an operation.
-_Key = tuple[OperationKind, int, int]
-# All else that there is of an operation.
-_form: Final = attrgetter("layers", "receive_from", "send_to", "first", "last", "recompute")
+_FORWARD = 0  # as records have it
 
 
 def check_program(program: Program, plan: Plan) -> None:
@@ -30,167 +27,162 @@ def check_program(program: Program, plan: Plan) -> None:
       gradients: there are no tags to tell messages apart.
     - It does not deadlock when each such channel holds one message and a send into a full channel blocks its worker.
     """
-    _check_operations(program, plan)
-    messages = _Messages(program)
-    _check_order(messages)
-    _check_blocking(program, messages)
+    _check_operations(program, _Wanted.of(plan))
+    sent, received = (_Messages.of(program, sent=sent) for sent in (True, False))
+    _check_order(sent, received)
+    _check_blocking(program, sent, received)
 
 
-class _Channel(NamedTuple):
-    """What carries messages of one kind from one worker to another."""
-
-    sender: int
-    receiver: int
-    gradient: bool
-
-    def __str__(self) -> str:
-        return f"{'gradients' if self.gradient else 'activations'} from worker {self.sender} to worker {self.receiver}"
-
-
-def _check_operations(program: Program, plan: Plan) -> None:
-    backward = (
-        (OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD) if plan.split_backward else (OperationKind.BACKWARD,)
-    )
-    kinds = (OperationKind.FORWARD, *backward)
-    ways, taken = different_ways(route.hops for route in plan.routes)
-    # What operations have to be, whatever their micro-batch, by way, hop and kind.
-    wanted = [
-        [
-            {kind: _form(Operation.of(kind, Route(0, hops), hop, plan.recompute)) for kind in kinds}
-            for hop in range(len(hops))
-        ]
-        for hops in ways
-    ]
-    count = 0
-    for worker in program.workers:
-        seen: set[_Key] = set()
-        for operation in program.of(worker):
-            kind, micro_batch, hop = key = operation.kind, operation.micro_batch, operation.hop
-            known = 0 <= micro_batch < len(taken) and 0 <= hop < len(wanted[taken[micro_batch]])
-            way = taken[micro_batch] if known else 0
-            if (
-                not known
-                or ways[way][hop].worker != worker
-                or wanted[way][hop].get(kind) != _form(operation)
-                or key in seen
-            ):
-                problem = "twice" if key in seen else "in a form that the plan does not ask of it"
-                raise ProgramError(f"worker {worker} runs {operation} {problem}; make the program from the plan")
-            for needed in _needed_on_worker(operation):
-                if needed not in seen:
-                    before = f"{needed[0]}{needed[1]}.{needed[2]}"
-                    raise ProgramError(f"worker {worker} runs {operation} before {before}, which it needs")
-            seen.add(key)
-        count += len(seen)
-    if count < len(kinds) * sum(len(route.hops) for route in plan.routes):
-        _complain_of_missing(program, plan, kinds)
-
-
-def _complain_of_missing(program: Program, plan: Plan, kinds: Sequence[OperationKind]) -> NoReturn:
-    there = {(each.kind, each.micro_batch, each.hop) for worker in program.workers for each in program.of(worker)}
-    every = ((kind, route, hop) for route in plan.routes for hop in range(len(route.hops)) for kind in kinds)
-    missing = [each for each in every if (each[0], each[1].micro_batch, each[2]) not in there]
-    kind, route, hop = missing[0]
-    raise ProgramError(
-        f"the program lacks {len(missing)} operations of the plan, first "
-        f"{Operation.of(kind, route, hop, plan.recompute)} on worker {route.hops[hop].worker}"
-    )
-
-
-def _needed_on_worker(operation: Operation) -> tuple[_Key, ...]:
-    """The operations of the same worker that must come before; what others must have run is a matter of messages."""
-    kind, micro_batch, hop = operation.kind, operation.micro_batch, operation.hop
-    if kind is OperationKind.WEIGHT_GRAD:
-        return ((OperationKind.INPUT_GRAD, micro_batch, hop),)
-    if kind is OperationKind.FORWARD:
-        return ((kind, micro_batch, hop - 1),) if not operation.first and operation.receive_from is None else ()
-    forward = OperationKind.FORWARD, micro_batch, hop
-    if not operation.last and operation.receive_from is None:
-        return forward, (kind, micro_batch, hop + 1)
-    return (forward,)
-
-
-class _Messages:
-    """What the operations of a program receive and send.
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The operations that a plan asks for, by code: numbers of hops, phase after phase.
 
     Attributes:
-        channels: what carries messages, each with its number.
-        sent, received: by number of the channel, the messages in order, each a micro-batch and the hop that needs it.
-        of_worker: for each operation of a worker the channels that it receives from and sends into, or -1.
+        records: as an array of `PROGRAM_RECORD`.
+        workers: who runs each.
+        before: in two rows, the codes of what its worker must have run before, or -1.
+        first: for each route the number of its first hop.
+        lengths: for each route how many it has.
+        phases: by number of a kind its phase, or -1.
     """
 
-    def __init__(self, program: Program) -> None:
-        # Plain tuples, which are made sooner, of all but the channels that are complained of.
-        self.channels: dict[tuple[int, int, bool], int] = {}
-        self.sent: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        self.received: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        self.of_worker: dict[int, list[tuple[int, int]]] = {}
-        for worker in program.workers:
-            own = self.of_worker[worker] = []
-            for operation in program.of(worker):
-                gradient = operation.kind is not OperationKind.FORWARD
-                source = target = -1
-                if operation.receive_from is not None:
-                    source = self._number(operation.receive_from, worker, gradient)
-                    self.received[source].append((operation.micro_batch, operation.hop))
-                if operation.send_to is not None:
-                    target = self._number(worker, operation.send_to, gradient)
-                    self.sent[target].append((operation.micro_batch, operation.hop + (-1 if gradient else 1)))
-                own.append((source, target))
+    records: Records
+    workers: Integers
+    before: Integers
+    first: Integers
+    lengths: Integers
+    phases: Integers
 
-    def _number(self, sender: int, receiver: int, gradient: bool) -> int:
-        return self.channels.setdefault((sender, receiver, gradient), len(self.channels))
+    @classmethod
+    def of(cls, plan: Plan) -> _Wanted:
+        kinds = kinds_by_phase(split_backward=plan.split_backward)
+        records = records_by_code(plan.routes, split_backward=plan.split_backward, recompute=plan.recompute)
+        lengths = np.array([len(route.hops) for route in plan.routes])
+        count = int(lengths.sum())
+        workers = np.tile(np.array([hop.worker for route in plan.routes for hop in route.hops]), len(kinds))
+        codes = np.arange(len(records))
+        phase = codes // count
+        # What others must have run is a matter of messages; a tensor that is handed over on the worker must be there.
+        handed_over = records["receive_from"] < 0
+        comes_from = np.where(phase == 0, codes - 1, np.where(phase == 1, codes + 1, -1))
+        is_end = np.where(phase == 0, records["first"], records["last"])
+        return cls(
+            records=records,
+            workers=workers,
+            before=np.stack([np.where(phase == 0, -1, codes - count), np.where(handed_over & ~is_end, comes_from, -1)]),
+            first=np.cumsum(lengths) - lengths,
+            lengths=lengths,
+            phases=np.array([kinds.index(kind) if kind in kinds else -1 for kind in KINDS]),
+        )
 
-
-def _check_order(messages: _Messages) -> None:
-    for channel, number in messages.channels.items():
-        sent, received = messages.sent[number], messages.received[number]
-        for place, (out, taken) in enumerate(zip(sent, received, strict=True)):
-            if out != taken:
-                raise ProgramError(
-                    f"{_Channel(*channel)} arrive in another order than they are taken: message {place} is for "
-                    f"micro-batch {out[0]}, and micro-batch {taken[0]} is expected"
-                )
-
-
-@dataclass(slots=True)
-class _Walker:
-    """A worker on its way through its operations; `sending` while the result of the present one cannot be sent."""
-
-    worker: int
-    moves: list[tuple[int, int]]
-    position: int = 0
-    sending: bool = False
+    def codes_of(self, records: Records) -> Integers:
+        """The codes of these operations, or -1 for those of no hop or phase of the plan."""
+        phase, micro_batch, hop = self.phases[records["kind"]], records["micro_batch"], records["hop"]
+        is_route = (micro_batch >= 0) & (micro_batch < len(self.first))
+        route = np.where(is_route, micro_batch, 0)
+        known = is_route & (phase >= 0) & (hop >= 0) & (hop < self.lengths[route])
+        return np.where(known, phase * int(self.lengths.sum()) + self.first[route] + hop, -1)
 
 
-def _check_blocking(program: Program, messages: _Messages) -> None:
-    walkers = {worker: _Walker(worker, moves) for worker, moves in messages.of_worker.items()}
-    ends = list(messages.channels)
-    full = [False] * len(ends)
-    active = list(walkers)
-    while active:
-        walker = walkers[active.pop()]
-        while walker.position < len(walker.moves):
-            source, target = walker.moves[walker.position]
-            if not walker.sending:
-                if source >= 0:
-                    if not full[source]:
-                        break
-                    full[source] = False
-                    active.append(ends[source][0])
-                walker.sending = True
-            if target >= 0:
-                if full[target]:
-                    break
-                full[target] = True
-                active.append(ends[target][1])
-            walker.sending = False
-            walker.position += 1
+def _check_operations(program: Program, wanted: _Wanted) -> None:
+    records, workers = program.records, _workers_of(program)
+    codes = wanted.codes_of(records)
+    places = np.arange(len(records))
+    alike = (codes >= 0) & (wanted.workers[codes] == workers) & (wanted.records[codes] == records)
+    place = np.full(len(wanted.records) + 1, len(records))  # the last one stands for what is needed of nobody
+    np.minimum.at(place, codes[alike], places[alike])
+    place[-1] = -1
+    repeated = alike & (place[codes] != places)
+    too_late = place[wanted.before[:, codes]] > places
+    if not (wrong := ~alike | repeated | too_late.any(0)).any():
+        if (place[:-1] == len(records)).any():
+            _complain_of_missing(place[:-1] == len(records), wanted)
+        return
+    index = int(wrong.argmax())
+    (operation,) = operations_from(records[index : index + 1])
+    what = f"worker {workers[index]} runs {operation}"
+    if not alike[index] or repeated[index]:
+        problem = "twice" if repeated[index] else "in a form that the plan does not ask of it"
+        raise ProgramError(f"{what} {problem}; make the program from the plan")
+    needed = wanted.before[too_late[:, index], codes[index]][:1]
+    raise ProgramError(f"{what} before {operations_from(wanted.records[needed])[0]}, which it needs")
+
+
+def _complain_of_missing(missing: Booleans, wanted: _Wanted) -> NoReturn:
+    """Of those of the first hop that lacks some, the first."""
+    by_hop = missing.reshape(-1, int(wanted.lengths.sum()))
+    hop = int(by_hop.any(0).argmax())
+    code = hop + int(by_hop[:, hop].argmax()) * by_hop.shape[1]
+    raise ProgramError(
+        f"the program lacks {missing.sum()} operations of the plan, first "
+        f"{operations_from(wanted.records[code : code + 1])[0]} on worker {wanted.workers[code]}"
+    )
+
+
+def _workers_of(program: Program) -> Integers:
+    """For each record the worker that runs it."""
+    return np.repeat(np.array(program.workers, np.int64), np.diff(program.starts))
+
+
+@dataclass(frozen=True, slots=True)
+class _Messages:
+    """The messages of a program at one of their ends, channel after channel, and those of each in the worker's order.
+
+    Attributes:
+        places: of the operations that send them, or receive them.
+        channels: (sender, receiver, whether it carries gradients) of each, in three rows.
+        needed_by: the micro-batch and the hop that needs it, in two rows.
+    """
+
+    places: Integers
+    channels: Integers
+    needed_by: Integers
+
+    @classmethod
+    def of(cls, program: Program, *, sent: bool) -> _Messages:
+        peers = program.records["send_to" if sent else "receive_from"]
+        places = np.flatnonzero(peers >= 0)
+        workers, peers, records = _workers_of(program)[places], peers[places], program.records[places]
+        is_gradient = records["kind"] != _FORWARD
+        channels = np.stack([workers, peers, is_gradient] if sent else [peers, workers, is_gradient])
+        further = np.where(is_gradient, -1, 1) if sent else 0
+        needed_by = np.stack([records["micro_batch"], records["hop"] + further])
+        order = np.lexsort(channels[::-1])  # which is stable
+        return cls(places[order], channels[:, order], needed_by[:, order])
+
+
+def _check_order(sent: _Messages, received: _Messages) -> None:
+    differs = (sent.needed_by != received.needed_by).any(0)
+    if not differs.any():
+        return
+    index = int(differs.argmax())
+    sender, receiver, is_gradient = channel = sent.channels[:, index]
+    place = index - int((sent.channels == channel[:, None]).all(0).argmax())
+    raise ProgramError(
+        f"{'gradients' if is_gradient else 'activations'} from worker {sender} to worker {receiver} arrive in another "
+        f"order than they are taken: message {place} is for micro-batch {sent.needed_by[0, index]}, and micro-batch "
+        f"{received.needed_by[0, index]} is expected"
+    )
+
+
+def _check_blocking(program: Program, sent: _Messages, received: _Messages) -> None:
+    # Here, because to import a kernel loads numba, and most who import this check nothing.
+    from chameleon_ft.schedule._kernels.blocking import run_blocking
+
+    # Both ends have the same channels, as their order was checked.
+    is_new = np.ones(len(sent.places), np.bool_)
+    is_new[1:] = (sent.channels[:, 1:] != sent.channels[:, :-1]).any(0)
+    numbers = np.cumsum(is_new) - 1
+    sources, targets = np.full((2, len(program.records)), -1)
+    sources[received.places], targets[sent.places] = numbers, numbers
+    ends = np.searchsorted(program.workers, sent.channels[:2, is_new])
+    starts = np.array(program.starts)
+    reached, sending = run_blocking(starts, sources, targets, ends[0], ends[1])
     stuck = [
-        f"worker {walker.worker} {'sending the result of' if walker.sending else 'waiting to run'} "
-        f"{program.of(walker.worker)[walker.position]}"
-        for walker in walkers.values()
-        if walker.position < len(walker.moves)
+        f"worker {worker} {'sending the result of' if sending[index] else 'waiting to run'} "
+        f"{operations_from(program.records[place : place + 1])[0]}"
+        for index, (worker, place) in enumerate(zip(program.workers, reached, strict=True))
+        if place < starts[index + 1]
     ]
     if stuck:
         raise ProgramError(f"the program deadlocks when sends block: {', '.join(stuck)}")

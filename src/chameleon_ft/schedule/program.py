@@ -1,16 +1,26 @@
-"""The operations of a step, and the order in which each worker runs its own."""
+"""The operations of a step, and the order in which each worker runs its own.
+
+A program of a large job has tens of thousands of operations. So it is kept as records in arrays, which are made,
+checked, handed on and renamed all at once, and become `Operation` objects where somebody looks at them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate, pairwise
+from typing import Final
+
+import numpy as np
 
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.placement import LayerRange
 from chameleon_ft.plan.plan import Route
+from chameleon_ft.schedule._records import PROGRAM_RECORD, Records
 
-__all__ = ["Operation", "OperationKind", "Program"]
+__all__ = ["KINDS", "Operation", "OperationKind", "Program", "operations_from", "records_from"]
 
 
 class OperationKind(StrEnum):
@@ -84,21 +94,121 @@ class Operation:
         )
 
 
-@dataclass(frozen=True, slots=True)
+KINDS: Final = tuple(OperationKind)
+"""By the number that a record has for it."""
+
+_NUMBERS: Final = {kind: number for number, kind in enumerate(KINDS)}
+
+
+def records_from(operations: Iterable[Operation]) -> Records:
+    """The operations as an array of `PROGRAM_RECORD`."""
+    rows = [
+        (
+            _NUMBERS[each.kind],
+            each.micro_batch,
+            each.hop,
+            each.layers.start,
+            each.layers.stop,
+            -1 if each.receive_from is None else each.receive_from,
+            -1 if each.send_to is None else each.send_to,
+            each.first,
+            each.last,
+            each.recompute,
+        )
+        for each in operations
+    ]
+    return np.array(rows, PROGRAM_RECORD)
+
+
+def operations_from(records: Records) -> tuple[Operation, ...]:
+    """What `records_from` was given."""
+    ranges: dict[tuple[int, int], LayerRange] = {}
+    operations = []
+    for kind, micro_batch, hop, start, stop, receive_from, send_to, *flags in records.tolist():
+        layers = ranges.get((start, stop))
+        if layers is None:
+            layers = ranges[start, stop] = LayerRange(start, stop)
+        source, target = (None if worker < 0 else worker for worker in (receive_from, send_to))
+        operations.append(Operation(KINDS[kind], micro_batch, hop, layers, source, target, *flags))
+    return tuple(operations)
+
+
 class Program:
-    """For each worker, in ascending order, the operations it runs in a step, in their order."""
+    """For each worker the operations it runs in a step, in their order. A value: it cannot change.
 
-    operations: Mapping[int, tuple[Operation, ...]]
+    Args:
+        operations: by worker; one may have none.
 
-    def __post_init__(self) -> None:
-        ordered = {worker: tuple(self.operations[worker]) for worker in sorted(self.operations)}
-        object.__setattr__(self, "operations", FrozenMap(ordered))
+    Attributes:
+        workers: ascending.
+        records: the operations of all workers, of each in its order, as an array of `PROGRAM_RECORD`.
+        starts: where in `records` the operations of each worker begin, and where the last ones end.
+    """
+
+    __slots__ = ("_operations", "records", "starts", "workers")
+
+    workers: tuple[int, ...]
+    records: Records
+    starts: tuple[int, ...]
+
+    def __init__(self, operations: Mapping[int, Iterable[Operation]]) -> None:
+        self._fill({worker: records_from(own) for worker, own in operations.items()})
+
+    @classmethod
+    def of_records(cls, records: Mapping[int, Records]) -> Program:
+        """The program in which each worker has the operations of these records."""
+        program = cls.__new__(cls)
+        program._fill(records)
+        return program
+
+    def _fill(self, records: Mapping[int, Records]) -> None:
+        self.workers = tuple(sorted(records))
+        own = [records[worker] for worker in self.workers]
+        self.records = np.concatenate([np.empty(0, PROGRAM_RECORD), *own])
+        self.records.flags.writeable = False
+        self.starts = (0, *accumulate(map(len, own)))
+        self._operations: dict[int, tuple[Operation, ...]] = {}
 
     @property
-    def workers(self) -> tuple[int, ...]:
-        """The workers of the program, ascending; one may have nothing to do."""
-        return tuple(self.operations)
+    def operations(self) -> Mapping[int, tuple[Operation, ...]]:
+        """Worker -> its operations, ascending."""
+        return FrozenMap({worker: self.of(worker) for worker in self.workers})
 
     def of(self, worker: int) -> tuple[Operation, ...]:
         """The operations of `worker` in order; empty for a worker that is not in the program."""
-        return self.operations.get(worker, ())
+        if worker not in self._operations:
+            self._operations[worker] = operations_from(self.records_of(worker))
+        return self._operations[worker]
+
+    def records_of(self, worker: int) -> Records:
+        """The same as an array of `PROGRAM_RECORD`."""
+        place = bisect_left(self.workers, worker)
+        if self.workers[place : place + 1] != (worker,):
+            return self.records[:0]
+        return self.records[self.starts[place] : self.starts[place + 1]]
+
+    def exchanged(self, exchange: Mapping[int, int]) -> Program:
+        """The same program with other workers: each one's operations are run by ``exchange[worker]``."""
+        other = np.arange(-1, 1 + max((*exchange, *self.workers), default=0))
+        other[[1 + worker for worker in exchange]] = list(exchange.values())
+        records = self.records.copy()
+        for field in ("receive_from", "send_to"):
+            records[field] = other[1 + records[field]]
+        own = (records[begin:end] for begin, end in pairwise(self.starts))
+        return Program.of_records(dict(zip(map(exchange.__getitem__, self.workers), own, strict=True)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Program):
+            return NotImplemented
+        same = (self.workers, self.starts) == (other.workers, other.starts)
+        return same and bool(np.array_equal(self.records, other.records))
+
+    def __hash__(self) -> int:
+        return hash((self.workers, self.starts, self.records.tobytes()))
+
+    def __repr__(self) -> str:
+        return f"Program({dict(self.operations)!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        own = {worker: self.records_of(worker) for worker in self.workers}
+        return Program.of_records, (own,)
