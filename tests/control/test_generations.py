@@ -136,7 +136,7 @@ async def test_who_is_left_over_takes_part_until_the_switch(stage: Stage) -> Non
     stage.reap(1)
     stage.park(2, 3)
     order = stage.ranks[0].last(Run)
-    assert (order.members, order.everyone, order.operations) == ((2, 3), (0, 2, 3), ())
+    assert (order.members, order.everyone, order.unpack_operations()) == ((2, 3), (0, 2, 3), ())
     stage.reap(0)
     assert stage.ranks[2].last(Stop).generation == 3
     for worker in (2, 3):

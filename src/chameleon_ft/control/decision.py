@@ -16,7 +16,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import in_ranges
 from chameleon_ft.recovery import STAY, FailureRate, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
-from chameleon_ft.transfer import plan_in_roles, plan_transfer, worker_kinds
+from chameleon_ft.transfer import Transfer, plan_in_roles, plan_transfer, worker_kinds
 
 __all__ = ["Decision", "Prepared", "Situation", "decide"]
 
@@ -155,7 +155,9 @@ def decide(
         )
         return replace(anew, program=course.program, prepared=prepared is not None)
     first_step, vote = _resume_point(situation)
-    transition = _transition(situation, course.plan, outlook)
+    # What was decided beforehand is for workers that hold their part of the placement in force and no more.
+    is_as_planned = prepared is None or outlook.held == outlook.placement
+    transition = _transition(situation, course.plan, outlook, transfer=course.transfer if is_as_planned else None)
     return Decision(
         plan=course.plan,
         ceiling=course.ceiling,
@@ -185,9 +187,13 @@ def _again(situation: Situation, outlook: recovery.Situation) -> Decision:
     )
 
 
-def _transition(situation: Situation, plan: Plan, outlook: recovery.Situation) -> PlannedTransition | None:
+def _transition(
+    situation: Situation, plan: Plan, outlook: recovery.Situation, *, transfer: Transfer | None = None
+) -> PlannedTransition | None:
     layers = outlook.costs.workload.layers
-    return plan_transition(situation.plan.placement, plan.placement, held=situation.held, layers=layers)
+    return plan_transition(
+        situation.plan.placement, plan.placement, held=situation.held, layers=layers, transfer=transfer
+    )
 
 
 def _resume_point(situation: Situation) -> tuple[int, Vote | None]:

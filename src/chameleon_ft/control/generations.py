@@ -347,10 +347,8 @@ class Generations:
             decision, self._members.hosts(), generation=self.number, store_port=self._store_port
         )
         self._decision = decision
-        self._deliberation.forget()
         if decision.transition is None:
             self._in_force = decision
-        self._deliberation.live()
         self.committed = decision.first_step
         self._finished.clear()
         if decision.load != "keep":
@@ -360,6 +358,9 @@ class Generations:
         for worker, order in told.items():
             self._members.send(worker, order)
         self._outage.decided_at = time.time()
+        # Whatever nobody waits for comes after that.
+        self._deliberation.forget()
+        self._deliberation.live()
         # Before any answer is looked at: what is recorded of a generation means nothing without its plan.
         self._recorder.plan(planned, policy=decision.policy)
 

@@ -6,8 +6,10 @@ a generation which is over is dropped by whoever receives it.
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated, Any, Literal, TypeAlias
 
+import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from chameleon_ft.config import FailurePhase
@@ -15,7 +17,9 @@ from chameleon_ft.control.disk_messages import AtDisk, CheckpointSaved
 from chameleon_ft.control.message_parts import BoundaryMessage, MessagePart, OperationTimes, Transition, Vote
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.schedule import Operation, OperationKind
+from chameleon_ft.schedule import Operation
+from chameleon_ft.schedule._records import PROGRAM_RECORD, Records
+from chameleon_ft.schedule.program import operations_from
 from chameleon_ft.sync import Segment
 
 __all__ = [
@@ -227,8 +231,8 @@ class Run(MessagePart):
     store_port: int
     """Port of the rendezvous store, on the coordinator's host."""
     first_step: int
-    operations: tuple[tuple[str, int, int, int, int, int | None, int | None, bool, bool, bool], ...]
-    """This worker's program; see `pack_operations`."""
+    operations: str
+    """This worker's program: its records, in base 64; see `pack_operations`."""
     segments: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
     """(first layer, layer after the last, holders, layers that share it where it is tied) of every gradient segment, in
     the order all workers issue them; those with one holder, which need no message, come last."""
@@ -245,32 +249,13 @@ class Run(MessagePart):
         return self.members if self.transition is None else self.transition.everyone
 
     @staticmethod
-    def pack_operations(
-        operations: tuple[Operation, ...],
-    ) -> tuple[tuple[str, int, int, int, int, int | None, int | None, bool, bool, bool], ...]:
-        """Write operations as plain tuples; `unpack_operations` reads them back."""
-        return tuple(
-            (
-                o.kind.value,
-                o.micro_batch,
-                o.hop,
-                o.layers.start,
-                o.layers.stop,
-                o.receive_from,
-                o.send_to,
-                o.first,
-                o.last,
-                o.recompute,
-            )
-            for o in operations
-        )
+    def pack_operations(records: Records) -> str:
+        """Write an array of `PROGRAM_RECORD`, of a program that may have many thousands; see `unpack_operations`."""
+        return base64.b64encode(records.tobytes()).decode("ascii")
 
     def unpack_operations(self) -> tuple[Operation, ...]:
         """Return this worker's program."""
-        return tuple(
-            Operation(OperationKind(kind), micro_batch, hop, LayerRange(start, stop), receive_from, send_to, *flags)
-            for kind, micro_batch, hop, start, stop, receive_from, send_to, *flags in self.operations
-        )
+        return operations_from(np.frombuffer(base64.b64decode(self.operations), PROGRAM_RECORD))
 
     def unpack_segments(self) -> tuple[Segment, ...]:
         """Return the gradient segments of the whole model."""

@@ -181,7 +181,7 @@ class Planner:
                 members=plan.workers,
                 store_port=store_port,
                 first_step=decision.first_step,
-                operations=Run.pack_operations(program.of(worker)),
+                operations=Run.pack_operations(program.records_of(worker)),
                 segments=segments,
                 roll_forward=decision.roll_forward,
                 load=decision.load,

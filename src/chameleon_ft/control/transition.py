@@ -42,7 +42,12 @@ class PlannedTransition:
 
 
 def plan_transition(
-    in_force: Placement, new: Placement, *, held: Mapping[int, Collection[int]], layers: Sequence[LayerCost]
+    in_force: Placement,
+    new: Placement,
+    *,
+    held: Mapping[int, Collection[int]],
+    layers: Sequence[LayerCost],
+    transfer: Transfer | None = None,
 ) -> PlannedTransition | None:
     """The transition to `new`; None where each worker holds in it what it holds in the placement in force.
 
@@ -50,6 +55,7 @@ def plan_transition(
         in_force: the placement of which every worker holds its part; workers that are lost may be in it.
         held: every live worker -> the layers whose state it holds, at the step to go on with.
         layers: costs of all layers.
+        transfer: from `held` to `new`, where it is known.
 
     Raises:
         NoHolderError: layers are held by no live worker.
@@ -61,7 +67,8 @@ def plan_transition(
         raise ControlError(f"workers {lacking} do not hold their layers of the placement in force: {held}")
     if new == in_force:
         return None
-    transfer = transfer_to(placement_of(held, new.num_layers), new, live=held, layers=layers)
+    if transfer is None:
+        transfer = transfer_to(placement_of(held, new.num_layers), new, live=held, layers=layers)
     everyone = sorted({*new.workers, *in_force.workers})
     wanted = {worker: _layers_of(new, worker) for worker in everyone}
     for message in transfer.messages:
