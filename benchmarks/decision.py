@@ -1,14 +1,16 @@
 """How long does a decision take? 32 workers, 8 pipelines of 4 stages, Llama 2 7B, as in docs/policies.md.
 
-Four parts; --parts picks some.
+Five parts; --parts picks some.
 
   single    one worker is lost and nothing is prepared: all is weighed, and the program is checked, as a run does it
   two       two are lost at once, for which nothing is ever prepared
   prepared  one is lost after decisions were prepared, so that there is one to be looked up
   host      likewise, and a host is lost with all its workers
+  run       32 emulated workers lose one, two at once, one, two and one: the time from the last answer of the survivors
+            until all have been told, as the run records it, where it was prepared and where it was not
 
-Kernels are loaded before, as in a run. The time between the last answer of the survivors and the plan that is sent is
-what a decision takes, and the packing and sending of it, about a millisecond.
+In the first four, a decision is made in this process and nobody is told; kernels are loaded before, as in a run. In
+`run`, those who have been told begin at once, on the processors that the coordinator is still telling others from.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks._common import Bar, Report, Spread, add_most_others, new_folder, report_arguments
+from benchmarks._common import ROOT, Bar, Report, Spread, add_most_others, new_folder, report_arguments
 from benchmarks._neighbours import Neighbours, progress
 from benchmarks._search_cases import DEVICE
+from benchmarks._transitions import run_until
 from chameleon_ft.cluster import Cluster, Link
+from chameleon_ft.config import STAND_IN_JOB, Batch, Failure, Parallel, Recovery, RunConfig
 from chameleon_ft.control.forethought import Forethought, decide_and_check
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import data_pipeline_plan
@@ -36,15 +40,27 @@ from chameleon_ft.schedule import CostModel
 
 __all__ = ["Timed", "losses_of", "rate", "situation"]
 
-_PARTS: Final = ("single", "two", "prepared", "host")
+_PARTS: Final = ("single", "two", "prepared", "host", "run")
 _PREPARED: Final = ("prepared", "host")
 _WORDS: Final = {
     "single": "one worker lost, nothing prepared",
     "two": "two lost at once",
     "prepared": "one worker lost, looked up",
     "host": "a host of eight lost, looked up",
+    "run": "in a run, nothing prepared",
+    "run, prepared": "in a run, looked up",
 }
-_LIMITS_MS: Final = {"single": 60.0, "two": 60.0, "prepared": 5.0, "host": 5.0}
+_LIMITS_MS: Final = {
+    "single": 60.0,
+    "two": 60.0,
+    "prepared": 5.0,
+    "host": 5.0,
+    "run": 60.0,
+    "run, prepared": 5.0,
+}
+_RUNS: Final = 3
+_KILLS: Final = ((10, (5,)), (20, (14, 27)), (30, (9,)), (40, (3, 22)), (50, (17,)))
+"""(step, workers that are killed in it): far enough from each other that the next loss is prepared"""
 _PIPELINES: Final = 8
 _STAGES: Final = 4
 _WORKERS: Final = _PIPELINES * _STAGES
@@ -53,18 +69,20 @@ _MICRO_BATCHES: Final = 128
 _BETWEEN_HOSTS: Final = Link(latency_s=2e-5, bytes_per_s=12.5e9)
 _POLICY: Final = "chameleon"
 _POLL_S: Final = 0.05
+_ALWAYS: Final = 1_000_000  # steps: a run is ended when it has shown what it is for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """Decisions of a part: milliseconds that passed, and of processor time."""
+    """Decisions of a part: milliseconds that passed, and of processor time where they were made in this process."""
 
     part: str
     passed_ms: Spread
-    processor_ms: Spread
+    processor_ms: Spread | None
 
     def to_json(self) -> dict[str, Any]:
-        return {"passed_ms": self.passed_ms.to_json(), "processor_ms": self.processor_ms.to_json()}
+        processor_ms = None if self.processor_ms is None else self.processor_ms.to_json()
+        return {"passed_ms": self.passed_ms.to_json(), "processor_ms": processor_ms}
 
 
 def main() -> int:
@@ -75,12 +93,22 @@ def main() -> int:
     timed = [
         neighbours.undisturbed(partial(_time, part, given.repeats), folder / part)
         for part in _PARTS
-        if part in given.parts
+        if part in given.parts and part != "run"
     ]
+    if "run" in given.parts:
+        timed += _in_runs(given, folder, neighbours)
     report = Report(
         benchmark="decision",
-        columns=("decision", "ms, median (least to largest)", "ms of processor time"),
-        rows=tuple((_WORDS[each.part], each.passed_ms.shown(2), each.processor_ms.shown(2)) for each in timed),
+        columns=("decision", "number", "ms, median (least to largest)", "ms of processor time"),
+        rows=tuple(
+            (
+                _WORDS[each.part],
+                str(len(each.passed_ms.values)),
+                each.passed_ms.shown(2),
+                "" if each.processor_ms is None else each.processor_ms.shown(2),
+            )
+            for each in timed
+        ),
         bars=tuple(
             Bar(name=f"{_WORDS[each.part]}, ms", value=each.passed_ms.median, limit=_LIMITS_MS[each.part])
             for each in timed
@@ -95,7 +123,10 @@ def _arguments() -> argparse.Namespace:
     parser = report_arguments(__doc__, name="decision")
     add_most_others(parser)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="what to measure; all of it")
-    parser.add_argument("--repeats", type=int, default=21, help="decisions of each part, each on other workers")
+    parser.add_argument(
+        "--repeats", type=int, default=21, help="decisions of each part but `run`"
+    )
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may take")
     return parser.parse_args()
 
 
@@ -145,6 +176,41 @@ def _time(part: str, repeats: int, _: Path) -> Timed:
         passed_ms=Spread(tuple(1000 * each for each in passed_s)),
         processor_ms=Spread(tuple(1000 * each for each in processor_s)),
     )
+
+
+def _in_runs(given: argparse.Namespace, folder: Path, neighbours: Neighbours) -> list[Timed]:
+    """What decisions took in runs of the real system."""
+    config = RunConfig(
+        job=STAND_IN_JOB,
+        device="emulated",
+        profile=ROOT / "profiles" / "llama2-7b-h100-80g.json",
+        workers=_WORKERS,
+        steps=_ALWAYS,
+        parallel=Parallel(dp=_PIPELINES, pp=_STAGES),
+        batch=Batch(micro_batches=_MICRO_BATCHES // 2, micro_batch_size=1),
+        recovery=Recovery(policy=_POLICY),
+        failures=tuple(
+            Failure(step=step, worker=worker, phase="backward") for step, workers in _KILLS for worker in workers
+        ),
+    )
+    found: dict[str, list[float]] = {}
+    for number in range(_RUNS):
+        progress(f"run {number + 1} of {_RUNS}")
+        measure = partial(_decisions_of, config, given.timeout)
+        for part, decide_ms in neighbours.undisturbed(measure, folder / f"run-{number}"):
+            found.setdefault(part, []).append(decide_ms)
+    return [Timed(part=part, passed_ms=Spread(tuple(each)), processor_ms=None) for part, each in sorted(found.items())]
+
+
+def _decisions_of(config: RunConfig, timeout_s: float, path: Path) -> list[tuple[str, float]]:
+    """What kind of decision each was, and its milliseconds."""
+    run = run_until(config, run=path, event="failure", count=len(_KILLS), timeout_s=timeout_s)
+    decide_s = {record.generation: record.decide_s for record in run.failures()}
+    return [
+        ("run, prepared" if event["prepared"] else "run", 1000 * decide_s[event["generation"]])
+        for event in run.events()
+        if event["event"] == "decision" and event["generation"] in decide_s
+    ]
 
 
 def _decided(part: str, repeats: int) -> list[tuple[float, float]]:

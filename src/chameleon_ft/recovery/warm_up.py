@@ -11,7 +11,7 @@ from chameleon_ft.plan.layouts import data_pipeline_plan
 from chameleon_ft.recovery.decision import decide
 from chameleon_ft.recovery.failure_rate import FailureRate
 from chameleon_ft.recovery.situation import Situation
-from chameleon_ft.schedule import CostModel
+from chameleon_ft.schedule import CostModel, check_program
 from chameleon_ft.search import InfeasibleError, find_plan
 from chameleon_ft.workload import LayerCost, Workload
 
@@ -53,7 +53,9 @@ def warm_up() -> None:
         repeat_s=0.0,
         restart_s=0.0,
     )
-    decide(situation, "chameleon", FailureRate(worker_mtbf_s=1.0, prior_failures=1.0))
+    course = decide(situation, "chameleon", FailureRate(worker_mtbf_s=1.0, prior_failures=1.0)).course
+    assert course is not None
+    check_program(course.program, course.plan)
     # Where memory is short, all cuts are gone through, and it is asked what is missing.
     for memory_bytes in (18, 1):
         few = Cluster(tuple(Worker(worker, "host", memory_bytes=memory_bytes) for worker in range(2)), link, link)
