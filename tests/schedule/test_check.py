@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import assume, given
@@ -194,6 +196,50 @@ def test_sends_that_cross_are_a_deadlock_though_a_replay_with_endless_buffers_en
     assert replay(program, equal_costs(layers=2, micro_batches=4, workers=2)).step_s > 0
     with pytest.raises(ProgramError, match=r"deadlocks when sends block: worker 0 sending the result of F2\.0"):
         check_program(program, plan)
+
+
+def comes_to_its_end(program: Program) -> bool:
+    """Whether it does with channels of one message, by giving each worker its turn again and again."""
+    channels: dict[tuple[int, int, bool], list[None]] = defaultdict(list)
+    todo = {worker: [(each, half) for each in program.of(worker) for half in (0, 1)] for worker in program.workers}
+    moved = True
+    while moved:
+        moved = False
+        for worker, own in todo.items():
+            if not own:
+                continue
+            operation, is_done = own[0]
+            gradient = operation.kind is not F
+            if not is_done and operation.receive_from is not None:
+                if not channels[operation.receive_from, worker, gradient]:
+                    continue
+                channels[operation.receive_from, worker, gradient].pop()
+            if is_done and operation.send_to is not None:
+                if channels[worker, operation.send_to, gradient]:
+                    continue
+                channels[worker, operation.send_to, gradient].append(None)
+            own.pop(0)
+            moved = True
+    return not any(todo.values())
+
+
+@given(planned(), st.randoms(use_true_random=False))
+def test_what_comes_to_its_end_is_found_out(case: Planned, random: Random) -> None:
+    program = list_schedule(case.plan, case.costs)
+    for _ in range(random.randrange(4)):
+        worker = random.choice(program.workers)
+        operations = list(program.of(worker))
+        if len(operations) > 1:
+            place = random.randrange(len(operations) - 1)
+            operations[place : place + 2] = reversed(operations[place : place + 2])
+        program = changed(program, worker, operations)
+
+    try:
+        check_program(program, case.plan)
+    except ProgramError as error:
+        assert "deadlocks" not in str(error) or not comes_to_its_end(program)  # noqa: PT017
+    else:
+        assert comes_to_its_end(program)
 
 
 def test_a_program_of_another_plan_is_refused() -> None:

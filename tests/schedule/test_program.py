@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import math
 import pickle
+from random import Random
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Hop, LayerRange, Route
-from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program, Timeline
+from chameleon_ft.schedule import (
+    CostModel,
+    Operation,
+    OperationKind,
+    Program,
+    Timeline,
+    check_program,
+    list_schedule,
+)
+from chameleon_ft.schedule.program import operations_from, records_from
+from chameleon_ft.transfer import plan_in_roles
 from chameleon_ft.workload import LayerCost, Workload
+from tests.strategies import Planned, planned
 
 ROUTE = Route(3, (Hop(5, LayerRange(0, 1)), Hop(5, LayerRange(1, 2)), Hop(7, LayerRange(2, 4))))
 
@@ -49,6 +64,42 @@ def test_a_program_is_a_value() -> None:
     assert program == Program({5: (operation,), 7: ()})
     assert hash(program) == hash(Program({5: (operation,), 7: ()}))
     assert pickle.loads(pickle.dumps(program)) == program
+
+
+@given(planned())
+def test_records_say_all_that_operations_do(case: Planned) -> None:
+    program = list_schedule(case.plan, case.costs)
+    for worker in program.workers:
+        own = program.of(worker)
+        assert operations_from(records_from(own)) == own
+        assert np.array_equal(program.records_of(worker), records_from(own))
+    again = Program(program.operations)
+    assert again == program
+    assert again.starts == program.starts
+
+
+@given(planned(), st.randoms(use_true_random=False))
+def test_with_workers_exchanged_it_is_the_program_of_the_plan_with_workers_exchanged(
+    case: Planned, random: Random
+) -> None:
+    program, plan = list_schedule(case.plan, case.costs), case.plan
+    others = list(plan.workers)
+    random.shuffle(others)
+    exchange = dict(zip(plan.workers, others, strict=True)) | {1000: 1001}
+
+    found = program.exchanged(exchange)
+
+    check_program(found, plan_in_roles(plan, exchange))
+    for worker in plan.workers:
+        assert [str(each) for each in found.of(exchange[worker])] == [str(each) for each in program.of(worker)]
+    assert found.exchanged({other: worker for worker, other in exchange.items()}) == program
+    assert program == list_schedule(case.plan, case.costs), "the program itself stays as it was"
+
+
+def test_a_program_cannot_be_changed() -> None:
+    program = Program({5: (Operation.of(OperationKind.FORWARD, ROUTE, 0),)})
+    with pytest.raises(ValueError, match="read-only"):
+        program.records_of(5)["hop"] = 1
 
 
 def test_an_operation_knows_whether_its_worker_recomputes() -> None:
