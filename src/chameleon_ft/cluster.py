@@ -122,9 +122,9 @@ class Cluster:
 
         The ring passes through them host by host; its slowest link sets the pace of every step.
         """
-        ring = sorted(workers, key=lambda worker: (self.worker(worker).host, worker))
-        links = {self.link(a, b) for a, b in zip(ring, [*ring[1:], ring[0]], strict=True) if a != b}
-        return max((link.ring_all_reduce_s(num_bytes, len(ring)) for link in links), default=0.0)
+        count, hosts = len(workers), len({self.worker(worker).host for worker in workers})
+        links = ([self.inter_host] if hosts > 1 else []) + ([self.intra_host] if count > hosts else [])
+        return max((link.ring_all_reduce_s(num_bytes, count) for link in links), default=0.0)
 
     def without(self, ids: Collection[int]) -> Cluster:
         """The cluster that is left when the workers with these ids are gone (ids it does not have are ignored)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -13,7 +14,7 @@ from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule._engine import replayed
 from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._pipelines import PipelinePart, pipeline_schedule, rough_schedule
+from chameleon_ft.schedule._pipelines import PipelinePart, PipelineSchedule, pipeline_schedule, rough_schedule
 from chameleon_ft.schedule._trials import Trials
 from chameleon_ft.schedule.best import DEFAULT_EFFORT
 from chameleon_ft.workload import LayerCost, Workload
@@ -104,6 +105,7 @@ def test_orders_are_replayed_on_other_workers_as_those_of_any_routes(seed: int) 
     ceiling = np.full((2, depth), 2 * depth)
 
     found = rough_schedule(hops, micro_batches, builder, ceiling=ceiling)
+    assert found is not None
 
     best = pipeline_schedule(hops, micro_batches, builder, ceiling=ceiling, effort=DEFAULT_EFFORT)
     assert best.step_s <= found.step_s * (1 + 1e-9)
@@ -130,3 +132,30 @@ def test_with_slack_that_is_enough_which_is_near_to_the_lower_bound(seed: int) -
     assert exact.step_s <= near.step_s <= any_does.step_s
     bound_s = exact.schedule().network.lower_bound_s()
     assert near.step_s <= max(exact.step_s, bound_s * 1.05)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_runs_that_end_early_are_not_missed(seed: int) -> None:
+    rng = random.Random(seed)
+    depth, split = rng.randint(1, 9), rng.random() < 0.7
+    layers = depth + rng.randint(0, 4)
+    costs = some_costs(rng, layers, depth)
+    stops = [*sorted(rng.sample(range(1, layers), depth - 1)), layers]
+    hops = tuple(map(Hop, rng.sample(range(depth), depth), map(LayerRange, [0, *stops[:-1]], stops)))
+    micro_batches = rng.choice((1, 2, 3, 7, 20))
+    builder = NetworkBuilder(costs, split_backward=split)
+    ceiling = np.array([(own.in_flight, own.kept) for own in (_limit(rng, depth) for _ in hops)]).T
+
+    def found(latest_s: list[float] | None) -> PipelineSchedule | None:
+        latest = None if latest_s is None else np.array(latest_s)
+        return rough_schedule(hops, micro_batches, builder, ceiling=ceiling, latest_s=latest)
+
+    in_full = found(None)
+    assert in_full is not None
+    in_time = found([end_s * (1 + 1e-6) for end_s in in_full.last_s])
+    for early in (found([math.inf] * depth), in_time):
+        assert early is not None
+        assert early.step_s <= in_full.step_s
+    late = found([end_s * rng.choice((0.5, 0.9, 0.99)) for end_s in in_full.last_s])
+    assert late is None or late.step_s <= in_full.step_s * (1 + 1e-9)
+    assert found([0.0] * depth) is None or micro_batches > 1

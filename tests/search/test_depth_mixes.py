@@ -83,6 +83,30 @@ def test_no_mix_by_bounds_does_more(seed: int, split: bool, fewest: int, more: i
         assert fewest <= sum(number for _, _, number in shares) <= fewest + more
 
 
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), split=st.booleans(), fewest=st.integers(1, 3))
+def test_the_least_time_is_between_one_that_does_and_one_that_does_not(seed: int, split: bool, fewest: int) -> None:
+    rng = random.Random(seed)
+    workers, micro_batches, precision = rng.randint(3, 7), rng.randint(3, 20), 1e-3
+    costs = instance(
+        rng, workers=workers, layers=rng.randint(1, 6), micro_batches=micro_batches, kinds=1, memory=rng.random() < 0.5
+    )
+    shapes, _ = shapes_of((workers,), len(costs.workload.layers))
+    bounds = both(costs, SyncCost(), split=split)
+    mixes, fresh = (DepthMixes(bounds, shapes, workers, (fewest, workers)) for _ in range(2))
+    high = rng.uniform(50.0, 5000.0)
+    slow = rng.choice(shapes)
+    replayed = {slow: {rng.randint(1, micro_batches): rng.uniform(0.1, 1.1) * high}}
+    if fresh.at(high, replayed) < micro_batches:
+        return
+    low = mixes.narrowed(0.0, high, replayed, precision=precision)
+    shares = mixes.shares()
+    assert sum(count * number for _, count, number in shares) >= micro_batches
+    assert fewest <= sum(number for _, _, number in shares)
+    assert fresh.at(low / (1 - 2 * precision), replayed) >= micro_batches
+    assert low == 0 or fresh.at(low, replayed) < micro_batches
+
+
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_largest_stage_is_the_least_of_all_cuts(seed: int) -> None:

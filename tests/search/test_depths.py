@@ -9,10 +9,9 @@ import pytest
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find, find_plan
-from chameleon_ft.search._bounds import SyncCost
 from chameleon_ft.search._depths import Depth, depths, of_least_time, promising
 from chameleon_ft.search._kinds import Crew
-from chameleon_ft.search._sync import least_sync
+from chameleon_ft.search._sync import LeastSync
 from chameleon_ft.search._timed import Timer
 
 
@@ -51,12 +50,13 @@ def test_where_steps_take_longer_than_was_thought_bounds_are_made_again(
 
     asked: list[float] = []
 
-    def noted(costs: CostModel, pipelines: int, most_s: float) -> SyncCost:
-        asked.append(most_s)
-        return least_sync(costs, pipelines, most_s)
+    class Noted(LeastSync):
+        def __init__(self, costs: CostModel, most_s: float) -> None:
+            asked.append(most_s)
+            super().__init__(costs, most_s)
 
     monkeypatch.setattr(find, "of_least_time", too_low)
-    monkeypatch.setattr(find, "least_sync", noted)
+    monkeypatch.setattr(find, "LeastSync", Noted)
     found = find_plan(costs)
     assert asked[0] < usual.bound_s, "too little time for any plan"
     assert found.bound_s <= asked[-1]

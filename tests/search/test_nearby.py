@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search._effort import LOOK
 from chameleon_ft.search._kinds import Crew
-from chameleon_ft.search._nearby import with_better_cuts
+from chameleon_ft.search._nearby import _nearby, with_better_cuts
 from chameleon_ft.search._placed import PlacedPipeline, synced_s
 from chameleon_ft.search._timed import Timer
 from tests.search.instances import instance, with_gradients
@@ -64,3 +64,30 @@ def test_a_layer_too_many_goes_to_another_stage(seed: int) -> None:
         found = with_better_cuts(pipelines_of(timer, found, [8]), timer, effort=LOOK)[0].timed.stops
     assert of_two[found] < of_two[worst]
     assert of_two[found] <= best * 1.2
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), memory=st.booleans())
+def test_cuts_nearby_are_those_with_a_layer_moved(seed: int, memory: bool) -> None:
+    costs, timer, rng = problem(seed, memory=memory)
+    layers, depth = len(costs.workload.layers), rng.randint(2, 4)
+    shape = (0,) * depth
+    fitting = [stops for stops in cuts(layers, depth) if timer.pipelines.fits(shape, stops, 4)]
+    if not fitting:
+        return
+    (timed,) = (each.timed for each in pipelines_of(timer, rng.choice(fitting), [4]))
+    times, bounds = timer.pipelines.times[0], timer.pipelines.unsynced
+
+    def sizes(stops: tuple[int, ...]) -> list[int]:
+        return [stop - start for start, stop in zip((0, *stops), stops, strict=False)]
+
+    def may_be_faster(stops: tuple[int, ...]) -> bool:
+        work_s = max(float(times.work_s[start, stop]) for start, stop in zip((0, *stops), stops, strict=False))
+        return 4 * work_s < timed.program_s and bounds.bound_s(shape, stops, 4) < timed.program_s
+
+    wanted = [
+        (bounds.bound_s(shape, stops, 4), stops)
+        for stops in fitting
+        if sum(abs(a - b) for a, b in zip(sizes(stops), sizes(timed.stops), strict=True)) == 2 and may_be_faster(stops)
+    ]
+    assert _nearby(timed, timer) == sorted(wanted)

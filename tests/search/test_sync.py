@@ -18,7 +18,7 @@ from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
 from chameleon_ft.search._kinds import Crew
 from chameleon_ft.search._placed import PlacedPipeline, synced_s
-from chameleon_ft.search._sync import least_sync
+from chameleon_ft.search._sync import LeastSync
 from chameleon_ft.search._timed import Timer, hops_of
 from chameleon_ft.sync import gradient_rounds, segment_bytes
 from chameleon_ft.workload import LayerCost, Workload
@@ -61,7 +61,7 @@ def test_no_worker_of_any_plan_reduces_its_gradients_in_less(seed: int, split: b
     workers = split_among(rng, list(range(sum(depths))), depths)
     stops = [rng.choice(list(cuts(layers, depth))) for depth in depths]
     pipelines = [placed(timer, *each) for each in zip(workers, stops, shares, strict=True)]
-    sync = least_sync(costs, number, synced_s(pipelines, timer))
+    sync = LeastSync(costs, synced_s(pipelines, timer)).of(number)
     least = timer.pipelines.bounds(sync)
     spent_s = dict.fromkeys(range(sum(depths)), 0.0)
     held = {hop.worker: (hop.layers,) for each in pipelines for hop in hops_of(each.workers, each.timed.stops)}
@@ -82,7 +82,7 @@ def test_no_layers_that_a_host_has_time_for_have_more_gradients_than_is_said(see
     layers = rng.randint(1, 8)
     costs = on_hosts(rng, workers=6, layers=layers, micro_batches=rng.randint(1, 4))
     most_s = rng.uniform(0.1, 20.0)
-    sync = least_sync(costs, 3, most_s)
+    sync = LeastSync(costs, most_s).of(3)
     budget_s = 3 * most_s / costs.workload.micro_batches
     largest = 0
     for count in range(layers + 1):
@@ -103,15 +103,15 @@ def test_a_stage_with_more_layers_than_a_host_has_time_for_reduces_the_rest_betw
     costs = equal_layers(8, 12, [4, 4])
     # Of layers that take 3 s for each of 12 micro-batches, four workers compute three in 27 s, and not four in 35 s.
     for most_s in (27.0, 35.0):
-        sync = least_sync(costs, 4, most_s)
+        sync = LeastSync(costs, most_s).of(4)
         assert sync.inside_bytes == pytest.approx(30)
         bounds = Timer(costs, Crew.of(costs.cluster), split_backward=True).pipelines.bounds(sync)
         near_s, far_s = 1.5 * 10 / 1000, 1.5 * 10 / 10
         assert [float(bounds.sync_s(1)[1 + count]) for count in range(1, 6)] == pytest.approx(
             [near_s, 2 * near_s, 3 * near_s, 3 * near_s + far_s, 3 * near_s + 2 * far_s]
         )
-    assert least_sync(costs, 4, math.inf).inside_bytes == 80
-    assert least_sync(costs, 5, 27.0).per_byte_s == pytest.approx(1.6 / 10), "five are not on one host"
+    assert LeastSync(costs, math.inf).of(4).inside_bytes == 80
+    assert LeastSync(costs, 27.0).of(5).per_byte_s == pytest.approx(1.6 / 10), "five are not on one host"
 
 
 def ways(workers: int, layers: int, micro_batches: int) -> list[list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
@@ -158,6 +158,6 @@ def test_layers_that_take_no_time_may_be_inside_a_host_as_well() -> None:
     first = LayerCost("first", 0.0, 0.0, 0.0, gradient_bytes=7)
     costs = CostModel(dataclasses.replace(costs.workload, layers=(first, *costs.workload.layers[1:])), costs.cluster)
     timer = Timer(costs, Crew.of(costs.cluster), split_backward=True)
-    sync = least_sync(costs, 2, 9.0)
+    sync = LeastSync(costs, 9.0).of(2)
     assert sync.inside_bytes == pytest.approx(10), "one layer takes 9 of the 9 s that two workers have for half of it"
     assert float(timer.pipelines.bounds(sync).sync_s(0)[2]) == pytest.approx(17 / 1000)

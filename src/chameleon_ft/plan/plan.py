@@ -18,6 +18,11 @@ class Hop:
     worker: int
     layers: LayerRange
 
+    def __hash__(self) -> int:
+        # That of the layers would be asked for in Python as well, and hops are looked up time and again.
+        layers = self.layers
+        return hash((self.worker, layers.start, layers.stop))
+
 
 @dataclass(frozen=True, slots=True)
 class Route:

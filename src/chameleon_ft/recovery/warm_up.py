@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Final
 
 from chameleon_ft.cluster import Cluster, Link, Worker
@@ -56,8 +57,9 @@ def warm_up() -> None:
     course = decide(situation, "chameleon", FailureRate(worker_mtbf_s=1.0, prior_failures=1.0)).course
     assert course is not None
     check_program(course.program, course.plan)
-    # Where memory is short, all cuts are gone through, and it is asked what is missing.
-    for memory_bytes in (18, 1):
+    # Where memory is short, all cuts are gone through, and it is asked what is missing. Where nothing is reduced, there
+    # is one search for all numbers of pipelines.
+    for memory_bytes, own in ((18, layer), (1, layer), (18, replace(layer, gradient_bytes=0))):
         few = Cluster(tuple(Worker(worker, "host", memory_bytes=memory_bytes) for worker in range(2)), link, link)
         with contextlib.suppress(InfeasibleError):
-            find_plan(CostModel(Workload((layer,) * 3, 3, 1), few), effort=None)
+            find_plan(CostModel(Workload((own,) * 3, 3, 1), few), effort=None)

@@ -86,7 +86,7 @@ class NetworkBuilder:
         workers: tuple[int, ...] = (),
     ) -> None:
         self.split_backward = split_backward
-        self._times = _Times(costs, recompute)
+        self._times = _Times(costs, recompute, split_backward=split_backward)
         self._start(workers)
 
     def part(self, workers: tuple[int, ...]) -> NetworkBuilder:
@@ -141,13 +141,8 @@ class NetworkBuilder:
 
     def seconds(self, hops: Sequence[Hop]) -> tuple[list[float], list[float], list[float], list[float]]:
         """Of F, of B or I, of W (zero where there is none), and of the messages between them."""
-        stages = [self._times.stage_s(hop, split_backward=self.split_backward) for hop in hops]
-        return (
-            [forward_s for forward_s, _, _ in stages],
-            [backward_s for _, backward_s, _ in stages],
-            [weight_s for _, _, weight_s in stages],
-            [self._times.message_s(hop, after.worker) for hop, after in pairwise(hops)],
-        )
+        forward_s, backward_s, weight_s = map(list, zip(*map(self._times.stage_s, hops), strict=True))
+        return forward_s, backward_s, weight_s, list(map(self._times.message_s, hops, hops[1:]))
 
     def _slots(self, hops: tuple[Hop, ...]) -> Records:
         workers = [self._index[hop.worker] for hop in hops]
@@ -185,37 +180,46 @@ def builder_of(plan: Plan, costs: CostModel) -> NetworkBuilder:
 
 
 class _Times:
-    """Remembers the few different times that operations and messages have."""
+    """Remembers the few different times that operations and messages have, and whose they are."""
 
-    def __init__(self, costs: CostModel, recompute: Collection[int]) -> None:
+    def __init__(self, costs: CostModel, recompute: Collection[int], *, split_backward: bool) -> None:
         self._costs = costs
         self._recompute = recompute
+        self._kinds = _SPLIT if split_backward else _FUSED
         self._worker = costs.cluster.worker
-        self._stage_s: dict[tuple[float, bool, bool, int, int], tuple[float, float, float]] = {}
+        self._of_hop: dict[tuple[int, int, int], tuple[float, float, float]] = {}
+        self._stage_s: dict[tuple[float, bool, int, int], tuple[float, float, float]] = {}
+        self._of_pair: dict[tuple[int, int, int], float] = {}
         self._between_s: dict[tuple[bool, int], float] = {}
 
-    def stage_s(self, hop: Hop, *, split_backward: bool) -> tuple[float, float, float]:
+    def stage_s(self, hop: Hop) -> tuple[float, float, float]:
         """Of F, of B or I, and of W (zero where there is none)."""
-        recompute = hop.worker in self._recompute
-        key = self._costs.pace(hop.worker), recompute, split_backward, hop.layers.start, hop.layers.stop
-        found = self._stage_s.get(key)
+        layers = hop.layers
+        own = hop.worker, layers.start, layers.stop
+        found = self._of_hop.get(own)
         if found is None:
-            kinds = _SPLIT if split_backward else _FUSED
-            forward_s, backward_s, *weight_s = [
-                self._costs.compute_s(hop.worker, kind, hop.layers, recompute=recompute) for kind in kinds
-            ]
-            found = self._stage_s[key] = forward_s, backward_s, sum(weight_s)
+            recompute = hop.worker in self._recompute
+            key = self._costs.pace(hop.worker), recompute, layers.start, layers.stop
+            if key not in self._stage_s:
+                forward_s, backward_s, *weight_s = [
+                    self._costs.compute_s(hop.worker, kind, layers, recompute=recompute) for kind in self._kinds
+                ]
+                self._stage_s[key] = forward_s, backward_s, sum(weight_s)
+            found = self._of_hop[own] = self._stage_s[key]
         return found
 
-    def message_s(self, hop: Hop, after: int) -> float:
-        """The activation after `hop`, and its gradient back: links are the same both ways."""
-        if hop.worker == after:
+    def message_s(self, hop: Hop, after: Hop) -> float:
+        """The activation from one hop to the next, and its gradient back: links are the same both ways."""
+        sender, receiver, layer = hop.worker, after.worker, hop.layers.stop
+        if sender == receiver:
             return 0.0
-        key = self._worker(hop.worker).host == self._worker(after).host, hop.layers.stop
-        found = self._between_s.get(key)
+        found = self._of_pair.get((sender, receiver, layer))
         if found is None:
-            num_bytes = self._costs.message_bytes(hop.layers.stop - 1)
-            found = self._between_s[key] = self._costs.message_s(hop.worker, after, num_bytes)
+            key = self._worker(sender).host == self._worker(receiver).host, layer
+            if key not in self._between_s:
+                num_bytes = self._costs.message_bytes(layer - 1)
+                self._between_s[key] = self._costs.message_s(sender, receiver, num_bytes)
+            found = self._of_pair[sender, receiver, layer] = self._between_s[key]
         return found
 
 

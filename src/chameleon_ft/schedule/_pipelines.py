@@ -110,9 +110,15 @@ def rough_schedule(
     *,
     ceiling: Integers,
     slack: float = ROUNDING,
-) -> PipelineSchedule:
-    """The same with little effort: mostly longer by less than a hundredth."""
-    _, found = _of_rules(hops, micro_batches, builder, ceiling, _FEW, _ALL, slack)
+    latest_s: Floats | None = None,
+) -> PipelineSchedule | None:
+    """The same with little effort: mostly longer by less than a hundredth.
+
+    None where some stage would end later than `latest_s` has it, by stage.
+    """
+    _, found = _of_rules(hops, micro_batches, builder, ceiling, _FEW, _ALL, slack, latest_s)
+    if found.step_s == math.inf:
+        return None
     if found.rules < 0:
         return _of_part(hops, micro_batches, builder, ceiling, effort=0.0)
     return PipelineSchedule(builder, hops, micro_batches, ceiling, found.codes, found.ends_s, found.step_s)
@@ -126,6 +132,7 @@ def _of_rules(
     few: tuple[int, ...] | None,
     most: int,
     slack: float,
+    latest_s: Floats | None = None,
 ) -> tuple[Records, Tried]:
     """Some of the rules, and the best of these after so many runs; all where there are no others."""
     split = builder.split_backward
@@ -144,6 +151,7 @@ def _of_rules(
         enough_s=0.0,
         most=most,
         slack=slack,
+        latest_s=latest_s,
     )
     return rules, found
 
@@ -230,9 +238,9 @@ class Tried(NamedTuple):
     """The best of the rules that were tried, and what came of them.
 
     Attributes:
-        rules: its number; -1 where there is a dead end even with only gradients ahead.
+        rules: its number; -1 where there is a dead end even with only gradients ahead, or all take too long.
         gradients_only: whether it was run with only gradients ahead.
-        codes, ends_s, step_s, beyond_limits: as in `Schedule`.
+        codes, ends_s, step_s, beyond_limits: as in `Schedule`; seconds are infinite where all take too long.
         enough_s: what was enough: as asked for, or the lower bound with the slack.
     """
 
@@ -256,6 +264,7 @@ def tried(
     enough_s: float,
     most: int,
     slack: float = ROUNDING,
+    latest_s: Floats | None = None,
 ) -> Tried:
     """Try rules until one takes `enough_s` or meets the lower bound, there are no more, or so many runs have been made.
 
@@ -271,12 +280,16 @@ def tried(
         enough_s: see above.
         most: runs; the first is always made.
         slack: up to which share above the lower bound that is met.
+        latest_s: by stage, when it must have ended; None where no run is to end early. Else one ends as soon as it is
+            too late for that, or to be the best. So it is seldom, but may be, that it is not known of rules that they
+            would have led to a dead end, and to others with only gradients ahead.
     """
     from chameleon_ft.schedule._kernels.pipeline_runs import STATE
     from chameleon_ft.schedule._kernels.pipelines import try_rules
 
     hops = len(stages) * micro_batches
     operations = (3 if split else 2) * hops
+    stages["limit_s"] = math.inf if latest_s is None else latest_s
     # Those of the best run and of the present one.
     codes, ends_s = np.empty((2, operations), np.int64), np.empty((2, operations))
     best, place, gradients_only, step_s, beyond_limits, enough_s = try_rules(
@@ -297,6 +310,7 @@ def tried(
         enough_s,
         slack,
         most,
+        latest_s is not None,
     )
     return Tried(best, gradients_only, codes[place], ends_s[place], step_s, beyond_limits, enough_s)
 

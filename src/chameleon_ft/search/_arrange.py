@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 
 from chameleon_ft.cluster import Cluster
@@ -33,18 +33,28 @@ def by_stage(shapes: Sequence[Shape], cuts: Sequence[Stops], members: Sequence[S
     Stages take workers of their kind in the order of `members`, host by host, in the order of the middles of their
     layers.
     """
+    (found,) = by_stage_each(shapes, cuts, [members])
+    return found
+
+
+def by_stage_each(
+    shapes: Sequence[Shape], cuts: Sequence[Stops], orders: Iterable[Sequence[Sequence[int]]]
+) -> list[list[tuple[int, ...]]]:
+    """The same for several orders of the members."""
+    # Twice the middle.
     slots = sorted(
-        (sum(pair), index, position)
+        (start + stop, index, position)
         for index, stops in enumerate(cuts)
-        for position, pair in enumerate(pairwise((0, *stops)))
+        for position, (start, stop) in enumerate(pairwise((0, *stops)))
     )
-    taken = [0] * len(members)
-    found = [[0] * len(shape) for shape in shapes]
-    for _, index, position in slots:
-        kind = shapes[index][position]
-        found[index][position] = members[kind][taken[kind]]
-        taken[kind] += 1
-    return [tuple(workers) for workers in found]
+    ways: list[list[tuple[int, ...]]] = []
+    for members in orders:
+        left = [iter(own) for own in members]
+        found = [[0] * len(shape) for shape in shapes]
+        for _, index, position in slots:
+            found[index][position] = next(left[shapes[index][position]])
+        ways.append(list(map(tuple, found)))
+    return ways
 
 
 def orders_of_hosts(crew: Crew, cluster: Cluster, *, most: int) -> list[list[list[int]]]:

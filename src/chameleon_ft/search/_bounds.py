@@ -28,9 +28,10 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -92,7 +93,7 @@ class Pipelines:
         self._kernel_times: Times | None = None
         self._matters = np.array([kind.memory_bytes is not None for kind in kinds])
         self._rooms = np.empty((len(kinds), 0, 0, 0), np.int64)
-        self._held: dict[int, tuple[Bytes, Bytes]] = {}
+        self._held: dict[int, Held] = {}
         nothing = np.full((_WINDOW, self.num_layers + 1), np.inf)
         nothing[:, -1] = 0.0
         self.nothing_s = nothing
@@ -123,6 +124,11 @@ class Pipelines:
         """Bytes of gradients up to each layer."""
         return np.concatenate([[0.0], np.cumsum([float(layer.gradient_bytes) for layer in self.layers])])
 
+    @cached_property
+    def unsynced(self) -> PipelineBounds:
+        """`bounds` without gradient sync."""
+        return self.bounds(SyncCost())
+
     def bounds(self, sync: SyncCost) -> PipelineBounds:
         """The same with gradient sync."""
         found = self._bounds.get(sync)
@@ -137,10 +143,7 @@ class Pipelines:
             from chameleon_ft.search._bounds_kernel import Times
 
             self._kernel_times = Times(
-                forward_s=np.stack([times.forward_s for times in self.times]),
-                backward_s=np.stack([times.backward_s for times in self.times]),
-                weight_s=np.stack([times.weight_s for times in self.times]),
-                message_s=np.stack([times.message_s for times in self.times]),
+                *(np.stack([getattr(times, name) for times in self.times]) for name in Times._fields)
             )
         return self._kernel_times
 
@@ -150,10 +153,11 @@ class Pipelines:
 
         if self._rooms.shape[1] <= deepest:
             self._rooms = self._made_rooms(deepest)
+            self._held = {own: Held(self._matters, self._rooms, *held[2:]) for own, held in self._held.items()}
         found = self._held.get(window)
         if found is None:
-            found = self._held[window] = self._held_back(window)
-        return Held(self._matters, self._rooms, *found)
+            found = self._held[window] = Held(self._matters, self._rooms, *self._held_back(window))
+        return found
 
     def _made_rooms(self, deepest: int) -> Bytes:
         """By kind; zeros where memory is no matter."""
@@ -281,24 +285,24 @@ class PipelineBounds:
             self._sync_s,
         )
 
-    def candidates(self, shape: Shape, micro_batches: int) -> list[Stops]:
-        """Cuts that fit of the least bound, or of one little larger: stages as equal as can be, filled from the left,
-        and from the right."""
+    def candidates(self, shape: Shape, micro_batches: int) -> Iterator[Stops]:
+        """Cuts that fit of the least bound, or of one little larger: with stages as equal as can be, or filled."""
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
-            return []
+            return
         cuts = Cuts(self, shape, micro_batches)
-        found: list[Stops | None] = []
+        found: list[Stops] = []
         for slack in _SLACKS:
             # Nearly equal stages, or small ones first, have room in memory where the least bound would have them full.
-            for choice in (Choice.NEAREST, Choice.EARLIEST) if any(found) else Choice:
-                found.append(cuts.greedy(least_s * (1 + slack), choice))
-            if slack >= _EVEN and any(found):
-                break
-        if any(found):
-            return list(dict.fromkeys(stops for stops in found if stops is not None))
-        found_any = next(cuts.each(math.inf), None)
-        return [] if found_any is None else [found_any]
+            for choice in (Choice.NEAREST, Choice.EARLIEST) if found else Choice:
+                stops = cuts.greedy(least_s * (1 + slack), choice)
+                if stops is not None and stops not in found:
+                    found.append(stops)
+                    yield stops
+            if slack >= _EVEN and found:
+                return
+        if not found:
+            yield from islice(cuts.each(math.inf), 1)
 
     def nearest(self, shape: Shape, micro_batches: int, wishes: Sequence[int], *, slack: float) -> Stops | None:
         """A cut whose stages stop near to where it is wished, with a bound that is little above the least."""
@@ -319,14 +323,12 @@ class PipelineBounds:
         """The times of up to so many stages on workers of this kind in front of others."""
         found = self._chains.get((kind, after, window))
         if found is None:
-            first = runs(after)[0] if after else None
-            times = None if first is None else self.chain(*first, window)
-            nothing_s = self.pipelines.nothing_s
-            found = self._chains[kind, after, window] = Chain(
-                self.pipelines.num_layers,
-                nothing_s if first is None or times is None else times.returned_s[first[1]],
-                nothing_s if first is None or times is None else times.ended_s[first[1]],
-            )
+            returned_s = ended_s = self.pipelines.nothing_s
+            if after:
+                _, number, _ = first = runs(after)[0]
+                times = self.chain(*first, window)
+                returned_s, ended_s = times.returned_s[number], times.ended_s[number]
+            found = self._chains[kind, after, window] = Chain(self.pipelines.num_layers, returned_s, ended_s)
         if found.known < count:
             self._extend(found, kind, count, after, window)
         return found
@@ -340,7 +342,7 @@ class PipelineBounds:
             first_s = np.zeros((count - known, pipelines.num_layers + 1))
         else:
             # For few micro-batches that is this chain itself, and each stage needs what is known of those after it.
-            firsts = pipelines.bounds(SyncCost()).chain(kind, count - 1, after, 0)
+            firsts = pipelines.unsynced.chain(kind, count - 1, after, 0)
             known = chain.known
             first_s = np.ascontiguousarray(firsts.returned_s[known:count, 0])
         fill_bounds(
@@ -363,25 +365,28 @@ class PipelineBounds:
         from chameleon_ft.search._bounds_kernel import Wanted
 
         window, place = self.window_of(micro_batches)
-        plain = self.pipelines.bounds(SyncCost())
-        after = [(count, self.chain(kind, count - 1, rest, window)) for kind, count, rest in runs(shape)]
-        first = [plain.chain(kind, count - 1, rest, 0) for kind, count, rest in runs(shape)]
+        plain = self.pipelines.unsynced
+        after = [
+            (count, self.chain(kind, count - 1, rest, window), plain.chain(kind, count - 1, rest, 0))
+            for kind, count, rest in runs(shape)
+        ]
         return Wanted(
             shape=np.array(shape),
             place=place,
             micro_batches=micro_batches,
             sync_s=self._sync_s,
-            first_s=np.concatenate(
-                [own.returned_s[:count, 0][::-1] for own, (count, _) in zip(first, after, strict=True)]
-            ),
-            returned_s=np.concatenate([own.returned_s[:count, place][::-1] for count, own in after]),
-            ended_s=np.concatenate([own.ended_s[:count, place][::-1] for count, own in after]),
+            first_s=np.concatenate([first.returned_s[:count, 0][::-1] for count, _, first in after]),
+            returned_s=np.concatenate([own.returned_s[:count, place][::-1] for count, own, _ in after]),
+            ended_s=np.concatenate([own.ended_s[:count, place][::-1] for count, own, _ in after]),
         )
+
+    def sync_s_of(self, stops: Stops) -> Seconds:
+        """Of the stages of a cut."""
+        return np.asarray(self._sync_s[[0, *stops[:-1]], stops])
 
     def sync_s(self, start: int) -> Seconds:
         """Of stages from layer `start`, by where they stop."""
-        found: Seconds = self._sync_s[start]
-        return found
+        return np.asarray(self._sync_s[start])
 
     def _least_in(self, shape: Shape, window: int) -> list[float]:
         by_window = self._least.setdefault(shape, {})

@@ -87,7 +87,7 @@ def fill_bounds(
                     # With more layers it takes longer still.
                     if count * both >= least_s and count * (both + weight) >= least_end_s:
                         break
-                    if not _has_room(held, kind, before + stage + 1, count, start, stop):
+                    if not has_room(held, kind, before + stage + 1, count, start, stop):
                         continue
                     own_s, done_s = _stage_s(
                         times, held, kind, place, count, start, stop, first_s[stage, stop], rest_s[stop]
@@ -99,7 +99,7 @@ def fill_bounds(
 
 
 @lean_part
-def _has_room(held: Held, kind: int, to_end: int, count: int, start: int, stop: int) -> bool:
+def has_room(held: Held, kind: int, to_end: int, count: int, start: int, stop: int) -> bool:
     """Whether a stage fits with as many micro-batches as 1F1B has in flight there."""
     if not held.matters[kind]:
         return True
@@ -254,7 +254,7 @@ def _allowed(
     kind, to_end = wanted.shape[position], len(wanted.shape) - position
     count, found = wanted.micro_batches, 0
     for stop in range(start + 1, len(wanted.sync_s)):
-        if not _has_room(held, kind, to_end, count, start, stop):
+        if not has_room(held, kind, to_end, count, start, stop):
             continue
         forward, backward = times.forward_s[kind, start, stop], times.backward_s[kind, start, stop]
         message_s, rest_s = times.message_s[kind, stop], wanted.returned_s[position, stop]
@@ -280,19 +280,19 @@ def _even_s(times: Times, wanted: Wanted, speeds: Floats, position: int, start: 
     speed = 0.0
     for rest in wanted.shape[position:]:
         speed += speeds[rest]
-    wanted_s = speeds[kind] / speed * _work_s(times, kind, start, last)
+    wanted_s = speeds[kind] / speed * stage_work_s(times, kind, start, last)
     stop = start + 1
     below_s = 0.0
-    while stop < last and _work_s(times, kind, start, stop) < wanted_s:
-        below_s = _work_s(times, kind, start, stop)
+    while stop < last and stage_work_s(times, kind, start, stop) < wanted_s:
+        below_s = stage_work_s(times, kind, start, stop)
         stop += 1
-    work_s = _work_s(times, kind, start, stop)
+    work_s = stage_work_s(times, kind, start, stop)
     part = (wanted_s - below_s) / (work_s - below_s) if work_s > below_s else 1.0
     return stop - 1 + part
 
 
 @lean_part
-def _work_s(times: Times, kind: int, start: int, stop: int) -> float:
+def stage_work_s(times: Times, kind: int, start: int, stop: int) -> float:
     work_s: float = times.forward_s[kind, start, stop] + times.backward_s[kind, start, stop]
     work_s += times.weight_s[kind, start, stop]
     return work_s

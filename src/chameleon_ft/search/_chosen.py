@@ -13,7 +13,7 @@ from chameleon_ft.search._bounds import Stops
 from chameleon_ft.search._effort import LOOK
 from chameleon_ft.search._kinds import Crew
 from chameleon_ft.search._memory import StageMemory, base_limit
-from chameleon_ft.search._placed import PlacedPipeline, found_plan, synced_s, ways_to_place
+from chameleon_ft.search._placed import PlacedPipeline, Places, found_plan, synced_s
 from chameleon_ft.search._timed import Timer
 from chameleon_ft.search.result import FoundPlan
 
@@ -55,7 +55,7 @@ def fastest_of(
     """
     crew = Crew.of(costs.cluster)
     kind_of = {worker: kind for kind, members in enumerate(crew.members) for worker in members}
-    equals = Crew.of(_of_equals(costs.cluster))
+    places = Places(Crew.of(_of_equals(costs.cluster)), costs)
     timer = Timer(costs, crew, split_backward=split_backward)
 
     def placed(
@@ -71,9 +71,7 @@ def fastest_of(
     ways = [
         placed(pipelines, workers, effort=LOOK)
         for pipelines in few
-        for workers in ways_to_place(
-            [(0,) * len(stops) for stops, _ in pipelines], [stops for stops, _ in pipelines], equals, costs
-        )
+        for workers in places.ways([(0,) * len(stops) for stops, _ in pipelines], [stops for stops, _ in pipelines])
     ]
     quick = min(ways, key=lambda pipelines: synced_s(pipelines, timer))
     chosen = [(each.timed.stops, each.timed.micro_batches) for each in quick]

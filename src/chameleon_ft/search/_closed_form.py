@@ -159,36 +159,32 @@ class ClosedForms:
     """The formula for some shapes, with so many seconds of gradient sync for every byte."""
 
     def __init__(self, form: ClosedForm, crews: _Crews, per_byte_s: float, enough: int) -> None:
-        self._form = form
-        self._crews = crews
-        self._enough = enough
-        self._extra = form._bytes_per_s * per_byte_s * crews.least
+        # Here, because to import a kernel loads numba, and most who import this run none.
+        from chameleon_ft.search._closed_form_kernel import Formula
+
+        self.formula = Formula(
+            speeds=crews.speeds,
+            ends=crews.ends,
+            work_s=float(form._work_s * (1 - _ROUNDING)),
+            ahead=float(form._ahead),
+            ahead_of_sync=float(form._ahead_of_sync),
+            extra=form._bytes_per_s * per_byte_s * crews.least,
+            rates=crews.rates,
+            enough=enough,
+        )
         self._found = np.zeros(len(crews.ends), np.int64)
 
     @property
     def rates(self) -> NDArray[np.float64]:
         """By shape, micro-batches for each second that nothing can pass."""
-        return self._crews.rates
+        found: NDArray[np.float64] = self.formula.rates
+        return found
 
     def most(self, time_s: float) -> NDArray[np.int64]:
         """By shape, the most micro-batches."""
-        form = self._form
-        if not form._work_s:
-            return np.full(len(self._found), self._enough)
         from chameleon_ft.search._closed_form_kernel import most_possible_of_each
 
-        most_possible_of_each(
-            self._crews.speeds,
-            self._crews.ends,
-            form._work_s * (1 - _ROUNDING),
-            form._ahead,
-            form._ahead_of_sync,
-            time_s * (1 + _ROUNDING),
-            self._extra,
-            self._crews.rates,
-            self._enough,
-            self._found,
-        )
+        most_possible_of_each(self.formula, time_s * (1 + _ROUNDING), self._found)
         return self._found.copy()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
 from chameleon_ft.schedule._records import Floats, Integers
@@ -33,38 +34,47 @@ def most_possible(
     return _most_possible(speeds, work_s, ahead, ahead_of_sync, time_s, extra, guess, high)
 
 
-@lean_kernel
-def most_possible_of_each(
-    speeds: Floats,
-    ends: Integers,
-    work_s: float,
-    ahead: float,
-    ahead_of_sync: float,
-    time_s: float,
-    extra: Floats,
-    rates: Floats,
-    enough: int,
-    found: Integers,
-) -> None:
-    """The same for many shapes.
+class Formula(NamedTuple):
+    """What is asked of many shapes.
 
-    Args:
+    Attributes:
         speeds: of the workers of one shape after the other.
         ends: where they end.
-        work_s, ahead, ahead_of_sync, time_s: as for one shape.
+        work_s, ahead, ahead_of_sync: as for one shape; nothing is ruled out where there is no work.
         extra: by shape.
         rates: micro-batches for each second that nothing can pass, by shape.
         enough: micro-batches that are not worth to be passed.
-        found: what was found last time, where to look first; to be filled in.
     """
-    start = 0
-    for shape in range(len(ends)):
-        own = speeds[start : ends[shape]]
-        # In all the time there is, the product is infinite.
-        possible = time_s * rates[shape]
-        high = int(possible) if possible < enough else enough
-        found[shape] = _most_possible(own, work_s, ahead, ahead_of_sync, time_s, extra[shape], found[shape], high)
-        start = ends[shape]
+
+    speeds: Floats
+    ends: Integers
+    work_s: float
+    ahead: float
+    ahead_of_sync: float
+    extra: Floats
+    rates: Floats
+    enough: int
+
+
+@lean_kernel
+def most_possible_of_each(formula: Formula, time_s: float, found: Integers) -> None:
+    """The same for many shapes; `found` is what was found last time, where to look first, and is filled in."""
+    for shape in range(len(found)):
+        found[shape] = most_possible_of(formula, shape, time_s, found[shape])
+
+
+@lean_part
+def most_possible_of(formula: Formula, shape: int, time_s: float, guess: int) -> int:
+    """The same for one of them."""
+    if not formula.work_s:
+        return formula.enough
+    start = formula.ends[shape - 1] if shape else 0
+    # In all the time there is, the product is infinite.
+    possible = time_s * formula.rates[shape]
+    high = int(possible) if possible < formula.enough else formula.enough
+    own = formula.speeds[start : formula.ends[shape]]
+    extra = formula.extra[shape]
+    return _most_possible(own, formula.work_s, formula.ahead, formula.ahead_of_sync, time_s, extra, guess, high)
 
 
 @lean_part

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Final, NamedTuple
 
 from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
 from chameleon_ft.schedule._records import Booleans, Floats, Integers
+from chameleon_ft.search._closed_form_kernel import Formula, most_possible_of
 
+_ROUNDING: Final = 1e-12
 _MISSING: Final = -1
 # Of items that do not fit, less than nothing.
 _NONE: Final = -(2**40)
+_LARGEST: Final = sys.float_info.max
 
 
 class Least(NamedTuple):
@@ -35,36 +39,107 @@ class Room(NamedTuple):
     chosen: Integers
 
 
-@lean_kernel
-def best_of_depths(
-    plain: Least,
-    recomputing: Least,
-    rates: Floats,
-    limit_s: float,
-    enough: Integers,
-    wanted: int,
-    fewest: int,
-    opened: Booleans,
-    room: Room,
-    counts: Integers,
-    numbers: Integers,
-    missing: Integers,
-) -> int:
-    """The most micro-batches that so many pipelines can finish by `limit_s`.
+class Depths(NamedTuple):
+    """What mixes of pipelines are made of, by depth where nothing else is said.
 
-    Args:
+    Attributes:
         plain, recomputing: bounds.
-        rates: by depth, micro-batches for each second that nobody who recomputes can pass.
-        limit_s: seconds.
-        enough: by depth, what is not worth to be passed.
-        wanted: if less than that comes out, it does not matter how.
+        formula: no tighter than bounds, and found at once.
+        rates: micro-batches for each second that nobody who recomputes can pass.
+        micro_batches: all of them.
         fewest: pipelines; the most are those that there is room for.
-        opened: the depths that are known by their bounds; those that come to be chosen are opened.
+        active: one for the depths to go on with, zero for others.
+        opened: those that are known by their bounds; those that come to be chosen are opened.
         room: for the knapsack.
-        counts: by depth, what the formula allows a pipeline; to be replaced where that has been opened.
-        numbers: by depth, how many pipelines; to be filled in.
+        guess: what the formula allowed last time.
+        enough: room for what is not worth to be passed.
         missing: which of the bounds is not known, depth and window; filled in where -1 is returned.
     """
+
+    plain: Least
+    recomputing: Least
+    formula: Formula
+    rates: Floats
+    micro_batches: int
+    fewest: int
+    active: Integers
+    opened: Booleans
+    room: Room
+    guess: Integers
+    enough: Integers
+    missing: Integers
+
+
+class Replayed(NamedTuple):
+    """Pipelines that have been replayed: how deep they are, less one, their micro-batches, and seconds."""
+
+    depths: Integers
+    counts: Integers
+    time_s: Floats
+
+
+class Made(NamedTuple):
+    """A mix by depth: the micro-batches of a pipeline, and how many pipelines there are."""
+
+    counts: Integers
+    numbers: Integers
+
+
+@lean_kernel
+def best_of_depths(depths: Depths, replayed: Replayed, time_s: float, wanted: int, made: Made) -> int:
+    """The most micro-batches that so many pipelines can finish by `time_s`; -1 where a bound is missing.
+
+    Args:
+        depths: see above; none that has been replayed and took longer is thought of.
+        replayed: see above.
+        time_s: seconds.
+        wanted: if less than that comes out, it does not matter how.
+        made: of what; to be filled in.
+    """
+    return _best_by(depths, replayed, time_s, wanted, made)
+
+
+@lean_kernel
+def narrow(depths: Depths, replayed: Replayed, precision: float, within_s: Floats, made: Made, best: Made) -> bool:
+    """Halve the time in which all micro-batches can be finished; returns whether that is done, or a bound is missing.
+
+    Args:
+        depths, replayed: see above.
+        precision: how close to each other both ends are to come, as a share of the later.
+        within_s: from when to when; to be made closer.
+        made: room to work in.
+        best: what finishes them at the later end; to be filled in wherever that is moved.
+    """
+    while within_s[1] - within_s[0] > precision * within_s[1]:
+        middle = (within_s[0] + within_s[1]) / 2
+        total = _best_by(depths, replayed, middle, depths.micro_batches, made)
+        if total == _MISSING:
+            return False
+        if total >= depths.micro_batches:
+            within_s[1] = middle
+            for depth in range(len(made.counts)):
+                best.counts[depth], best.numbers[depth] = made.counts[depth], made.numbers[depth]
+        else:
+            within_s[0] = middle
+    return True
+
+
+@lean_part
+def _best_by(depths: Depths, replayed: Replayed, time_s: float, wanted: int, made: Made) -> int:
+    plain, recomputing, rates, room = depths.plain, depths.recomputing, depths.rates, depths.room
+    enough, opened, missing, counts, numbers = depths.enough, depths.opened, depths.missing, made.counts, made.numbers
+    for depth in range(len(counts)):
+        enough[depth] = depths.active[depth] * depths.micro_batches
+        counts[depth] = 0
+        if depths.active[depth]:
+            depths.guess[depth] = most_possible_of(depths.formula, depth, time_s * (1 + _ROUNDING), depths.guess[depth])
+            counts[depth] = depths.guess[depth]
+    for place in range(len(replayed.depths)):
+        if replayed.time_s[place] > time_s:
+            depth = replayed.depths[place]
+            enough[depth] = min(enough[depth], replayed.counts[place] - 1)
+    # Where memory forbids it, it takes for ever.
+    limit_s = min(time_s * (1 + _ROUNDING), _LARGEST)
     while True:
         for depth in range(len(counts)):
             if opened[depth]:
@@ -82,7 +157,7 @@ def best_of_depths(
                         return _MISSING
                     count = max(count, more)
                 counts[depth] = count
-        total = _mixed(counts, fewest, room, numbers)
+        total = _mixed(counts, depths.fewest, room, numbers)
         fresh = False
         if total >= wanted:
             for depth in range(len(counts)):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from chameleon_ft.search._bounds import PipelineBounds
 from chameleon_ft.search._kinds import Shape
 
-_ROUNDING: Final = 1e-12
+if TYPE_CHECKING:
+    from chameleon_ft.search._depth_kernel import Replayed
+
 # More micro-batches than there are.
 _ALL: Final = 2**62
 # The most entries of all tables together.
@@ -37,33 +38,45 @@ class DepthMixes:
         self, bounds: Sequence[PipelineBounds], shapes: tuple[Shape, ...], workers: int, numbers: tuple[int, int]
     ) -> None:
         # Here, as below, because to import a kernel loads numba, and most who import this run none.
-        from chameleon_ft.search._depth_kernel import Room
+        from chameleon_ft.search._depth_kernel import Depths, Made, Room
 
         plain, *_ = bounds
         self._micro_batches = micro_batches = plain.pipelines.micro_batches
-        self._fewest, most = numbers
+        fewest, most = numbers
         depths = len(shapes)
         self._shapes = shapes
-        self._forms = plain.closed_forms(self._shapes, micro_batches)
         self._least = [each.by_depth(depths) for each in bounds]
         # Of nobody, if nobody may.
-        self._rates = np.zeros(depths)
+        rates = np.zeros(depths)
         for each in bounds[1:]:
-            self._rates = each.closed_forms(shapes, micro_batches).rates
-        self._opened = np.zeros(depths, np.bool_)
-        self._active = np.ones(depths, np.int64)
-        self._room = Room(
-            sizes=np.empty(depths, np.int64),
-            worth=np.empty(depths, np.int64),
-            best=np.empty((2, workers + 1), np.int64),
-            chosen=np.empty((most, workers + 1), np.int64),
+            rates = each.closed_forms(shapes, micro_batches).rates
+        self._missing = np.empty(3, np.int64)
+        self._depths = Depths(
+            plain=self._least[0].arrays,
+            recomputing=self._least[-1].arrays,
+            formula=plain.closed_forms(shapes, micro_batches).formula,
+            rates=rates,
+            micro_batches=micro_batches,
+            fewest=fewest,
+            active=np.ones(depths, np.int64),
+            opened=np.zeros(depths, np.bool_),
+            room=Room(
+                sizes=np.empty(depths, np.int64),
+                worth=np.empty(depths, np.int64),
+                best=np.empty((2, workers + 1), np.int64),
+                chosen=np.empty((most, workers + 1), np.int64),
+            ),
+            guess=np.zeros(depths, np.int64),
+            enough=np.empty(depths, np.int64),
+            missing=self._missing,
         )
-        self._numbers, self._missing = np.empty(depths, np.int64), np.empty(3, np.int64)
+        self._made, self._best = (Made(*np.empty((2, depths), np.int64)) for _ in range(2))
 
     def activate(self, shapes: Iterable[Shape]) -> None:
         """Go on with these."""
-        self._active[:] = 0
-        self._active[[len(shape) - 1 for shape in shapes]] = 1
+        active = self._depths.active
+        active[:] = 0
+        active[[len(shape) - 1 for shape in shapes]] = 1
 
     def promise(self, time_s: float) -> int:
         """The most micro-batches that a mix may finish in `time_s`, by a formula where bounds are not known."""
@@ -72,7 +85,7 @@ class DepthMixes:
     def each(self, time_s: float) -> list[int]:
         """The same of a single pipeline of each shape."""
         self.promise(time_s)
-        found: list[int] = self._counts.tolist()
+        found: list[int] = self._made.counts.tolist()
         return found
 
     def at(self, time_s: float, replayed: Mapping[Shape, Mapping[int, float]]) -> int:
@@ -84,42 +97,53 @@ class DepthMixes:
         """
         return self._most(time_s, replayed, self._micro_batches)
 
+    def narrowed(
+        self, low: float, high: float, replayed: Mapping[Shape, Mapping[int, float]], *, precision: float
+    ) -> float:
+        """The least time between `low` and `high` in which a mix may finish all, from below; see `shares` for the mix.
+
+        Args:
+            low, high: seconds.
+            replayed: see above.
+            precision: share of the time by which it may be too low.
+        """
+        from chameleon_ft.search._depth_kernel import narrow
+
+        self.at(high, replayed)
+        for best, own in zip(self._best, self._made, strict=True):
+            best[:] = own
+        known, within_s = _arrays(replayed), np.array([low, high])
+        while not narrow(self._depths, known, precision, within_s, self._made, self._best):
+            self._fill()
+        for best, own in zip(self._best, self._made, strict=True):
+            own[:] = best
+        return float(within_s[0])
+
     def _most(self, time_s: float, replayed: Mapping[Shape, Mapping[int, float]], wanted: int) -> int:
         from chameleon_ft.search._depth_kernel import best_of_depths
 
-        self._counts = self._forms.most(time_s) * self._active
-        enough = self._micro_batches * self._active
-        for shape, known in replayed.items():
-            too_many = [count for count, own_s in known.items() if own_s > time_s]
-            if too_many:
-                enough[len(shape) - 1] = min(enough[len(shape) - 1], min(too_many) - 1)
-        # Where memory forbids it, it takes for ever.
-        limit_s = min(time_s * (1 + _ROUNDING), sys.float_info.max)
-        plain, *others = self._least
-        while True:
-            found = best_of_depths(
-                plain.arrays,
-                others[0].arrays if others else plain.arrays,
-                self._rates,
-                limit_s,
-                enough,
-                wanted,
-                self._fewest,
-                self._opened,
-                self._room,
-                self._counts,
-                self._numbers,
-                self._missing,
-            )
-            if found >= 0:
-                return found
-            which, depth, window = self._missing.tolist()
-            self._least[which].fill(depth, window)
+        known = _arrays(replayed)
+        while (found := best_of_depths(self._depths, known, time_s, wanted, self._made)) < 0:
+            self._fill()
+        return found
+
+    def _fill(self) -> None:
+        """Fill in the bound that is missing."""
+        which, depth, window = self._missing.tolist()
+        self._least[which].fill(depth, window)
 
     def shares(self) -> list[tuple[Shape, int, int]]:
         """What the mix was made of when it was last asked for: (shape, micro-batches, number)."""
-        return [
-            (shape, count, number)
-            for shape, count, number in zip(self._shapes, self._counts.tolist(), self._numbers.tolist(), strict=True)
-            if number
-        ]
+        made = zip(self._shapes, self._made.counts.tolist(), self._made.numbers.tolist(), strict=True)
+        return [(shape, count, number) for shape, count, number in made if number]
+
+
+def _arrays(replayed: Mapping[Shape, Mapping[int, float]]) -> Replayed:
+    from chameleon_ft.search._depth_kernel import Replayed
+
+    rows = [(len(shape) - 1, count, own_s) for shape, known in replayed.items() for count, own_s in known.items()]
+    return Replayed(
+        np.array([depth for depth, _, _ in rows], np.int64),
+        np.array([count for _, count, _ in rows], np.int64),
+        np.array([own_s for _, _, own_s in rows], np.float64),
+    )

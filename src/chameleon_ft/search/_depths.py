@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Final
 
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search._bounds import SyncCost
 from chameleon_ft.search._effort import is_dear
-from chameleon_ft.search._sync import about, least_sync
+from chameleon_ft.search._sync import LeastSync, about
 from chameleon_ft.search._timed import Timer
 
 # So many depths are tried out.
@@ -51,14 +50,14 @@ def depths(costs: CostModel, timers: Iterable[Timer], likely_s: float) -> list[D
     """Those at which nobody goes without a micro-batch; steps that take longer than `likely_s` are not thought of."""
     cluster, micro_batches = costs.cluster, costs.workload.micro_batches
     workers = len(cluster.workers)
-    sync_of = cache(lambda pipelines: least_sync(costs, about(pipelines, cluster), likely_s))
+    least = LeastSync(costs, likely_s)
     found: list[Depth] = []
     for timer in timers:
         for depth in range(1, min(workers, timer.pipelines.num_layers) + 1):
             fewest = workers // depth
             if fewest <= micro_batches:
                 share, numbers = micro_batches * depth / workers, (fewest, min(-(-workers // depth), micro_batches))
-                found.append(Depth(depth, numbers, share, sync_of(fewest), timer))
+                found.append(Depth(depth, numbers, share, least.of(about(fewest, cluster)), timer))
     return found
 
 

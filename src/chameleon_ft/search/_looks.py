@@ -41,17 +41,22 @@ class Looks:
         self._effort = effort
         self._complete = complete
 
-    def best_cut(self, shape: Shape, micro_batches: int) -> tuple[float, TimedPipeline | None]:
-        """The least time of a pipeline over its cuts: over all of them in a complete search, else over a few."""
+    def best_cut(
+        self, shape: Shape, micro_batches: int, upper_s: float = math.inf
+    ) -> tuple[float, TimedPipeline | None]:
+        """The least time of a pipeline over its cuts: over all of them in a complete search, else over a few.
+
+        None where it takes longer than the time that goes with it: than `upper_s`, or for ever if it does not fit.
+        """
         best: tuple[float, TimedPipeline | None] = math.inf, None
         for recompute, bounds in ((False, self._plain), (True, self._recomputing)):
-            if bounds is None or (best[1] is not None and not self._complete):
+            if bounds is None or (best[0] < math.inf and not self._complete):
                 continue
             least_s = bounds.least_s(shape, micro_batches)
             enough_s = least_s * (1 + (_ROUNDING if self._complete else _ENOUGH))
             for stops in bounds.candidates(shape, micro_batches):
-                if best[0] > enough_s:
-                    best = self._better(best, bounds, shape, stops, micro_batches, recompute)
+                if best[1] is None or best[0] > enough_s:
+                    best = self._better(best, bounds, shape, stops, micro_batches, recompute, upper_s)
             if self._complete and best[0] > enough_s:
                 for bound_s, stops in bounds.each(shape, micro_batches, best[0]):
                     if bound_s >= best[0] * (1 - _ROUNDING):
@@ -67,12 +72,21 @@ class Looks:
         stops: Stops,
         micro_batches: int,
         recompute: bool,
+        upper_s: float = math.inf,
     ) -> tuple[float, TimedPipeline | None]:
         """`best`, or a cut that is better."""
         gain = _ROUNDING if self._complete else _LEAST_GAIN
-        if bounds.bound_s(shape, stops, micro_batches) >= best[0] * (1 - gain):
+        if best[1] is not None and bounds.bound_s(shape, stops, micro_batches) >= best[0] * (1 - gain):
             return best
-        timed = self._timer.sample(shape, stops, micro_batches, recompute=recompute, effort=self._effort)
+        if self._effort is not None:
+            timed = self._timer.sample(shape, stops, micro_batches, recompute=recompute, effort=self._effort)
+        else:
+            upper_s = min(upper_s, best[0])
+            latest_s = upper_s - bounds.sync_s_of(stops)
+            rough = self._timer.rough(shape, stops, micro_batches, recompute=recompute, latest_s=latest_s)
+            if rough is None:
+                return (upper_s, best[1])
+            timed = rough
         own_s = with_sync_s(timed, bounds)
         return (own_s, timed) if own_s < best[0] else best
 

@@ -37,6 +37,8 @@ _AT_LAST_S: Final = 1e300
 _NOT_MUCH_LONGER: Final = (1.15, 1.3, 1.5)
 # With little effort: how much longer mixes may take that are less alike than others.
 _NEARLY: Final = 1.003
+# With little effort: pipelines that take longer than the best mix by this are not gone on with.
+_HOPELESS: Final = 1.03
 # With little effort: so many mixes in a row that are no better end a search.
 _IN_VAIN: Final = 2
 # How many times as deep one pipeline may be as the mean.
@@ -168,19 +170,20 @@ class MixSearch:
     def _run(self, bound_s: float, upper_s: float) -> Searched:
         mixes: list[TimedMix] = []
         low, best_s = bound_s, upper_s
-        complete, in_vain = False, 0
+        complete, looked, in_vain = False, False, 0
         most = math.inf if self._effort is None else self.timer.spent + self._effort
-        while not complete and (not mixes or self.timer.spent < most):
+        while not complete and (not looked or self.timer.spent < most):
             found = self._next(low, best_s)
             if found is None:
                 complete = self._effort is None
                 break
             low, mix = found
-            timed = self._timed(mix)
-            if timed is None:
+            fresh, timed_mix = self._timed(mix, best_s * _HOPELESS)
+            looked = True
+            if timed_mix.pipelines:
+                mixes.append(timed_mix)
+            elif timed_mix.time_s == math.inf:
                 continue
-            fresh, timed_mix = timed
-            mixes.append(timed_mix)
             if not fresh or timed_mix.time_s <= low * (1 + _ROUNDING):
                 complete = self._effort is None
                 break
@@ -221,6 +224,10 @@ class MixSearch:
 
     def _narrowed(self, low: float, high: float, *, bounding: bool = False) -> tuple[float, list[Share]]:
         """The least time between `low` and `high` in which all can be finished, from below, and the mix that does."""
+        if self._by_depth is not None:
+            low = self._by_depth.narrowed(low, high, self._replayed, precision=self._precision)
+            mix = self._shares_by_depth()
+            return low, mix if bounding else self._trimmed(mix)
         mix = self._at(high, bounding=bounding)[1]
         while high - low > self._precision * high:
             middle = (low + high) / 2
@@ -279,8 +286,7 @@ class MixSearch:
         """
         if self._by_depth is not None:
             total = self._by_depth.at(time_s, self._replayed)
-            shares = self._by_depth.shares() if total >= self._micro_batches else []
-            return total, [Share(*share) for share in shares]
+            return total, self._shares_by_depth() if total >= self._micro_batches else []
         # Those of shapes that have not been opened, none of which has been replayed.
         counts = self._closed_forms.most(time_s).tolist()
         for place in self._open_places:
@@ -302,6 +308,9 @@ class MixSearch:
             for place in fresh:
                 self._opened.add(self._active[place])
                 counts[place] = self._most(self._active[place], time_s)
+
+    def _shares_by_depth(self) -> list[Share]:
+        return [] if self._by_depth is None else [Share(*share) for share in self._by_depth.shares()]
 
     def _best_mix(self, values: dict[Size, int]) -> BoundedMix:
         if self.numbers is None:
@@ -351,8 +360,11 @@ class MixSearch:
             return plain_s
         return self._recomputing.least_s(shape, micro_batches)
 
-    def _timed(self, mix: Sequence[Share]) -> tuple[bool, TimedMix] | None:
-        """The mix replayed, and whether any of it was not known before; None where a pipeline fits no worker."""
+    def _timed(self, mix: Sequence[Share], upper_s: float) -> tuple[bool, TimedMix]:
+        """Whether any of the mix was not known before, and the mix replayed.
+
+        Without pipelines where it takes longer than its time, which is `upper_s`, or for ever where it does not fit.
+        """
         fresh = False
         pipelines: list[tuple[TimedPipeline, int]] = []
         time_s = 0.0
@@ -360,11 +372,11 @@ class MixSearch:
             key = share.shape, share.micro_batches
             if key not in self._known:
                 fresh = True
-                self._known[key] = self._looks.best_cut(*key)
+                self._known[key] = self._looks.best_cut(*key, upper_s)
                 self._replayed.setdefault(share.shape, {})[share.micro_batches] = self._known[key][0]
             own_s, pipeline = self._known[key]
             if pipeline is None:
-                return None
+                return fresh, TimedMix((), own_s)
             time_s = max(time_s, own_s)
             pipelines.append((pipeline, share.count))
         return fresh, TimedMix(tuple(pipelines), time_s)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
+import numpy as np
+
+from chameleon_ft.search._bounds import Pipelines, Stops
 from chameleon_ft.search._placed import PlacedPipeline, synced_s
 from chameleon_ft.search._timed import TimedPipeline, Timer
 
@@ -25,13 +26,8 @@ def with_better_cuts(pipelines: Sequence[PlacedPipeline], timer: Timer, *, effor
     best = tuple(pipelines)
     for _ in range(_ROUNDS):
         slowest = max(best, key=lambda each: each.timed.program_s).timed
-        nearby = sorted(
-            (bound_s, stops)
-            for stops in _nearby(slowest.stops)
-            if (bound_s := _bound_s(slowest, stops, timer)) < slowest.program_s
-        )
         before_s = synced_s(best, timer)
-        ways = [_recut(best, slowest, stops, timer, effort) for _, stops in nearby[:_TRIES]]
+        ways = [_recut(best, slowest, stops, timer, effort) for _, stops in _nearby(slowest, timer)[:_TRIES]]
         found = min((way for way in ways if way is not None), key=lambda way: synced_s(way, timer), default=best)
         if synced_s(found, timer) >= before_s:
             break
@@ -39,28 +35,36 @@ def with_better_cuts(pipelines: Sequence[PlacedPipeline], timer: Timer, *, effor
     return best
 
 
-def _nearby(stops: Stops) -> Iterator[Stops]:
-    """All cuts in which one stage has a layer less, and another one more."""
-    for less in range(len(stops)):
-        for more in range(len(stops)):
-            low, high = min(less, more), max(less, more)
-            shift = 1 if more < less else -1
-            found = (*stops[:low], *(stop + shift for stop in stops[low:high]), *stops[high:])
-            if less != more and all(a < b for a, b in zip((0, *found), found, strict=False)):
-                yield found
+def _nearby(timed: TimedPipeline, timer: Timer) -> list[tuple[float, Stops]]:
+    """All cuts in which one stage has a layer less, and another one more, with their bounds, by bound.
 
-
-def _bound_s(timed: TimedPipeline, stops: Stops, timer: Timer) -> float:
-    """Seconds below which the pipeline cannot be with this cut; infinite where that does not fit, or where one stage
-    alone computes for as long as the whole takes now.
+    Left out are those that do not fit, or cannot be faster, and those where one stage alone computes for as long as the
+    whole takes now.
     """
-    pipelines = _bounds_of(timed, timer)
-    shape, micro_batches = timed.shape, timed.micro_batches
-    stages = zip(shape, (0, *stops), stops, strict=False)
-    work_s = micro_batches * max(pipelines.times[kind].work_s[start, stop] for kind, start, stop in stages)
-    if work_s >= timed.program_s or not pipelines.fits(shape, stops, micro_batches):
-        return math.inf
-    return pipelines.bounds(SyncCost()).bound_s(shape, stops, micro_batches)
+    # Here, because to import a kernel loads numba, and most who import this run none.
+    from chameleon_ft.search._nearby_kernel import fill_nearby
+
+    pipelines, stops, depth = _bounds_of(timed, timer), timed.stops, len(timed.stops)
+    window, place = pipelines.unsynced.window_of(timed.micro_batches)
+    size, bounds_s = pipelines.num_layers + 1, np.empty((depth, depth))
+    fill_nearby(
+        pipelines.kernel_times(),
+        pipelines.held(window, depth),
+        np.array(timed.shape),
+        np.array(stops),
+        place,
+        timed.micro_batches,
+        timed.program_s,
+        np.zeros((size, size)),
+        np.empty(depth, np.int64),
+        bounds_s,
+    )
+    found: list[tuple[float, Stops]] = []
+    for less, more in np.argwhere(bounds_s < timed.program_s).tolist():
+        low, high, shift = min(less, more), max(less, more), 1 if more < less else -1
+        near = (*stops[:low], *(stop + shift for stop in stops[low:high]), *stops[high:])
+        found.append((float(bounds_s[less, more]), near))
+    return sorted(found)
 
 
 def _bounds_of(timed: TimedPipeline, timer: Timer) -> Pipelines:

@@ -10,7 +10,7 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.plan import Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.search._arrange import by_pipeline, by_stage, orders_of_hosts
+from chameleon_ft.search._arrange import by_pipeline, by_stage_each, orders_of_hosts
 from chameleon_ft.search._bounds import Stops
 from chameleon_ft.search._effort import polish_effort
 from chameleon_ft.search._kinds import Crew, Shape
@@ -33,16 +33,25 @@ class PlacedPipeline:
     workers: tuple[int, ...]
 
 
-def ways_to_place(
-    shapes: Sequence[Shape], cuts: Sequence[Stops], crew: Crew, costs: CostModel
-) -> list[list[tuple[int, ...]]]:
-    """Workers for each pipeline: so that its neighbours share a host; and where there is something to be reduced, also
-    so that holders of the same layers do, in several ways where a host has room for them."""
-    ways = [by_pipeline(shapes, crew, costs.cluster)]
-    if len(shapes) > 1 and has_gradients(costs):
-        most = _ORDERS if len(shapes) <= largest_host(costs.cluster) else 1
-        ways += [by_stage(shapes, cuts, members) for members in orders_of_hosts(crew, costs.cluster, most=most)]
-    return ways
+class Places:
+    """Ways to place pipelines on the workers of a crew."""
+
+    def __init__(self, crew: Crew, costs: CostModel) -> None:
+        self._crew = crew
+        self._cluster = costs.cluster
+        self._has_gradients = has_gradients(costs)
+        self._orders: dict[int, list[list[list[int]]]] = {}
+
+    def ways(self, shapes: Sequence[Shape], cuts: Sequence[Stops]) -> list[list[tuple[int, ...]]]:
+        """Workers for each pipeline: so that its neighbours share a host; and where there is something to be reduced,
+        also so that holders of the same layers do, in several ways where a host has room for them."""
+        ways = [by_pipeline(shapes, self._crew, self._cluster)]
+        if len(shapes) > 1 and self._has_gradients:
+            most = _ORDERS if len(shapes) <= largest_host(self._cluster) else 1
+            if most not in self._orders:
+                self._orders[most] = orders_of_hosts(self._crew, self._cluster, most=most)
+            ways += by_stage_each(shapes, cuts, self._orders[most])
+        return ways
 
 
 def has_gradients(costs: CostModel) -> bool:

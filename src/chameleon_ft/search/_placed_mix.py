@@ -34,9 +34,11 @@ class PlacedMix:
         hosts = self.timer.host_numbers
         by_layer: list[list[int]] = []
         for each in self.pipelines:
-            by_layer.append([])
-            for worker, stop in zip(each.workers, each.timed.stops, strict=True):
-                by_layer[-1] += [hosts[worker]] * (stop - len(by_layer[-1]))
+            own: list[int] = []
+            stops = each.timed.stops
+            for worker, start, stop in zip(each.workers, (0, *stops[:-1]), stops, strict=True):
+                own += [hosts[worker]] * (stop - start)
+            by_layer.append(own)
         return all(len(set(holders)) > 1 for holders in zip(*by_layer, strict=True))
 
 

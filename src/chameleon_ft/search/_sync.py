@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 from typing import Final
 
@@ -30,52 +31,80 @@ def links_are_equal(cluster: Cluster) -> bool:
     return cluster.intra_host == cluster.inter_host or hosts in (1, len(cluster.workers))
 
 
-def least_sync(costs: CostModel, pipelines: int, most_s: float = math.inf) -> SyncCost:
+class LeastSync:
     """What a stage has to reduce with its holders in so many pipelines, at the least, in steps of up to `most_s`.
 
     A ring of more workers than a host has goes between hosts, and its slowest link sets the pace. A smaller one may lie
     inside a host. Then that host alone computes these layers, for all micro-batches; so there are only so many of them,
     and a stage that has more reduces the rest of them between hosts.
     """
-    cluster = costs.cluster
-    if pipelines < 2:
-        return SyncCost()
-    between_hosts = pipelines > largest_host(cluster)
-    links = [cluster.inter_host] if between_hosts else links_between(cluster)
-    latency_s = min(link.latency_s for link in links)
-    per_byte_s = 1 / max(link.bytes_per_s for link in links)
-    passes = 2 * (pipelines - 1) / pipelines
-    least = SyncCost(2 * (pipelines - 1) * latency_s, passes * per_byte_s)
-    slower_s = 1 / cluster.inter_host.bytes_per_s - per_byte_s
-    if between_hosts or cluster.inter_host not in links or slower_s <= 0:
-        return least
-    return SyncCost(least.fixed_s, least.per_byte_s, _inside_bytes(costs, pipelines, most_s), passes * slower_s)
 
+    def __init__(self, costs: CostModel, most_s: float) -> None:
+        self._costs = costs
+        self._most_s = most_s
+        self._known: dict[int, SyncCost] = {}
+        self._inside: dict[float, float] = {}
 
-def _inside_bytes(costs: CostModel, pipelines: int, most_s: float) -> float:
-    """The most gradients of layers that take time, which one host can have computed by `most_s`, for the whole step.
+    def of(self, pipelines: int) -> SyncCost:
+        """That of so many of them."""
+        found = self._known.get(pipelines)
+        if found is None:
+            found = self._known[pipelines] = self._of(pipelines)
+        return found
 
-    It has a worker for each pipeline. No more than parts of layers, those with most bytes for their time, fit into its
-    time; and no more layers than of those that take least.
-    """
-    layers = [
-        (layer.forward_s + layer.least_backward_s, float(layer.gradient_bytes)) for layer in costs.workload.layers
-    ]
-    busy = [(own_s, size) for own_s, size in layers if own_s > 0]
-    if most_s == math.inf:
-        return sum(size for _, size in busy)
-    speeds: dict[str, list[float]] = defaultdict(list)
-    for worker in costs.cluster.workers:
-        speeds[worker.host].append(worker.speed)
-    speed = max((sum(own) for own in speeds.values() if len(own) >= pipelines), default=0.0)
-    budget_s = most_s * speed / costs.workload.micro_batches * (1 + _ROUNDING)
-    count = sum(until_s <= budget_s for until_s in accumulate(sorted(own_s for own_s, _ in busy)))
-    by_count = sum(sorted((size for _, size in busy), reverse=True)[:count])
-    by_parts = 0.0
-    for own_s, size in sorted(busy, key=lambda layer: -layer[1] / layer[0]):
-        by_parts += size * min(1.0, budget_s / own_s)
-        budget_s = max(0.0, budget_s - own_s)
-    return min(by_count, by_parts)
+    def _of(self, pipelines: int) -> SyncCost:
+        cluster = self._costs.cluster
+        if pipelines < 2:
+            return SyncCost()
+        between_hosts = pipelines > largest_host(cluster)
+        links = [cluster.inter_host] if between_hosts else links_between(cluster)
+        latency_s = min(link.latency_s for link in links)
+        per_byte_s = 1 / max(link.bytes_per_s for link in links)
+        passes = 2 * (pipelines - 1) / pipelines
+        least = SyncCost(2 * (pipelines - 1) * latency_s, passes * per_byte_s)
+        slower_s = 1 / cluster.inter_host.bytes_per_s - per_byte_s
+        if between_hosts or cluster.inter_host not in links or slower_s <= 0:
+            return least
+        return SyncCost(least.fixed_s, least.per_byte_s, self._inside_bytes(pipelines), passes * slower_s)
+
+    @cached_property
+    def _busy(self) -> list[tuple[float, float]]:
+        """(seconds, bytes) of the layers that take time."""
+        layers = self._costs.workload.layers
+        timed = ((layer.forward_s + layer.least_backward_s, float(layer.gradient_bytes)) for layer in layers)
+        return [(own_s, size) for own_s, size in timed if own_s > 0]
+
+    @cached_property
+    def _hosts(self) -> list[tuple[int, float]]:
+        """Workers of each host, and their speed together."""
+        speeds: dict[str, list[float]] = defaultdict(list)
+        for worker in self._costs.cluster.workers:
+            speeds[worker.host].append(worker.speed)
+        return [(len(own), sum(own)) for own in speeds.values()]
+
+    def _inside_bytes(self, pipelines: int) -> float:
+        """The most gradients of layers that take time, which one host can have computed in the step.
+
+        It has a worker for each pipeline. No more than parts of layers, those with most bytes for their time, fit into
+        its time; and no more layers than of those that take least.
+        """
+        if self._most_s == math.inf:
+            return sum(size for _, size in self._busy)
+        speed = max((own for count, own in self._hosts if count >= pipelines), default=0.0)
+        if speed not in self._inside:
+            self._inside[speed] = self._inside_of(speed)
+        return self._inside[speed]
+
+    def _inside_of(self, speed: float) -> float:
+        busy = self._busy
+        budget_s = self._most_s * speed / self._costs.workload.micro_batches * (1 + _ROUNDING)
+        count = sum(until_s <= budget_s for until_s in accumulate(sorted(own_s for own_s, _ in busy)))
+        by_count = sum(sorted((size for _, size in busy), reverse=True)[:count])
+        by_parts = 0.0
+        for own_s, size in sorted(busy, key=lambda layer: -layer[1] / layer[0]):
+            by_parts += size * min(1.0, budget_s / own_s)
+            budget_s = max(0.0, budget_s - own_s)
+        return min(by_count, by_parts)
 
 
 def numbers_of_pipelines(most: int) -> Iterator[tuple[int, int]]:

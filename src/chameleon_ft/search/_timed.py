@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import eq
 from typing import Final
 
 from chameleon_ft.estimate.memory import stages_of
@@ -15,7 +15,7 @@ from chameleon_ft.plan import Hop, LayerRange, Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule._pipelines import PipelineSchedule, pipeline_schedule, rough_schedule
-from chameleon_ft.schedule._records import Integers
+from chameleon_ft.schedule._records import Floats, Integers
 from chameleon_ft.schedule._trials import ROUNDING
 from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
 from chameleon_ft.search._kinds import Crew, Shape
@@ -119,11 +119,39 @@ class Timer:
         return math.inf
 
     def sample(
-        self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool = False, effort: int | None
+        self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool = False, effort: int
     ) -> TimedPipeline:
         """The pipeline on the first workers of its kinds."""
         workers = self.crew.sample(shape)
         return self.timed(workers, shape, stops, micro_batches, recompute=recompute, effort=effort)
+
+    def rough(
+        self, shape: Shape, stops: Stops, micro_batches: int, *, recompute: bool, latest_s: Floats
+    ) -> TimedPipeline | None:
+        """The same with a program that is found soon, and mostly longer by less than a hundredth.
+
+        None where some stage would end later than `latest_s` has it, by stage.
+        """
+        workers = self.crew.sample(shape)
+        key = shape, stops, micro_batches, self._same_host(workers), recompute, None
+        found = self._known.get(key)
+        if found is None:
+            limits = self.limits(shape, stops, micro_batches, recompute=recompute)
+            self.spent += _ROUGH * len(stops) * micro_batches
+            schedule = rough_schedule(
+                hops_of(workers, stops),
+                micro_batches,
+                self._builders[recompute],
+                ceiling=limits,
+                slack=self._slack,
+                latest_s=latest_s,
+            )
+            if schedule is None:
+                return None
+            found = self._known[key] = TimedPipeline(
+                shape, stops, micro_batches, recompute, workers, schedule, ends_s=schedule.last_s
+            )
+        return found
 
     def timed(
         self,
@@ -133,12 +161,9 @@ class Timer:
         micro_batches: int,
         *,
         recompute: bool = False,
-        effort: int | None,
+        effort: int,
     ) -> TimedPipeline:
-        """The pipeline on these workers, or on others that are linked alike, with its `best_program`.
-
-        With `effort` None a program that is found soon, and mostly longer by less than a hundredth.
-        """
+        """The pipeline on these workers, or on others that are linked alike, with its `best_program`."""
         key = shape, stops, micro_batches, self._same_host(workers), recompute, effort
         found = self._known.get(key)
         if found is None:
@@ -160,8 +185,15 @@ class Timer:
         found = self._replayed.get(key)
         if found is None:
             schedule = timed.schedule.replayed(hops_of(workers, timed.stops))
-            found = replace(timed, workers=tuple(workers), schedule=schedule, ends_s=schedule.last_s)
-            self._replayed[key] = found
+            found = self._replayed[key] = TimedPipeline(
+                timed.shape,
+                timed.stops,
+                timed.micro_batches,
+                timed.recompute,
+                tuple(workers),
+                schedule,
+                ends_s=schedule.last_s,
+            )
         return found
 
     def peak_bytes(self, timed: TimedPipeline) -> int:
@@ -180,7 +212,8 @@ class Timer:
         return pipelines.memory.limits(stops, pipelines.capacities(shape), micro_batches)
 
     def _same_host(self, workers: Sequence[int]) -> tuple[bool, ...]:
-        return tuple(self._hosts[a] == self._hosts[b] for a, b in pairwise(workers))
+        hosts = [self.host_numbers[worker] for worker in workers]
+        return tuple(map(eq, hosts, hosts[1:]))
 
     def _scheduled(
         self,
@@ -189,16 +222,12 @@ class Timer:
         stops: Stops,
         micro_batches: int,
         recompute: bool,
-        effort: int | None,
+        effort: int,
     ) -> TimedPipeline:
         limits = self.limits(shape, stops, micro_batches, recompute=recompute)
         hops, builder = hops_of(workers, stops), self._builders[recompute]
-        if effort is None:
-            self.spent += _ROUGH * len(hops) * micro_batches
-            schedule = rough_schedule(hops, micro_batches, builder, ceiling=limits, slack=self._slack)
-        else:
-            self.spent += effort
-            schedule = pipeline_schedule(hops, micro_batches, builder, ceiling=limits, effort=effort, slack=self._slack)
+        self.spent += effort
+        schedule = pipeline_schedule(hops, micro_batches, builder, ceiling=limits, effort=effort, slack=self._slack)
         return TimedPipeline(
             shape=shape,
             stops=stops,
@@ -212,7 +241,10 @@ class Timer:
 
 def hops_of(workers: Sequence[int], stops: Stops) -> tuple[Hop, ...]:
     """The route through these workers."""
-    starts = (0, *stops[:-1])
-    return tuple(
-        Hop(worker, LayerRange(start, stop)) for worker, start, stop in zip(workers, starts, stops, strict=True)
-    )
+    return tuple(map(_hop, workers, (0, *stops[:-1]), stops))
+
+
+# The same workers have the same stages in many of the pipelines that are looked at.
+@lru_cache(maxsize=20_000)
+def _hop(worker: int, start: int, stop: int) -> Hop:
+    return Hop(worker, LayerRange(start, stop))

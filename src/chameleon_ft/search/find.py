@@ -26,15 +26,15 @@ from chameleon_ft.search._mixes import MixSearch, TimedMix
 from chameleon_ft.search._nearby import with_better_cuts
 from chameleon_ft.search._placed import (
     Candidate,
+    Places,
     candidate,
     has_gradients,
     in_roles,
     polished,
     synced_s,
-    ways_to_place,
 )
 from chameleon_ft.search._placed_mix import PlacedMix, best_ways, scheduled_ways, with_best_programs, with_survivor
-from chameleon_ft.search._sync import about, least_sync, links_are_equal, numbers_of_pipelines
+from chameleon_ft.search._sync import LeastSync, about, links_are_equal, numbers_of_pipelines
 from chameleon_ft.search._timed import Timer
 from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.infeasible import why_infeasible
@@ -144,6 +144,7 @@ class _Search:
         self._all_kinds = cluster == costs.cluster
         self._costs = CostModel(costs.workload, cluster)
         self._crew = Crew.of(cluster)
+        self._places = Places(self._crew, self._costs)
         self._current = current
         self._effort = effort
         slack = ROUNDING if effort is None else _SLACK
@@ -168,10 +169,13 @@ class _Search:
             self.family = BoundFamily.PIPELINES_ANY_MEMORY
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - _ROUNDING
-        return [
-            *(candidate("pipelines", each.pipelines, each.timer, self._current) for each in self._in_roles(placed)),
-            *self._recut(),
-        ]
+        # The others are not going to be proposed.
+        front = pareto_front(map(self._candidate, self._in_roles(placed)), figures)
+        best = [self._polished(PlacedMix(each.pipelines, each.timer, each.step_s), 1.0) for each in front]
+        return [*map(self._candidate, best), *self._recut()]
+
+    def _candidate(self, placed: PlacedMix) -> Candidate:
+        return candidate("pipelines", placed.pipelines, placed.timer, self._current)
 
     def _searched(self, searches: Sequence[MixSearch]) -> list[PlacedMix]:
         """What these find; where that shows that the bound is loose, also those that did not seem worth it by it.
@@ -220,18 +224,12 @@ class _Search:
             return [self._mix_search(timer, SyncCost())]
         cluster = self._costs.cluster
         alone = self._mix_search(timer, SyncCost(), numbers=_ALONE)
+        least = LeastSync(self._costs, self._likely_s)
         if len(self._crew.kinds) > 1:
-            return [alone, self._mix_search(timer, least_sync(self._costs, 2, self._likely_s))]
+            return [alone, self._mix_search(timer, least.of(2))]
         most = min(len(cluster.workers), self._costs.workload.micro_batches)
-        return [
-            alone,
-            *(
-                self._mix_search(
-                    timer, least_sync(self._costs, about(first, cluster), self._likely_s), numbers=(first, last)
-                )
-                for first, last in numbers_of_pipelines(most)
-            ),
-        ]
+        syncs = {numbers: least.of(about(numbers[0], cluster)) for numbers in numbers_of_pipelines(most)}
+        return [alone, *(self._mix_search(timer, sync, numbers=numbers) for numbers, sync in syncs.items())]
 
     def _mix_search(self, timer: Timer, sync: SyncCost, *, numbers: tuple[int, int] | None = None) -> MixSearch:
         return MixSearch(self._costs, self._crew, timer, sync=sync, effort=self._effort, numbers=numbers)
@@ -348,7 +346,7 @@ class _Search:
         Where that would not survive the loss of some host, and another way to place them would, on these as well.
         """
         timed = [each for each, count in mix.pipelines for _ in range(count)]
-        ways = ways_to_place([each.shape for each in timed], [each.stops for each in timed], self._crew, self._costs)
+        ways = self._places.ways([each.shape for each in timed], [each.stops for each in timed])
         if self._effort is None:
             return scheduled_ways(timed, ways, timer, effort=look_effort(self._effort))
         return best_ways(timed, ways, timer)
@@ -362,7 +360,7 @@ class _Search:
         for each in few:
             for keep_hosts in (True, False):
                 pipelines = in_roles(
-                    each.pipelines, each.timer, self._current, keep_hosts=keep_hosts, effort=self._effort
+                    each.pipelines, each.timer, self._current, keep_hosts=keep_hosts, effort=self._share(_LITTLE)
                 )
                 found.append(PlacedMix(pipelines, each.timer, step_s=synced_s(pipelines, each.timer)))
                 if links_are_equal(self._costs.cluster):
@@ -384,7 +382,10 @@ class _Search:
         return self._polished(replace(placed, pipelines=better), _LITTLE) if better != placed.pipelines else placed
 
     def _polished(self, placed: PlacedMix, share: float) -> PlacedMix:
-        return with_best_programs(placed, None if self._effort is None else int(self._effort * share))
+        return with_best_programs(placed, self._share(share))
+
+    def _share(self, share: float) -> int | None:
+        return None if self._effort is None else int(self._effort * share)
 
 
 def _bound_of_equals_s(costs: CostModel) -> float:

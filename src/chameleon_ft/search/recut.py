@@ -17,7 +17,7 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search._bounds import Pipelines, Stops, SyncCost
+from chameleon_ft.search._bounds import Pipelines, Stops
 from chameleon_ft.search._effort import DEFAULT_EFFORT, look_effort
 from chameleon_ft.search._kinds import Crew, Shape, grouped
 from chameleon_ft.search._placed import PlacedPipeline, found_plan, polished
@@ -202,7 +202,7 @@ def _nearest_cut(
     """Of a few cuts that are nearly as fast as can be, the one for which these workers lack the least."""
     if len(shape) > pipelines.num_layers:
         return None
-    bounds = pipelines.bounds(SyncCost())
+    bounds = pipelines.unsynced
     state = [state_bytes(layer) for layer in pipelines.layers]
     ends = [wishes[worker][1] for worker in workers]
 
@@ -232,7 +232,7 @@ class _Shares:
         self._cuts = cuts
         self._effort = effort
         self._recompute = recompute
-        self._bounds = cuts.bounds(SyncCost())
+        self._bounds = cuts.unsynced
         self._known_s: dict[_Class, dict[int, float]] = {own: {} for own in self._counts}
 
     def even(self, micro_batches: int) -> list[int] | None:

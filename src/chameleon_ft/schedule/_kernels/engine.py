@@ -266,8 +266,9 @@ def _take(run: Run, channel: int, now: float) -> None:
     if not queue.remote:
         return
     sender = run.workers[queue.sender]
-    if denied >= 0 or (queue.tail > queue.head and sender.sending == channel):
+    if denied >= 0 or queue.awaited or (queue.tail > queue.head and sender.sending == channel):
         _push(run, max(sender.free, now), queue.sender)
+        queue.awaited = False
     while denied >= 0:
         run.workers[denied].denied = False
         _push(run, now, denied)
@@ -292,7 +293,8 @@ def _may_send(run: Run, worker: int, channel: int) -> bool:
     if queue.tail == queue.head or not queue.remote:
         return True
     if run.state[0].gradients_only and not queue.gradient:
-        _deny(run, worker)
+        # Nothing but this channel stops it.
+        queue.awaited = True
         return False
     holder = queue.receiver
     while _held_back(run, holder):

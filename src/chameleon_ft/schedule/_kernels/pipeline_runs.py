@@ -25,8 +25,11 @@ STAGE: Final = np.dtype(
         ("weights", np.int64),
         ("sending", np.int64),
         ("denied", np.bool_),
+        ("awaits", np.bool_),
         ("free", np.float64),
         ("replayed_s", np.float64),
+        ("left_s", np.float64),
+        ("limit_s", np.float64),
     ],
     align=True,
 )
@@ -34,17 +37,22 @@ STAGE: Final = np.dtype(
 
 forward_s, backward_s, weight_s: of F, of B or I, and of W. down_s, up_s: of messages to the next stage and to the one
 before. room, kept: how much more it may put in flight, and keep. forwards, backwards, weights: how many have been run.
-sending: where it sent to last. denied: whether it had something ready, but was not to send it. free: when it is.
-replayed_s: the same in the replay.
+sending: where it sent to last. denied: whether it had something ready, but would have closed a circle of workers that
+hold each other back. awaits: whether it had something for the next stage, but was not to run ahead of it. free: when it
+is. replayed_s: the same in the replay. left_s: of operations that are still to be run. limit_s: when they have to have
+ended in the replay for the run to be of any use.
 """
 
 STATE: Final = np.dtype(
     [
         ("micro_batches", np.int64),
+        ("per_stage", np.int64),
+        ("limit_s", np.float64),
         ("split", np.bool_),
         ("forward_first", np.bool_),
         ("patience", np.float64),
         ("gradients_only", np.bool_),
+        ("may_end", np.bool_),
         ("slack_s", np.float64),
         ("latest_s", np.float64),
         ("denied", np.int64),
@@ -53,8 +61,10 @@ STATE: Final = np.dtype(
     ],
     align=True,
 )
-"""What there is only one of: rules, when the last of what has been started ends or arrives, how many workers are denied
-something, and results.
+"""What there is only one of: micro-batches, operations of a stage, rules, when the last of what has been started ends
+or arrives, how many workers are denied something, and results.
+
+limit_s: as that of stages, for all of them. may_end: whether the run may end early where it is of no use.
 """
 
 

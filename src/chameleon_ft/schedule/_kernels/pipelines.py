@@ -19,6 +19,10 @@ from chameleon_ft.schedule._records import Floats, Integers, Records
 
 # As in `runs`.
 _SLACK: Final = 1e-9
+_ROUNDING: Final = 1e-9
+# Of rules: they have led to a dead end, or it is not known whether they would.
+_DEAD_END: Final = 1
+_UNKNOWN: Final = 2
 _DOWN: Final = 1
 _UP: Final = 2
 
@@ -42,11 +46,12 @@ def try_rules(
     enough_s: float,
     slack: float,
     most: int,
+    rough: bool,
 ) -> tuple[int, int, bool, float, bool, float]:
     """Try rules as `schedule._pipelines.tried` says.
 
     Args:
-        stages, rules, in_flight, kept, micro_batches, split, enough_s, slack, most: see there.
+        stages, rules, in_flight, kept, micro_batches, split, enough_s, slack, most, rough: see there.
         codes, ends_s: room for what came of two of them.
         forward_at, backward_at, wake_s, states: of `Run`.
         queue: room for twice as many numbers as there are rules.
@@ -56,54 +61,74 @@ def try_rules(
         `Tried`, but for the place of its codes and ends in theirs.
     """
     count = len(rules)
-    for number in range(count):
-        queue[number] = number
     state = states[0]
     state.micro_batches, state.split = micro_batches, split
+    state.per_stage = (3 if split else 2) * micro_batches
     enough_s = max(enough_s, _least_s(stages, micro_batches) * (1 + slack))
     for stage in range(len(stages)):
         own = stages[stage]
         state.slack_s = max(state.slack_s, _SLACK * own.forward_s, _SLACK * own.backward_s)
     best, place, best_s, best_beyond, best_only = -1, 0, math.inf, True, False
-    done, end, spent = 0, count, 0
+    done, end, spent, careful = 0, count, 0, False
+    for number in range(count):
+        queue[number] = number
     while done < end and spent < most:
         number = queue[done]
         own_rules = rules[number]
-        state.gradients_only = done >= count or _comes_after_dead_end(dead_ends, in_flight, number)
+        state.gradients_only = done >= count or _comes_after(dead_ends, _DEAD_END, in_flight, number)
         state.forward_first, state.patience = own_rules.forward_first, own_rules.patience
         room = 1 - place if best >= 0 else 0
         run = Run(stages, forward_at, backward_at, ends_s[room], codes[room], wake_s, states)
+        state.may_end = rough and not careful
+        state.limit_s = best_s * (1 + _ROUNDING) if best >= 0 and not best_beyond else math.inf
         _begin(run, in_flight[number], kept[number])
         step_s = _go_on(run)
         if step_s < 0 and not state.gradients_only:
             # It is mostly met late, and then all begins again.
             spent += 1
-            dead_ends[number] = 1
+            dead_ends[number] = _DEAD_END
             state.gradients_only = True
             _begin(run, in_flight[number], kept[number])
             step_s = _go_on(run)
         if step_s < 0:
             return -1, 0, False, 0.0, False, 0.0
+        if step_s == math.inf and done < count and not dead_ends[number]:
+            dead_ends[number] = _UNKNOWN
+        # One that goes beyond limits is worse than any that does not.
+        better = step_s < math.inf and (best < 0 or (best_beyond and not state.beyond_limits))
+        better = better or (best_beyond == state.beyond_limits and step_s < best_s)
+        strained = state.strained and not state.gradients_only
+        if better and strained and _comes_after(dead_ends, _UNKNOWN, in_flight, number):
+            # To know whether only gradients should have run ahead, all begins again, and every run goes to its end.
+            best, place, best_s, best_beyond, best_only = -1, 0, math.inf, True, False
+            done, end, spent, careful = 0, count, 0, True
+            dead_ends[:] = 0
+            continue
         done += 1
         spent += 1
         if (state.strained or state.beyond_limits) and not state.gradients_only:
             queue[end] = number
             end += 1
-        # One that goes beyond limits is worse than any that does not.
-        better = best < 0 or (best_beyond and not state.beyond_limits)
-        if better or (best_beyond == state.beyond_limits and step_s < best_s):
+        if better:
             best, place, best_s = number, room, step_s
             best_beyond, best_only = state.beyond_limits, state.gradients_only
         if best_s <= enough_s and not best_beyond:
             break
+        if done == end and best < 0:
+            # Those that ended early may have come to be denied something as well.
+            for other in range(count):
+                if dead_ends[other] == _UNKNOWN:
+                    dead_ends[other] = 0
+                    queue[end] = other
+                    end += 1
     return best, place, best_only, best_s, best_beyond, enough_s
 
 
 @lean_part
-def _comes_after_dead_end(dead_ends: Integers, in_flight: Integers, number: int) -> bool:
-    """Whether rules that allow no more in flight have led to a dead end."""
+def _comes_after(dead_ends: Integers, kind: int, in_flight: Integers, number: int) -> bool:
+    """Whether rules that allow no more in flight have led to a dead end, or ended early."""
     for other in range(number):
-        if dead_ends[other]:
+        if dead_ends[other] == kind:
             stage = 0
             while stage < in_flight.shape[1] and in_flight[number, stage] >= in_flight[other, stage]:
                 stage += 1
@@ -134,8 +159,9 @@ def _begin(run: Run, in_flight: Integers, kept: Integers) -> None:
         own = run.stages[stage]
         own.room, own.kept = in_flight[stage], kept[stage]
         own.forwards = own.backwards = own.weights = own.sending = 0
-        own.denied = False
+        own.denied = own.awaits = False
         own.free = own.replayed_s = 0.0
+        own.left_s = count * (own.forward_s + own.backward_s + own.weight_s)
         run.wake_s[stage] = 0.0
     for micro_batch in range(count):
         run.forward_at[micro_batch] = 0.0
@@ -160,6 +186,8 @@ def _go_on(run: Run) -> float:
         end = _decide(run, stage, now)
         if end >= 0:
             remaining -= 1
+            if _is_too_late(run, stage):
+                return math.inf
             run.stages[stage].free = end
             run.wake_s[stage] = end
             state.latest_s = max(state.latest_s, end)
@@ -172,12 +200,28 @@ def _go_on(run: Run) -> float:
 
 
 @lean_part
+def _is_too_late(run: Run, stage: int) -> bool:
+    """Whether the worker cannot be done early enough, even if it is never idle from now on."""
+    state, own = run.state[0], run.stages[stage]
+    # Where something was denied, only gradients are going to be run ahead, whatever comes of this run.
+    if not state.may_end or state.strained or state.beyond_limits:
+        return False
+    late: bool = own.replayed_s + own.left_s > min(state.limit_s, own.limit_s)
+    return late
+
+
+@lean_part
 def _first_awake(run: Run) -> tuple[int, float]:
     """The worker that is to look first, the lowest of several at one time, and when; -1 where all wait."""
-    first, at_s = -1, math.inf
+    # Which one it is comes after when, for to find a minimum without its place takes no jumps.
+    at_s = math.inf
     for stage in range(len(run.wake_s)):
-        if run.wake_s[stage] < at_s:
-            first, at_s = stage, run.wake_s[stage]
+        at_s = min(at_s, run.wake_s[stage])
+    if at_s == math.inf:
+        return -1, at_s
+    first = 0
+    while run.wake_s[first] > at_s:
+        first += 1
     return first, at_s
 
 
@@ -289,6 +333,7 @@ def _start_forward(run: Run, stage: int, now: float) -> float:
         before = run.stages[stage - 1]
         _taken(run, stage - 1, before.forwards > own.forwards and before.sending == _DOWN, now)
     own.replayed_s = start_s + own.forward_s
+    own.left_s -= own.forward_s
     run.ends_s[code] = own.replayed_s
     if stage == len(run.stages) - 1:
         run.backward_at[stage * count + number] = end
@@ -318,6 +363,7 @@ def _start_backward(run: Run, stage: int, now: float) -> float:
         after = run.stages[stage + 1]
         _taken(run, stage + 1, after.backwards > own.backwards and after.sending == _UP, now)
     own.replayed_s = max(own.replayed_s, needed_s) + own.backward_s
+    own.left_s -= own.backward_s
     run.ends_s[code] = own.replayed_s
     if stage > 0:
         arrival = end + own.up_s
@@ -335,6 +381,7 @@ def _start_weight_grad(run: Run, stage: int, now: float) -> float:
     own.weights += 1
     own.kept += 1
     own.replayed_s += own.weight_s
+    own.left_s -= own.weight_s
     run.ends_s[code] = own.replayed_s
     end: float = now + own.weight_s
     return end
@@ -343,15 +390,15 @@ def _start_weight_grad(run: Run, stage: int, now: float) -> float:
 @lean_part
 def _order(run: Run, stage: int, code: int) -> None:
     own = run.stages[stage]
-    before = stage * (len(run.codes) // len(run.stages))
-    run.codes[before + own.forwards + own.backwards + own.weights] = code
+    run.codes[stage * run.state[0].per_stage + own.forwards + own.backwards + own.weights] = code
 
 
 @lean_part
 def _taken(run: Run, sender: int, may_go_on: bool, now: float) -> None:
     """A message has been received, so that its sender, and whoever was denied something, may go on."""
     state = run.state[0]
-    if state.denied or may_go_on:
+    if state.denied or may_go_on or run.stages[sender].awaits:
+        run.stages[sender].awaits = False
         _wake(run, sender, now)
     if state.denied:
         for stage in range(len(run.stages)):
@@ -378,7 +425,8 @@ def _may_send_down(run: Run, stage: int) -> bool:
     if stage == len(run.stages) - 1 or run.stages[stage].forwards == run.stages[stage + 1].forwards:
         return True
     if run.state[0].gradients_only:
-        _deny(run, stage)
+        # Nothing but this channel stops it.
+        run.stages[stage].awaits = True
         return False
     return _no_circle(run, stage, stage + 1)
 

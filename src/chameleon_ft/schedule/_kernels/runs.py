@@ -52,6 +52,7 @@ _QUEUE: Final = np.dtype(
         ("receiver", np.int64),
         ("gradient", np.bool_),
         ("remote", np.bool_),
+        ("awaited", np.bool_),
         ("head", np.int64),
         ("tail", np.int64),
     ],
@@ -59,7 +60,8 @@ _QUEUE: Final = np.dtype(
 )
 """A channel, or the routes that start on a worker.
 
-remote: whether it carries messages, and not what a worker hands over to itself. head, tail: places in lists, from the
+remote: whether it carries messages, and not what a worker hands over to itself. awaited: whether its sender had
+something for it, but was not to run ahead of it. head, tail: places in lists, from the
 first slot that is in it up to where the next goes.
 """
 
