@@ -123,9 +123,7 @@ def _arguments() -> argparse.Namespace:
     parser = report_arguments(__doc__, name="decision")
     add_most_others(parser)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="what to measure; all of it")
-    parser.add_argument(
-        "--repeats", type=int, default=21, help="decisions of each part but `run`"
-    )
+    parser.add_argument("--repeats", type=int, default=21, help="decisions of each part but `run`")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one run may take")
     return parser.parse_args()
 
