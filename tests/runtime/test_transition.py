@@ -29,6 +29,7 @@ from chameleon_ft.runtime.communicators import Channel, CommunicationError, Memb
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layer_messages import IncomingLayers, OutgoingLayer, OutgoingLayers, tensor_bytes
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers, LayerState
+from chameleon_ft.runtime.room import Rooms
 from chameleon_ft.runtime.transition import Mover, channels_of_transition
 from chameleon_ft.sync import Segment
 from chameleon_ft.workload import LayerCost
@@ -157,7 +158,8 @@ def carry_out(
     """Have all workers do their part; return what each returned, or raised."""
 
     def one(worker: int) -> Any:
-        mover = Mover(worker, CPU, activity=Activity(), faults=nobody_fails(worker, directory))
+        rooms = Rooms(toy_job(LAYERS), seed=SEED, device=CPU, ahead=False)
+        mover = Mover(worker, CPU, rooms=rooms, activity=Activity(), faults=nobody_fails(worker, directory))
         try:
             return mover.carry_out(part_of(planned, worker), states[worker], Line(network, worker), step=3)
         except CommunicationError as error:

@@ -25,6 +25,7 @@ __all__ = [
     "Committed",
     "Crashed",
     "Exit",
+    "Expect",
     "Finish",
     "Finished",
     "Hello",
@@ -297,6 +298,14 @@ class Pause(MessagePart):
     generation: int
 
 
+class Expect(MessagePart):
+    """Layers come to this rank soon: it may make room for them, and let go of room that it has made for others."""
+
+    type: Literal["expect"] = "expect"
+    layers: tuple[tuple[int, int], ...]
+    """(layer, bytes of its state); none if nothing comes after all."""
+
+
 class Probe(MessagePart):
     """A rank is to answer with its `Position`, a supervisor with a `ProcessState` for each of its ranks, at once."""
 
@@ -356,6 +365,7 @@ Message: TypeAlias = (
     | Stop
     | Finish
     | Pause
+    | Expect
     | Probe
     | Exit
     | Spawn

@@ -1,6 +1,6 @@
 """The layers of a message on their way from one worker to another: what describes them, their tensors, their checksums.
 
-Under one tag are sent, in this order: size and CRC-32 of the description; the description, which tells type and shape
+Under one tag are sent, in this order: size and checksum of the description; the description, which tells type and shape
 of every tensor of every layer, and the value of what is none; and then for each layer its tensors, large ones in
 pieces, and the checksum of each piece. So a receiver needs to know nothing of the optimizer that the sender's state is
 from, and tensors are sent from where they are and received where they stay. Since it knows all layers from the
@@ -10,7 +10,6 @@ beginning, it can make room for the next one, and have it arrive, while it is st
 from __future__ import annotations
 
 import pickle
-import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 from chameleon_ft.runtime.checksums import checksum
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
 from chameleon_ft.runtime.layers import LayerState
+from chameleon_ft.runtime.room import Memory
 
 __all__ = ["IncomingLayers", "OutgoingLayer", "OutgoingLayers", "tensor_bytes"]
 
@@ -76,7 +76,7 @@ class OutgoingLayers:
         self._device = device
         entries = [{key: _described(value) for key, value in layer.state.items()} for layer in layers]
         description = torch.frombuffer(bytearray(pickle.dumps(entries)), dtype=torch.uint8)
-        size = torch.tensor([description.numel(), _crc(description)], dtype=torch.int64, device=device)
+        size = torch.tensor([description.numel(), checksum(description)], dtype=torch.int64, device=device)
         self._description = [self._send(size), self._send(description.to(device))]
 
     def start_next(self) -> None:
@@ -128,23 +128,24 @@ class IncomingLayers:
         Raises:
             CommunicationError: the peer is gone, or what has arrived is not what was sent.
         """
-        size, crc = map(int, self._arrived(torch.empty(2, dtype=torch.int64, device=self._device)))
+        size, expected = map(int, self._arrived(torch.empty(2, dtype=torch.int64, device=self._device)))
         description = self._arrived(torch.empty(size, dtype=torch.uint8, device=self._device))
-        if _crc(description) != crc:
+        if checksum(description) != expected:
             raise self._damaged()
         self._described = deque(pickle.loads(description.numpy().data))
 
-    def start_next(self, room: Mapping[str, Tensor]) -> None:
+    def start_next(self, room: Mapping[str, Tensor], memory: Memory | None = None) -> None:
         """Start receiving the next layer.
 
         Args:
             room: tensors to receive into, by the same keys as the state's; those of another type, shape or device, and
                 those that are not contiguous, are left alone.
+            memory: for what has no room there, as far as it goes.
 
         Raises:
             CommunicationError: the peer is gone.
         """
-        state = {key: self._placed(entry, room.get(key)) for key, entry in self._described.popleft().items()}
+        state = {key: self._placed(entry, room.get(key), memory) for key, entry in self._described.popleft().items()}
         pieces = [piece for value in state.values() if isinstance(value, Tensor) for piece in _pieces(value)]
         under_way = [self._receive(piece) for piece in pieces]
         if pieces:
@@ -178,13 +179,15 @@ class IncomingLayers:
         receive.wait()
         return tensor.cpu()
 
-    def _placed(self, entry: tuple[Any, ...], room: Tensor | None) -> Any:
+    def _placed(self, entry: tuple[Any, ...], room: Tensor | None, memory: Memory | None) -> Any:
         if len(entry) == 1:
             return entry[0]
         dtype, shape = entry
         fits = room is not None and (room.dtype, room.shape, room.device) == (dtype, shape, self._device)
         if room is not None and fits and room.is_contiguous():
             return room.detach()
+        if memory is not None and (part := memory.part(shape, dtype)) is not None:
+            return part
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _damaged(self) -> CommunicationError:
@@ -201,7 +204,3 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """The bytes of a contiguous tensor, in place and in pieces of bounded size."""
     flat = tensor.view(-1).view(torch.uint8)
     return iter(flat.split(_PIECE_BYTES)) if flat.numel() else iter(())
-
-
-def _crc(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.cpu().numpy().data)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
-from torch import nn
 
 from chameleon_ft.control.messages import Transition
 from chameleon_ft.runtime.activity import Activity
@@ -15,8 +14,9 @@ from chameleon_ft.runtime.communicators import Channel, CommunicationError, Comm
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layer_messages import IncomingLayers, OutgoingLayer, OutgoingLayers, tensor_bytes
 from chameleon_ft.runtime.layers import HeldLayers
+from chameleon_ft.runtime.room import LayerRoom, Rooms
 
-__all__ = ["Mover", "channels_of_transition"]
+__all__ = ["Mover", "channels_of_transition", "state_bytes_to_come"]
 
 _Move = tuple[int, int, int, int, int]  # (round, source, destination, layer, bytes)
 
@@ -27,6 +27,7 @@ class Mover:
     Args:
         worker: this rank's worker.
         device: where its layers are.
+        rooms: has room for layers that come.
         stand_ins: whether they stand for those of a profile, whose bytes are counted then.
     """
 
@@ -35,12 +36,14 @@ class Mover:
         worker: int,
         device: torch.device,
         *,
+        rooms: Rooms,
         activity: Activity,
         faults: FaultInjector,
         stand_ins: bool = False,
     ) -> None:
         self._worker = worker
         self._device = device
+        self._rooms = rooms
         self._stand_ins = stand_ins
         self._activity = activity
         self._faults = faults
@@ -93,6 +96,7 @@ class Mover:
             held=held,
             communicators=communicators,
             device=self._device,
+            rooms=self._rooms,
             activity=self._activity,
             stand_ins=self._stand_ins,
         )
@@ -121,6 +125,7 @@ class _Exchange:
         held: HeldLayers,
         communicators: Communicators,
         device: torch.device,
+        rooms: Rooms,
         activity: Activity,
         stand_ins: bool,
     ) -> None:
@@ -129,11 +134,12 @@ class _Exchange:
         self._held = held
         self._communicators = communicators
         self._device = device
+        self._rooms = rooms
         self._activity = activity
         self._stand_ins = stand_ins
         self._out: OutgoingLayers | None = None
         self._in: IncomingLayers | None = None
-        self._blank: deque[nn.Module] = deque()
+        self._under_way: deque[LayerRoom] = deque()
         self._slot = 0
         self.slots = max(len(outgoing), len(incoming))
         """Layers that go out or come in, those counted once that do at the same time."""
@@ -172,9 +178,10 @@ class _Exchange:
     def _start(self, index: int) -> None:
         """Start receiving before sending: what is sent is checked meanwhile."""
         if self._in is not None and index < len(self._incoming):
-            module = self._held.blank(self._incoming[index][3])
-            self._blank.append(module)
-            self._in.start_next({f"module/{name}": value for name, value in module.state_dict().items()})
+            room = self._rooms.take(self._incoming[index][3])
+            self._under_way.append(room)
+            parameters = {f"module/{name}": value for name, value in room.module.state_dict().items()}
+            self._in.start_next(parameters, room.memory)
         if self._out is not None:
             self._out.start_next()
 
@@ -182,8 +189,13 @@ class _Exchange:
         _, source, _, layer, num_bytes = move
         with self._activity.waiting(f"layer {layer} of worker {source}"):
             state = incoming.finish_next()
-        self._held.take_in(layer, state, self._blank.popleft())
+        self._held.take_in(layer, state, self._under_way.popleft().module)
         return num_bytes if self._stand_ins else tensor_bytes(state)
+
+
+def state_bytes_to_come(transition: Transition, worker: int) -> dict[int, int]:
+    """Layer -> bytes, of all that a worker receives, in the order in which it does."""
+    return {layer: num_bytes for _, _, destination, layer, num_bytes in transition.moves if destination == worker}
 
 
 def channels_of_transition(transition: Transition) -> tuple[Channel, ...]:
