@@ -210,9 +210,8 @@ class Generations:
 
     def pause_for(self, prepared: Prepared) -> None:
         """Have everyone stop after this step, to do what was weighed on newcomers."""
+        self._newcomers.pause(prepared)
         self._members.tell(Pause(generation=self.number))
-        for worker, expect in self._newcomers.pause(prepared).items():
-            self._members.send(worker, expect)
 
     def paused(self, message: Committed) -> None:
         """The step is over after which everyone was told to stop."""
@@ -358,7 +357,7 @@ class Generations:
             self._checkpoints.forget(self.number)
         self.phase = Phase.REGROUPING
         self._watchdog.progress(asyncio.get_running_loop().time())
-        for worker, order in (told | self._newcomers.disappointed(told)).items():
+        for worker, order in (told | self._newcomers.let_down(told)).items():
             self._members.send(worker, order)
         self._outage.decided_at = time.time()
         # Before any answer is looked at: what is recorded of a generation means nothing without its plan.

@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from chameleon_ft.config import FailurePhase
 from chameleon_ft.control.disk_messages import AtDisk, CheckpointSaved
 from chameleon_ft.control.message_parts import BoundaryMessage, MessagePart, OperationTimes, Transition, Vote
+from chameleon_ft.control.room_messages import Expect, RoomMade
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import Operation, OperationKind
@@ -42,6 +43,7 @@ __all__ = [
     "ProcessState",
     "Ready",
     "Refused",
+    "RoomMade",
     "Run",
     "Spawn",
     "Started",
@@ -298,14 +300,6 @@ class Pause(MessagePart):
     generation: int
 
 
-class Expect(MessagePart):
-    """Layers come to this rank soon: it may make room for them, and let go of room that it has made for others."""
-
-    type: Literal["expect"] = "expect"
-    layers: tuple[tuple[int, int], ...]
-    """(layer, bytes of its state); none if nothing comes after all."""
-
-
 class Probe(MessagePart):
     """A rank is to answer with its `Position`, a supervisor with a `ProcessState` for each of its ranks, at once."""
 
@@ -347,6 +341,7 @@ Message: TypeAlias = (
     Hello
     | HostHello
     | Ready
+    | RoomMade
     | WorkerExited
     | ProcessState
     | Parked

@@ -21,25 +21,33 @@ class Newcomers:
         workers: live workers that no decision has reckoned with yet.
         is_pausing: whether everyone is to stop after the current step, for a place to be made for them.
         prepared: what was weighed then; None where nothing was, or where they do not change the plan.
-        expecting: workers that were told which layers come to them, until the next orders are given out.
+        expecting: workers that were told which layers will come to them, and have no orders yet.
+        making_room: those of them that have not made room yet.
     """
 
     workers: set[int] = field(default_factory=set)
     is_pausing: bool = False
     prepared: Prepared | None = None
     expecting: set[int] = field(default_factory=set)
+    making_room: set[int] = field(default_factory=set)
 
-    def pause(self, prepared: Prepared) -> dict[int, Expect]:
-        """A change has been found for which everyone is to stop; return what those who hold nothing yet are told."""
-        self.prepared, self.is_pausing = prepared, True
-        told = _expectations(prepared)
-        self.expecting.update(told)
+    def expect(self, prepared: Prepared) -> dict[int, Expect]:
+        """A change has been found; return what those newcomers are told that layers come to with it.
+
+        Others are told nothing yet: who trains has memory for more layers only when it has given up its gradients.
+        """
+        told = {worker: Expect(layers=layers) for worker, layers in _coming(prepared).items() if worker in self.workers}
+        self.expecting, self.making_room = set(told), set(told)
         return told
 
-    def disappointed(self, ordered: Collection[int]) -> dict[int, Expect]:
-        """Orders are given out to these; return what others are told that waited for layers."""
-        expecting, self.expecting = self.expecting, set()
+    def let_down(self, ordered: Collection[int] = ()) -> dict[int, Expect]:
+        """What was found is not done, or it is and these get orders; return what all others that expect are told."""
+        expecting, self.expecting, self.making_room = self.expecting, set(), set()
         return {worker: Expect(layers=()) for worker in sorted(expecting - set(ordered))}
+
+    def pause(self, prepared: Prepared) -> None:
+        """A change has been found for which everyone is to stop."""
+        self.prepared, self.is_pausing = prepared, True
 
     def settle(self) -> None:
         """All of them have a place, or are spares."""
@@ -47,14 +55,13 @@ class Newcomers:
         self.is_pausing, self.prepared = False, None
 
 
-def _expectations(prepared: Prepared) -> dict[int, Expect]:
-    """Who trains has the memory for more layers only when it has given up its gradients, and is told nothing yet."""
-    course, outlook = prepared.decision.course, prepared.outlook
+def _coming(prepared: Prepared) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Worker -> (layer, bytes) of what it receives, in the order in which it does."""
+    course = prepared.decision.course
     if course is None or course.transfer is None:
         return {}
-    costs = outlook.costs.workload.layers
-    coming: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    costs = prepared.outlook.costs.workload.layers
+    coming: defaultdict[int, tuple[tuple[int, int], ...]] = defaultdict(tuple)
     for message in course.transfer.messages:
-        if message.destination not in outlook.plan.placement.ranges:
-            coming[message.destination] += [(layer, state_bytes(costs[layer])) for layer in message.layers]
-    return {worker: Expect(layers=tuple(layers)) for worker, layers in coming.items()}
+        coming[message.destination] += tuple((layer, state_bytes(costs[layer])) for layer in message.layers)
+    return coming

@@ -83,19 +83,22 @@ class Rooms:
         self._coming: dict[int, Future[LayerRoom]] = {}
         self._stop = threading.Event()
 
-    def expect(self, state_bytes: Mapping[int, int]) -> None:
+    def expect(self, state_bytes: Mapping[int, int], *, then: Callable[[], object] = lambda: None) -> None:
         """Begin to make room for these layers, in this order, and let go of any other.
 
         Args:
             state_bytes: layer -> bytes of its state, with what the optimizer keeps.
+            then: called, by another thread perhaps, once there is nothing more to do.
         """
         if not self._ahead:
+            then()
             return
         self._let_go(of=lambda layer: layer not in state_bytes)
         self._stop.clear()
         for layer, num_bytes in state_bytes.items():
             if layer not in self._coming:
                 self._coming[layer] = self._maker.submit(self._made, layer, num_bytes)
+        self._maker.submit(then)
 
     def take(self, layer: int) -> LayerRoom:
         """Give out the room for a layer; blocks until it is there. Raises what making the layer raises."""

@@ -21,6 +21,7 @@ from chameleon_ft.control.messages import (
     Parked,
     PeerFailed,
     Refused,
+    RoomMade,
     Run,
     Started,
     Stop,
@@ -83,8 +84,7 @@ class Trainer:
         self._held: HeldLayers | None = None
         self._committer: Committer | None = None
         self._placed = 0  # the generation whose placement it has switched to
-        emulated = context.pace is not None
-        # What stands in for a layer is small.
+        emulated = context.pace is not None  # what stands in for a layer is small
         self._rooms = Rooms(context.job, seed=context.config.seed, device=context.device, ahead=not emulated)
         self._mover = Mover(
             context.worker, context.device, rooms=self._rooms, activity=activity, faults=faults, stand_ins=emulated
@@ -118,7 +118,7 @@ class Trainer:
                 case Stop():
                     self._park(order.generation)
                 case Expect():
-                    self._rooms.expect(dict(order.layers))
+                    self._rooms.expect(dict(order.layers), then=lambda: self._client.send(RoomMade()))
                 case Run():
                     try:
                         self._generation(order)
