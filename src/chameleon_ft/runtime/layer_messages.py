@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.layers import LayerState
 from chameleon_ft.runtime.room import Memory
 
-__all__ = ["IncomingLayers", "OutgoingLayer", "OutgoingLayers", "tensor_bytes"]
+__all__ = ["IncomingLayers", "OutgoingLayer", "OutgoingLayers", "layer_checksums", "tensor_bytes"]
 
 # Checking goes on beside the link as long as there is another piece to wait for.
 _PIECE_BYTES: Final = 1 << 25
@@ -36,15 +37,22 @@ class OutgoingLayer:
     Attributes:
         state: as `HeldLayers.state_of` gives it.
         num_bytes: what the layer has in the profile, for links that are emulated.
+        checksums: `layer_checksums` of the state, which may be under way.
     """
 
     state: Mapping[str, Any]
     num_bytes: int
+    checksums: Future[list[int]]
 
 
 def tensor_bytes(state: Mapping[str, Any]) -> int:
     """Bytes of the tensors of a state."""
     return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+
+
+def layer_checksums(state: Mapping[str, Any], device: torch.device) -> list[int]:
+    """Checksums of all that is sent of a layer from `device`, in order."""
+    return [checksum(piece) for piece in _pieces_of(state, device)]
 
 
 class OutgoingLayers:
@@ -89,22 +97,19 @@ class OutgoingLayers:
             return
         layer = self._waiting.popleft()
         total = max(1, tensor_bytes(layer.state))
-        sent: list[tuple[InFlight, Tensor]] = []
-        checksums = []
-        for value in layer.state.values():
-            if isinstance(value, Tensor):
-                for piece in _pieces(value.detach().to(self._device).contiguous()):
-                    sent.append(self._send(piece, layer.num_bytes * piece.numel() // total))
-                    checksums.append(checksum(piece))
-        if checksums:
-            sent.append(self._send(torch.tensor(checksums, dtype=torch.int64, device=self._device)))
+        pieces = _pieces_of(layer.state, self._device)
+        sent, self._description = self._description, []
+        sent += [self._send(piece, layer.num_bytes * piece.numel() // total) for piece in pieces]
+        if checksums := layer.checksums.result():
+            sums = torch.tensor(checksums, dtype=torch.int64, device=self._device)
+            sent.append(self._send(sums))
         self._under_way.append(sent)
 
     def finish_next(self) -> None:
         """Block until all of the earliest layer under way has been taken over. Raises CommunicationError."""
-        for part, _ in (*self._description, *self._under_way.popleft()):
-            part.wait()
-        self._description = []
+        sent = self._under_way.popleft()
+        if sent:
+            sent[-1][0].wait()  # they arrive in the order in which they were sent
 
     def _send(self, tensor: Tensor, stands_for_bytes: int = 0) -> tuple[InFlight, Tensor]:
         sending = self._communicators.send(tensor, peer=self._peer, tag=self._tag, stands_for_bytes=stands_for_bytes)
@@ -198,6 +203,12 @@ class IncomingLayers:
 
 def _described(value: Any) -> tuple[Any, ...]:
     return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (value,)
+
+
+def _pieces_of(state: Mapping[str, Any], device: torch.device) -> Iterator[Tensor]:
+    for value in state.values():
+        if isinstance(value, Tensor):
+            yield from _pieces(value.detach().to(device).contiguous())
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

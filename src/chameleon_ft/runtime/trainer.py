@@ -44,7 +44,7 @@ from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.recording import StepRecorder, StepStart, operation_times
 from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.runtime.room import Rooms
-from chameleon_ft.runtime.transition import Mover, channels_of_transition, state_bytes_to_come
+from chameleon_ft.runtime.transition import Mover, channels_of_transition
 from chameleon_ft.sync import Segment
 
 __all__ = ["RankContext", "Trainer"]
@@ -160,7 +160,7 @@ class Trainer:
             communicators.interrupt()
 
         if not self._client.enter(order.generation, interrupt):
-            self._rooms.drop()
+            self._mover.end()
             return
         try:
             with self._activity.waiting("regroup"):
@@ -178,7 +178,7 @@ class Trainer:
             self._activity.idle("between generations")
             communicators.close()
             self._client.leave()
-            self._rooms.drop()
+            self._mover.end()
 
     def _prepare(self, order: Run, segments: tuple[Segment, ...]) -> None:
         """Bring what this rank holds to the state in which `order.first_step` begins, or a transition to it does."""
@@ -226,7 +226,7 @@ class Trainer:
         self._held.keep_only(transition.keep)
         self._committer = self._new_committer(self._held, order, ())
         self._held.drop_gradients()
-        self._rooms.expect(state_bytes_to_come(transition, context.worker))
+        self._mover.begin(transition, self._held)
 
     def _change_placement(
         self, order: Run, transition: Transition, segments: tuple[Segment, ...], communicators: Communicators

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
 import torch
@@ -12,22 +13,28 @@ from chameleon_ft.control.messages import Transition
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Communicators
 from chameleon_ft.runtime.faults import FaultInjector
-from chameleon_ft.runtime.layer_messages import IncomingLayers, OutgoingLayer, OutgoingLayers, tensor_bytes
+from chameleon_ft.runtime.layer_messages import (
+    IncomingLayers,
+    OutgoingLayer,
+    OutgoingLayers,
+    layer_checksums,
+    tensor_bytes,
+)
 from chameleon_ft.runtime.layers import HeldLayers
 from chameleon_ft.runtime.room import LayerRoom, Rooms
 
-__all__ = ["Mover", "channels_of_transition", "state_bytes_to_come"]
+__all__ = ["Mover", "channels_of_transition"]
 
 _Move = tuple[int, int, int, int, int]  # (round, source, destination, layer, bytes)
 
 
 class Mover:
-    """Carries out transitions.
+    """Carries out transitions. What needs no communicators is begun before they stand.
 
     Args:
         worker: this rank's worker.
         device: where its layers are.
-        rooms: has room for layers that come.
+        rooms: for layers that come.
         stand_ins: whether they stand for those of a profile, whose bytes are counted then.
     """
 
@@ -47,9 +54,27 @@ class Mover:
         self._stand_ins = stand_ins
         self._activity = activity
         self._faults = faults
+        self._checking = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+        self._leaving: dict[int, OutgoingLayer] = {}
+
+    def begin(self, transition: Transition, held: HeldLayers) -> None:
+        """Begin to make room for what comes, and to take the checksums of what goes, which must not change any more."""
+        self._rooms.expect({layer: num_bytes for *_, to, layer, num_bytes in transition.moves if to == self._worker})
+        for _, source, _, layer, num_bytes in transition.moves:
+            if source == self._worker and layer not in self._leaving:
+                state = held.state_of(layer)
+                checksums = self._checking.submit(layer_checksums, state, self._device)
+                self._leaving[layer] = OutgoingLayer(state, num_bytes, checksums)
+
+    def end(self) -> None:
+        """Let go of what was begun and has not been used."""
+        self._rooms.drop()
+        for layer in self._leaving.values():
+            layer.checksums.cancel()
+        self._leaving.clear()
 
     def carry_out(self, transition: Transition, held: HeldLayers, communicators: Communicators, *, step: int) -> int:
-        """Send and receive layers, and return once everyone has confirmed that it holds its part.
+        """Send and receive layers, and return once everyone has confirmed that it holds its part. `begin` comes first.
 
         What arrives is taken into `held`; nothing is dropped.
 
@@ -64,6 +89,7 @@ class Mover:
                 of this worker; whether anybody has, the coordinator finds out.
         """
         received = self._move(transition.moves, held, communicators, step)
+        self.end()
         return self._confirm(received, transition.everyone, communicators, step)
 
     def _move(self, moves: Sequence[_Move], held: HeldLayers, communicators: Communicators, step: int) -> int:
@@ -93,6 +119,7 @@ class Mover:
         return _Exchange(
             outgoing=[move for move in moves if move[1] == self._worker],
             incoming=[move for move in moves if move[2] == self._worker],
+            leaving=self._leaving,
             held=held,
             communicators=communicators,
             device=self._device,
@@ -122,6 +149,7 @@ class _Exchange:
         *,
         outgoing: Sequence[_Move],
         incoming: Sequence[_Move],
+        leaving: Mapping[int, OutgoingLayer],
         held: HeldLayers,
         communicators: Communicators,
         device: torch.device,
@@ -131,6 +159,7 @@ class _Exchange:
     ) -> None:
         self._outgoing = outgoing
         self._incoming = incoming
+        self._leaving = leaving
         self._held = held
         self._communicators = communicators
         self._device = device
@@ -148,7 +177,7 @@ class _Exchange:
         """Exchange descriptions and start the first layers. Raises CommunicationError."""
         if self._outgoing:
             _, _, destination, first, _ = self._outgoing[0]
-            layers = [OutgoingLayer(self._held.state_of(move[3]), move[4]) for move in self._outgoing]
+            layers = [self._leaving[move[3]] for move in self._outgoing]
             self._out = OutgoingLayers(
                 layers, self._communicators, peer=destination, tag=_tag(first), device=self._device
             )
@@ -191,11 +220,6 @@ class _Exchange:
             state = incoming.finish_next()
         self._held.take_in(layer, state, self._under_way.popleft().module)
         return num_bytes if self._stand_ins else tensor_bytes(state)
-
-
-def state_bytes_to_come(transition: Transition, worker: int) -> dict[int, int]:
-    """Layer -> bytes, of all that a worker receives, in the order in which it does."""
-    return {layer: num_bytes for _, _, destination, layer, num_bytes in transition.moves if destination == worker}
 
 
 def channels_of_transition(transition: Transition) -> tuple[Channel, ...]:
