@@ -17,6 +17,7 @@ from chameleon_ft.control.messages import (
     Committed,
     Crashed,
     Exit,
+    Expect,
     Hello,
     HostHello,
     OperationTimes,
@@ -24,6 +25,7 @@ from chameleon_ft.control.messages import (
     Pause,
     PeerFailed,
     Ready,
+    RoomMade,
     Run,
     Spawn,
     Stop,
@@ -103,6 +105,14 @@ async def come_back(stage: Stage, worker: int = 1) -> None:
     await until(lambda: stage.ranks[0].count(Pause))
     pause(stage, 3)
     stage.park(3, 4)
+
+
+async def expecting(stage: Stage, worker: int = 1) -> Puppet:
+    """Lose a worker, have it come back, and wait until it is told what comes to it."""
+    await lose_and_respawn(stage, worker)
+    rank = come(stage, worker)
+    await until(lambda: rank.count(Expect))
+    return rank
 
 
 # --- one that comes back ---------------------------------------------------------------------------------------------
@@ -594,3 +604,90 @@ async def test_a_host_whose_links_are_not_known_is_not_taken(stage: Stage) -> No
         stage.park(stage.ranks[0].last(Stop).generation, 3)
         assert stage.order().members
     assert stage.ended is None
+
+
+# --- room for what comes ---------------------------------------------------------------------------------------------
+
+
+@scene(**RESPAWNING)
+async def test_everyone_stops_when_the_newcomer_has_room_for_what_comes_to_it(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        rank = await expecting(stage)
+        assert {each: stage.ranks[each].count(Pause) for each in range(4)} == dict.fromkeys(range(4), 0)
+        assert all(stage.ranks[each].count(Expect) == 0 for each in (0, 2, 3)), "who trains has no memory to spare"
+        stage.commit(3)
+        stage.say(rank, RoomMade())
+        await until(lambda: stage.ranks[0].count(Pause))
+        pause(stage, 4)
+        stage.park(3, 5)
+        transition = rank.last(Run).transition
+        assert transition is not None
+        told = tuple((layer, num_bytes) for *_, to, layer, num_bytes in transition.moves if to == 1)
+        assert told
+        assert rank.last(Expect).layers == told
+        stage.start()
+    assert rank.count(Expect) == 1
+
+
+@scene(**RESPAWNING)
+async def test_room_is_not_waited_for_without_end(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        await expecting(stage)
+        told_at = asyncio.get_running_loop().time()
+        await until(lambda: stage.ranks[0].count(Pause))
+        assert 9.9 < asyncio.get_running_loop().time() - told_at < 10.5
+
+
+@scene(**RESPAWNING)
+async def test_a_newcomer_that_is_lost_while_it_makes_room_is_not_stopped_for(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        rank = await expecting(stage)
+        stage.reap(1)
+        await asyncio.sleep(15.0)
+    assert rank.count(Expect) == 1
+    assert stage.ranks[0].count(Pause) == 0
+    assert stage.ended is None
+
+
+@scene(**RESPAWNING)
+async def test_one_of_two_newcomers_is_lost_while_they_make_room(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        await lose_and_respawn(stage, 1)
+        stage.reap(2)
+        stage.park(3, 3)
+        stage.start()
+        await until(lambda: stage.host.last(Spawn).workers == (2,))
+        one, other = come(stage, 1), come(stage, 2)
+        await until(lambda: one.count(Expect))
+        assert one.last(Expect).layers
+        assert other.last(Expect).layers
+        stage.say(one, RoomMade())
+        stage.reap(2)
+        await until(lambda: one.count(Expect) == 2)
+        assert one.last(Expect).layers == (), "what was weighed is not done"
+        await until(lambda: one.count(Expect) == 3)
+        assert one.last(Expect).layers, "but something else is"
+        assert stage.ranks[0].count(Pause) == 0
+        stage.say(one, RoomMade())
+        await until(lambda: stage.ranks[0].count(Pause))
+
+
+@scene(**STEADY)
+async def test_who_expects_layers_and_gets_no_orders_is_told_that_nothing_comes(stage: Stage) -> None:
+    async with watched(stage):
+        stage.train()
+        await lose_and_respawn(stage)
+        rank = come(stage, 1)
+        generations: Any = stage.coordinator._generations
+        await until(lambda: 1 in generations._newcomers.workers)
+        generations._newcomers.expecting.update({0, 1})
+        stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))
+        stage.park(3, 3)
+        assert 1 not in stage.order().everyone
+        assert rank.last(Expect).layers == ()
+        assert stage.ranks[0].count(Expect) == 0, "this one has orders"
+        stage.start()

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,8 +27,15 @@ from chameleon_ft.runtime import layer_messages
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Membership
 from chameleon_ft.runtime.faults import FaultInjector
-from chameleon_ft.runtime.layer_messages import IncomingLayers, OutgoingLayer, OutgoingLayers, tensor_bytes
+from chameleon_ft.runtime.layer_messages import (
+    IncomingLayers,
+    OutgoingLayer,
+    OutgoingLayers,
+    layer_checksums,
+    tensor_bytes,
+)
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers, LayerState
+from chameleon_ft.runtime.room import Memory, Rooms
 from chameleon_ft.runtime.transition import Mover, channels_of_transition
 from chameleon_ft.sync import Segment
 from chameleon_ft.workload import LayerCost
@@ -152,16 +159,26 @@ def nobody_fails(worker: int, directory: Path) -> FaultInjector:
 
 
 def carry_out(
-    planned: PlannedTransition, states: Mapping[int, HeldLayers], network: Network, directory: Path
+    planned: PlannedTransition,
+    states: Mapping[int, HeldLayers],
+    network: Network,
+    directory: Path,
+    *,
+    ahead: bool = True,
 ) -> dict[int, Any]:
     """Have all workers do their part; return what each returned, or raised."""
 
     def one(worker: int) -> Any:
-        mover = Mover(worker, CPU, activity=Activity(), faults=nobody_fails(worker, directory))
+        rooms = Rooms(toy_job(LAYERS), seed=SEED, device=CPU, ahead=ahead)
+        mover = Mover(worker, CPU, rooms=rooms, activity=Activity(), faults=nobody_fails(worker, directory))
+        part = part_of(planned, worker)
+        mover.begin(part, states[worker])
         try:
-            return mover.carry_out(part_of(planned, worker), states[worker], Line(network, worker), step=3)
+            return mover.carry_out(part, states[worker], Line(network, worker), step=3)
         except CommunicationError as error:
             return error
+        finally:
+            mover.end()
 
     with ThreadPoolExecutor(len(planned.everyone)) as pool:
         return dict(zip(planned.everyone, pool.map(one, planned.everyone), strict=True))
@@ -172,7 +189,7 @@ def carry_out(
 
 def send(states: Sequence[LayerState], network: Network, *, num_bytes: int = 7) -> None:
     """Have worker 0 send layers to worker 1."""
-    layers = [OutgoingLayer(state, num_bytes) for state in states]
+    layers = [OutgoingLayer(state, num_bytes, checksums_of(state)) for state in states]
     outgoing = OutgoingLayers(layers, Line(network, 0), peer=1, tag=2, device=CPU)
     for _ in layers:
         outgoing.start_next()
@@ -180,14 +197,24 @@ def send(states: Sequence[LayerState], network: Network, *, num_bytes: int = 7) 
         outgoing.finish_next()
 
 
+def checksums_of(state: LayerState) -> Future[list[int]]:
+    taken: Future[list[int]] = Future()
+    taken.set_result(layer_checksums(state, CPU))
+    return taken
+
+
 def receive(
-    network: Network, *, count: int = 1, room: Callable[[int], Mapping[str, Tensor]] = lambda number: {}
+    network: Network,
+    *,
+    count: int = 1,
+    room: Callable[[int], Mapping[str, Tensor]] = lambda number: {},
+    memory: Memory | None = None,
 ) -> list[LayerState]:
     """Have worker 1 receive layers from worker 0, all of them under way at once."""
     incoming = IncomingLayers(Line(network, 1), peer=0, tag=2, device=CPU)
     incoming.describe()
     for number in range(count):
-        incoming.start_next(room(number))
+        incoming.start_next(room(number), memory)
     return [incoming.finish_next() for _ in range(count)]
 
 
@@ -276,6 +303,25 @@ def test_tensors_are_received_where_there_is_room_that_fits() -> None:
     assert all(not room[name].any() for name in room.keys() - taken)
 
 
+@pytest.mark.parametrize("fitting", [4, 2, 0])
+def test_what_has_no_room_goes_to_the_memory_that_is_there_as_far_as_that_goes(fitting: int) -> None:
+    state: LayerState = {f"optimizer/w/{n}": torch.full((32, 33), float(n)) for n in range(4)}
+    state["optimizer/w/step"] = torch.tensor(7.0)
+    state["module/w"] = torch.ones(32, 33)
+    room = {"module/w": torch.zeros(32, 33)}
+    memory = Memory(fitting * 34 * 32 * 4)
+    memory.touch(unless=lambda: False)
+    network = Network()
+    send([state], network)
+    (arrived,) = receive(network, room=lambda number: room, memory=memory)
+    assert_equal(arrived, state)
+    blocks = [arrived[f"optimizer/w/{n}"].untyped_storage().data_ptr() for n in range(4)]
+    assert len(set(blocks[:fitting])) == min(fitting, 1), "they lie in one block"
+    assert len(set(blocks)) == min(fitting, 1) + 4 - fitting, "and each of the others in its own"
+    assert arrived["module/w"].data_ptr() == room["module/w"].data_ptr()
+    assert arrived["optimizer/w/step"].untyped_storage().nbytes() == 4, "a counter does not keep a block alive"
+
+
 # --- layers that come and go -----------------------------------------------------------------------------------------
 
 
@@ -343,9 +389,9 @@ def holders(workers: int = 4) -> st.SearchStrategy[dict[int, list[int]]]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(before=holders(), after=holders())
+@given(before=holders(), after=holders(), ahead=st.booleans())
 def test_from_any_placement_to_any_other(
-    before: dict[int, list[int]], after: dict[int, list[int]], tmp_path_factory: pytest.TempPathFactory
+    before: dict[int, list[int]], after: dict[int, list[int]], ahead: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if before == after:
         assert (
@@ -357,7 +403,7 @@ def test_from_any_placement_to_any_other(
     reference = trained(job, range(LAYERS))
     planned = transition_between(before, after)
     states = {worker: trained(job, before.get(worker, [])) for worker in planned.everyone}
-    moved = carry_out(planned, states, Network(), tmp_path_factory.getbasetemp())
+    moved = carry_out(planned, states, Network(), tmp_path_factory.getbasetemp(), ahead=ahead)
     size = {layer: tensor_bytes(reference.state_of(layer)) for layer in range(LAYERS)}
     expected = sum(size[layer] for worker, own in after.items() for layer in set(own) - set(before.get(worker, [])))
     assert set(moved.values()) == {expected}, "everyone knows how much moved in all, and nothing moved twice"

@@ -38,6 +38,7 @@ from chameleon_ft.control.messages import (
     Probe,
     ProcessState,
     Ready,
+    RoomMade,
     Started,
     Switched,
     Welcome,
@@ -254,6 +255,8 @@ class Coordinator:
         match message:
             case Ready():
                 self._joins.ready(worker)
+            case RoomMade():
+                self._joins.made_room(worker)
             case Committed():
                 self._on_committed(worker, message)
             case Position():

@@ -355,7 +355,7 @@ class Generations:
             self._checkpoints.forget(self.number)
         self.phase = Phase.REGROUPING
         self._watchdog.progress(asyncio.get_running_loop().time())
-        for worker, order in told.items():
+        for worker, order in (told | self._newcomers.let_down(told)).items():
             self._members.send(worker, order)
         self._outage.decided_at = time.time()
         # Whatever nobody waits for comes after that.

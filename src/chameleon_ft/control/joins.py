@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
@@ -13,7 +14,7 @@ from chameleon_ft.control.deliberation import Deliberation
 from chameleon_ft.control.forethought import decide_and_check
 from chameleon_ft.control.generations import Generations, Phase
 from chameleon_ft.control.members import Members, Worker
-from chameleon_ft.control.messages import Hello, HostHello
+from chameleon_ft.control.messages import Expect, Hello, HostHello
 from chameleon_ft.control.newcomers import Newcomers
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.respawns import Respawns
@@ -24,13 +25,23 @@ from chameleon_ft.observe import Recorder
 __all__ = ["Joins"]
 
 _QUIET_S: Final = 0.5  # without anybody new, before those that have come are weighed together
-_PATIENCE_S: Final = 10.0  # for those that are still on their way
+_PATIENCE_S: Final = 10.0  # for those that are still on their way, or are making room
 
 
 @dataclass(frozen=True, slots=True)
 class _Weighing:
     generation: int
     task: asyncio.Task[Prepared]
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What everyone is going to stop for."""
+
+    generation: int
+    prepared: Prepared
+    by: float
+    """When not to wait any longer for those that make room for it."""
 
 
 class Joins:
@@ -63,6 +74,7 @@ class Joins:
         self._waiting: list[Worker] = []  # that have loaded what they need
         self._first_at = self._last_at = 0.0  # when the first and the last of those to be weighed became spares
         self._weighing: _Weighing | None = None
+        self._change: _Change | None = None
 
     def add_host(self, peer: Peer, hello: HostHello) -> None:
         """Have a supervisor that comes while the run goes on start its workers."""
@@ -112,7 +124,9 @@ class Joins:
         generations = self._generations
         if generations.phase is not Phase.TRAINING or self._newcomers.is_pausing:
             return
-        if self._weighing is None:
+        if self._change is not None:
+            self._pause_for(self._change, now)
+        elif self._weighing is None:
             self._admit(now)
             if self._newcomers.workers and self._all_have_come(now):
                 self._weighing = _Weighing(generations.number, asyncio.create_task(self._weighed()))
@@ -122,20 +136,43 @@ class Joins:
             if weighing.generation != generations.number:
                 return
             if error is None:
-                self._was_weighed(weighing.task.result())
+                self._was_weighed(weighing.task.result(), now)
             else:
                 self._leave_as_spares(f"{type(error).__name__}: {error}")
 
-    def _was_weighed(self, prepared: Prepared) -> None:
-        """Have everyone stop after this step, or go on as before."""
+    def made_room(self, worker: Worker) -> None:
+        """A worker has room for all that it was told of."""
+        self._newcomers.making_room.discard(worker.id)
+
+    def _was_weighed(self, prepared: Prepared, now: float) -> None:
+        """Have room made for a change, or go on as before."""
         generations = self._generations
-        if prepared.outlook.live != tuple(self._members.live()):
+        if not self._is_of_those_live(prepared):
             return
         if prepared.is_change:
-            generations.pause_for(prepared)
+            self._change = _Change(generations.number, prepared, by=now + _PATIENCE_S)
+            self._tell(self._newcomers.expect(prepared))
         else:
             self._deliberation.goes_on(prepared, step=generations.committed, generation=generations.number)
             self._newcomers.settle()
+
+    def _pause_for(self, change: _Change, now: float) -> None:
+        """Have everyone stop after this step, if there is room by now. Until then training goes on."""
+        if change.generation != self._generations.number:
+            self._change = None
+        elif not self._is_of_those_live(change.prepared):
+            self._change = None
+            self._tell(self._newcomers.let_down())
+        elif not self._newcomers.making_room or now >= change.by:
+            self._change = None
+            self._generations.pause_for(change.prepared)
+
+    def _is_of_those_live(self, prepared: Prepared) -> bool:
+        return prepared.outlook.live == tuple(self._members.live())
+
+    def _tell(self, told: Mapping[int, Expect]) -> None:
+        for worker, expect in told.items():
+            self._members.send(worker, expect)
 
     def _leave_as_spares(self, error: str) -> None:
         """Weighing has failed, its process is gone perhaps. Training does not depend on it."""

@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from chameleon_ft.config import FailurePhase
 from chameleon_ft.control.disk_messages import AtDisk, CheckpointSaved
 from chameleon_ft.control.message_parts import BoundaryMessage, MessagePart, OperationTimes, Transition, Vote
+from chameleon_ft.control.room_messages import Expect, RoomMade
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import Operation
@@ -29,6 +30,7 @@ __all__ = [
     "Committed",
     "Crashed",
     "Exit",
+    "Expect",
     "Finish",
     "Finished",
     "Hello",
@@ -45,6 +47,7 @@ __all__ = [
     "ProcessState",
     "Ready",
     "Refused",
+    "RoomMade",
     "Run",
     "Spawn",
     "Started",
@@ -323,6 +326,7 @@ Message: TypeAlias = (
     Hello
     | HostHello
     | Ready
+    | RoomMade
     | WorkerExited
     | ProcessState
     | Parked
@@ -341,6 +345,7 @@ Message: TypeAlias = (
     | Stop
     | Finish
     | Pause
+    | Expect
     | Probe
     | Exit
     | Spawn

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from chameleon_ft.control.decision import Prepared
+from chameleon_ft.control.messages import Expect
+from chameleon_ft.estimate import state_bytes
 
 __all__ = ["Newcomers"]
 
@@ -17,11 +21,29 @@ class Newcomers:
         workers: live workers that no decision has reckoned with yet.
         is_pausing: whether everyone is to stop after the current step, for a place to be made for them.
         prepared: what was weighed then; None where nothing was, or where they do not change the plan.
+        expecting: workers that were told which layers will come to them, and have no orders yet.
+        making_room: those of them that have not made room yet.
     """
 
     workers: set[int] = field(default_factory=set)
     is_pausing: bool = False
     prepared: Prepared | None = None
+    expecting: set[int] = field(default_factory=set)
+    making_room: set[int] = field(default_factory=set)
+
+    def expect(self, prepared: Prepared) -> dict[int, Expect]:
+        """A change has been found; return what those newcomers are told that layers come to with it.
+
+        Others are told nothing yet: who trains has memory for more layers only when it has given up its gradients.
+        """
+        told = {worker: Expect(layers=layers) for worker, layers in _coming(prepared).items() if worker in self.workers}
+        self.expecting, self.making_room = set(told), set(told)
+        return told
+
+    def let_down(self, ordered: Collection[int] = ()) -> dict[int, Expect]:
+        """What was found is not done, or it is and these get orders; return what all others that expect are told."""
+        expecting, self.expecting, self.making_room = self.expecting, set(), set()
+        return {worker: Expect(layers=()) for worker in sorted(expecting - set(ordered))}
 
     def pause(self, prepared: Prepared) -> None:
         """A change has been found for which everyone is to stop."""
@@ -31,3 +53,15 @@ class Newcomers:
         """All of them have a place, or are spares."""
         self.workers.clear()
         self.is_pausing, self.prepared = False, None
+
+
+def _coming(prepared: Prepared) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Worker -> (layer, bytes) of what it receives, in the order in which it does."""
+    course = prepared.decision.course
+    if course is None or course.transfer is None:
+        return {}
+    costs = prepared.outlook.costs.workload.layers
+    coming: defaultdict[int, tuple[tuple[int, int], ...]] = defaultdict(tuple)
+    for message in course.transfer.messages:
+        coming[message.destination] += tuple((layer, state_bytes(costs[layer])) for layer in message.layers)
+    return coming

@@ -16,6 +16,7 @@ from chameleon_ft.config import Failure
 from chameleon_ft.control.joining import control_connection
 from chameleon_ft.control.messages import (
     Exit,
+    Expect,
     Finish,
     Hello,
     Inject,
@@ -36,7 +37,7 @@ from chameleon_ft.runtime.faults import FaultInjector
 
 __all__ = ["ControlClient", "Order"]
 
-Order = Run | Stop | Exit | Welcome | Refused
+Order = Run | Stop | Expect | Exit | Welcome | Refused
 """What the training thread is told to do."""
 
 _INTERRUPT_EVERY_S = 0.005
@@ -156,7 +157,7 @@ class ControlClient:
                 self.ended = generation - 1
                 self.orders.put(message)
                 self._interrupting = self._loop.create_task(self._interrupt_until_left())
-            case Run() | Welcome() | Exit() | Refused():
+            case Run() | Welcome() | Expect() | Exit() | Refused():
                 if isinstance(message, Exit):
                     self.ended = sys.maxsize  # this generation, and any that is on its way
                     self._interrupting = self._loop.create_task(self._interrupt_until_left())

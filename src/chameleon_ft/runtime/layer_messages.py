@@ -1,6 +1,6 @@
 """The layers of a message on their way from one worker to another: what describes them, their tensors, their checksums.
 
-Under one tag are sent, in this order: size and CRC-32 of the description; the description, which tells type and shape
+Under one tag are sent, in this order: size and checksum of the description; the description, which tells type and shape
 of every tensor of every layer, and the value of what is none; and then for each layer its tensors, large ones in
 pieces, and the checksum of each piece. So a receiver needs to know nothing of the optimizer that the sender's state is
 from, and tensors are sent from where they are and received where they stay. Since it knows all layers from the
@@ -10,9 +10,9 @@ beginning, it can make room for the next one, and have it arrive, while it is st
 from __future__ import annotations
 
 import pickle
-import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,8 +22,9 @@ from torch import Tensor
 from chameleon_ft.runtime.checksums import checksum
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
 from chameleon_ft.runtime.layers import LayerState
+from chameleon_ft.runtime.room import Memory
 
-__all__ = ["IncomingLayers", "OutgoingLayer", "OutgoingLayers", "tensor_bytes"]
+__all__ = ["IncomingLayers", "OutgoingLayer", "OutgoingLayers", "layer_checksums", "tensor_bytes"]
 
 # Checking goes on beside the link as long as there is another piece to wait for.
 _PIECE_BYTES: Final = 1 << 25
@@ -36,15 +37,22 @@ class OutgoingLayer:
     Attributes:
         state: as `HeldLayers.state_of` gives it.
         num_bytes: what the layer has in the profile, for links that are emulated.
+        checksums: `layer_checksums` of the state, which may be under way.
     """
 
     state: Mapping[str, Any]
     num_bytes: int
+    checksums: Future[list[int]]
 
 
 def tensor_bytes(state: Mapping[str, Any]) -> int:
     """Bytes of the tensors of a state."""
     return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+
+
+def layer_checksums(state: Mapping[str, Any], device: torch.device) -> list[int]:
+    """Checksums of all that is sent of a layer from `device`, in order."""
+    return [checksum(piece) for piece in _pieces_of(state, device)]
 
 
 class OutgoingLayers:
@@ -76,7 +84,7 @@ class OutgoingLayers:
         self._device = device
         entries = [{key: _described(value) for key, value in layer.state.items()} for layer in layers]
         description = torch.frombuffer(bytearray(pickle.dumps(entries)), dtype=torch.uint8)
-        size = torch.tensor([description.numel(), _crc(description)], dtype=torch.int64, device=device)
+        size = torch.tensor([description.numel(), checksum(description)], dtype=torch.int64, device=device)
         self._description = [self._send(size), self._send(description.to(device))]
 
     def start_next(self) -> None:
@@ -89,22 +97,19 @@ class OutgoingLayers:
             return
         layer = self._waiting.popleft()
         total = max(1, tensor_bytes(layer.state))
-        sent: list[tuple[InFlight, Tensor]] = []
-        checksums = []
-        for value in layer.state.values():
-            if isinstance(value, Tensor):
-                for piece in _pieces(value.detach().to(self._device).contiguous()):
-                    sent.append(self._send(piece, layer.num_bytes * piece.numel() // total))
-                    checksums.append(checksum(piece))
-        if checksums:
-            sent.append(self._send(torch.tensor(checksums, dtype=torch.int64, device=self._device)))
+        pieces = _pieces_of(layer.state, self._device)
+        sent, self._description = self._description, []
+        sent += [self._send(piece, layer.num_bytes * piece.numel() // total) for piece in pieces]
+        if checksums := layer.checksums.result():
+            sums = torch.tensor(checksums, dtype=torch.int64, device=self._device)
+            sent.append(self._send(sums))
         self._under_way.append(sent)
 
     def finish_next(self) -> None:
         """Block until all of the earliest layer under way has been taken over. Raises CommunicationError."""
-        for part, _ in (*self._description, *self._under_way.popleft()):
-            part.wait()
-        self._description = []
+        sent = self._under_way.popleft()
+        if sent:
+            sent[-1][0].wait()  # they arrive in the order in which they were sent
 
     def _send(self, tensor: Tensor, stands_for_bytes: int = 0) -> tuple[InFlight, Tensor]:
         sending = self._communicators.send(tensor, peer=self._peer, tag=self._tag, stands_for_bytes=stands_for_bytes)
@@ -128,23 +133,24 @@ class IncomingLayers:
         Raises:
             CommunicationError: the peer is gone, or what has arrived is not what was sent.
         """
-        size, crc = map(int, self._arrived(torch.empty(2, dtype=torch.int64, device=self._device)))
+        size, expected = map(int, self._arrived(torch.empty(2, dtype=torch.int64, device=self._device)))
         description = self._arrived(torch.empty(size, dtype=torch.uint8, device=self._device))
-        if _crc(description) != crc:
+        if checksum(description) != expected:
             raise self._damaged()
         self._described = deque(pickle.loads(description.numpy().data))
 
-    def start_next(self, room: Mapping[str, Tensor]) -> None:
+    def start_next(self, room: Mapping[str, Tensor], memory: Memory | None = None) -> None:
         """Start receiving the next layer.
 
         Args:
             room: tensors to receive into, by the same keys as the state's; those of another type, shape or device, and
                 those that are not contiguous, are left alone.
+            memory: for what has no room there, as far as it goes.
 
         Raises:
             CommunicationError: the peer is gone.
         """
-        state = {key: self._placed(entry, room.get(key)) for key, entry in self._described.popleft().items()}
+        state = {key: self._placed(entry, room.get(key), memory) for key, entry in self._described.popleft().items()}
         pieces = [piece for value in state.values() if isinstance(value, Tensor) for piece in _pieces(value)]
         under_way = [self._receive(piece) for piece in pieces]
         if pieces:
@@ -178,13 +184,15 @@ class IncomingLayers:
         receive.wait()
         return tensor.cpu()
 
-    def _placed(self, entry: tuple[Any, ...], room: Tensor | None) -> Any:
+    def _placed(self, entry: tuple[Any, ...], room: Tensor | None, memory: Memory | None) -> Any:
         if len(entry) == 1:
             return entry[0]
         dtype, shape = entry
         fits = room is not None and (room.dtype, room.shape, room.device) == (dtype, shape, self._device)
         if room is not None and fits and room.is_contiguous():
             return room.detach()
+        if memory is not None and (part := memory.part(shape, dtype)) is not None:
+            return part
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _damaged(self) -> CommunicationError:
@@ -197,11 +205,13 @@ def _described(value: Any) -> tuple[Any, ...]:
     return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (value,)
 
 
+def _pieces_of(state: Mapping[str, Any], device: torch.device) -> Iterator[Tensor]:
+    for value in state.values():
+        if isinstance(value, Tensor):
+            yield from _pieces(value.detach().to(device).contiguous())
+
+
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """The bytes of a contiguous tensor, in place and in pieces of bounded size."""
     flat = tensor.view(-1).view(torch.uint8)
     return iter(flat.split(_PIECE_BYTES)) if flat.numel() else iter(())
-
-
-def _crc(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.cpu().numpy().data)

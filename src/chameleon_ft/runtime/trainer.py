@@ -16,10 +16,12 @@ from chameleon_ft.control.messages import (
     Committed,
     Crashed,
     Exit,
+    Expect,
     Finished,
     Parked,
     PeerFailed,
     Refused,
+    RoomMade,
     Run,
     Started,
     Stop,
@@ -41,6 +43,7 @@ from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.recording import StepRecorder, StepStart, operation_times
 from chameleon_ft.runtime.reductions import Reductions
+from chameleon_ft.runtime.room import Rooms
 from chameleon_ft.runtime.transition import Mover, channels_of_transition
 from chameleon_ft.sync import Segment
 
@@ -81,8 +84,10 @@ class Trainer:
         self._held: HeldLayers | None = None
         self._committer: Committer | None = None
         self._placed = 0  # the generation whose placement it has switched to
+        emulated = context.pace is not None  # what stands in for a layer is small
+        self._rooms = Rooms(context.job, seed=context.config.seed, device=context.device, ahead=not emulated)
         self._mover = Mover(
-            context.worker, context.device, activity=activity, faults=faults, stand_ins=context.pace is not None
+            context.worker, context.device, rooms=self._rooms, activity=activity, faults=faults, stand_ins=emulated
         )
         self._has_parked = False
         self._recorder = StepRecorder(
@@ -98,6 +103,12 @@ class Trainer:
 
     def serve(self) -> int:
         """Carry out orders until told to exit; return the process's exit code."""
+        try:
+            return self._serve()
+        finally:
+            self._rooms.drop()
+
+    def _serve(self) -> int:
         while True:
             match order := self._client.orders.get():
                 case Exit():
@@ -106,6 +117,8 @@ class Trainer:
                     return 1
                 case Stop():
                     self._park(order.generation)
+                case Expect():
+                    self._rooms.expect(dict(order.layers), then=lambda: self._client.send(RoomMade()))
                 case Run():
                     try:
                         self._generation(order)
@@ -141,7 +154,13 @@ class Trainer:
         segments = order.unpack_segments()
         self._prepare(order, segments)
         communicators = self._context.new_communicators()
-        if not self._client.enter(order.generation, communicators.interrupt):
+
+        def interrupt() -> None:
+            self._rooms.hurry()
+            communicators.interrupt()
+
+        if not self._client.enter(order.generation, interrupt):
+            self._mover.end()
             return
         try:
             with self._activity.waiting("regroup"):
@@ -159,9 +178,12 @@ class Trainer:
             self._activity.idle("between generations")
             communicators.close()
             self._client.leave()
+            self._mover.end()
 
     def _prepare(self, order: Run, segments: tuple[Segment, ...]) -> None:
         """Bring what this rank holds to the state in which `order.first_step` begins, or a transition to it does."""
+        if order.transition is None:
+            self._rooms.drop()
         if order.load != "keep":
             self._load(order, segments)
         elif order.transition is None or order.transition.keep:
@@ -204,6 +226,7 @@ class Trainer:
         self._held.keep_only(transition.keep)
         self._committer = self._new_committer(self._held, order, ())
         self._held.drop_gradients()
+        self._mover.begin(transition, self._held)
 
     def _change_placement(
         self, order: Run, transition: Transition, segments: tuple[Segment, ...], communicators: Communicators

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
 import torch
-from torch import nn
 
 from chameleon_ft.control.messages import Transition
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Communicators
 from chameleon_ft.runtime.faults import FaultInjector
-from chameleon_ft.runtime.layer_messages import IncomingLayers, OutgoingLayer, OutgoingLayers, tensor_bytes
+from chameleon_ft.runtime.layer_messages import (
+    IncomingLayers,
+    OutgoingLayer,
+    OutgoingLayers,
+    layer_checksums,
+    tensor_bytes,
+)
 from chameleon_ft.runtime.layers import HeldLayers
+from chameleon_ft.runtime.room import LayerRoom, Rooms
 
 __all__ = ["Mover", "channels_of_transition"]
 
@@ -22,11 +29,12 @@ _Move = tuple[int, int, int, int, int]  # (round, source, destination, layer, by
 
 
 class Mover:
-    """Carries out transitions.
+    """Carries out transitions. What needs no communicators is begun before they stand.
 
     Args:
         worker: this rank's worker.
         device: where its layers are.
+        rooms: for layers that come.
         stand_ins: whether they stand for those of a profile, whose bytes are counted then.
     """
 
@@ -35,18 +43,38 @@ class Mover:
         worker: int,
         device: torch.device,
         *,
+        rooms: Rooms,
         activity: Activity,
         faults: FaultInjector,
         stand_ins: bool = False,
     ) -> None:
         self._worker = worker
         self._device = device
+        self._rooms = rooms
         self._stand_ins = stand_ins
         self._activity = activity
         self._faults = faults
+        self._checking = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+        self._leaving: dict[int, OutgoingLayer] = {}
+
+    def begin(self, transition: Transition, held: HeldLayers) -> None:
+        """Begin to make room for what comes, and to take the checksums of what goes, which must not change any more."""
+        self._rooms.expect({layer: num_bytes for *_, to, layer, num_bytes in transition.moves if to == self._worker})
+        for _, source, _, layer, num_bytes in transition.moves:
+            if source == self._worker and layer not in self._leaving:
+                state = held.state_of(layer)
+                checksums = self._checking.submit(layer_checksums, state, self._device)
+                self._leaving[layer] = OutgoingLayer(state, num_bytes, checksums)
+
+    def end(self) -> None:
+        """Let go of what was begun and has not been used."""
+        self._rooms.drop()
+        for layer in self._leaving.values():
+            layer.checksums.cancel()
+        self._leaving.clear()
 
     def carry_out(self, transition: Transition, held: HeldLayers, communicators: Communicators, *, step: int) -> int:
-        """Send and receive layers, and return once everyone has confirmed that it holds its part.
+        """Send and receive layers, and return once everyone has confirmed that it holds its part. `begin` comes first.
 
         What arrives is taken into `held`; nothing is dropped.
 
@@ -61,6 +89,7 @@ class Mover:
                 of this worker; whether anybody has, the coordinator finds out.
         """
         received = self._move(transition.moves, held, communicators, step)
+        self.end()
         return self._confirm(received, transition.everyone, communicators, step)
 
     def _move(self, moves: Sequence[_Move], held: HeldLayers, communicators: Communicators, step: int) -> int:
@@ -90,9 +119,11 @@ class Mover:
         return _Exchange(
             outgoing=[move for move in moves if move[1] == self._worker],
             incoming=[move for move in moves if move[2] == self._worker],
+            leaving=self._leaving,
             held=held,
             communicators=communicators,
             device=self._device,
+            rooms=self._rooms,
             activity=self._activity,
             stand_ins=self._stand_ins,
         )
@@ -118,22 +149,26 @@ class _Exchange:
         *,
         outgoing: Sequence[_Move],
         incoming: Sequence[_Move],
+        leaving: Mapping[int, OutgoingLayer],
         held: HeldLayers,
         communicators: Communicators,
         device: torch.device,
+        rooms: Rooms,
         activity: Activity,
         stand_ins: bool,
     ) -> None:
         self._outgoing = outgoing
         self._incoming = incoming
+        self._leaving = leaving
         self._held = held
         self._communicators = communicators
         self._device = device
+        self._rooms = rooms
         self._activity = activity
         self._stand_ins = stand_ins
         self._out: OutgoingLayers | None = None
         self._in: IncomingLayers | None = None
-        self._blank: deque[nn.Module] = deque()
+        self._under_way: deque[LayerRoom] = deque()
         self._slot = 0
         self.slots = max(len(outgoing), len(incoming))
         """Layers that go out or come in, those counted once that do at the same time."""
@@ -142,7 +177,7 @@ class _Exchange:
         """Exchange descriptions and start the first layers. Raises CommunicationError."""
         if self._outgoing:
             _, _, destination, first, _ = self._outgoing[0]
-            layers = [OutgoingLayer(self._held.state_of(move[3]), move[4]) for move in self._outgoing]
+            layers = [self._leaving[move[3]] for move in self._outgoing]
             self._out = OutgoingLayers(
                 layers, self._communicators, peer=destination, tag=_tag(first), device=self._device
             )
@@ -172,9 +207,10 @@ class _Exchange:
     def _start(self, index: int) -> None:
         """Start receiving before sending: what is sent is checked meanwhile."""
         if self._in is not None and index < len(self._incoming):
-            module = self._held.blank(self._incoming[index][3])
-            self._blank.append(module)
-            self._in.start_next({f"module/{name}": value for name, value in module.state_dict().items()})
+            room = self._rooms.take(self._incoming[index][3])
+            self._under_way.append(room)
+            parameters = {f"module/{name}": value for name, value in room.module.state_dict().items()}
+            self._in.start_next(parameters, room.memory)
         if self._out is not None:
             self._out.start_next()
 
@@ -182,7 +218,7 @@ class _Exchange:
         _, source, _, layer, num_bytes = move
         with self._activity.waiting(f"layer {layer} of worker {source}"):
             state = incoming.finish_next()
-        self._held.take_in(layer, state, self._blank.popleft())
+        self._held.take_in(layer, state, self._under_way.popleft().module)
         return num_bytes if self._stand_ins else tensor_bytes(state)
 
 
