@@ -45,6 +45,7 @@ from chameleon_ft.runtime.recording import StepRecorder, StepStart, operation_ti
 from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.runtime.room import Rooms
 from chameleon_ft.runtime.transition import Mover, channels_of_transition
+from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
 
 __all__ = ["RankContext", "Trainer"]
@@ -151,7 +152,7 @@ class Trainer:
         self._activity.idle("loading its state")  # however long that takes, it is no sign of being stuck
         if self._has_parked:
             self._faults.at("recovery", order.first_step)
-        segments = order.unpack_segments()
+        segments, operations = order.unpack_segments(), order.unpack_operations()
         self._prepare(order, segments)
         communicators = self._context.new_communicators()
 
@@ -164,12 +165,12 @@ class Trainer:
             return
         try:
             with self._activity.waiting("regroup"):
-                communicators.open(self._membership(order, segments))
+                communicators.open(self._membership(order, segments, operations))
             if order.transition is not None:
                 self._change_placement(order, order.transition, segments, communicators)
             if self._committer is None:
                 self._stand_by(order, "spare")
-            elif self._train(order, self._committer, communicators):
+            elif self._train(order, operations, self._committer, communicators):
                 self._finish(order, segments, self._committer)
         except CommunicationError as error:
             if self._client.ended < order.generation:
@@ -282,9 +283,9 @@ class Trainer:
         while self._client.ended < order.generation:
             time.sleep(_POLL_S)
 
-    def _membership(self, order: Run, segments: tuple[Segment, ...]) -> Membership:
+    def _membership(self, order: Run, segments: tuple[Segment, ...], operations: tuple[Operation, ...]) -> Membership:
         groups = dict.fromkeys(segment.holders for segment in segments if len(segment.holders) > 1)
-        channels = channels_of(self._context.worker, order.unpack_operations())
+        channels = channels_of(self._context.worker, operations)
         if order.transition is not None:
             channels = tuple(sorted({*channels, *channels_of_transition(order.transition)}))
         return Membership(
@@ -296,10 +297,11 @@ class Trainer:
             store=join_address(self._context.coordinator_host, order.store_port),
         )
 
-    def _train(self, order: Run, committer: Committer, communicators: Communicators) -> bool:
+    def _train(
+        self, order: Run, operations: tuple[Operation, ...], committer: Committer, communicators: Communicators
+    ) -> bool:
         """Run steps until the end; False where the generation ended before."""
         context = self._context
-        operations = order.unpack_operations()
         assert self._held is not None
         executor = Executor(
             job=context.job,
@@ -313,17 +315,18 @@ class Trainer:
             pace=context.pace,
         )
         with Reductions(committer.buffers, operations, communicators) as reductions:
-            return self._run_steps(order, committer, communicators, executor, reductions)
+            return self._run_steps(order, operations, committer, communicators, executor, reductions)
 
     def _run_steps(
         self,
         order: Run,
+        operations: tuple[Operation, ...],
         committer: Committer,
         communicators: Communicators,
         executor: Executor,
         reductions: Reductions,
     ) -> bool:
-        context, operations = self._context, order.unpack_operations()
+        context = self._context
         finish = pause = False
         self._client.send(Started(generation=order.generation, step=committer.committed))
         while committer.committed < context.config.steps and not finish:
