@@ -79,10 +79,11 @@ def moved_in(run: RunDirectory) -> list[Moved]:
     events = run.events()
     records = {event["generation"]: event for event in events if event["event"] in ("failure", "join")}
     found = []
-    for event in events:
+    for place, event in enumerate(events):
         if event["event"] == "transition" and (record := records.get(event["generation"])) is not None:
-            before = plans[max(number for number in plans if number < event["generation"])]
-            found.append(_moved(before, plans[event["generation"]], event, record, tensors))
+            before, after = plans[max(each for each in plans if each < event["generation"])], plans[event["generation"]]
+            live = {worker.id for worker in after.costs.cluster.workers} - _lost(events, place)
+            found.append(_moved(before, after, event, record, tensors, sorted(live)))
     return found
 
 
@@ -108,14 +109,25 @@ def least_bytes(old: Placement, new: Placement, *, live: Sequence[int], layer_by
     return int(costs[linear_sum_assignment(costs)].sum())
 
 
+def _lost(events: Sequence[Mapping[str, Any]], transition: int) -> set[int]:
+    """Who is lost in the transition at this place, and has not joined again; losses are recorded when it is over."""
+    lost: set[int] = set()
+    for place, event in enumerate(events):
+        if event["event"] == "failure" and event["generation"] <= events[transition]["generation"]:
+            lost.add(event["worker"])
+        elif event["event"] == "joined" and place < transition:
+            lost.discard(event["worker"])
+    return lost
+
+
 def _moved(
     before: GenerationPlan,
     after: GenerationPlan,
     event: Mapping[str, Any],
     record: Mapping[str, Any],
     tensors: Sequence[tuple[int, ...]],
+    live: Sequence[int],
 ) -> Moved:
-    live = sorted(worker.id for worker in after.costs.cluster.workers)
     old, new = before.plan.placement, after.plan.placement
     old = old.without([worker for worker in old.workers if worker not in live])
     sizes = [sum(each) for each in tensors]
