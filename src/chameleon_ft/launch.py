@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from typing import Any
+from typing import Any, NoReturn
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.address import local_address_towards
@@ -43,7 +43,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile, profile_of_run
 from chameleon_ft.recovery import warm_up
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
-from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts, signals_blocked
+from chameleon_ft.runtime.process import end_now, end_with_parent, ignore_interrupts, signals_blocked
 
 __all__ = ["coordinate", "supervise", "train", "work"]
 
@@ -71,21 +71,22 @@ def supervise(*, coordinator: str, token: str, workers: int, host: str | None) -
     return asyncio.run(_supervise(coordinator=coordinator, token=token, workers=workers, host=host))
 
 
-def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> int:
-    """Be one rank, started by a launcher that sets RANK and LOCAL_RANK. Returns the exit code.
+def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> NoReturn:
+    """Be one rank, started by a launcher that sets RANK and LOCAL_RANK; ends the process.
 
     Raises:
         ControlError: the coordinator cannot be joined.
     """
     from chameleon_ft.runtime.rank import rank_main
 
-    return rank_main(
+    code = rank_main(
         coordinator=coordinator,
         token=token,
         worker=int(environ["RANK"]),
         host=environ.get("CHAMELEON_HOST") or local_address_towards(coordinator),
         local_index=int(environ["LOCAL_RANK"]),
     )
+    end_now(code)
 
 
 async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, supervised_here: bool) -> int:

@@ -24,7 +24,7 @@ from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.device import claim_device
 from chameleon_ft.runtime.emulation import EmulatedDevice
 from chameleon_ft.runtime.faults import FaultInjector, failures_in_life
-from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
+from chameleon_ft.runtime.process import end_now, end_with_parent, ignore_interrupts
 from chameleon_ft.runtime.trainer import RankContext, Trainer
 
 __all__ = ["rank_main", "spawned_rank_main"]
@@ -45,10 +45,7 @@ def spawned_rank_main(*, coordinator: str, token: str, worker: int, life: int, h
     except ChameleonError as error:
         print(f"worker {worker}: {error}", file=sys.stderr)
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the interpreter's own ending, which would wait for threads of libraries.
-    os._exit(code)
+    end_now(code)
 
 
 def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_index: int, life: int = 0) -> int:

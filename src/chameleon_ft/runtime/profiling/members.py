@@ -8,7 +8,6 @@ import multiprocessing.connection
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from chameleon_ft.runtime.communicators import Channel, Membership, communicator
 from chameleon_ft.runtime.communicators.c10d import host_store
 from chameleon_ft.runtime.device import claim_device
 from chameleon_ft.runtime.process import (
+    end_now,
     end_with_parent,
     end_with_starter,
     ignore_interrupts,
@@ -148,8 +148,7 @@ def _member_main(member: Member, pipe: Connection) -> None:
     with contextlib.suppress(OSError):  # interrupted meanwhile, nobody may be there to hear it
         pipe.send(found)
     pipe.close()
-    sys.stderr.flush()
-    os._exit(0)  # without waiting for threads of libraries
+    end_now(0)
 
 
 def _fork_server() -> ForkServerContext:
