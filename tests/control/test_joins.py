@@ -617,7 +617,7 @@ async def test_everyone_stops_when_the_newcomer_has_room_for_what_comes_to_it(st
         assert {each: stage.ranks[each].count(Pause) for each in range(4)} == dict.fromkeys(range(4), 0)
         assert all(stage.ranks[each].count(Expect) == 0 for each in (0, 2, 3)), "who trains has no memory to spare"
         stage.commit(3)
-        stage.say(rank, RoomMade())
+        stage.say(rank, RoomMade(layers=rank.last(Expect).layers))
         await until(lambda: stage.ranks[0].count(Pause))
         pause(stage, 4)
         stage.park(3, 5)
@@ -665,14 +665,16 @@ async def test_one_of_two_newcomers_is_lost_while_they_make_room(stage: Stage) -
         await until(lambda: one.count(Expect))
         assert one.last(Expect).layers
         assert other.last(Expect).layers
-        stage.say(one, RoomMade())
+        stage.say(one, RoomMade(layers=one.last(Expect).layers))
         stage.reap(2)
         await until(lambda: one.count(Expect) == 2)
         assert one.last(Expect).layers == (), "what was weighed is not done"
         await until(lambda: one.count(Expect) == 3)
         assert one.last(Expect).layers, "but something else is"
-        assert stage.ranks[0].count(Pause) == 0
-        stage.say(one, RoomMade())
+        stage.say(one, RoomMade(layers=()))
+        await asyncio.sleep(1.0)
+        assert stage.ranks[0].count(Pause) == 0, "that was its answer to what it was told before"
+        stage.say(one, RoomMade(layers=one.last(Expect).layers))
         await until(lambda: stage.ranks[0].count(Pause))
 
 

@@ -202,3 +202,21 @@ def test_a_layer_that_cannot_be_made_is_said_to_whoever_needs_it() -> None:
         rooms.take(0)
     rooms.expect({0: 0})
     rooms.drop()
+
+
+def test_what_an_optimizer_keeps_fits_whatever_the_sizes() -> None:
+    job = dataclasses.replace(toy_job(1), layers=[partial(nn.Embedding, 5025, 101)], tied=())
+    rooms = Rooms(job, seed=SEED, device=CPU, ahead=True)
+    rooms.expect({0: 3 * 4 * 5025 * 101 + 4})  # AdamW keeps two numbers for each, and a counter
+    made = rooms.take(0)
+    assert made.memory is not None
+    moments = [made.memory.part((5025, 101), torch.float32) for _ in range(2)]
+    assert None not in moments
+
+
+def test_where_there_is_no_memory_for_all_at_once_a_layer_has_none_ahead() -> None:
+    rooms = Builds().rooms()
+    expected(rooms, {2: 1 << 60})
+    made = rooms.take(2)
+    assert isinstance(made.module, nn.Linear)
+    assert made.memory is None

@@ -256,7 +256,7 @@ class Coordinator:
             case Ready():
                 self._joins.ready(worker)
             case RoomMade():
-                self._joins.made_room(worker)
+                self._joins.made_room(worker, message)
             case Committed():
                 self._on_committed(worker, message)
             case Position():

@@ -14,7 +14,7 @@ from chameleon_ft.control.deliberation import Deliberation
 from chameleon_ft.control.forethought import decide_and_check
 from chameleon_ft.control.generations import Generations, Phase
 from chameleon_ft.control.members import Members, Worker
-from chameleon_ft.control.messages import Expect, Hello, HostHello
+from chameleon_ft.control.messages import Expect, Hello, HostHello, RoomMade
 from chameleon_ft.control.newcomers import Newcomers
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.control.respawns import Respawns
@@ -140,9 +140,9 @@ class Joins:
             else:
                 self._leave_as_spares(f"{type(error).__name__}: {error}")
 
-    def made_room(self, worker: Worker) -> None:
+    def made_room(self, worker: Worker, message: RoomMade) -> None:
         """A worker has room for all that it was told of."""
-        self._newcomers.making_room.discard(worker.id)
+        self._newcomers.made_room(worker.id, message.layers)
 
     def _was_weighed(self, prepared: Prepared, now: float) -> None:
         """Have room made for a change, or go on as before."""

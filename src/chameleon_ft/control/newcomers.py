@@ -22,14 +22,14 @@ class Newcomers:
         is_pausing: whether everyone is to stop after the current step, for a place to be made for them.
         prepared: what was weighed then; None where nothing was, or where they do not change the plan.
         expecting: workers that were told which layers will come to them, and have no orders yet.
-        making_room: those of them that have not made room yet.
+        making_room: those of them that have not made room yet, with what they were told.
     """
 
     workers: set[int] = field(default_factory=set)
     is_pausing: bool = False
     prepared: Prepared | None = None
     expecting: set[int] = field(default_factory=set)
-    making_room: set[int] = field(default_factory=set)
+    making_room: dict[int, Expect] = field(default_factory=dict)
 
     def expect(self, prepared: Prepared) -> dict[int, Expect]:
         """A change has been found; return what those newcomers are told that layers come to with it.
@@ -37,12 +37,18 @@ class Newcomers:
         Others are told nothing yet: who trains has memory for more layers only when it has given up its gradients.
         """
         told = {worker: Expect(layers=layers) for worker, layers in _coming(prepared).items() if worker in self.workers}
-        self.expecting, self.making_room = set(told), set(told)
+        self.expecting, self.making_room = set(told), dict(told)
         return told
+
+    def made_room(self, worker: int, layers: tuple[tuple[int, int], ...]) -> None:
+        """A worker has room for these, which may be others than it was told of last."""
+        told = self.making_room.get(worker)
+        if told is not None and told.layers == layers:
+            del self.making_room[worker]
 
     def let_down(self, ordered: Collection[int] = ()) -> dict[int, Expect]:
         """What was found is not done, or it is and these get orders; return what all others that expect are told."""
-        expecting, self.expecting, self.making_room = self.expecting, set(), set()
+        expecting, self.expecting, self.making_room = self.expecting, set(), {}
         return {worker: Expect(layers=()) for worker in sorted(expecting - set(ordered))}
 
     def pause(self, prepared: Prepared) -> None:

@@ -21,3 +21,5 @@ class RoomMade(MessagePart):
     """A rank has room for all layers that it was told to expect."""
 
     type: Literal["room_made"] = "room_made"
+    layers: tuple[tuple[int, int], ...]
+    """As `Expect` had them: it may have been told of others since."""

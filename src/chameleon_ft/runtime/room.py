@@ -25,6 +25,7 @@ __all__ = ["LayerRoom", "Memory", "Rooms"]
 
 _PIECE_BYTES: Final = 1 << 24  # between two looks at whether it is still wanted: some milliseconds
 _ALIGNMENT: Final = 64  # bytes, as torch's allocator has it on a CPU
+_TENSORS: Final = 4  # that an optimizer keeps of a parameter, at most of those that are known
 _LEAST_BYTES: Final = 1 << 12  # what is smaller has no page of its own
 
 
@@ -131,6 +132,13 @@ class Rooms:
         rest = num_bytes - sum(value.nbytes for value in module.state_dict().values() if isinstance(value, Tensor))
         if rest <= 0:
             return LayerRoom(module)
-        memory = Memory(rest)
+        # Each tensor may begin a little after the end of the one before.
+        rest += _TENSORS * _ALIGNMENT * sum(1 for _ in module.parameters())
+        try:
+            memory = Memory(rest)
+        except (
+            RuntimeError
+        ):  # so torch says that there is none; without it the layer may fit, as it arrives piece by piece
+            return LayerRoom(module)
         memory.touch(unless=self._stop.is_set)
         return LayerRoom(module, memory)

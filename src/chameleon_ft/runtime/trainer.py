@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -119,7 +120,8 @@ class Trainer:
                 case Stop():
                     self._park(order.generation)
                 case Expect():
-                    self._rooms.expect(dict(order.layers), then=lambda: self._client.send(RoomMade()))
+                    made = partial(self._client.send, RoomMade(layers=order.layers))
+                    self._rooms.expect(dict(order.layers), then=made)
                 case Run():
                     try:
                         self._generation(order)

@@ -114,7 +114,7 @@ def rough_schedule(
 ) -> PipelineSchedule | None:
     """The same with little effort: mostly longer by less than a hundredth.
 
-    None where some stage would end later than `latest_s` has it, by stage.
+    None where all runs were given up, for some stage would end later than `latest_s` has it, by stage.
     """
     _, found = _of_rules(hops, micro_batches, builder, ceiling, _FEW, _ALL, slack, latest_s)
     if found.step_s == math.inf:

@@ -134,7 +134,7 @@ def operations_from(records: Records) -> tuple[Operation, ...]:
 
 
 class Program:
-    """For each worker the operations it runs in a step, in their order. A value: it cannot change.
+    """For each worker the operations it runs in a step, in their order; a value, whose records cannot be written to.
 
     Args:
         operations: by worker; one may have none.

@@ -22,7 +22,7 @@ class Looks:
     Args:
         timer: schedules them.
         plain, recomputing: bounds of those that do not recompute, and of those that do, if there may be any.
-        effort: of a look; None for hardly any, see `Timer.timed`.
+        effort: of a look; None for hardly any, see `Timer.rough`.
         complete: whether all cuts are to be tried.
     """
 

@@ -114,7 +114,7 @@ class MixSearch:
             self._by_depth = DepthMixes(both, self.shapes, *self._counts, numbers)
         self._activate(self.shapes)
         self._known: dict[tuple[Shape, int], tuple[float, TimedPipeline | None]] = {}
-        # Seconds of a shape by micro-batches; infinite where it has turned out not to fit.
+        # Seconds of a shape by micro-batches, or those from which on it was given up; infinite where it does not fit.
         self._replayed: dict[Shape, dict[int, float]] = {}
         self._bound: tuple[float, list[Share]] | None = None
         self._work_s = timer.work_s

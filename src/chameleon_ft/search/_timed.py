@@ -81,6 +81,8 @@ class Timer:
         numbers = {host: number for number, host in enumerate(dict.fromkeys(self._hosts.values()))}
         self.host_numbers = {worker: numbers[host] for worker, host in self._hosts.items()}
         self._known: dict[tuple[object, ...], TimedPipeline] = {}
+        # Each with what it was found under: under looser limits there may be a better one.
+        self._rough: dict[tuple[object, ...], tuple[Floats, TimedPipeline]] = {}
         # By identity: all of them are known for good.
         self._replayed: dict[tuple[int, tuple[bool, ...]], TimedPipeline] = {}
         self._peaks: dict[int, int] = {}
@@ -130,27 +132,27 @@ class Timer:
     ) -> TimedPipeline | None:
         """The same with a program that is found soon, and mostly longer by less than a hundredth.
 
-        None where some stage would end later than `latest_s` has it, by stage.
+        None where it was given up, for some stage would end later than `latest_s` has it, by stage.
         """
         workers = self.crew.sample(shape)
-        key = shape, stops, micro_batches, self._same_host(workers), recompute, None
-        found = self._known.get(key)
-        if found is None:
-            limits = self.limits(shape, stops, micro_batches, recompute=recompute)
-            self.spent += _ROUGH * len(stops) * micro_batches
-            schedule = rough_schedule(
-                hops_of(workers, stops),
-                micro_batches,
-                self._builders[recompute],
-                ceiling=limits,
-                slack=self._slack,
-                latest_s=latest_s,
-            )
-            if schedule is None:
-                return None
-            found = self._known[key] = TimedPipeline(
-                shape, stops, micro_batches, recompute, workers, schedule, ends_s=schedule.last_s
-            )
+        key = shape, stops, micro_batches, self._same_host(workers), recompute
+        known = self._rough.get(key)
+        if known is not None and (latest_s <= known[0]).all():
+            return known[1]
+        self.spent += _ROUGH * len(stops) * micro_batches
+        schedule = rough_schedule(
+            hops_of(workers, stops),
+            micro_batches,
+            self._builders[recompute],
+            ceiling=self.limits(shape, stops, micro_batches, recompute=recompute),
+            slack=self._slack,
+            latest_s=latest_s,
+        )
+        found = None if known is None else known[1]
+        if schedule is not None and (found is None or schedule.step_s < found.program_s):
+            found = TimedPipeline(shape, stops, micro_batches, recompute, workers, schedule, ends_s=schedule.last_s)
+        if found is not None:
+            self._rough[key] = latest_s, found
         return found
 
     def timed(
