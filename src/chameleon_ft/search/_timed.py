@@ -241,12 +241,10 @@ class Timer:
         )
 
 
+# Of many workers, and of many pipelines that are looked at, the stages are the same.
+_layers: Final = lru_cache(maxsize=20_000)(LayerRange)
+
+
 def hops_of(workers: Sequence[int], stops: Stops) -> tuple[Hop, ...]:
     """The route through these workers."""
-    return tuple(map(_hop, workers, (0, *stops[:-1]), stops))
-
-
-# The same workers have the same stages in many of the pipelines that are looked at.
-@lru_cache(maxsize=20_000)
-def _hop(worker: int, start: int, stop: int) -> Hop:
-    return Hop(worker, LayerRange(start, stop))
+    return tuple(map(Hop, workers, map(_layers, (0, *stops[:-1]), stops)))
