@@ -34,7 +34,7 @@ from chameleon_ft.runtime.layer_messages import (
     layer_checksums,
     tensor_bytes,
 )
-from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers, LayerState
+from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers, LayerState, blank_module
 from chameleon_ft.runtime.room import Memory, Rooms
 from chameleon_ft.runtime.transition import Mover, channels_of_transition
 from chameleon_ft.sync import Segment
@@ -342,7 +342,7 @@ def test_layers_come_and_go_while_the_others_train_on() -> None:
 def test_parameters_stay_where_they_were_received() -> None:
     job = toy_job(LAYERS)
     source, target = trained(job, [1]), HeldLayers(job, (), seed=SEED, device=CPU)
-    module = target.blank(1)
+    module = blank_module(job, 1, seed=SEED, device=CPU)
     room = {f"module/{name}": value for name, value in module.state_dict().items()}
     network = Network()
     send([source.state_of(1)], network)

@@ -15,13 +15,18 @@ from chameleon_ft.models.build import blank_layer, build_layer, seed_forward
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.sync import Segment
 
-__all__ = ["GradientBuffers", "HeldLayers", "LayerState"]
+__all__ = ["GradientBuffers", "HeldLayers", "LayerState", "blank_module"]
 
 # A norm in float64 is taken of a copy, which must not be one of all gradients; a launch costs more than a call.
 _NORM_ELEMENTS = {True: 1 << 14, False: 1 << 22}  # on a CPU, elsewhere
 
 LayerState = dict[str, Any]
 """One layer's state by flat key: ``module/NAME`` for parameters and persistent buffers, ``optimizer/NAME/KEY``."""
+
+
+def blank_module(job: Job, layer: int, *, seed: int, device: torch.device) -> nn.Module:
+    """Make a layer for `HeldLayers.take_in`; its parameters may hold anything."""
+    return blank_layer(job, layer, seed).to(device).train()
 
 
 class HeldLayers:
@@ -39,17 +44,14 @@ class HeldLayers:
     def layers(self) -> frozenset[int]:
         return frozenset(self._modules)
 
-    def blank(self, layer: int) -> nn.Module:
-        """Make a layer for `take_in`, which is not held yet; its parameters may hold anything."""
-        return blank_layer(self._job, layer, self._seed).to(self._device).train()
-
     def take_in(self, layer: int, state: Mapping[str, Any], module: nn.Module | None = None) -> None:
         """Hold one more layer, with the state that `state_of` gave elsewhere; tensors of `state` may be kept.
 
         Args:
-            module: what `blank` gave for the layer; tensors of `state` may be its own, then nothing is copied.
+            module: a blank one of the layer; tensors of `state` may be its own, then nothing is copied.
         """
-        module = self.blank(layer) if module is None else module
+        if module is None:
+            module = blank_module(self._job, layer, seed=self._seed, device=self._device)
         self._modules = dict(sorted({**self._modules, layer: module}.items()))
         self._renew_optimizer()
         self.restore(layer, state)

@@ -20,12 +20,13 @@ from chameleon_ft.job import BoundarySpec, load_job
 from chameleon_ft.observe import FaultLog, RunDirectory
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import communicators_for
+from chameleon_ft.runtime.context import RankContext
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.device import claim_device
 from chameleon_ft.runtime.emulation import EmulatedDevice
 from chameleon_ft.runtime.faults import FaultInjector, failures_in_life
 from chameleon_ft.runtime.process import end_now, end_with_parent, ignore_interrupts
-from chameleon_ft.runtime.trainer import RankContext, Trainer
+from chameleon_ft.runtime.trainer import Trainer
 
 __all__ = ["rank_main", "spawned_rank_main"]
 

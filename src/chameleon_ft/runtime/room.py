@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.job import Job
-from chameleon_ft.models.build import blank_layer
+from chameleon_ft.runtime.layers import blank_module
 
 __all__ = ["LayerRoom", "Memory", "Rooms"]
 
@@ -125,7 +125,7 @@ class Rooms:
             wait(under_way)
 
     def _blank(self, layer: int) -> nn.Module:
-        return blank_layer(self._job, layer, self._seed).to(self._device).train()
+        return blank_module(self._job, layer, seed=self._seed, device=self._device)
 
     def _made(self, layer: int, num_bytes: int) -> LayerRoom:
         module = self._blank(layer)

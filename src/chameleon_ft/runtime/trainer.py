@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from chameleon_ft.config import RunConfig
 from chameleon_ft.control.address import join_address
 from chameleon_ft.control.messages import (
     CheckpointSaved,
@@ -30,16 +25,16 @@ from chameleon_ft.control.messages import (
     Transition,
 )
 from chameleon_ft.errors import ChameleonError, ControlError
-from chameleon_ft.job import BoundarySpec, Job
-from chameleon_ft.observe import RunDirectory, TimelineLog
+from chameleon_ft.observe import TimelineLog
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.commit import AppliedStep, Committer
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, Membership
+from chameleon_ft.runtime.context import RankContext
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.disk_waits import DiskWaits
-from chameleon_ft.runtime.executor import Executor, Pace, StepSums, channels_of
+from chameleon_ft.runtime.executor import Executor, StepSums, channels_of
 from chameleon_ft.runtime.faults import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.recording import StepRecorder, StepStart, operation_times
@@ -49,26 +44,9 @@ from chameleon_ft.runtime.transition import Mover, channels_of_transition
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
 
-__all__ = ["RankContext", "Trainer"]
+__all__ = ["Trainer"]
 
 _POLL_S = 0.005
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankContext:
-    """What stays the same for the life of a rank."""
-
-    worker: int
-    config: RunConfig
-    run: RunDirectory
-    job: Job
-    boundaries: tuple[BoundarySpec, ...]
-    device: torch.device
-    coordinator_host: str
-    """Where the rendezvous store is, too."""
-    new_communicators: Callable[[], Communicators]
-    pace: Pace | None
-    """Of an emulated device."""
 
 
 class Trainer:

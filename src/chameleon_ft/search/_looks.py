@@ -93,7 +93,5 @@ class Looks:
 
 def with_sync_s(timed: TimedPipeline, bounds: PipelineBounds) -> float:
     """Seconds until the program has ended and every stage has reduced its gradients, waiting for nobody else."""
-    time_s = timed.program_s
-    for end_s, start, stop in zip(timed.ends_s, (0, *timed.stops), timed.stops, strict=False):
-        time_s = max(time_s, end_s + float(bounds.sync_s(start)[stop]))
-    return time_s
+    synced_s = (bounds.sync_s_of(timed.stops) + timed.ends_s).max()
+    return max(timed.program_s, float(synced_s))
