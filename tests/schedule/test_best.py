@@ -13,19 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chameleon_ft.estimate import pipeline_times
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, split_layers
 from chameleon_ft.schedule import (
     InFlightLimit,
     OperationKind,
-    _pipelines,
+    PipelineSchedule,
+    PipelineTimes,
     best_program,
     check_program,
     default_limits,
     list_schedule,
+    pipeline_schedule,
     replay,
 )
-from chameleon_ft.schedule._network import NetworkBuilder
-from chameleon_ft.schedule._records import Records
 from chameleon_ft.schedule.best import (
     DEFAULT_EFFORT,
     best_parts,
@@ -144,13 +145,12 @@ def test_pipelines_that_are_alike_are_scheduled_once(split_backward: bool, monke
     costs = equal_costs(layers=4, micro_batches=150, workers=200, latency_s=0.5)
     slow = tuple(replace(worker, speed=0.5) if worker.id == 77 else worker for worker in costs.cluster.workers)
     runs = Counter[int]()
-    tried = _pipelines.tried
 
-    def counted(stages: Records, *rest: Any, micro_batches: int, **more: Any) -> _pipelines.Tried:
-        runs[len(stages) * micro_batches] += 1
-        return tried(stages, *rest, micro_batches=micro_batches, **more)
+    def counted(times: PipelineTimes, micro_batches: int, **more: Any) -> PipelineSchedule:
+        runs[times.depth * micro_batches] += 1
+        return pipeline_schedule(times, micro_batches, **more)
 
-    monkeypatch.setattr(_pipelines, "tried", counted)
+    monkeypatch.setattr("chameleon_ft.schedule.best.pipeline_schedule", counted)
 
     best_program(plan, costs, effort=0)
     best_program(plan, replace(costs, cluster=replace(costs.cluster, workers=slow)), effort=0)
@@ -177,12 +177,15 @@ def test_pipelines_that_are_known_are_taken_as_they_are(case: Planned, data: st.
     ways = {route.hops: None for route in plan.routes}
     share = plan.micro_batches // len(ways)
     chosen = data.draw(st.sets(st.sampled_from(sorted(ways, key=lambda hops: hops[0].worker))))
-    builder = NetworkBuilder(costs, split_backward=plan.split_backward)
+    times = {hops: pipeline_times(hops, costs, split_backward=plan.split_backward) for hops in ways}
     depth = len(next(iter(ways)))
-    few, many = np.ones((2, depth), np.int64), np.full((2, depth), 3 * depth)
-    # Fewer in flight than anybody would choose.
+    few, many = np.ones((3, depth), np.int64), np.full((3, depth), 3 * depth)
+    # Fewer in flight than any heuristic would choose.
     slow = {
-        hops: replace(_pipelines.pipeline_schedule(hops, share, builder, ceiling=few, effort=QUICK), ceiling=many)
+        times[hops]: replace(
+            pipeline_schedule(times[hops], share, split_backward=plan.split_backward, ceiling=few, effort=QUICK),
+            ceiling=many,
+        )
         for hops in chosen
     }
     ceiling = dict.fromkeys(plan.workers, InFlightLimit(3 * depth, 3 * depth))
@@ -195,9 +198,8 @@ def test_pipelines_that_are_known_are_taken_as_they_are(case: Planned, data: st.
     alone = {part.component.workers: part for part in best_parts(plan, costs, effort=QUICK)}
     for part in parts:
         (hops,) = part.component.ways
-        like = [one for one in slow.values() if one.builder.seconds(one.hops) == builder.seconds(hops)]
-        if like:
-            assert part.schedule.step_s == like[0].step_s
+        if times[hops] in slow:
+            assert part.schedule is slow[times[hops]]
         else:
             assert part.schedule.step_s >= alone[part.component.workers].schedule.step_s * (1 - 1e-9)
 
@@ -206,10 +208,16 @@ def test_pipelines_that_are_known_are_taken_as_they_are(case: Planned, data: st.
 def test_what_is_known_of_workers_that_keep_more_is_not_taken(case: Planned, in_flight: int) -> None:
     plan, costs = case.plan, case.costs
     ceiling = dict.fromkeys(plan.workers, InFlightLimit(in_flight, in_flight))
-    builder = NetworkBuilder(costs, split_backward=plan.split_backward)
+    split = plan.split_backward
     ways = Counter(route.hops for route in plan.routes)
     known = [
-        _pipelines.pipeline_schedule(hops, share, builder, ceiling=np.full((2, len(hops)), in_flight + 1), effort=QUICK)
+        pipeline_schedule(
+            pipeline_times(hops, costs, split_backward=split),
+            share,
+            split_backward=split,
+            ceiling=np.full((3, len(hops)), in_flight + 1),
+            effort=QUICK,
+        )
         for hops, share in ways.items()
     ]
 

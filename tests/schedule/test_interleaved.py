@@ -8,8 +8,9 @@ import pytest
 
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import best_program, check_program, default_limits, list_schedule, replay
-from chameleon_ft.schedule._engine import Rules, run
 from chameleon_ft.schedule._network import builder_of
+from chameleon_ft.schedule.limits import limits_array
+from chameleon_ft.schedule.list_scheduler import Rules, schedule_under
 from tests.strategies import equal_costs
 
 
@@ -45,11 +46,10 @@ def test_a_dead_end_is_left_by_smaller_limits() -> None:
     layers = tuple(replace(layer, forward_s=2.0 if i == 1 else 1.0) for i, layer in enumerate(equal.workload.layers))
     costs = replace(equal, workload=replace(equal.workload, layers=layers))
     network = builder_of(plan, costs).network_of(route.hops for route in plan.routes)
-    limits = default_limits(plan)
-    in_flight, kept = (tuple(getattr(limits[worker], name) for worker in (0, 1)) for name in ("in_flight", "kept"))
+    limits = limits_array(plan.workers, default_limits(plan))
     for gradients_only in (False, True):
-        rules = Rules(in_flight=in_flight, kept=kept, forward_first=True, gradients_only=gradients_only)
-        assert run(network, rules, network.ways) is None
+        rules = Rules(limits=limits, forward_first=True, gradients_only=gradients_only)
+        assert schedule_under(network, rules, network.ways) is None
 
     program = list_schedule(plan, costs)
 

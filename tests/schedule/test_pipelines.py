@@ -1,22 +1,33 @@
-"""Pipelines are scheduled as the engine for any routes does it, which knows nothing of counters."""
+"""A pipeline has one schedule, whether it is looked at by its times alone, or in a plan, alone or beside others."""
 
 from __future__ import annotations
 
-import math
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.plan import Hop, LayerRange
-from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.schedule._engine import replayed
-from chameleon_ft.schedule._network import NetworkBuilder
-from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._pipelines import PipelinePart, PipelineSchedule, pipeline_schedule, rough_schedule
-from chameleon_ft.schedule._trials import Trials
-from chameleon_ft.schedule.best import DEFAULT_EFFORT
+from chameleon_ft.estimate import pipeline_times
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.schedule import (
+    CostModel,
+    InFlightLimit,
+    PipelineSchedule,
+    PipelineTimes,
+    best_program,
+    check_program,
+    pipeline_schedule,
+    replay,
+)
+from chameleon_ft.schedule._network import NetworkBuilder, pipeline_network
+from chameleon_ft.schedule._records import Integers
+from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_parts, program_of
+from chameleon_ft.schedule.heuristics import Problem
+from chameleon_ft.schedule.limits import limits_array, limits_of_array
+from chameleon_ft.schedule.local_search import best_schedule
 from chameleon_ft.workload import LayerCost, Workload
 
 _EFFORTS = (1, 3_000, 20_000, 100_000)
@@ -53,109 +64,158 @@ def _limit(rng: random.Random, depth: int) -> InFlightLimit:
     return InFlightLimit(in_flight, in_flight + rng.choice((0, 0, 1, depth)))
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_a_pipeline_alone_is_scheduled_as_any_other_routes(seed: int) -> None:
+@dataclass(frozen=True)
+class Pipelines:
+    """Pipelines side by side, some of them alike, on workers of few speeds and with few or many in flight."""
+
+    plan: Plan
+    costs: CostModel
+    ceiling: dict[int, InFlightLimit]
+
+    @classmethod
+    def drawn(cls, rng: random.Random, count: int) -> Pipelines:
+        layers = rng.randint(2, 9)
+        costs = some_costs(rng, layers, count * layers)
+        ids = iter(rng.sample(range(count * layers), count * layers))
+        held: dict[int, tuple[LayerRange, ...]] = {}
+        routes: list[Route] = []
+        ceiling: dict[int, InFlightLimit] = {}
+        for _ in range(count):
+            depth = rng.randint(1, layers)
+            stops = [*sorted(rng.sample(range(1, layers), depth - 1)), layers]
+            hops = tuple(Hop(next(ids), LayerRange(*own)) for own in zip([0, *stops[:-1]], stops, strict=True))
+            held.update((hop.worker, (hop.layers,)) for hop in hops)
+            routes += [Route(len(routes) + number, hops) for number in range(rng.choice((1, 2, 3, 7, 20)))]
+            for hop in hops:
+                # Down to one in flight, or more than there will be.
+                ceiling[hop.worker] = rng.choice((_limit(rng, depth), InFlightLimit(2 * depth, 2 * depth)))
+        recompute = {worker: held[worker][0] for worker in rng.sample(sorted(held), rng.randint(0, len(held)))}
+        return cls(Plan(Placement(layers, held), tuple(routes), rng.random() < 0.7, recompute), costs, ceiling)
+
+    def ways(self) -> list[tuple[Hop, ...]]:
+        """The hops of each pipeline."""
+        return list(dict.fromkeys(route.hops for route in self.plan.routes))
+
+    def times(self, hops: Sequence[Hop]) -> PipelineTimes:
+        plan = self.plan
+        return pipeline_times(hops, self.costs, split_backward=plan.split_backward, recompute=plan.recompute)
+
+    def scheduled(self, hops: Sequence[Hop], effort: float) -> PipelineSchedule:
+        """The schedule of one of them alone."""
+        return pipeline_schedule(
+            self.times(hops),
+            sum(route.hops == hops for route in self.plan.routes),
+            split_backward=self.plan.split_backward,
+            ceiling=limits_array([hop.worker for hop in hops], self.ceiling),
+            effort=effort,
+        )
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_network_made_of_times_is_scheduled_like_the_one_made_of_routes(seed: int) -> None:
     rng = random.Random(seed)
-    depth, split = rng.randint(1, 9), rng.random() < 0.7
-    layers = depth + rng.randint(0, 4)
-    costs = some_costs(rng, layers, depth)
-    stops = [*sorted(rng.sample(range(1, layers), depth - 1)), layers]
-    workers = rng.sample(range(depth), depth)
-    hops = tuple(map(Hop, workers, map(LayerRange, [0, *stops[:-1]], stops)))
-    micro_batches = rng.choice((1, 2, 3, 7, 20))
-    # As few in flight as only one of them can do with, or more than there will be.
-    ceiling = [rng.choice((_limit(rng, depth), InFlightLimit(2 * depth, 2 * depth))) for _ in workers]
-    effort = rng.choice(_EFFORTS)
-    builder = NetworkBuilder(costs, split_backward=split, recompute=rng.sample(workers, rng.randint(0, depth)))
+    case, effort = Pipelines.drawn(rng, 1), rng.choice(_EFFORTS)
+    (hops,), plan = case.ways(), case.plan
+    workers = tuple(hop.worker for hop in hops)
+    builder = NetworkBuilder(case.costs, split_backward=plan.split_backward, recompute=plan.recompute, workers=workers)
 
-    found = pipeline_schedule(
-        hops, micro_batches, builder, ceiling=np.array([(own.in_flight, own.kept) for own in ceiling]).T, effort=effort
-    )
+    found = case.scheduled(hops, effort)
 
-    trials = Trials(builder, tuple(workers), dict(zip(workers, ceiling, strict=True)))
-    part = Part(trials, [hops], [0] * micro_batches)
-    part.finish(effort)
-    wanted = part.best[1]
+    wanted = best_schedule(Problem.of(builder, [hops], [0] * plan.micro_batches, case.ceiling), effort=effort)
+    assert builder.times(hops) == found.times
     assert found.step_s == wanted.step_s
     assert found.codes.tolist() == wanted.codes.tolist()
     assert found.ends_s.tolist() == wanted.ends_s.tolist()
+    assert found.limits.tolist() == wanted.limits.tolist()
     assert list(found.last_s) == wanted.last_s
-    assert found.schedule().codes.tolist() == wanted.codes.tolist()
-
-    alone = PipelinePart(Trials(builder, tuple(workers), dict(zip(workers, ceiling, strict=True))), hops, micro_batches)
-    alone.finish(effort)
-    rules, schedule = alone.best
-    assert rules == part.best[0]
-    assert schedule.codes.tolist() == wanted.codes.tolist()
-    assert (schedule.step_s, schedule.beyond_limits) == (wanted.step_s, wanted.beyond_limits)
+    assert [order.tolist() for order in found.orders] == [order.tolist() for order in wanted.orders]
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_orders_are_replayed_on_other_workers_as_those_of_any_routes(seed: int) -> None:
+def test_the_program_of_a_plan_has_the_schedule_that_each_of_its_pipelines_has_alone(seed: int) -> None:
     rng = random.Random(seed)
-    depth, split = rng.randint(1, 9), rng.random() < 0.7
-    layers = depth + rng.randint(0, 4)
-    costs = some_costs(rng, layers, depth)
-    stops = [*sorted(rng.sample(range(1, layers), depth - 1)), layers]
-    ranges = list(map(LayerRange, [0, *stops[:-1]], stops))
-    hops, others = (tuple(map(Hop, rng.sample(range(depth), depth), ranges)) for _ in range(2))
-    micro_batches = rng.choice((1, 2, 3, 7, 20))
-    builder = NetworkBuilder(costs, split_backward=split, recompute=rng.sample(range(depth), rng.randint(0, depth)))
-    # Room for all that is tried.
-    ceiling = np.full((2, depth), 2 * depth)
+    case, effort = Pipelines.drawn(rng, rng.randint(1, 5)), rng.choice((0, *_EFFORTS))
+    alone = {hops: case.scheduled(hops, effort) for hops in case.ways()}
 
-    found = rough_schedule(hops, micro_batches, builder, ceiling=ceiling)
-    assert found is not None
+    best = best_program(case.plan, case.costs, ceiling=case.ceiling, effort=effort)
 
-    best = pipeline_schedule(hops, micro_batches, builder, ceiling=ceiling, effort=DEFAULT_EFFORT)
-    assert best.step_s <= found.step_s * (1 + 1e-9)
-    assert found.replayed(hops).ends_s.tolist() == found.ends_s.tolist()
-    again = found.replayed(others)
-    wanted = replayed(again.schedule().network, found.codes)
+    check_program(best.program, case.plan)
+    timeline = replay(best.program, case.costs)
+    for hops, schedule in alone.items():
+        ends_s = tuple(max(timed.end_s for timed in timeline.of(hop.worker)) for hop in hops)
+        assert ends_s == schedule.last_s
+        for hop, limit in zip(hops, limits_of_array(schedule.limits), strict=True):
+            assert best.limits[hop.worker] == limit
+    assert best.step_s == timeline.step_s == max(schedule.step_s for schedule in alone.values())
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_orders_are_replayed_under_other_times(seed: int) -> None:
+    rng = random.Random(seed)
+    case = Pipelines.drawn(rng, 1)
+    (hops,) = case.ways()
+    found = case.scheduled(hops, 3_000)
+    link = Link(rng.choice((0.0, 0.7)), 1.0)
+    others = replace(case, costs=replace(case.costs, cluster=replace(case.costs.cluster, intra_host=link)))
+
+    again = found.replayed(others.times(hops))
+
+    assert found.replayed(found.times).ends_s.tolist() == found.ends_s.tolist()
     assert again.codes.tolist() == found.codes.tolist()
-    assert again.ends_s.tolist() == wanted.ends_s.tolist()
-    assert again.step_s == wanted.step_s
+    # As long as a program of these orders is predicted to take.
+    (part,) = best_parts(case.plan, others.costs, ceiling=case.ceiling, known=[replace(again, ceiling=found.ceiling)])
+    assert part.schedule.step_s == again.step_s
+    timeline = replay(program_of(case.plan, [part]), others.costs)
+    assert timeline.step_s == again.step_s
+    assert again.last_s == tuple(max(timed.end_s for timed in timeline.of(hop.worker)) for hop in hops)
+
+
+def _roomy(depth: int) -> Integers:
+    return np.full((3, depth), 2 * depth)
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_with_slack_that_is_enough_which_is_near_to_the_lower_bound(seed: int) -> None:
     rng = random.Random(seed)
     depth = rng.randint(2, 9)
-    costs = some_costs(rng, depth, depth)
     hops = tuple(Hop(stage, LayerRange(stage, stage + 1)) for stage in range(depth))
-    builder = NetworkBuilder(costs, split_backward=True)
-    ceiling = np.full((2, depth), 2 * depth)
+    times = pipeline_times(hops, some_costs(rng, depth, depth), split_backward=True)
     exact, near, any_does = (
-        pipeline_schedule(hops, 20, builder, ceiling=ceiling, effort=DEFAULT_EFFORT, slack=slack)
+        pipeline_schedule(times, 20, split_backward=True, ceiling=_roomy(depth), effort=DEFAULT_EFFORT, slack=slack)
         for slack in (1e-9, 0.05, 100.0)
     )
     assert exact.step_s <= near.step_s <= any_does.step_s
-    bound_s = exact.schedule().network.lower_bound_s()
+    bound_s = pipeline_network(times, 20, split_backward=True).lower_bound_s()
     assert near.step_s <= max(exact.step_s, bound_s * 1.05)
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_runs_that_end_early_are_not_missed(seed: int) -> None:
-    rng = random.Random(seed)
-    depth, split = rng.randint(1, 9), rng.random() < 0.7
-    layers = depth + rng.randint(0, 4)
-    costs = some_costs(rng, layers, depth)
-    stops = [*sorted(rng.sample(range(1, layers), depth - 1)), layers]
-    hops = tuple(map(Hop, rng.sample(range(depth), depth), map(LayerRange, [0, *stops[:-1]], stops)))
-    micro_batches = rng.choice((1, 2, 3, 7, 20))
-    builder = NetworkBuilder(costs, split_backward=split)
-    ceiling = np.array([(own.in_flight, own.kept) for own in (_limit(rng, depth) for _ in hops)]).T
+@pytest.mark.parametrize("split", [False, True])
+def test_without_effort_half_of_the_hardest_pipelines_are_hardly_longer(split: bool) -> None:
+    longer = []
+    for seed in range(60):
+        rng = random.Random(seed)
+        depth = rng.randint(2, 12)
+        hops = tuple(Hop(stage, LayerRange(stage, stage + 1)) for stage in range(depth))
+        times = pipeline_times(hops, some_costs(rng, depth, depth), split_backward=split)
+        quick, best = (
+            pipeline_schedule(times, 3 * depth, split_backward=split, ceiling=_roomy(depth), effort=effort).step_s
+            for effort in (0, DEFAULT_EFFORT)
+        )
+        longer.append(quick / best - 1)
+    assert min(longer) >= 0
+    assert sorted(longer)[len(longer) // 2] < 0.02
 
-    def found(latest_s: list[float] | None) -> PipelineSchedule | None:
-        latest = None if latest_s is None else np.array(latest_s)
-        return rough_schedule(hops, micro_batches, builder, ceiling=ceiling, latest_s=latest)
 
-    in_full = found(None)
-    assert in_full is not None
-    in_time = found([end_s * (1 + 1e-6) for end_s in in_full.last_s])
-    for early in (found([math.inf] * depth), in_time):
-        assert early is not None
-        assert early.step_s <= in_full.step_s
-    late = found([end_s * rng.choice((0.5, 0.9, 0.99)) for end_s in in_full.last_s])
-    assert late is None or late.step_s <= in_full.step_s * (1 + 1e-9)
-    assert found([0.0] * depth) is None or micro_batches > 1
+@pytest.mark.parametrize("micro_batches", [2, 5])
+def test_a_limit_holds_beside_stages_that_take_no_time(micro_batches: int) -> None:
+    # The gradient of the last stage arrives just when the stage before it becomes free.
+    times = PipelineTimes(
+        forward_s=(1.0, 1.0, 0.0), backward_s=(0.0, 1.0, 0.0), weight_grad_s=(2.0, 1.0, 0.0), message_s=(0.1, 0.0)
+    )
+    ceiling = np.array([[1, 2, 1], [1, 3, 3], [1, 3, 3]])
+    found = pipeline_schedule(times, micro_batches, split_backward=True, ceiling=ceiling, effort=1_000)
+    kept = most = 0
+    for code in found.orders[0].tolist():
+        kept += {0: 1, 1: 0, 2: -1}[code // (3 * micro_batches)]
+        most = max(most, kept)
+    assert most == 1

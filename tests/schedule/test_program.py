@@ -102,10 +102,20 @@ def test_a_program_cannot_be_changed() -> None:
         program.records_of(5)["hop"] = 1
 
 
-def test_an_operation_knows_whether_its_worker_recomputes() -> None:
-    found = [Operation.of(OperationKind.FORWARD, ROUTE, hop, frozenset({7})).recompute for hop in range(3)]
+@pytest.mark.parametrize(
+    ("again", "parts"),
+    [
+        (LayerRange(0, 1), [LayerRange(0, 1), None]),
+        (LayerRange(1, 3), [LayerRange(1, 2), LayerRange(2, 3)]),
+        (LayerRange(0, 9), [LayerRange(0, 2), LayerRange(2, 5)]),
+    ],
+)
+def test_an_operation_knows_the_layers_that_are_recomputed(again: LayerRange, parts: list[LayerRange | None]) -> None:
+    route = Route(0, (Hop(7, LayerRange(0, 2)), Hop(7, LayerRange(2, 5)), Hop(5, LayerRange(5, 9))))
+    operations = [Operation.of(OperationKind.BACKWARD, route, hop, {7: again}) for hop in range(3)]
 
-    assert found == [False, False, True]
+    assert [operation.recompute for operation in operations] == [*parts, None]
+    assert operations_from(records_from(operations)) == tuple(operations)
 
 
 def test_an_empty_timeline_takes_no_time() -> None:
@@ -163,10 +173,21 @@ def test_a_backward_begins_with_the_forwards_that_are_run_again(
     costs = CostModel(Workload(layers, 1, 1, 0.25), cluster)
 
     for part, again_s in ((LayerRange(0, 2), first_s), (LayerRange(2, 4), second_s)):
-        kept_s, found_s = (costs.compute_s(0, kind, part, recompute=recompute) for recompute in (False, True))
+        kept_s, found_s = (costs.compute_s(0, kind, part, recompute=again) for again in (None, LayerRange(0, 4)))
         assert found_s == kept_s + again_s / 0.5
         route = Route(0, (Hop(0, LayerRange(0, 2)), Hop(0, LayerRange(2, 4))))
-        assert costs.operation_s(0, Operation.of(kind, route, part.start // 2, {0})) == found_s
+        assert costs.operation_s(0, Operation.of(kind, route, part.start // 2, {0: LayerRange(0, 4)})) == found_s
+
+
+@pytest.mark.parametrize(
+    ("again", "again_s"),
+    [((0, 1), 0.0), ((0, 2), 2.0), ((1, 3), 5.0), ((2, 3), 3.0), ((2, 5), 7.0), ((3, 5), 4.0), ((4, 5), 0.0)],
+)
+def test_a_backward_takes_longer_by_the_layers_that_are_recomputed(again: tuple[int, int], again_s: float) -> None:
+    layers = tuple(LayerCost(f"layer {i}", 1.0 + i, 2.0, 0.5) for i in range(5))
+    costs = CostModel(Workload(layers, 1, 1), Cluster((Worker(0, "a"),), Link(0.0, math.inf), Link(0.0, math.inf)))
+
+    assert costs.compute_s(0, OperationKind.BACKWARD, LayerRange(0, 5), recompute=LayerRange(*again)) == 12.5 + again_s
 
 
 def test_a_layer_that_is_recomputed_keeps_its_input_and_works_with_the_rest() -> None:

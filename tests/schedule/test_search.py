@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from chameleon_ft.plan import Hop
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import (
     InFlightLimit,
@@ -21,24 +20,26 @@ from chameleon_ft.schedule import (
     list_schedule,
     replay,
 )
-from chameleon_ft.schedule._components import different_ways
-from chameleon_ft.schedule._engine import Rules, Schedule
-from chameleon_ft.schedule._local_search import shortened
+from chameleon_ft.schedule._network import builder_of
 from chameleon_ft.schedule._orders import build_program
-from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._rank_search import reranked
-from chameleon_ft.schedule._trials import trials_of
+from chameleon_ft.schedule.components import different_ways
+from chameleon_ft.schedule.heuristics import ListSchedules, Problem
+from chameleon_ft.schedule.list_scheduler import Rules, Schedule, schedule
+from chameleon_ft.schedule.local_search import reordered, reprioritized
 from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable
 
 # Enough for every search to begin.
 EFFORT = 15_000
 
 
-def ruled(case: Planned, routes: Sequence[tuple[Hop, ...]]) -> tuple[Rules, Schedule]:
+def problem_of(case: Planned) -> Problem:
+    ways = different_ways(route.hops for route in case.plan.routes)
+    return Problem.of(builder_of(case.plan, case.costs), *ways, None)
+
+
+def listed(case: Planned) -> Schedule:
     """The best list schedule, before any search."""
-    part = Part(trials_of(case.plan, case.costs, None), *different_ways(routes))
-    part.try_rules()
-    return part.best
+    return ListSchedules(problem_of(case)).search()
 
 
 def keeps_within(program: Program, worker: int, limit: InFlightLimit) -> bool:
@@ -93,13 +94,12 @@ def _lower(limits: Mapping[int, InFlightLimit], ceiling: dict[int, InFlightLimit
 @settings(max_examples=50)
 @given(st.one_of(planned(), rerouted()))
 def test_each_search_says_what_its_orders_take(case: Planned) -> None:
-    routes = [route.hops for route in case.plan.routes]
-    rules, found = ruled(case, routes)
+    found = listed(case)
     assume(not found.beyond_limits)
 
     for better in (
-        reranked(found, rules, enough_s=0.0, effort=EFFORT),
-        shortened(found, rules, enough_s=0.0, effort=EFFORT),
+        reprioritized(found, enough_s=0.0, effort=EFFORT),
+        reordered(found, found.limits, enough_s=0.0, effort=EFFORT),
     ):
         program = build_program(case.plan, better.orders)
         check_program(program, case.plan)
@@ -110,11 +110,11 @@ def test_each_search_says_what_its_orders_take(case: Planned) -> None:
 @settings(max_examples=40)
 @given(rerouted())
 def test_what_is_enough_is_left_as_it_is(case: Planned) -> None:
-    routes = [route.hops for route in case.plan.routes]
-    rules, found = ruled(case, routes)
+    found = listed(case)
 
-    assert reranked(found, rules, enough_s=found.step_s, effort=EFFORT) is found
-    assert shortened(found, rules, enough_s=found.step_s, effort=EFFORT).codes.tolist() == found.codes.tolist()
+    assert reprioritized(found, enough_s=found.step_s, effort=EFFORT) is found
+    again = reordered(found, found.limits, enough_s=found.step_s, effort=EFFORT)
+    assert again.codes.tolist() == found.codes.tolist()
 
 
 @pytest.mark.parametrize(
@@ -127,12 +127,10 @@ def test_another_order_of_micro_batches_is_found_where_it_is_shorter(
     before = pipelines(Shape(dp=2, pp=pp, share=4), split_backward=split_backward)
     costs = equal_costs(layers=before.placement.num_layers, micro_batches=8, workers=2 * pp)
     plan = reroute(before, [lost], costs)
-    routes = [route.hops for route in plan.routes]
-    trials = trials_of(plan, costs, None)
-    network = trials.network(*different_ways(routes))
-    rules = trials.largest(different_ways(routes)[0], next(trials.rules_to_try(routes[:1])))
-    found = trials.run(network, rules)
+    problem = problem_of(Planned(plan, costs))
+    rules = Rules(limits=problem.largest(), forward_first=True, patience=0.75 if split_backward else 0.0)
+    found = schedule(problem.network, rules)
 
-    better = reranked(found, rules, enough_s=0.0, effort=EFFORT)
+    better = reprioritized(found, enough_s=0.0, effort=EFFORT)
 
     assert (found.step_s, better.step_s) == (listed_s, searched_s)

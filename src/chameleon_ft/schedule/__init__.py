@@ -7,6 +7,8 @@ from chameleon_ft.schedule.check import check_program
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit, default_limits
 from chameleon_ft.schedule.list_scheduler import Preference, list_schedule
+from chameleon_ft.schedule.pipeline_times import PipelineTimes
+from chameleon_ft.schedule.pipelines import PipelineSchedule, pipeline_schedule
 from chameleon_ft.schedule.program import Operation, OperationKind, Program
 from chameleon_ft.schedule.timeline import TimedOperation, Timeline, replay
 
@@ -15,6 +17,8 @@ __all__ = [
     "InFlightLimit",
     "Operation",
     "OperationKind",
+    "PipelineSchedule",
+    "PipelineTimes",
     "Preference",
     "Program",
     "ScheduledProgram",
@@ -24,5 +28,6 @@ __all__ = [
     "check_program",
     "default_limits",
     "list_schedule",
+    "pipeline_schedule",
     "replay",
 ]

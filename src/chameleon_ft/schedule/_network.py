@@ -9,19 +9,23 @@ Operations have *codes*: of n slots, slot for F, slot + n for B or I, and slot +
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from chameleon_ft.errors import PlanError
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.placement import LayerRange
 from chameleon_ft.plan.plan import Hop, Plan
-from chameleon_ft.schedule._components import different_ways
 from chameleon_ft.schedule._records import CHANNEL, OPERATION, SLOT, Integers, Records
+from chameleon_ft.schedule.components import different_ways
 from chameleon_ft.schedule.costs import CostModel
+from chameleon_ft.schedule.pipeline_times import PipelineTimes
 from chameleon_ft.schedule.program import OperationKind
 
 _FUSED: Final = (OperationKind.FORWARD, OperationKind.BACKWARD)
@@ -38,9 +42,10 @@ class Network:
         split_backward: whether there are codes of W.
         slots: by number, `SLOT`.
         operations: by code, `OPERATION`.
-        first: where the codes of each worker begin in orders that are written one after the other, and where they end.
-        ways: the first slot of each route.
-        company: for each route, how many go through the same workers.
+        first: for each worker the place of its first code if the orders of all workers are written one after the other,
+            and in the end the number of codes; int64 [workers + 1].
+        ways: the first slot of each route by priority: by the place of its micro-batch in its own pipeline, and of
+            equals those whose workers few other routes share. Those are detours, which else come too late for a peer.
     """
 
     workers: tuple[int, ...]
@@ -50,7 +55,6 @@ class Network:
     operations: Records
     first: Integers
     ways: Integers
-    company: Integers
 
     def lower_bound_s(self) -> float:
         """Seconds that no order of the operations can beat.
@@ -62,27 +66,45 @@ class Network:
 
         return least_step_s(self.slots, len(self.workers))
 
-    def ways_by_place(self) -> Integers:
-        """The first slot of each route, by the place of its micro-batch in its own pipeline.
 
-        Of equals those go first that few others go along with: detours, which are the first to come too late for
-        somebody.
-        """
-        from chameleon_ft.schedule._kernels.networks import places_in_pipelines
+def pipeline_network(times: PipelineTimes, micro_batches: int, *, split_backward: bool) -> Network:
+    """The network of a pipeline with a worker for each stage; its slots have no layers."""
+    depth = times.depth
+    stage = np.arange(depth)
+    route = _route_slots(times, stage, downs=2 * stage, ups=2 * stage - 1)
+    slots = np.tile(route, micro_batches)
+    return Network(
+        workers=tuple(range(depth)),
+        channels=_pipeline_channels(depth),
+        split_backward=split_backward,
+        slots=slots,
+        operations=_operations(slots, split_backward=split_backward),
+        first=np.arange(depth + 1) * ((3 if split_backward else 2) * micro_batches),
+        ways=np.arange(micro_batches) * depth,
+    )
 
-        places = places_in_pipelines(self.slots, self.ways, len(self.workers))
-        return self.ways[np.lexsort((self.company, places))]
+
+@lru_cache(maxsize=64)
+def _pipeline_channels(depth: int) -> Records:
+    """Channel 2s carries activations from stage s to the next, or turns at the last; 2s - 1 carries gradients back."""
+    stage = np.arange(depth)
+    channels = np.zeros(2 * depth - 1, CHANNEL)
+    channels["sender"] = np.arange(1, 2 * depth) // 2
+    channels["receiver"][::2] = np.minimum(stage + 1, depth - 1)
+    channels["receiver"][1::2] = stage[:-1]
+    channels["gradient"][1::2] = channels["gradient"][-1] = True
+    return channels
 
 
 class NetworkBuilder:
-    """Builds networks of routes between the same workers; remembers the numbers of every route it has seen."""
+    """Builds networks of routes between given workers; remembers the slots of every route it has seen."""
 
     def __init__(
         self,
         costs: CostModel,
         *,
         split_backward: bool,
-        recompute: Collection[int] = (),
+        recompute: Mapping[int, LayerRange] = FrozenMap({}),
         workers: tuple[int, ...] = (),
     ) -> None:
         self.split_backward = split_backward
@@ -110,16 +132,12 @@ class NetworkBuilder:
         taken = np.array(way_of)
         of_ways = [self.slots(hops) for hops in ways]
         lengths = np.array([len(hops) for hops in ways])
-        company = Counter[tuple[int, ...]]()
-        workers = [tuple(hop.worker for hop in hops) for hops in ways]
-        for way, count in enumerate(np.bincount(taken, minlength=len(ways)).tolist()):
-            company[workers[way]] += count
         until = np.cumsum(lengths[taken])
         begin = until - lengths[taken]
         of_route = np.repeat((np.cumsum(lengths) - lengths)[taken] - begin, lengths[taken])
-        # As bytes: to find out that all have the same fields takes longer than the rest.
-        every: Records = np.concatenate([each.view(f"V{SLOT.itemsize}") for each in of_ways]).view(SLOT)
-        slots = every[of_route + np.arange(until[-1])]
+        # As bytes: numpy concatenates and indexes records field by field, which takes many times as long.
+        every = np.concatenate([each.view(f"V{SLOT.itemsize}") for each in of_ways])
+        slots: Records = every[of_route + np.arange(until[-1])].view(SLOT)
         hops = np.bincount(slots["worker"], minlength=len(self.workers))
         return Network(
             workers=self.workers,
@@ -128,36 +146,32 @@ class NetworkBuilder:
             slots=slots,
             operations=_operations(slots, split_backward=self.split_backward),
             first=np.concatenate(([0], np.cumsum(hops))) * (3 if self.split_backward else 2),
-            ways=begin,
-            company=np.array([company[each] for each in workers])[taken],
+            ways=begin[_by_priority(slots, begin, ways, taken, len(self.workers))],
         )
 
     def slots(self, hops: tuple[Hop, ...]) -> Records:
-        """Those of one route."""
+        """The slots of one route; `SLOT` [hops]."""
         found = self._known.get(hops)
         if found is None:
             found = self._known[hops] = self._slots(hops)
         return found
 
-    def seconds(self, hops: Sequence[Hop]) -> tuple[list[float], list[float], list[float], list[float]]:
-        """Of F, of B or I, of W (zero where there is none), and of the messages between them."""
-        forward_s, backward_s, weight_s = map(list, zip(*map(self._times.stage_s, hops), strict=True))
-        return forward_s, backward_s, weight_s, list(map(self._times.message_s, hops, hops[1:]))
+    def times(self, hops: Sequence[Hop]) -> PipelineTimes:
+        """Seconds of the operations and messages of a route."""
+        forward_s, backward_s, weight_grad_s = zip(*map(self._times.stage_s, hops), strict=True)
+        return PipelineTimes(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            weight_grad_s=weight_grad_s,
+            message_s=tuple(map(self._times.message_s, hops, hops[1:])),
+        )
 
     def _slots(self, hops: tuple[Hop, ...]) -> Records:
         workers = [self._index[hop.worker] for hop in hops]
         downs = [self._channel(*pair, gradient=False) for pair in pairwise(workers)]
         ups = [self._channel(after, before, gradient=True) for before, after in pairwise(workers)]
-        # Of zeros, so that what lies between the fields is the same in equal slots.
-        slots = np.zeros(len(hops), SLOT)
-        slots["worker"] = workers
-        slots["down"] = [*downs, self._channel(workers[-1], workers[-1], gradient=True)]
-        slots["up"] = [-1, *ups]
-        forward_s, backward_s, weight_s, message_s = self.seconds(hops)
-        slots["forward_s"], slots["backward_s"], slots["weight_s"] = forward_s, backward_s, weight_s
-        slots["down_s"] = [*message_s, 0.0]
-        slots["up_s"] = [0.0, *message_s]
-        slots["last"][-1] = True
+        turn = self._channel(workers[-1], workers[-1], gradient=True)
+        slots = _route_slots(self.times(hops), workers, downs=[*downs, turn], ups=[-1, *ups])
         slots["start"] = [hop.layers.start for hop in hops]
         slots["stop"] = [hop.layers.stop for hop in hops]
         return slots
@@ -182,13 +196,13 @@ def builder_of(plan: Plan, costs: CostModel) -> NetworkBuilder:
 class _Times:
     """Remembers the few different times that operations and messages have, and whose they are."""
 
-    def __init__(self, costs: CostModel, recompute: Collection[int], *, split_backward: bool) -> None:
+    def __init__(self, costs: CostModel, recompute: Mapping[int, LayerRange], *, split_backward: bool) -> None:
         self._costs = costs
         self._recompute = recompute
         self._kinds = _SPLIT if split_backward else _FUSED
         self._worker = costs.cluster.worker
         self._of_hop: dict[tuple[int, int, int], tuple[float, float, float]] = {}
-        self._stage_s: dict[tuple[float, bool, int, int], tuple[float, float, float]] = {}
+        self._stage_s: dict[tuple[float, LayerRange | None, int, int], tuple[float, float, float]] = {}
         self._of_pair: dict[tuple[int, int, int], float] = {}
         self._between_s: dict[tuple[bool, int], float] = {}
 
@@ -198,7 +212,7 @@ class _Times:
         own = hop.worker, layers.start, layers.stop
         found = self._of_hop.get(own)
         if found is None:
-            recompute = hop.worker in self._recompute
+            recompute = self._recompute.get(hop.worker)
             key = self._costs.pace(hop.worker), recompute, layers.start, layers.stop
             if key not in self._stage_s:
                 forward_s, backward_s, *weight_s = [
@@ -223,8 +237,41 @@ class _Times:
         return found
 
 
+def _by_priority(
+    slots: Records, first_slots: Integers, ways: Sequence[tuple[Hop, ...]], taken: Integers, num_workers: int
+) -> Integers:
+    """The numbers of the routes in the order of `Network.ways`."""
+    from chameleon_ft.schedule._kernels.networks import places_in_pipelines
+
+    workers = [tuple(hop.worker for hop in hops) for hops in ways]
+    routes_over = Counter[tuple[int, ...]]()
+    for way, count in enumerate(np.bincount(taken, minlength=len(ways)).tolist()):
+        routes_over[workers[way]] += count
+    company = np.array([routes_over[each] for each in workers])[taken]
+    found: Integers = np.lexsort((company, places_in_pipelines(slots, first_slots, num_workers)))
+    return found
+
+
+def _route_slots(
+    times: PipelineTimes,
+    workers: Sequence[int] | Integers,
+    *,
+    downs: Sequence[int] | Integers,
+    ups: Sequence[int] | Integers,
+) -> Records:
+    """The slots of one route on these workers, without layers; `downs` and `ups` are the numbers of channels."""
+    # Of zeros, so that the padding between the fields is the same in equal slots.
+    slots = np.zeros(times.depth, SLOT)
+    slots["worker"], slots["down"], slots["up"] = workers, downs, ups
+    slots["forward_s"], slots["backward_s"], slots["weight_s"] = times.forward_s, times.backward_s, times.weight_grad_s
+    slots["down_s"] = (*times.message_s, 0.0)
+    slots["up_s"] = (0.0, *times.message_s)
+    slots["last"][-1] = True
+    return slots
+
+
 def _operations(slots: Records, *, split_backward: bool) -> Records:
-    """What the operations need, by their codes."""
+    """The predecessor and the times of each operation, by code."""
     count = len(slots)
     found = np.zeros(count * (3 if split_backward else 2), OPERATION)
     forwards, backwards, weight_grads = found[:count], found[count : 2 * count], found[2 * count :]

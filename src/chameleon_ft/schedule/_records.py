@@ -1,4 +1,4 @@
-"""What kernels and networks exchange: arrays of numbers and of records."""
+"""The array types that networks and kernels exchange."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ message time of F's result and of B's or I's. last: whether the slot is the last
 """
 
 CHANNEL: Final = np.dtype([("sender", np.int64), ("receiver", np.int64), ("gradient", np.bool_)], align=True)
-"""A channel: from and to which worker (indices), and whether it brings gradients.
+"""A channel: the indices of sender and receiver, and whether it carries gradients.
 
 A worker's channel to itself carries local hand-overs, and from its F to its B where a route turns.
 """
 
 OPERATION: Final = np.dtype([("needs", np.int64), ("delay_s", np.float64), ("duration_s", np.float64)], align=True)
-"""What an operation needs and how long it takes.
+"""The predecessor of an operation, and its times in seconds.
 
-needs: the number of the operation that has to end before, besides those of the same worker; -1 where there is none. One
-that never runs is written as the operation's own number. delay_s: seconds that a message from there takes. duration_s:
-seconds that the operation takes.
+needs: the number of the operation whose output it needs; -1 for none, and its own number if no operation makes that.
+delay_s: message time from there. duration_s: how long the operation takes.
 """
 
 PROGRAM_RECORD: Final = np.dtype(
@@ -60,10 +59,12 @@ PROGRAM_RECORD: Final = np.dtype(
         ("send_to", "<i4"),
         ("first", "?"),
         ("last", "?"),
-        ("recompute", "?"),
+        ("recompute_start", "<i4"),
+        ("recompute_stop", "<i4"),
     ]
 )
 """An operation of a program, as `Operation` has it.
 
 kind: F, B, I, W are 0, 1, 2, 3. start, stop: its layers. receive_from, send_to: -1 for no worker.
+recompute_start, recompute_stop: the layers whose forward is run again; both 0 for none.
 """

@@ -1,24 +1,26 @@
-"""The program of a plan that takes the least time, of those that list scheduling and a bounded search find."""
+"""The program of a plan that takes the least time, of those that list scheduling and a bounded local search find."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.plan import Hop, Plan
-from chameleon_ft.schedule._components import Component, components
-from chameleon_ft.schedule._engine import Schedule
+from chameleon_ft.plan.plan import Plan
+from chameleon_ft.schedule._network import NetworkBuilder, builder_of
 from chameleon_ft.schedule._orders import records_by_code
-from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._pipelines import PipelinePart, PipelineSchedule
 from chameleon_ft.schedule._records import PROGRAM_RECORD, Integers
-from chameleon_ft.schedule._trials import Trials, trials_of
+from chameleon_ft.schedule.components import Component, components
 from chameleon_ft.schedule.costs import CostModel
-from chameleon_ft.schedule.limits import InFlightLimit
+from chameleon_ft.schedule.heuristics import ListSchedules, Problem
+from chameleon_ft.schedule.limits import InFlightLimit, limits_array, limits_of_array
+from chameleon_ft.schedule.list_scheduler import Schedule
+from chameleon_ft.schedule.local_search import best_schedule
+from chameleon_ft.schedule.pipeline_times import PipelineTimes
+from chameleon_ft.schedule.pipelines import PipelineSchedule, pipeline_schedule
 from chameleon_ft.schedule.program import Program
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
 
 # Some milliseconds.
 DEFAULT_EFFORT: Final = 100_000
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +58,9 @@ class ScheduledProgram:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledPart:
-    """Workers that are joined by routes, with the schedule that was chosen for them.
+    """A component of a plan with the schedule that was chosen for it.
 
-    That of a pipeline may be one for other workers in its place.
+    Components that are alike share one schedule, which knows workers only by their index in `component.workers`.
     """
 
     component: Component
@@ -71,34 +75,32 @@ def best_program(
     effort: float = DEFAULT_EFFORT,
 ) -> ScheduledProgram:
     """The fastest of up to a dozen list schedules: both preferences, the default limits and some larger ones. In
-    plans of up to a few hundred operations it is what a search makes of that.
+    plans of up to a few hundred operations, a local search makes it shorter.
 
-    Workers that no route joins are scheduled apart, those that are joined alike only once, and effort goes where the
-    step is longest: so the plan takes as long as the slowest of its parts would alone, and the others no longer.
+    Components, workers that no route joins, are scheduled independently, and those that are alike once. A plain
+    pipeline gets the schedule of `pipeline_schedule` with the same effort, whatever runs beside it.
 
     On a plain pipeline with free messages that is 1F1B at once: what meets the lower bound is left as it is. Where
     stages are shared or messages take time, larger limits are usually faster: they cost memory, at most one pipeline
     depth of micro-batches more on a worker than `default_limits(plan)`. `ceiling` bounds that; workers it leaves out
-    are not bounded. As in `list_schedule`, a limit is exceeded only where otherwise no worker could go on.
+    are not bounded. As in `list_schedule`, a limit is exceeded only where otherwise no worker could run anything.
 
     Args:
         plan: what to run.
         costs: how long operations and messages take.
         ceiling: what each worker can keep at most.
-        effort: operations that may be scheduled for each part that is looked at; a replayed one counts a seventh. Not
-            time, so that the answer does not depend on the machine. The first list schedule is always made.
+        effort: operations that may be scheduled for each component; a replayed one counts a seventh. Not a time, so
+            that the result is deterministic. The first list schedules are always made: one, and for a plain pipeline
+            the first few.
 
     Raises:
         PlanError: the workload has another number of layers than the plan.
         ConfigError: the plan has a worker that the cluster does not.
     """
-    every = components(plan.routes)
-    found = _parts(every, trials_of(plan, costs, ceiling), lambda part: part.finish(effort))
-    parts = [ScheduledPart(component, part.best[1]) for component, part in zip(every, found, strict=True)]
+    parts = best_parts(plan, costs, ceiling=ceiling, effort=effort)
     limits = dict.fromkeys(plan.workers, InFlightLimit(1, 1))
-    for component, part in zip(every, found, strict=True):
-        rules, _ = part.best
-        limits.update(zip(component.workers, map(InFlightLimit, rules.in_flight, rules.kept), strict=True))
+    for part in parts:
+        limits.update(zip(part.component.workers, limits_of_array(part.schedule.limits), strict=True))
     return ScheduledProgram(program=program_of(plan, parts), step_s=step_s_of(parts), limits=FrozenMap(limits))
 
 
@@ -110,18 +112,23 @@ def best_parts(
     effort: float = DEFAULT_EFFORT,
     known: Iterable[PipelineSchedule] = (),
 ) -> list[ScheduledPart]:
-    """The schedules that `best_program` makes its program of, which takes longer than to find them.
+    """The schedules that `best_program` makes its program of; making the program takes longer than finding them.
 
-    Pipelines that take as long as one of those that are `known`, operation by operation, and have the same ceiling,
-    have its schedule.
+    Pipelines with the times, micro-batches and ceiling of one that is `known` get its schedule.
     """
-    every, trials = components(plan.routes), trials_of(plan, costs, ceiling)
-    settled = _settled(every, trials, known)
-    rest = [number for number in range(len(every)) if number not in settled]
-    enough_s = max((schedule.step_s for schedule in settled.values()), default=0.0)
-    parts = _parts([every[number] for number in rest], trials, lambda part: part.finish(effort), enough_s=enough_s)
-    settled |= {number: part.best[1] for number, part in zip(rest, parts, strict=True)}
-    return [ScheduledPart(component, settled[number]) for number, component in enumerate(every)]
+    found = {_problem_key(one.times, one.split_backward, one.micro_batches, one.ceiling): one for one in known}
+
+    def scheduled(component: Component, builder: NetworkBuilder) -> Schedule | PipelineSchedule:
+        if not component.is_pipeline:
+            return best_schedule(Problem.of(builder, component.ways, component.taken, ceiling), effort=effort)
+        times, micro_batches = builder.times(component.ways[0]), len(component.taken)
+        most = limits_array(component.workers, ceiling or {})
+        one = found.get(_problem_key(times, plan.split_backward, micro_batches, most))
+        if one is not None:
+            return one
+        return pipeline_schedule(times, micro_batches, split_backward=plan.split_backward, ceiling=most, effort=effort)
+
+    return [ScheduledPart(*each) for each in _for_components(plan, costs, ceiling, scheduled)]
 
 
 def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
@@ -154,75 +161,43 @@ def listed_step_s(
     effort: float = DEFAULT_EFFORT,
     enough_s: float = 0.0,
 ) -> float:
-    """Seconds of the best list schedules that the effort allows, without a search and without a program.
+    """Seconds of the best list schedules that the effort allows, without a local search and without a program.
 
-    No further ones are tried when that is `enough_s` or less.
+    For a component no further ones are tried if the best takes `enough_s` or less.
     """
-    every, trials = components(plan.routes), trials_of(plan, costs, ceiling)
-    parts = _parts(every, trials, lambda part: part.try_rules(effort, enough_s=enough_s))
-    return max(part.best[1].step_s for part in parts)
+
+    def listed_s(component: Component, builder: NetworkBuilder) -> float:
+        problem = Problem.of(builder, component.ways, component.taken, ceiling)
+        return ListSchedules(problem).search(effort, enough_s=enough_s).step_s
+
+    return max(step_s for _, step_s in _for_components(plan, costs, ceiling, listed_s))
 
 
-def _parts(
-    every: Sequence[Component], trials: Trials, finish: Callable[[Part], None], *, enough_s: float = 0.0
-) -> list[Part]:
-    """For each component its schedules; those that are alike share them.
+def _for_components(
+    plan: Plan,
+    costs: CostModel,
+    ceiling: Mapping[int, InFlightLimit] | None,
+    decide: Callable[[Component, NetworkBuilder], _T],
+) -> list[tuple[Component, _T]]:
+    """The components of a plan with what `decide` finds for each, called once for those that are alike.
 
-    Those that take no longer than `enough_s` are left as they are.
+    `decide` gets a builder for the component's workers.
     """
-    known: dict[tuple[object, ...], Part] = {}
-    found: list[Part] = []
-    for component in every:
-        own = trials.part(component.workers)
-        key = component.taken, own.key(component.ways)
-        if key not in known:
-            known[key] = _part_of(component, own)
-        found.append(known[key])
-    while known and not (slowest := max(known.values(), key=_urgency)).finished:
-        _, schedule = slowest.best
-        if schedule.step_s <= enough_s and not schedule.beyond_limits:
-            break
-        finish(slowest)
+    builder = builder_of(plan, costs)
+    decided: dict[tuple[object, ...], _T] = {}
+    found: list[tuple[Component, _T]] = []
+    for component in components(plan.routes):
+        own = builder.part(component.workers)
+        limits = limits_array(component.workers, ceiling or {})
+        key = component.taken, tuple(own.slots(hops).tobytes() for hops in component.ways), limits.tobytes()
+        if key not in decided:
+            decided[key] = decide(component, own)
+        found.append((component, decided[key]))
     return found
 
 
-def _settled(
-    every: Iterable[Component], trials: Trials, known: Iterable[PipelineSchedule]
-) -> dict[int, Schedule | PipelineSchedule]:
-    """By number of the component, the schedules of pipelines that are known."""
-    schedules = {
-        _problem(each.builder.seconds(each.hops), each.hops, each.micro_batches, each.ceiling): each for each in known
-    }
-    found: dict[int, Schedule | PipelineSchedule] = {}
-    for number, component in enumerate(every) if schedules else ():
-        if _is_pipeline(component):
-            (hops,) = component.ways
-            ceiling = trials.ceiling_of([hop.worker for hop in hops])
-            one = schedules.get(_problem(trials.seconds(hops), hops, len(component.taken), ceiling))
-            if one is not None:
-                found[number] = one
-    return found
-
-
-def _problem(
-    seconds: Iterable[Sequence[float]], hops: Iterable[Hop], micro_batches: int, ceiling: Integers
+def _problem_key(
+    times: PipelineTimes, split_backward: bool, micro_batches: int, ceiling: Integers
 ) -> tuple[object, ...]:
-    """All that the schedule of a pipeline follows from: workers of equal speed may have memory for less than others."""
-    ends = [(hop.layers.start, hop.layers.stop) for hop in hops]
-    return micro_batches, ceiling.tobytes(), *ends, *map(tuple, seconds)
-
-
-def _is_pipeline(component: Component) -> bool:
-    return len(component.ways) == 1 and len(component.ways[0]) == len(component.workers)
-
-
-def _part_of(component: Component, trials: Trials) -> Part:
-    if _is_pipeline(component):
-        return PipelinePart(trials, component.ways[0], len(component.taken))
-    return Part(trials, component.ways, component.taken)
-
-
-def _urgency(part: Part) -> tuple[bool, float, bool]:
-    """Whoever exceeds a limit comes first, then who takes longest; of equals, one with which nothing more is to do."""
-    found = part.best[1]
-    return found.beyond_limits and not part.finished, found.step_s, part.finished
+    """All that the schedule of a pipeline follows from, but for the effort."""
+    return times, split_backward, micro_batches, ceiling.tobytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from chameleon_ft.cluster import Cluster
@@ -26,30 +26,40 @@ class CostModel:
         """Seconds that `operation` takes on `worker`: the fixed overhead, and its layers' times over its speed."""
         return self.compute_s(worker, operation.kind, operation.layers, recompute=operation.recompute)
 
-    def compute_s(self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: bool = False) -> float:
-        """Seconds that an operation of this kind on these layers takes on `worker`, which may be one to recompute.
+    def compute_s(
+        self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: LayerRange | None = None
+    ) -> float:
+        """Seconds that an operation of this kind on these layers takes on `worker`, which recomputes some of them.
 
         The first hop of a route has no input gradient to make, and nobody waits for one: with split backward its I does
-        nothing, and its W is the backward in one go. A worker that recomputes runs forwards again in the operation that
-        begins the backward: B, I, or the W of a first hop.
+        nothing, and its W is the backward in one go. The operation that begins the backward (B, I, or the W of a first
+        hop) runs the forwards of the layers in `recompute` again, except those of the model's first and last layer.
 
         Raises PlanError when the workload has fewer layers than that, ConfigError when the cluster lacks the worker.
         """
         if layers.stop > len(self.workload.layers):
             raise PlanError(f"layers {layers} go past the {len(self.workload.layers)} layers of the workload")
         costs = self.workload.layers[layers.start : layers.stop]
-        again = _again(costs, layers, len(self.workload.layers)) if recompute else ()
+        again_s = self._again_s(layers, recompute)
         # fsum rounds once, so that stages of equal layers cost exactly the same wherever they lie.
         match kind:
             case OperationKind.FORWARD:
                 work_s = math.fsum(cost.forward_s for cost in costs)
             case OperationKind.BACKWARD:
-                work_s = _backward_s(costs, again)
+                work_s = _backward_s(costs, again_s)
             case OperationKind.INPUT_GRAD:
-                work_s = math.fsum((*(cost.input_grad_s for cost in costs), *again)) if layers.start else 0.0
+                work_s = math.fsum((*(cost.input_grad_s for cost in costs), *again_s)) if layers.start else 0.0
             case OperationKind.WEIGHT_GRAD:
-                work_s = math.fsum(cost.weight_grad_s for cost in costs) if layers.start else _backward_s(costs, again)
+                work_s = (
+                    math.fsum(cost.weight_grad_s for cost in costs) if layers.start else _backward_s(costs, again_s)
+                )
         return self.workload.operation_overhead_s + work_s / self.cluster.worker(worker).speed
+
+    def _again_s(self, layers: LayerRange, recompute: LayerRange | None) -> list[float]:
+        """Seconds of each of the forwards that are run again."""
+        part = None if recompute is None else recompute.intersection(layers)
+        costs = self.workload.layers
+        return [costs[layer].forward_s for layer in part or () if is_recomputed(layer, len(costs))]
 
     def pace(self, worker: int) -> float:
         """A number that is equal for workers on which the same operations take equally long."""
@@ -64,12 +74,7 @@ class CostModel:
         return self.workload.layers[layer].output_bytes
 
 
-def _again(costs: Sequence[LayerCost], layers: LayerRange, num_layers: int) -> tuple[float, ...]:
-    """Seconds of the forwards that are run again."""
-    return tuple(cost.forward_s for layer, cost in zip(layers, costs, strict=True) if is_recomputed(layer, num_layers))
-
-
-def _backward_s(costs: Iterable[LayerCost], again: tuple[float, ...]) -> float:
+def _backward_s(costs: Iterable[LayerCost], again_s: Iterable[float]) -> float:
     """Of the halves where there is no other figure, each rounded with the rest only once."""
     halves = (
         part
@@ -78,4 +83,4 @@ def _backward_s(costs: Iterable[LayerCost], again: tuple[float, ...]) -> float:
             (cost.input_grad_s, cost.weight_grad_s) if cost.fused_backward_s is None else (cost.fused_backward_s,)
         )
     )
-    return math.fsum((*halves, *again))
+    return math.fsum((*halves, *again_s))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.plan import Hop, Plan
+from chameleon_ft.schedule._records import Integers
 
-__all__ = ["InFlightLimit", "default_limits"]
+__all__ = ["UNLIMITED", "InFlightLimit", "default_limits", "limits_array", "limits_of_array", "limits_of_routes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,17 +22,26 @@ class InFlightLimit:
     Attributes:
         in_flight: hops forwarded whose B or I has not run yet.
         kept: those, and the ones whose W has not run yet. Without split backward it equals what is in flight.
+        deferred: hops whose I has run and whose W has not; None where only `kept` bounds them. What I leaves for W can
+            be many times what F keeps for a worker that recomputes.
 
     Raises:
-        PlanError: unless 1 <= in_flight <= kept.
+        PlanError: unless 1 <= in_flight <= kept, and 1 <= deferred.
     """
 
     in_flight: int
     kept: int
+    deferred: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.in_flight <= self.kept:
             raise PlanError(f"a limit needs 1 <= in_flight <= kept; got in_flight {self.in_flight}, kept {self.kept}")
+        if self.deferred is not None and self.deferred < 1:
+            raise PlanError(f"a limit needs 1 <= deferred; got deferred {self.deferred}")
+
+
+UNLIMITED: Final = InFlightLimit(2**31, 2**31)
+"""More than any program keeps."""
 
 
 def default_limits(plan: Plan) -> Mapping[int, InFlightLimit]:
@@ -45,10 +58,25 @@ def limits_of_routes(workers: Iterable[int], routes: Iterable[tuple[Hop, ...]]) 
     """`default_limits` of these workers and routes, the latter given by their hops."""
     in_flight = dict.fromkeys(workers, 1)
     kept = dict(in_flight)
-    # By identity, for hops are slow to hash, and most routes share theirs.
+    # By identity: hashing hops is slow, and most routes share one tuple of hops.
     for hops in {id(hops): hops for hops in routes}.values():
         depth = len(hops)
         for position, hop in enumerate(hops):
             in_flight[hop.worker] = max(in_flight[hop.worker], depth - position)
             kept[hop.worker] = max(kept[hop.worker], depth)
     return {worker: InFlightLimit(in_flight[worker], kept[worker]) for worker in in_flight}
+
+
+def limits_of_array(limits: Integers) -> list[InFlightLimit]:
+    """The limits of the columns of an int64 [3, workers] array; `deferred` is None where `kept` bounds as much."""
+    return [
+        InFlightLimit(in_flight, kept, deferred if deferred < kept else None)
+        for in_flight, kept, deferred in limits.T.tolist()
+    ]
+
+
+def limits_array(workers: Iterable[int], limits: Mapping[int, InFlightLimit]) -> Integers:
+    """In flight, kept and deferred of these workers, `UNLIMITED` where `limits` lacks one; int64 [3, workers]."""
+    own = [limits.get(worker, UNLIMITED) for worker in workers]
+    deferred = [limit.kept if limit.deferred is None else limit.deferred for limit in own]
+    return np.array([[limit.in_flight for limit in own], [limit.kept for limit in own], deferred], np.int64)

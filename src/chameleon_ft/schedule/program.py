@@ -7,9 +7,10 @@ checked, handed on and renamed all at once, and become `Operation` objects where
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -52,7 +53,8 @@ class Operation:
         send_to: worker that the result goes to, or None likewise.
         first: whether the hop is the first of its route (F takes its input from the dataset).
         last: whether the hop is the last of its route (F ends in the loss; B and I start from it).
-        recompute: whether the worker keeps only the layers' inputs from F on, and runs their forwards again.
+        recompute: those of `layers` of which the worker keeps only the input from F on, and runs the forward again in
+            the backward; None for none of them.
     """
 
     kind: OperationKind
@@ -63,16 +65,19 @@ class Operation:
     send_to: int | None
     first: bool
     last: bool
-    recompute: bool = False
+    recompute: LayerRange | None = None
 
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}.{self.hop}"
 
     @classmethod
-    def of(cls, kind: OperationKind, route: Route, hop: int, recompute: Container[int] = ()) -> Operation:
-        """The operation of this kind at the hop with index `hop` of `route`; the workers in `recompute` do so."""
+    def of(
+        cls, kind: OperationKind, route: Route, hop: int, recompute: Mapping[int, LayerRange] = FrozenMap({})
+    ) -> Operation:
+        """The operation of this kind at the hop with index `hop` of `route`; `recompute` is that of the plan."""
         hops = route.hops
         worker = hops[hop].worker
+        again = recompute.get(worker)
         before = hops[hop - 1].worker if hop else worker
         after = hops[hop + 1].worker if hop + 1 < len(hops) else worker
         if kind is OperationKind.FORWARD:
@@ -90,7 +95,7 @@ class Operation:
             None if send_to == worker else send_to,
             hop == 0,
             hop + 1 == len(hops),
-            worker in recompute,
+            None if again is None else again.intersection(hops[hop].layers),
         )
 
 
@@ -113,7 +118,8 @@ def records_from(operations: Iterable[Operation]) -> Records:
             -1 if each.send_to is None else each.send_to,
             each.first,
             each.last,
-            each.recompute,
+            0 if each.recompute is None else each.recompute.start,
+            0 if each.recompute is None else each.recompute.stop,
         )
         for each in operations
     ]
@@ -122,14 +128,14 @@ def records_from(operations: Iterable[Operation]) -> Records:
 
 def operations_from(records: Records) -> tuple[Operation, ...]:
     """What `records_from` was given."""
-    ranges: dict[tuple[int, int], LayerRange] = {}
+    layers = cache(LayerRange)
     operations = []
-    for kind, micro_batch, hop, start, stop, receive_from, send_to, *flags in records.tolist():
-        layers = ranges.get((start, stop))
-        if layers is None:
-            layers = ranges[start, stop] = LayerRange(start, stop)
+    for kind, micro_batch, hop, start, stop, receive_from, send_to, first, last, *again in records.tolist():
         source, target = (None if worker < 0 else worker for worker in (receive_from, send_to))
-        operations.append(Operation(KINDS[kind], micro_batch, hop, layers, source, target, *flags))
+        recompute = layers(*again) if any(again) else None
+        operations.append(
+            Operation(KINDS[kind], micro_batch, hop, layers(start, stop), source, target, first, last, recompute)
+        )
     return tuple(operations)
 
 

@@ -67,8 +67,8 @@ def replay(program: Program, costs: CostModel) -> Timeline:
         first.append(len(operations))
     if not operations:
         return Timeline(())
-    # Here, because to import a kernel loads numba, and most who import this run none.
-    from chameleon_ft.schedule._kernels.replays import longest_path
+    # Imported here: importing a kernel loads numba, and most users of this module run none.
+    from chameleon_ft.schedule._kernels.replay import longest_path
 
     numbers = np.arange(len(operations))
     starts_s, ends_s = map(
@@ -78,16 +78,15 @@ def replay(program: Program, costs: CostModel) -> Timeline:
         orders = (range(*own) for own in pairwise(first))
         never = (next((number for number in order if ends_s[number] < 0), None) for order in orders)
         stuck = ", ".join(f"worker {workers[number]} at {operations[number]}" for number in never if number is not None)
-        raise ProgramError(f"the program never ends: nobody will ever make what is needed by {stuck}")
+        raise ProgramError(f"the program never ends: no operation will make what is needed by {stuck}")
     return Timeline(tuple(map(TimedOperation, workers, operations, starts_s, ends_s)))
 
 
 def _needs(workers: list[int], operations: list[Operation], costs: CostModel) -> Records:
-    """What these operations need and how long they take; they are numbered in this order, each on the worker at its
-    place.
+    """`OPERATION` of each operation, numbered in this order, on the worker at the same place.
 
-    What an operation makes goes by whether it is a gradient, its micro-batch, and the hop that makes it; what I leaves
-    for W goes by the name of the gradient that I makes.
+    An output is identified by whether it is a gradient, its micro-batch, and the hop that makes it. W needs the
+    gradient that I makes, because what I leaves for it is there at the same time.
     """
     forward, weight_grad = OperationKind.FORWARD, OperationKind.WEIGHT_GRAD
     makers = {
@@ -121,7 +120,7 @@ def _needs(workers: list[int], operations: list[Operation], costs: CostModel) ->
 
 
 class _Times:
-    """Remembers the few different times that a program has."""
+    """Caches the few different times of a program."""
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs

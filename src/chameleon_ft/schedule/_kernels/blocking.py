@@ -12,15 +12,15 @@ from chameleon_ft.schedule._records import Booleans, Integers
 def run_blocking(
     starts: Integers, sources: Integers, targets: Integers, senders: Integers, receivers: Integers
 ) -> tuple[Integers, Booleans]:
-    """Run all workers as far as they come when a send into a full channel blocks.
+    """Run all workers until each has ended or is blocked, if a send into a full channel blocks.
 
     Args:
-        starts: where the operations of each worker begin, and where the last ones end.
-        sources, targets: for each operation the channels that it receives from and sends into, or -1.
-        senders, receivers: for each channel the workers at its ends, by index.
+        starts: the first operation of each worker, and in the end the number of operations; int64 [workers + 1].
+        sources, targets: by operation, the channel that it receives from and sends into, or -1; int64 [operations].
+        senders, receivers: by channel, the workers at its ends; int64 [channels].
 
     Returns:
-        For each worker the operation that it has come to, and whether it has run that and cannot send the result.
+        By worker, the operation that it is blocked at or its end, and whether it has run that but not sent the result.
     """
     count = len(starts) - 1
     position = starts[:-1].copy()

@@ -12,27 +12,27 @@ from numba.core.caching import FunctionCache
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# To count the references to all arrays of a tuple whenever that is handed on takes ten times as long as the rest.
+# Counting references to all arrays of a tuple on every call takes ten times as long as the calls themselves.
 _UNCOUNTED: dict[str, Any] = {"_nrt": False, "forceinline": True}
 
 
 def kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, compiled when it is first called, and then kept on disk for later processes, if that is possible."""
+    """`function`, compiled at its first call and cached on disk for later processes, if that is possible."""
     return _kept(function)
 
 
 def part_of_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, compiled together with the kernels that call it."""
+    """`function`, compiled into the kernels that call it."""
     return _compiled(function)
 
 
 def lean_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A kernel that makes no arrays, and so need not count who uses them. All its parts have to be lean."""
+    """A kernel without reference counting, so it must not create arrays. All functions that it calls are lean parts."""
     return _kept(function, **_UNCOUNTED)
 
 
 def lean_part(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`part_of_kernel` of a lean kernel."""
+    """`function`, compiled into the lean kernels that call it: inlined, and without reference counting."""
     return _compiled(function, **_UNCOUNTED)
 
 
@@ -43,7 +43,7 @@ def _compiled(function: Callable[_P, _T], **options: Any) -> Callable[_P, _T]:
 
 def _kept(function: Callable[_P, _T], **options: Any) -> Callable[_P, _T]:
     compiled: Any = njit(**options)(function)
-    # `cache=True` would put one there that fails where a file does. Without a folder for its files there is none.
+    # `cache=True` would use numba's own cache, which fails if a file does. Without a writable folder there is none.
     with contextlib.suppress(RuntimeError):
         compiled._cache = _Cache(function)  # type: ignore[no-untyped-call]
     kept: Callable[_P, _T] = compiled
@@ -51,16 +51,16 @@ def _kept(function: Callable[_P, _T], **options: Any) -> Callable[_P, _T]:
 
 
 class _Cache(FunctionCache):
-    """Numba's files of what was compiled; what cannot be read is compiled anew, what cannot be written is not kept.
+    """Numba's cache on disk; files that cannot be read are compiled anew, files that cannot be written are skipped.
 
-    Files may be damaged, or name what an earlier version had and this one has not: that can raise anything.
+    Unpickling a file that is damaged, or refers to names of another version, can raise any exception.
     """
 
     def load_overload(self, sig: object, target_context: object) -> object:
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except Exception:  # noqa: BLE001 - see above
-            # Else it could not be written either.
+            # Otherwise it could not be overwritten either.
             with contextlib.suppress(OSError):
                 self.flush()  # type: ignore[no-untyped-call]
             return None

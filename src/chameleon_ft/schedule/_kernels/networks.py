@@ -1,4 +1,4 @@
-"""What can be said of a network before anything is scheduled."""
+"""The lower bound of a network, and the priorities of its routes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chameleon_ft.schedule._records import Integers, Records
 
 @kernel
 def least_step_s(slots: Records, num_workers: int) -> float:
-    """Seconds that no order of the operations can beat; see `Network.lower_bound_s`."""
+    """A lower bound of the step time in seconds; see `Network.lower_bound_s`. `slots` is `SLOT` by number."""
     before_s = np.full(num_workers, math.inf)
     after_s = np.full(num_workers, math.inf)
     work_s = np.zeros(num_workers)
@@ -38,7 +38,7 @@ def least_step_s(slots: Records, num_workers: int) -> float:
 
 @kernel
 def places_in_pipelines(slots: Records, ways: Integers, num_workers: int) -> Integers:
-    """For each route, given by its first slot, the place of its micro-batch in its own pipeline."""
+    """For each route, given by its first slot in `ways`, its place in its own pipeline; int64 [routes]."""
     load = np.zeros(num_workers, np.int64)
     place = np.empty(len(slots), np.int64)
     for slot in range(len(slots)):
@@ -47,8 +47,8 @@ def places_in_pipelines(slots: Records, ways: Integers, num_workers: int) -> Int
         load[worker] += 1
     found = np.empty(len(ways), np.int64)
     for route in range(len(ways)):
-        # A worker that helps out has more to do than those that do not, so the shortest list on a route is that of its
-        # own pipeline, and the place in it is the micro-batch's place in the pipeline.
+        # A worker that takes over hops of other pipelines has more of them than its own pipeline's other workers. So
+        # the least loaded worker on a route belongs to the micro-batch's own pipeline, and has its place in it.
         slot = home = ways[route]
         while not slots[slot].last:
             slot += 1

@@ -1,4 +1,4 @@
-"""The state of the list scheduler's event loop: how far slots, workers and channels have come."""
+"""The state of the list scheduler's event loop, by slot, worker and channel."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import numpy as np
 from chameleon_ft.schedule._kernels.jit import kernel
 from chameleon_ft.schedule._records import Integers, Records
 
-# Arrivals this close (relative to the longest operation) are at the same time but for rounding.
+# Arrivals this close (relative to the longest operation) differ by rounding only.
 _SLACK: Final = 1e-9
 
 _HOP: Final = np.dtype([("rank", np.int64), ("forward_at", np.float64), ("backward_at", np.float64)], align=True)
-"""How far a slot has come.
+"""Slot state. Times in seconds.
 
-rank: which forward, and which backward, of those that are ready on a worker goes first: the lowest. forward_at,
-backward_at: when the tensor that its F, and its B or I, needs is there; zero at the start of a route.
+rank: of the ready forwards, or backwards, of a worker, the one with the lowest rank goes first. forward_at,
+backward_at: when the input of F, and of B or I, arrives; zero at the start of a route.
 """
 
 _WORKER: Final = np.dtype(
     [
         ("room", np.int64),
         ("kept", np.int64),
+        ("deferred", np.int64),
         ("free", np.float64),
         ("sending", np.int64),
         ("denied", np.bool_),
@@ -37,13 +38,14 @@ _WORKER: Final = np.dtype(
     ],
     align=True,
 )
-"""How far a worker has come.
+"""Worker state.
 
-room, kept: how much more it may put in flight, and keep. free: when it is. sending: the channel that it sent into last,
-the only one that can hold it back; or -1. denied: whether it had something ready, but would have closed a circle of
-workers holding each other back; next_denied: the one that was denied something before it, or -1. done: where its next
-code goes. The rest are places in lists, up to those before which
-they end: pending, slots whose W is to be run; forward_in and backward_in, the queues that bring it tensors.
+room, kept: how many more micro-batches it may put in flight, and keep. deferred: how many W may
+wait. free: when its operation ends. sending: the
+channel that it sent into last, the only one that can block it; or -1. denied: whether it had an operation ready that
+would have closed a cycle of blocked workers; next_denied: the worker denied before it, or -1 (a linked list). done: the
+place of its next code. The rest are ranges of places in `Run.lists`: pending, slots whose W is to be run; forward_in
+and backward_in, the queues that bring it tensors.
 """
 
 _QUEUE: Final = np.dtype(
@@ -58,15 +60,14 @@ _QUEUE: Final = np.dtype(
     ],
     align=True,
 )
-"""A channel, or the routes that start on a worker.
+"""A queue of slots: a channel, or the routes that start on a worker.
 
-remote: whether it carries messages, and not what a worker hands over to itself. awaited: whether its sender had
-something for it, but was not to run ahead of it. head, tail: places in lists, from the
-first slot that is in it up to where the next goes.
+remote: whether sender and receiver are different workers. awaited: whether its sender had an operation ready, but must
+not run ahead of it. head, tail: places in `Run.lists`, of its first slot, and of the next one to be added.
 """
 
 _EVENT: Final = np.dtype([("at_s", np.float64), ("worker", np.int64)], align=True)
-"""When a worker is to look what it can run."""
+"""When a worker is to decide."""
 
 _STATE: Final = np.dtype(
     [
@@ -82,20 +83,23 @@ _STATE: Final = np.dtype(
     ],
     align=True,
 )
-"""What there is only one of: rules, how many events there are, who was denied something last (or -1), and results."""
+"""Scalars: rules, the number of events, the worker that was denied an operation last (or -1), and results.
+
+slack_s: arrivals up to this much later count as simultaneous.
+"""
 
 
 class Run(NamedTuple):
-    """One run of the scheduler: what it is about, and how far it has come.
+    """One run of the scheduler.
 
     Attributes:
         slots: of the network.
         hops: `_HOP` by slot.
         workers: `_WORKER`.
-        queues: `_QUEUE` by channel, and then one for each worker, of the routes that start there.
-        lists: all lists one after the other.
-        codes: what each worker runs, one worker after the other.
-        events: `_EVENT`, a heap.
+        queues: `_QUEUE` by channel, and then one by worker, of the routes that start there.
+        lists: all lists one after the other; int64.
+        codes: the result, worker by worker; int64 [operations].
+        events: `_EVENT`, a binary heap.
         state: one `_STATE`.
     """
 
@@ -110,11 +114,11 @@ class Run(NamedTuple):
 
 
 @kernel
-def begun(
-    slots: Records, channels: Records, in_flight: Integers, kept: Integers, operations: int
+def initial_state(
+    slots: Records, channels: Records, limits: Integers, operations: int
 ) -> tuple[Records, Records, Records, Records, Integers, Integers, Records, Records]:
-    """The parts of a run in which everyone is free; so many operations are run for each slot."""
-    num_slots, num_workers, num_channels = len(slots), len(in_flight), len(channels)
+    """The parts of a `Run` at time zero; `operations` are run for each slot. `limits`: int64 [2, workers]."""
+    num_slots, num_workers, num_channels = len(slots), limits.shape[1], len(channels)
     workers = np.zeros(num_workers, _WORKER)
     queues = np.zeros(num_channels + num_workers, _QUEUE)
     state = np.zeros(1, _STATE)
@@ -128,7 +132,7 @@ def begun(
     for slot in range(num_slots):
         own = slots[slot]
         state[0].slack_s = max(state[0].slack_s, _SLACK * own.forward_s, _SLACK * own.backward_s)
-        # How long lists get, to begin with.
+        # First the lengths of the lists, which become places below.
         workers[own.worker].pending_end += 1
         queues[own.down].tail += 1
         queues[own.up if own.up >= 0 else num_channels + own.worker].tail += 1
@@ -145,7 +149,8 @@ def begun(
         place, own.head, own.tail = place + own.tail, place, place
     for worker in range(num_workers):
         own = workers[worker]
-        own.room, own.kept, own.sending, own.done = in_flight[worker], kept[worker], -1, done
+        own.room, own.kept, own.deferred = limits[0, worker], limits[1, worker], limits[2, worker]
+        own.sending, own.done = -1, done
         done += operations * own.pending_end
         place, own.pending, own.pending_end = place + own.pending_end, place, place
         place, own.forward_in, own.forward_in_end = place + own.forward_in_end, place, place
@@ -158,8 +163,8 @@ def begun(
         else:
             lists[own.forward_in_end] = queue
             own.forward_in_end += 1
-    # Every operation adds three events at most, and what is denied one for each worker at a time, beside those that it
-    # was denied in.
+    # An operation adds three events at most: its end, an arrival, and its sender's wake-up; a wake-up after a denial
+    # follows an event of the denied worker's own.
     events = np.empty(3 * operations * num_slots + 3 * num_workers, _EVENT)
     codes = np.empty(operations * num_slots, np.int64)
     return slots, np.zeros(num_slots, _HOP), workers, queues, lists, codes, events, state

@@ -1,4 +1,4 @@
-"""The parts of a plan that have nothing to do with each other during a step: workers that are joined by routes."""
+"""Connected components of a plan: workers that routes join. Different components do not interact during a step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from chameleon_ft.plan.plan import Hop, Route
+
+__all__ = ["Component", "Way", "components", "different_ways"]
 
 Way = tuple[Hop, ...]
 
@@ -15,9 +17,9 @@ class Component:
     """Workers that are joined by routes, and these routes.
 
     Attributes:
-        workers: in the order in which routes come to them.
+        workers: in the order in which the routes pass them.
         routes: in the order of their micro-batches.
-        ways: the hops that routes have, each once, in the order in which they are met.
+        ways: the distinct hop sequences of the routes, in the order of their first use.
         taken: for each route, the index of its way.
     """
 
@@ -26,9 +28,14 @@ class Component:
     ways: tuple[Way, ...]
     taken: tuple[int, ...]
 
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether all micro-batches take one way, which passes every worker once."""
+        return len(self.ways) == 1 and len(self.ways[0]) == len(self.workers)
+
 
 def components(routes: Sequence[Route]) -> list[Component]:
-    """The components of these routes, in the order of their first ones; workers on no route are in none."""
+    """The components of these routes, in the order of their first routes; workers without a route are in none."""
     ways, taken = different_ways(route.hops for route in routes)
     root = _joined(ways)
     numbers: dict[int, list[int]] = {}
@@ -38,12 +45,12 @@ def components(routes: Sequence[Route]) -> list[Component]:
 
 
 def different_ways(hops_of_routes: Iterable[Way]) -> tuple[list[Way], list[int]]:
-    """The different hops that routes have, as they are met, and for each route the index of its own.
+    """The distinct hop sequences of routes, in the order of their first use, and for each route the index of its own.
 
-    Hops are slow to hash, and routes mostly share them, so most are known by their identity.
+    Hashing hops is slow, and most routes share one tuple of hops, so tuples are looked up by identity first.
     """
     by_hops: dict[Way, int] = {}
-    # Each with its hops, so that none goes away and leaves its identity to another.
+    # Each with its hops: a reference keeps the tuple alive, so its identity is not reused.
     by_identity: dict[int, tuple[Way, int]] = {}
     taken: list[int] = []
     for hops in hops_of_routes:
@@ -55,7 +62,7 @@ def different_ways(hops_of_routes: Iterable[Way]) -> tuple[list[Way], list[int]]
 
 
 def _joined(ways: Iterable[Way]) -> dict[int, int]:
-    """For each worker one that stands for its component."""
+    """For each worker the representative of its component (union-find)."""
     parent: dict[int, int] = {}
 
     def root(worker: int) -> int:

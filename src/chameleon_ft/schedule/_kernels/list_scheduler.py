@@ -1,12 +1,12 @@
-"""The event loop of the list scheduler, on the flat numbers of a network.
+"""The event loop of the list scheduler, on the arrays of a network.
 
-Time goes on from decision to decision: a worker that is free takes one of the operations whose tensor is there. A
+Time advances from decision to decision: a worker that is free takes one of the operations whose input is there. A
 message is known to its receiver as soon as the operation that makes it starts, with the time at which it will arrive.
 
-Channels hold one message, as in `check_program`: a worker may run one operation ahead of a channel that is full, and is
-then held back until the receiver has taken a message out. It must not do so when the receiver is itself held back,
-directly or through others, by this worker. So the decisions, in the order in which they are made, are a run with
-blocking sends that comes to its end, and the program they make cannot deadlock.
+Channels hold one message, as in `check_program`: a worker may run one operation ahead of a full channel, and is then
+blocked until the receiver has taken a message out. It must not do so if the receiver is itself blocked, directly or
+through other workers, by this worker. So the decisions, in the order in which they are made, are a run with blocking
+sends that ends, and the program they make cannot deadlock.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import math
 from typing import NamedTuple
 
 from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
-from chameleon_ft.schedule._kernels.runs import Run, begun
+from chameleon_ft.schedule._kernels.scheduler_state import Run, initial_state
 from chameleon_ft.schedule._records import Integers, Records
 
 
 class Scheduled(NamedTuple):
-    """Codes of all operations, worker by worker, and what `Schedule` says of them."""
+    """Codes of all operations, worker by worker, int64 [operations], and two attributes of `Schedule`."""
 
     codes: Integers
     strained: bool
@@ -31,43 +31,38 @@ def scheduled(
     slots: Records,
     channels: Records,
     ways: Integers,
+    limits: Integers,
     *,
-    in_flight: Integers,
-    kept: Integers,
     split: bool,
     forward_first: bool,
     patience: float,
     gradients_only: bool,
 ) -> Scheduled | None:
-    """A schedule, or None at a dead end: whatever a worker runs next would leave workers that wait in a circle.
+    """A schedule, or None at a dead end: any further operation would close a cycle of blocked workers.
 
-    When nobody can go on because of limits, the worker with the first ready forward goes beyond its own.
+    If limits stop all workers, the one with the first ready forward exceeds its own.
 
     Args:
-        slots, channels: of the network.
-        ways: the first slot of each route, the one that goes first first.
-        in_flight, kept: limits by worker.
+        slots, channels: of the network, `SLOT` and `CHANNEL` by number.
+        ways: the first slot of each route by priority, the highest first; int64 [routes].
+        limits: in flight, kept and deferred by worker; int64 [3, workers].
         split: whether backward is split.
         forward_first, patience, gradients_only: of `Rules`.
     """
-    # A kernel hands back a plain tuple much faster than one with names.
-    run = Run(*begun(slots, channels, in_flight, kept, 3 if split else 2))
-    found, strained, beyond_limits = _go_on(run, ways, split, forward_first, patience, gradients_only)
+    # Returned as a plain tuple: unboxing a named one from a kernel takes much longer.
+    run = Run(*initial_state(slots, channels, limits, 3 if split else 2))
+    found, strained, beyond_limits = run_scheduler(run, ways, split, forward_first, patience, gradients_only)
     return Scheduled(run.codes, strained, beyond_limits) if found else None
 
 
 @lean_kernel
-def _go_on(
+def run_scheduler(
     run: Run, ways: Integers, split: bool, forward_first: bool, patience: float, gradients_only: bool
 ) -> tuple[bool, bool, bool]:
-    """Schedule; returns whether all has been, whether it is strained, and whether it is beyond limits."""
+    """Schedule; returns whether all operations have been, whether it is strained, and whether it exceeds a limit."""
     state = run.state[0]
-    state.split, state.forward_first, state.patience, state.gradients_only = (
-        split,
-        forward_first,
-        patience,
-        gradients_only,
-    )
+    state.split, state.forward_first = split, forward_first
+    state.patience, state.gradients_only = patience, gradients_only
     _start_routes(run, ways)
     remaining = len(run.codes)
     now = 0.0
@@ -75,10 +70,10 @@ def _go_on(
         if state.events:
             now, worker = _pop(run)
             # The last message of a worker may wait for the one before it to be received.
-            if run.workers[worker].free > now or _held_back(run, worker):
+            if run.workers[worker].free > now or _is_blocked(run, worker):
                 continue
         else:
-            worker = _relax(run)
+            worker = _exceed_limit(run)
             if worker < 0:
                 return False, False, False
         end = _decide(run, worker, now)
@@ -105,10 +100,12 @@ def _start_routes(run: Run, ways: Integers) -> None:
 
 @lean_part
 def _decide(run: Run, worker: int, now: float) -> float:
-    """Start the operation that `worker` should run now, if there is one; returns its end, or -1."""
+    """Start the operation that `worker` should run now; returns its end, or -1 if there is none."""
     state, own = run.state[0], run.workers[worker]
     horizon = now + state.slack_s
     pending = own.pending_end > own.pending
+    # A further I would defer more W than allowed.
+    full = own.pending_end - own.pending >= own.deferred
     forward = -1
     if own.room > 0 and state.forward_first:
         forward = _ready_forward(run, worker, horizon)
@@ -119,24 +116,26 @@ def _decide(run: Run, worker: int, now: float) -> float:
                 return _start_weight_grad(run, worker, now)
     backward = _ready_backward(run, worker, horizon)
     if backward >= 0:
+        if full:
+            return _start_weight_grad(run, worker, now)
         return _start_backward(run, worker, backward, now)
     if own.room > 0 and not state.forward_first:
         forward = _ready_forward(run, worker, horizon)
         if forward >= 0 and own.kept > 0:
             return _start_forward(run, worker, forward, now)
-    if pending and (forward >= 0 or not _better_soon(run, worker, horizon)):
+    if pending and (full or forward >= 0 or not _better_soon(run, worker, horizon)):
         return _start_weight_grad(run, worker, now)
     return -1.0
 
 
 @lean_part
 def _ready_forward(run: Run, worker: int, horizon: float) -> int:
-    """The first forward by rank whose activation is there and whose result may be sent, or -1."""
+    """The slot of the ready forward with the highest priority whose result may be sent, or -1."""
     best = -1
     for place in range(run.workers[worker].forward_in, run.workers[worker].forward_in_end):
         slot = _first_in(run, run.lists[place])
         is_there = slot >= 0 and run.hops[slot].forward_at <= horizon
-        # Whether it may be sent is asked last, for it is noted who may not.
+        # `_may_send` comes last because it records a denial.
         if is_there and _goes_before(run, slot, best) and _may_send(run, worker, run.slots[slot].down):
             best = slot
     return best
@@ -144,12 +143,12 @@ def _ready_forward(run: Run, worker: int, horizon: float) -> int:
 
 @lean_part
 def _ready_backward(run: Run, worker: int, horizon: float) -> int:
-    """The first backward by rank whose gradient is there and whose result may be sent, or -1."""
+    """The slot of the ready backward with the highest priority whose result may be sent, or -1."""
     best = -1
     for place in range(run.workers[worker].backward_in, run.workers[worker].backward_in_end):
         slot = _first_in(run, run.lists[place])
         is_there = slot >= 0 and run.hops[slot].backward_at <= horizon
-        # Whether it may be sent is asked last, for it is noted who may not.
+        # `_may_send` comes last because it records a denial.
         if is_there and _goes_before(run, slot, best) and _may_send(run, worker, run.slots[slot].up):
             best = slot
     return best
@@ -162,7 +161,7 @@ def _goes_before(run: Run, slot: int, best: int) -> bool:
 
 @lean_part
 def _better_soon(run: Run, worker: int, horizon: float) -> bool:
-    """Whether a tensor that the worker can use arrives before its next weight gradient is well under way."""
+    """Whether a tensor that the worker can use arrives within its patience for the next W."""
     own = run.workers[worker]
     until = horizon + run.state[0].patience * run.slots[run.lists[own.pending]].weight_s
     for place in range(own.backward_in, own.backward_in_end):
@@ -182,7 +181,7 @@ def _start_forward(run: Run, worker: int, slot: int, now: float) -> float:
     hop = run.slots[slot]
     run.workers[worker].room -= 1
     run.workers[worker].kept -= 1
-    _order(run, worker, slot)
+    _append_code(run, worker, slot)
     end: float = max(run.hops[slot].forward_at, now) + hop.forward_s
     if hop.up < 0:
         run.queues[len(run.queues) - len(run.workers) + worker].head += 1
@@ -206,7 +205,7 @@ def _start_backward(run: Run, worker: int, slot: int, now: float) -> float:
         own.pending_end += 1
     else:
         own.kept += 1
-    _order(run, worker, len(run.slots) + slot)
+    _append_code(run, worker, len(run.slots) + slot)
     end: float = max(run.hops[slot].backward_at, now) + hop.backward_s
     if hop.last:
         run.queues[hop.down].head += 1
@@ -224,20 +223,20 @@ def _start_weight_grad(run: Run, worker: int, now: float) -> float:
     slot = run.lists[own.pending]
     own.pending += 1
     own.kept += 1
-    _order(run, worker, 2 * len(run.slots) + slot)
+    _append_code(run, worker, 2 * len(run.slots) + slot)
     end: float = now + run.slots[slot].weight_s
     return end
 
 
 @lean_part
-def _order(run: Run, worker: int, code: int) -> None:
+def _append_code(run: Run, worker: int, code: int) -> None:
     run.codes[run.workers[worker].done] = code
     run.workers[worker].done += 1
 
 
 @lean_part
 def _first_in(run: Run, queue: int) -> int:
-    """The first slot in it, or -1."""
+    """The first slot in a queue, or -1."""
     own = run.queues[queue]
     return run.lists[own.head] if own.tail > own.head else -1
 
@@ -254,8 +253,8 @@ def _send(run: Run, worker: int, channel: int, slot: int, arrival: float) -> Non
     queue = run.queues[channel]
     if queue.remote:
         run.workers[worker].sending = channel
-        # A receiver that is busy until then looks at its queues anyway when it is free.
-        if run.workers[queue.receiver].free < arrival:
+        # A receiver that is busy beyond then decides anyway when it is free.
+        if run.workers[queue.receiver].free <= arrival:
             _push(run, arrival, queue.receiver)
 
 
@@ -277,8 +276,8 @@ def _take(run: Run, channel: int, now: float) -> None:
 
 
 @lean_part
-def _held_back(run: Run, worker: int) -> bool:
-    """Whether the last message of `worker` waits for the one before it to be received."""
+def _is_blocked(run: Run, worker: int) -> bool:
+    """Whether the last message of `worker` waits for the receiver to take the one before it."""
     channel = run.workers[worker].sending
     held_back: bool = channel >= 0 and run.queues[channel].tail > run.queues[channel].head + 1
     return held_back
@@ -286,18 +285,18 @@ def _held_back(run: Run, worker: int) -> bool:
 
 @lean_part
 def _may_send(run: Run, worker: int, channel: int) -> bool:
-    """Whether sending into `channel` leaves no circle of workers that hold each other back."""
+    """Whether sending into `channel` closes no cycle of blocked workers; if it does, that is recorded as a denial."""
     if channel < 0:
         return True
     queue = run.queues[channel]
     if queue.tail == queue.head or not queue.remote:
         return True
     if run.state[0].gradients_only and not queue.gradient:
-        # Nothing but this channel stops it.
+        # The sender is woken when the receiver takes a message from this channel.
         queue.awaited = True
         return False
     holder = queue.receiver
-    while _held_back(run, holder):
+    while _is_blocked(run, holder):
         holder = run.queues[run.workers[holder].sending].receiver
         if holder == worker:
             _deny(run, worker)
@@ -314,11 +313,11 @@ def _deny(run: Run, worker: int) -> None:
 
 
 @lean_part
-def _relax(run: Run) -> int:
-    """Let one worker that only its limits stop run one more forward; returns it, or -1 when there is none."""
+def _exceed_limit(run: Run) -> int:
+    """Allow one more forward on a worker that only its limits stop; returns the worker, or -1 if there is none."""
     first, best = -1, -1
     for worker in range(len(run.workers)):
-        if not _held_back(run, worker):
+        if not _is_blocked(run, worker):
             slot = _ready_forward(run, worker, math.inf)
             if slot >= 0 and _goes_before(run, slot, best):
                 first, best = worker, slot
@@ -331,7 +330,7 @@ def _relax(run: Run) -> int:
 
 @lean_part
 def _push(run: Run, at_s: float, worker: int) -> None:
-    """Add an event; of those at one time, that of the lowest worker comes first."""
+    """Add an event to the heap; of events at one time, that of the lowest worker comes first."""
     events = run.events
     place = run.state[0].events
     run.state[0].events += 1
@@ -346,7 +345,7 @@ def _push(run: Run, at_s: float, worker: int) -> None:
 
 @lean_part
 def _pop(run: Run) -> tuple[float, int]:
-    """Take out the first event."""
+    """Remove the first event from the heap."""
     events = run.events
     first_s, first = events[0].at_s, events[0].worker
     run.state[0].events -= 1

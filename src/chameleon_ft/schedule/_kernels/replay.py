@@ -1,0 +1,235 @@
+"""The replay of orders, and of their neighbours in a local search.
+
+An operation starts when its worker is free and its input is there, so its end is the longest path to it over the
+operations. Orders are given as `codes`, int64 [operations], the codes of all operations worker by worker, and `first`,
+int64 [workers + 1], the place of each worker's first code and in the end their number. Times are in seconds by code,
+float64 [operations].
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from chameleon_ft.schedule._kernels.jit import kernel, lean_part, part_of_kernel
+from chameleon_ft.schedule._records import Floats, Integers, Records
+
+
+@kernel
+def longest_path(operations: Records, codes: Integers, first: Integers) -> tuple[Floats, Floats]:
+    """Start and end of each operation, if every worker runs its own in this order and sends do not block.
+
+    An operation that is in no order, or that never starts, ends at -1. `operations` is `OPERATION` by code.
+    """
+    starts_s = np.zeros(len(operations))
+    ends_s = np.empty(len(operations))
+    _replay(operations, codes, first, starts_s, ends_s)
+    return starts_s, ends_s
+
+
+@part_of_kernel
+def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Floats, ends_s: Floats) -> None:
+    """Fill in starts and ends: run each worker until it waits for an operation, and again when that has run."""
+    num_workers = len(first) - 1
+    ends_s[:] = -1.0
+    place = first[:-1].copy()
+    free_s = np.zeros(num_workers)
+    # Linked lists of waiting workers: by code the last one that waits for it, and by worker the one before; or -1.
+    waiting = np.full(len(operations), -1)
+    before = np.full(num_workers, -1)
+    runnable = np.arange(num_workers)
+    left = num_workers
+    while left:
+        left -= 1
+        worker = runnable[left]
+        now = free_s[worker]
+        while place[worker] < first[worker + 1]:
+            code = codes[place[worker]]
+            needed = operations[code].needs
+            if needed >= 0:
+                made_s = ends_s[needed]
+                if made_s < 0:
+                    before[worker] = waiting[needed]
+                    waiting[needed] = worker
+                    break
+                now = max(now, made_s + operations[code].delay_s)
+            starts_s[code] = now
+            now += operations[code].duration_s
+            ends_s[code] = now
+            place[worker] += 1
+            other = waiting[code]
+            while other >= 0:
+                runnable[left] = other
+                left += 1
+                other = before[other]
+        free_s[worker] = now
+
+
+@kernel
+def replay_neighbours(
+    workers: Integers,
+    operations: Records,
+    received_in: Integers,
+    sent_in: Integers,
+    codes: Integers,
+    first: Integers,
+    limits: Integers,
+    split: bool,
+) -> tuple[Integers, Floats, Floats]:
+    """Replay each order that differs from `codes` by one change of operations on the critical path.
+
+    The path is followed from its end to its start, block by block. In each block, operations move to its front and to
+    its end, as far as limits allow, and its first and last are exchanged with earlier ones of their kind, which keeps
+    any limit. Messages in one channel keep their order.
+
+    Args:
+        workers: of each slot, by index; int64 [slots].
+        operations: `OPERATION` by code.
+        received_in, sent_in: by code, the channel that an operation receives from and sends into, or -1.
+        codes, first: orders that run to their end.
+        limits: in flight, kept and deferred by worker, which `codes` is within; int64 [3, workers].
+        split: whether backward is split.
+
+    Returns:
+        Changes, int64 [changes, 3]: whether two operations are exchanged, and the places in `codes` of both, or those
+        from and to which one moves. For each, seconds of the step, and the sum of the workers' ends; infinite where
+        operations wait for each other.
+    """
+    starts_s, ends_s = np.zeros(len(codes)), np.empty(len(codes))
+    _replay(operations, codes, first, starts_s, ends_s)
+    changes = _changes(workers, operations, received_in, sent_in, codes, first, limits, split, starts_s, ends_s)
+    steps_s, sums_s = np.empty(len(changes)), np.empty(len(changes))
+    trial = codes.copy()
+    for number in range(len(changes)):
+        exchange, source, target = changes[number]
+        _change(trial, exchange, source, target)
+        _replay(operations, trial, first, starts_s, ends_s)
+        steps_s[number], sums_s[number] = _last_ends(trial, first, ends_s)
+        _change(trial, exchange, target, source)
+    return changes, steps_s, sums_s
+
+
+@part_of_kernel
+def _changes(
+    workers: Integers,
+    operations: Records,
+    received_in: Integers,
+    sent_in: Integers,
+    codes: Integers,
+    first: Integers,
+    limits: Integers,
+    split: bool,
+    starts_s: Floats,
+    ends_s: Floats,
+) -> Integers:
+    """The changes to try; see `replay_neighbours`."""
+    count, num_slots = 0, len(workers)
+    changes = np.empty((64, 3), np.int64)
+    trial = codes.copy()
+    code = int(ends_s.argmax())
+    while code >= 0:
+        worker = workers[code % num_slots]
+        low = end = first[worker]
+        while codes[end] != code:
+            end += 1
+        begin = end
+        while begin > low and ends_s[codes[begin - 1]] == starts_s[codes[begin]]:
+            begin -= 1
+        # Two moves of each operation in the block, and exchanges of two with all before them.
+        while count + 2 * (end - begin + 1) + 2 * (end - low) > len(changes):
+            changes = np.concatenate((changes, np.empty_like(changes)))
+        for source in range(begin, end + 1):
+            for target in (begin, end):
+                # In a block of two, both moves are the same.
+                if source == target or (end == begin + 1 and source == end):
+                    continue
+                between = codes[target:source] if target < source else codes[source + 1 : target + 1]
+                if _passes(num_slots, received_in, sent_in, codes[source], between):
+                    _change(trial, 0, source, target)
+                    if _is_within(limits[:, worker], trial[low : first[worker + 1]], num_slots, split):
+                        changes[count] = 0, source, target
+                        count += 1
+                    _change(trial, 0, target, source)
+        for place in (begin, end):
+            if place == end and end == begin:
+                continue
+            for other in range(place - 1, low - 1, -1):
+                if _must_stay_in_order(num_slots, received_in, sent_in, codes[place], codes[other]):
+                    break
+                alike = codes[place] // num_slots == codes[other] // num_slots
+                if alike and _passes(num_slots, received_in, sent_in, codes[other], codes[other + 1 : place]):
+                    changes[count] = 1, place, other
+                    count += 1
+        code = operations[codes[begin]].needs
+    return changes[:count]
+
+
+@lean_part
+def _change(codes: Integers, exchange: int, source: int, target: int) -> None:
+    """Exchange two operations, or move the one at `source` to `target`; with both places swapped, undo that."""
+    code = codes[source]
+    if exchange:
+        codes[source] = codes[target]
+    else:
+        step = 1 if target > source else -1
+        for place in range(source, target, step):
+            codes[place] = codes[place + step]
+    codes[target] = code
+
+
+@lean_part
+def _passes(num_slots: int, received_in: Integers, sent_in: Integers, code: int, others: Integers) -> bool:
+    """Whether an operation may go past all of these."""
+    for other in others:
+        if _must_stay_in_order(num_slots, received_in, sent_in, code, other):
+            return False
+    return True
+
+
+@lean_part
+def _must_stay_in_order(num_slots: int, received_in: Integers, sent_in: Integers, one: int, other: int) -> bool:
+    """Whether two operations are on the same hop, or both receive, or both send, through one channel."""
+    received, sent = received_in[one], sent_in[one]
+    same_hop: bool = one % num_slots == other % num_slots
+    both_receive: bool = received >= 0 and received == received_in[other]
+    both_send: bool = sent >= 0 and sent == sent_in[other]
+    return same_hop or both_receive or both_send
+
+
+@lean_part
+def _is_within(limits: Integers, order: Integers, num_slots: int, split: bool) -> bool:
+    """Whether a worker that runs its operations in this order always keeps within its limits."""
+    in_flight, kept, deferred = limits
+    for code in order:
+        if code < num_slots:
+            in_flight -= 1
+            kept -= 1
+            if in_flight < 0 or kept < 0:
+                return False
+        elif code < 2 * num_slots:
+            in_flight += 1
+            if not split:
+                kept += 1
+            else:
+                deferred -= 1
+                if deferred < 0:
+                    return False
+        else:
+            kept += 1
+            deferred += 1
+    return True
+
+
+@lean_part
+def _last_ends(codes: Integers, first: Integers, ends_s: Floats) -> tuple[float, float]:
+    """The latest end of the workers' last operations, and their sum; infinite where one never runs."""
+    step_s = sum_s = 0.0
+    for worker in range(len(first) - 1):
+        if first[worker + 1] > first[worker]:
+            end_s = ends_s[codes[first[worker + 1] - 1]]
+            if end_s < 0:
+                return math.inf, math.inf
+            step_s = max(step_s, end_s)
+            sum_s += end_s
+    return step_s, sum_s

@@ -1,0 +1,244 @@
+"""The list scheduler's heuristics: which limits and preferences to try for a network, and in which order."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from chameleon_ft.schedule._network import Network, NetworkBuilder
+from chameleon_ft.schedule._records import Integers
+from chameleon_ft.schedule.components import Way
+from chameleon_ft.schedule.limits import InFlightLimit, limits_array, limits_of_routes
+from chameleon_ft.schedule.list_scheduler import Rules, Schedule, schedule
+
+__all__ = ["ROUNDING", "ListSchedules", "Problem"]
+
+ROUNDING: Final = 1e-9
+"""Times that differ by less than this share differ by rounding only."""
+
+
+class Heuristic(NamedTuple):
+    """A preference, as in `Rules`, and limits relative to the default ones.
+
+    in_flight, kept: by which share of its default limit a worker may have more in flight, and keep more. extra: by how
+    many micro-batches more besides.
+    """
+
+    forward_first: bool
+    patience: float
+    in_flight: float = 0.0
+    kept: float = 0.0
+    extra: int = 0
+
+
+# In the order in which they are tried. The first is 1F1B or ZB-H1 on a plain pipeline. Each of the others is the one
+# that gained most over those before it, on some hundred plans, of presets and generated. With limits above ZB-H1's, no
+# patience, and twice as much in flight at the first stage as by default, bubbles become short (as in ZB-H2: Qi et al.,
+# Zero Bubble Pipeline Parallelism, 2023).
+_PLAIN_SPLIT: Final = (
+    Heuristic(True, 0.75),
+    Heuristic(True, 0.25, 0.4, 0.5),
+    Heuristic(True, 0.0, 0.6, 0.75),
+    Heuristic(True, 0.1, 0.75, 0.75),
+    Heuristic(True, 0.4, 0.25, 0.25),
+    Heuristic(True, 0.0, 0.5, 0.75),
+    Heuristic(False, 0.0, 1.0, 1.0),
+    Heuristic(True, 0.1, 0.5, 0.5),
+    Heuristic(True, 0.4),
+    Heuristic(True, 0.0, 0.25, 1.0),
+)
+# For pipelines of at least `_DEEP` stages, where the effort may allow no more than the first few.
+_DEEP: Final = 16
+_DEEP_SPLIT: Final = (
+    Heuristic(True, 0.1, 0.5, 0.75),
+    Heuristic(True, 0.25, 0.6, 0.75),
+    Heuristic(True, 0.0, 0.5, 0.75),
+    Heuristic(True, 0.25, 0.4, 0.5),
+    Heuristic(True, 0.25, 0.25, 0.75),
+    Heuristic(True, 0.25, 0.5, 0.5),
+    Heuristic(False, 0.0, 0.5, 1.0),
+    Heuristic(True, 0.75),
+)
+_PLAIN_FUSED: Final = (
+    Heuristic(True, 0.0),
+    Heuristic(True, 0.0, 1.0, 1.0),
+    Heuristic(True, 0.0, 0.5, 0.5),
+    Heuristic(False, 0.0, 0.5, 0.5),
+    Heuristic(True, 0.0, 0.25, 0.25),
+    Heuristic(True, 0.0, 0.75, 0.75),
+    Heuristic(False, 0.0, 0.75, 0.75),
+)
+_SHARED_SPLIT: Final = (
+    Heuristic(False, 0.1, 0.5, 0.5, 2),
+    Heuristic(True, 0.0, 0.5, 0.5, 4),
+    Heuristic(False, 0.0, 1.0, 1.0),
+    Heuristic(False, 0.1, 0.5, 0.5),
+    Heuristic(False, 0.1, 0.0, 0.0, 2),
+    Heuristic(True, 0.0, 0.5, 0.5, 2),
+    Heuristic(True, 0.0),
+    Heuristic(False, 0.25, 0.0, 0.0, 4),
+)
+_SHARED_FUSED: Final = (
+    Heuristic(False, 0.0, 0.5, 0.5, 1),
+    Heuristic(True, 0.0, 0.5, 0.5, 4),
+    Heuristic(True, 0.0, 1.0, 1.0),
+    Heuristic(True, 0.0),
+    Heuristic(False, 0.0, 0.5, 0.5, 4),
+    Heuristic(True, 0.0, 0.0, 0.0, 2),
+    Heuristic(True, 0.0, 0.0, 0.0, 4),
+)
+# On a plain pipeline these together come near to what all of them find.
+_LEAST_PLAIN: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """A network to schedule, with limits; arrays are int64 [3, workers], in flight, kept and deferred, by worker index.
+
+    Attributes:
+        network: what to schedule.
+        default: `default_limits`.
+        ceiling: the largest limits allowed.
+        depth: hops of the longest route.
+        shared: whether routes take different ways, so that pipelines share workers.
+    """
+
+    network: Network
+    default: Integers
+    ceiling: Integers
+    depth: int
+    shared: bool
+
+    @classmethod
+    def of(
+        cls,
+        builder: NetworkBuilder,
+        ways: Sequence[Way],
+        taken: Sequence[int],
+        ceiling: Mapping[int, InFlightLimit] | None,
+    ) -> Problem:
+        """Routes between the builder's workers over these ways, of which `taken` has the index for each route.
+
+        Workers that `ceiling` lacks are not bounded.
+        """
+        return cls(
+            network=builder.network(ways, taken),
+            default=limits_array(builder.workers, limits_of_routes(builder.workers, ways)),
+            ceiling=limits_array(builder.workers, ceiling or {}),
+            depth=max(map(len, ways)),
+            shared=len(ways) > 1,
+        )
+
+    @property
+    def least(self) -> int:
+        """How many heuristics are tried however small the effort is."""
+        return 1 if self.shared else _LEAST_PLAIN
+
+    def rules(self) -> tuple[Rules, ...]:
+        """The rules to try, in order: the default limits and larger ones, by one pipeline depth at most.
+
+        More in flight than in 1F1B hides latency, and keeps the pipeline busy whose stage is shared with others.
+        """
+        return _rules(_table(self), self.depth, self.default.tobytes(), self.ceiling.tobytes())
+
+    def largest(self) -> Integers:
+        """The largest limits that any heuristic may use."""
+        found: Integers = _limits([Heuristic(True, 0.0, extra=self.depth)], self.depth, self.default, self.ceiling)[0]
+        return found
+
+
+class ListSchedules:
+    """List schedules of a problem by heuristic after heuristic.
+
+    Rules that denied an operation its send are tried once more with only gradients sent ahead, the best of them first:
+    when no heuristic is left, or, if the best schedule is one of them, when the effort is spent.
+
+    Attributes:
+        schedules: best first: within the limits before those that exceed one, then by time, then in the order of trial.
+        effort: operations that were scheduled so far, without those of runs to a dead end.
+        enough_s: a step time that is good enough: the lower bound, and a share of `slack` above it.
+    """
+
+    def __init__(self, problem: Problem, *, slack: float = ROUNDING) -> None:
+        self._network = problem.network
+        self._least = problem.least
+        self._untried = deque(problem.rules())
+        self._strained: list[Schedule] = []
+        self.enough_s = problem.network.lower_bound_s() * (1 + slack)
+        self.schedules: list[Schedule] = []
+        self.effort = 0
+
+    @property
+    def best(self) -> Schedule:
+        """The best schedule so far."""
+        return self.schedules[0]
+
+    def search(self, effort: float = math.inf, *, enough_s: float = 0.0) -> Schedule:
+        """Try heuristics until the best takes `enough_s` or is good enough, none is left, or the effort is spent."""
+        enough_s = max(enough_s, self.enough_s)
+        while not self._is_within(enough_s) and (rules := self._next_rules(effort)) is not None:
+            found = schedule(self._network, rules)
+            self.effort += len(found.codes)
+            self.schedules.append(found)
+            self.schedules.sort(key=_quality)
+            if found.strained:
+                self._strained.append(found)
+                self._strained.sort(key=_quality)
+        return self.best
+
+    def _next_rules(self, effort: float) -> Rules | None:
+        is_spent = self.effort >= effort
+        if self._untried and (not is_spent or len(self.schedules) < self._least):
+            return self._untried.popleft()
+        if self._strained and (not is_spent or self._strained[0] is self.best):
+            return replace(self._strained.pop(0).rules, gradients_only=True)
+        return None
+
+    def _is_within(self, enough_s: float) -> bool:
+        return bool(self.schedules) and self.best.step_s <= enough_s and not self.best.beyond_limits
+
+
+def _quality(found: Schedule) -> tuple[bool, float]:
+    return found.beyond_limits, found.step_s
+
+
+def _table(problem: Problem) -> tuple[Heuristic, ...]:
+    split = problem.network.split_backward
+    if problem.shared:
+        return _SHARED_SPLIT if split else _SHARED_FUSED
+    if not split:
+        return _PLAIN_FUSED
+    return _PLAIN_SPLIT if problem.depth < _DEEP else _DEEP_SPLIT
+
+
+# A search schedules thousands of pipelines, most of them with the same depth and a ceiling that is never reached.
+@lru_cache(maxsize=256)
+def _rules(table: tuple[Heuristic, ...], depth: int, default: bytes, ceiling: bytes) -> tuple[Rules, ...]:
+    limits = _limits(table, depth, *(np.frombuffer(each, np.int64).reshape(3, -1) for each in (default, ceiling)))
+    # Under a low ceiling many heuristics have equal limits.
+    different: dict[tuple[bytes, bool, float], Rules] = {}
+    for heuristic, own in zip(table, limits, strict=True):
+        rules = Rules(limits=own, forward_first=heuristic.forward_first, patience=heuristic.patience)
+        different.setdefault((own.tobytes(), heuristic.forward_first, heuristic.patience), rules)
+    return tuple(different.values())
+
+
+def _limits(table: Sequence[Heuristic], depth: int, default: Integers, ceiling: Integers) -> Integers:
+    """Of each heuristic, limits that are raised by `depth` at most, as far as the ceiling allows.
+
+    int64 [heuristics, 3, workers].
+    """
+    shares = np.array([[[each.in_flight], [each.kept]] for each in table])
+    extra = np.array([[[each.extra]] for each in table])
+    more = np.minimum(depth, np.ceil(shares * default[:2]).astype(np.int64) + extra)
+    kept = default[1] + more.max(axis=1)
+    in_flight = np.minimum(default[0] + more[:, 0], kept)
+    kept = np.minimum(kept, ceiling[1])
+    in_flight = np.minimum(np.minimum(in_flight, ceiling[0]), kept)
+    return np.stack([in_flight, kept, np.minimum(kept, ceiling[2])], axis=1)
