@@ -9,6 +9,7 @@ the same layers are counted once.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +38,8 @@ _MEAN_ERROR: Final = 0.02
 _UNDERESTIMATE: Final = 0.01
 _LINK: Final = Link(1e-4, 1e9)
 _WORKERS: Final = 16
+# How much of its layers each worker recomputes, the lowest first.
+_RECOMPUTED: Final = {"": 0.0, ", lower half recomputed": 0.5, ", recomputed": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +139,18 @@ def _model(name: str, config: RunConfig) -> Model:
 
 
 def _plans(model: Model) -> Iterator[tuple[str, Plan]]:
-    for recompute in (False, True):
+    for how, part in _RECOMPUTED.items():
         for split in (False, True):
+            kind = "split" if split else "fused"
             for name, plan in _fused_plans(model):
-                how = f"{'split' if split else 'fused'}{', recomputed' if recompute else ''}"
-                workers = frozenset(plan.workers if recompute else ())
-                yield f"{name}, {how}", Plan(plan.placement, plan.routes, split, workers)
+                recompute = {worker: _lowest(plan.placement, worker, part) for worker in plan.workers if part}
+                yield f"{name}, {kind}{how}", Plan(plan.placement, plan.routes, split, recompute)
+
+
+def _lowest(placement: Placement, worker: int, part: float) -> LayerRange:
+    """So large a part of the layers that `worker` holds."""
+    held = [layer for layers in placement.ranges_of(worker) for layer in layers]
+    return LayerRange(held[0], held[math.ceil(part * len(held)) - 1] + 1)
 
 
 def _fused_plans(model: Model) -> Iterator[tuple[str, Plan]]:

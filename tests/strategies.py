@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -73,6 +74,22 @@ def pipelines(shape: Shape, *, split_backward: bool = False) -> Plan:
         micro_batches=shape.dp * shape.share,
         split_backward=split_backward,
     )
+
+
+def recomputing(plan: Plan, workers: Iterable[int]) -> Plan:
+    """The plan with these workers recomputing all their layers."""
+    return dataclasses.replace(plan, recompute={worker: plan.placement.span(worker) for worker in workers})
+
+
+@st.composite
+def some_recompute(draw: st.DrawFn, plan: Plan) -> Plan:
+    """The plan with any of its workers recomputing any range of their layers."""
+    recompute: dict[int, LayerRange] = {}
+    for worker in draw(st.sets(st.sampled_from(plan.workers))):
+        held = st.sampled_from([layer for layers in plan.placement.ranges_of(worker) for layer in layers])
+        first, last = sorted((draw(held), draw(held)))
+        recompute[worker] = LayerRange(first, last + 1)
+    return dataclasses.replace(plan, recompute=recompute)
 
 
 def workloads(layers: int, micro_batches: int) -> st.SearchStrategy[Workload]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given
@@ -15,19 +16,17 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program, list_schedule
 from chameleon_ft.workload import LayerCost, Workload
-from tests.strategies import Planned, Shape, equal_costs, pipelines, planned
+from tests.strategies import Planned, Shape, equal_costs, pipelines, planned, recomputing, some_recompute
 
 sizes = st.integers(0, 1000)
-buffers = st.builds(
-    MessageBuffers, receives_ahead=st.integers(1, 5), sends_kept=st.one_of(st.none(), st.integers(0, 3))
-)
+buffers = st.builds(MessageBuffers, receives_ahead=st.integers(1, 5), sends_kept=st.integers(1, 5))
 
 
 @st.composite
 def sized(draw: st.DrawFn) -> Planned:
-    """Any plans, some of whose workers recompute; layers have bytes of every kind, and activations with their input."""
+    """Any plans with any recomputation; layers have bytes of every kind, and activations with their input."""
     case = draw(planned())
-    plan = dataclasses.replace(case.plan, recompute=frozenset(draw(st.sets(st.sampled_from(case.plan.workers)))))
+    plan = draw(some_recompute(case.plan))
     layers: list[LayerCost] = []
     for layer in case.costs.workload.layers:
         layers.append(
@@ -53,9 +52,9 @@ Name = tuple[object, ...]
 class Tensors:
     """Every tensor of a worker by name, each counted once however many refer to it."""
 
-    def __init__(self, layers: tuple[LayerCost, ...], *, recompute: bool) -> None:
+    def __init__(self, layers: tuple[LayerCost, ...], again: Collection[int]) -> None:
         self.layers = layers
-        self.again = set(range(1, len(layers) - 1)) if recompute else set()
+        self.again = set(range(1, len(layers) - 1)).intersection(again)
         """The layers whose forward is run again."""
         self.saved: dict[Name, set[Name]] = {}
         """By hop: what its backward needs."""
@@ -83,6 +82,10 @@ class Tensors:
         rest: set[Name] = set() if layer in self.again else {("rest", m, layer)}
         return {("between", m, layer - 1), *rest}
 
+    def kept_output(self, m: int, top: int) -> set[Name]:
+        """The output of a hop if its last layer keeps it, once it need not be kept as a message any more."""
+        return set() if top in self.again else {("between", m, top)}
+
     def while_running(self, o: Operation) -> list[set[Name]]:
         """What an operation needs while each of its layers runs, in turn."""
         m, layers = o.micro_batch, list(o.layers)
@@ -97,17 +100,13 @@ class Tensors:
                     now |= {("between", m, layer), ("rest", m, layer)}
                     now |= set().union(*(self.of_layer(m, i) for i in below))
                 case OperationKind.BACKWARD:
-                    now |= {
-                        ("between", m, top),
-                        ("gradient", m, top),
-                        ("gradient", m, layer),
-                        ("gradient", m, layer - 1),
-                    }
+                    now |= {("gradient", m, top), ("gradient", m, layer), ("gradient", m, layer - 1)}
+                    now |= self.kept_output(m, top)
                     now |= set().union(*(self.of_layer(m, i) for i in below))
                     now |= {("rest", m, layer), ("output again", m, layer)} if layer in self.again else set()
                 case OperationKind.INPUT_GRAD:
                     left = {i for i in above if self.layers[i].weight_grad_bytes >= self.size(("kept", m, i))}
-                    now |= {("between", m, top), ("gradient", m, layer - 1)}
+                    now |= self.kept_output(m, top) | {("gradient", m, layer - 1)}
                     now |= {("left", m, i) for i in above} | {("kept", m, i) for i in layers if i not in left}
                     now |= {("output again", m, layer)} if layer in self.again else set()
                     if (
@@ -121,16 +120,18 @@ class Tensors:
         return moments
 
     def after(self, o: Operation) -> Name | None:
-        """Let go of what `o` has used and keep what is needed of what it made; return what it sends."""
+        """Let go of what `o` has used and keep what is needed of what it made; return the gradient that it sends."""
         m, hop = o.micro_batch, (o.micro_batch, o.hop)
         output, incoming = ("between", m, o.layers.stop - 1), ("gradient", m, o.layers.stop - 1)
         gradient = ("gradient", m, o.layers.start - 1)
         match o.kind:
             case OperationKind.FORWARD:
                 self.saved[hop] = {output}.union(*(self.of_layer(m, layer) for layer in o.layers))
-                return None if o.send_to is None else output
+                return None
             case OperationKind.INPUT_GRAD if o.first:
                 self.pending[hop] = {incoming}
+                if o.layers.stop - 1 in self.again:
+                    self.saved[hop].discard(output)
                 return None
             case OperationKind.WEIGHT_GRAD:
                 del self.pending[hop]
@@ -138,8 +139,6 @@ class Tensors:
                     return None
             case OperationKind.INPUT_GRAD:
                 self.pending[hop] = {("left", m, layer) for layer in o.layers}
-                if o.send_to is None:
-                    self.pending[hop].add(gradient)
         del self.saved[hop]
         self.handed.discard(incoming)
         if o.first:
@@ -151,14 +150,13 @@ class Tensors:
 
 
 def peak_by_tensor(
-    operations: tuple[Operation, ...], layers: tuple[LayerCost, ...], buffers: MessageBuffers, *, recompute: bool
+    operations: tuple[Operation, ...], layers: tuple[LayerCost, ...], buffers: MessageBuffers, again: Collection[int]
 ) -> int:
     """The most bytes of tensors alive at once."""
-    tensors = Tensors(layers, recompute=recompute)
-    sends: deque[Name] = deque()
+    tensors = Tensors(layers, again)
+    sends: defaultdict[int | None, deque[Name]] = defaultdict(lambda: deque(maxlen=buffers.sends_kept))
     to_post = [o for o in operations if o.receive_from is not None]
     posted: deque[Name] = deque()
-    used: set[Name] = set()  # the gradient of the last B, which goes when the next message is there
     peak = 0
     for operation in operations:
         while to_post and len(posted) < buffers.receives_ahead:
@@ -169,7 +167,7 @@ def peak_by_tensor(
                 if forward
                 else ("gradient", o.micro_batch, o.layers.stop - 1)
             )
-        waiting = used.union(*tensors.saved.values(), *tensors.pending.values(), tensors.handed, sends, posted)
+        waiting = set(posted).union(*tensors.saved.values(), *tensors.pending.values(), tensors.handed, *sends.values())
         peak = max(peak, sum(map(tensors.size, waiting)))
         if operation.receive_from is not None:
             posted.popleft()
@@ -177,14 +175,10 @@ def peak_by_tensor(
         computes = not (operation.kind is OperationKind.INPUT_GRAD and operation.first)
         for now in tensors.while_running(operation) if computes else ():
             others = [held for its, held in tensors.saved.items() if its != hop]
-            alive = now.union(*others, *tensors.pending.values(), tensors.handed, sends, posted)
+            alive = now.union(*others, *tensors.pending.values(), tensors.handed, *sends.values(), posted)
             peak = max(peak, sum(map(tensors.size, alive)))
-        came_in = operation.kind is OperationKind.BACKWARD and operation.receive_from is not None
-        used = {("gradient", operation.micro_batch, operation.layers.stop - 1)} if came_in else set()
         if (sent := tensors.after(operation)) is not None:
-            sends.append(sent)
-            while buffers.sends_kept is not None and len(sends) > buffers.sends_kept:
-                sends.popleft()
+            sends[operation.send_to].append(sent)
     return peak
 
 
@@ -209,13 +203,13 @@ def test_the_peak_is_that_of_the_tensors_that_are_alive(case: Planned, buffers: 
             + memory.peak.sample_bytes
         )
         assert memory.peak_bytes - state == peak_by_tensor(
-            program.of(worker), layers, buffers, recompute=worker in case.plan.recompute
+            program.of(worker), layers, buffers, list(case.plan.recompute.get(worker, ()))
         )
 
 
 @given(sized())
 def test_costs_that_have_recomputation_in_them_are_an_upper_bound(case: Planned) -> None:
-    plan = dataclasses.replace(case.plan, recompute=frozenset(case.plan.workers))
+    plan = recomputing(case.plan, case.plan.workers)
     workload = case.costs.workload
     program = list_schedule(plan, case.costs)
 
@@ -229,7 +223,7 @@ def test_costs_that_have_recomputation_in_them_are_an_upper_bound(case: Planned)
 def without_recomputation(program: Program) -> Program:
     return Program(
         {
-            worker: tuple(dataclasses.replace(operation, recompute=False) for operation in program.of(worker))
+            worker: tuple(dataclasses.replace(operation, recompute=None) for operation in program.of(worker))
             for worker in program.workers
         }
     )
@@ -251,6 +245,20 @@ def test_1f1b_keeps_as_many_micro_batches_as_stages_follow(depth: int, micro_bat
 
     for worker in plan.workers:
         assert memory[worker].peak.activation_bytes == min(depth - worker % depth, micro_batches)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+def test_what_is_held_does_not_grow_with_the_micro_batches(split: bool) -> None:
+    peaks: set[tuple[int, ...]] = set()
+    for share in (12, 13, 200):
+        plan = pipelines(Shape(dp=1, pp=4, share=share), split_backward=split)
+        layer = LayerCost("layer", 1.0, 1.0, 1.0, activation_bytes=10, weight_grad_bytes=10, output_bytes=1000)
+        workload = Workload((layer,) * 4, share, 1)
+        costs = CostModel(workload, equal_costs(layers=4, micro_batches=share, workers=4).cluster)
+        memory = program_memory(list_schedule(plan, costs), plan.placement, workload)
+        peaks.add(tuple(own.peak_bytes for own in memory.values()))
+
+    assert len(peaks) == 1
 
 
 def test_zero_bubble_keeps_no_more_than_the_first_stage_of_1f1b() -> None:
@@ -295,4 +303,4 @@ def test_buffers_need_room_for_the_message_that_is_next() -> None:
     with pytest.raises(ConfigError, match="receives_ahead"):
         MessageBuffers(receives_ahead=0)
     with pytest.raises(ConfigError, match="sends_kept"):
-        MessageBuffers(sends_kept=-1)
+        MessageBuffers(sends_kept=0)

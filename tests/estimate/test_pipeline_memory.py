@@ -8,17 +8,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.estimate import program_memory
+from chameleon_ft.estimate import pipeline_times, program_memory
 from chameleon_ft.estimate.memory import schedule_bytes, stages_of
-from chameleon_ft.estimate.pipeline_memory import pipeline_bytes
-from chameleon_ft.plan import Plan
+from chameleon_ft.estimate.pipeline_memory import one_f_one_b_bytes, pipeline_bytes
+from chameleon_ft.plan import PipelineLayout, Plan, pipelines_plan
 from chameleon_ft.presets import derive_workload, device, model_shape
-from chameleon_ft.schedule import CostModel
-from chameleon_ft.schedule._components import components
-from chameleon_ft.schedule._network import NetworkBuilder
-from chameleon_ft.schedule._pipelines import PipelineSchedule, pipeline_schedule
+from chameleon_ft.schedule import CostModel, PipelineSchedule, Program, pipeline_schedule
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
-from tests.strategies import Planned, Shape, pipelines, planned
+from chameleon_ft.schedule.components import components
+from tests.search.baselines.one_f_one_b import one_f_one_b
+from tests.strategies import Planned, Shape, pipelines, planned, recomputing, some_recompute
 
 
 def moving(plan: Plan, parts: list[ScheduledPart], costs: CostModel) -> dict[int, int]:
@@ -30,15 +29,19 @@ def moving(plan: Plan, parts: list[ScheduledPart], costs: CostModel) -> dict[int
 
 @given(planned(), st.data())
 def test_any_schedule_needs_what_its_program_does(case: Planned, data: st.DataObject) -> None:
-    recompute = frozenset(data.draw(st.sets(st.sampled_from(case.plan.workers))))
-    plan = dataclasses.replace(case.plan, recompute=recompute)
+    plan = data.draw(some_recompute(case.plan))
     parts = best_parts(plan, case.costs, effort=1)
 
     wanted = moving(plan, parts, case.costs)
 
+    stages = stages_of(case.costs.workload)
     for part in parts:
-        assert not isinstance(part.schedule, PipelineSchedule)
-        found = schedule_bytes(part.schedule, stages_of(case.costs.workload), recompute=recompute)
+        if isinstance(part.schedule, PipelineSchedule):
+            layers = [hop.layers for hop in part.component.ways[0]]
+            again = [plan.recompute.get(worker) for worker in part.component.workers]
+            found = pipeline_bytes(part.schedule, layers, stages, recompute=again)
+        else:
+            found = schedule_bytes(part.schedule, stages, recompute=plan.recompute)
         assert dict(zip(part.component.workers, found, strict=True)) == {
             worker: wanted[worker] for worker in part.component.workers
         }
@@ -51,12 +54,37 @@ def test_so_does_a_pipeline_that_has_no_network(depth: int, share: int, split: b
     workload = dataclasses.replace(workload, layers=workload.layers[:depth])
     costs = CostModel(workload, rates.cluster(depth, workers_per_host=2))
     plan = pipelines(Shape(dp=1, pp=depth, share=share), split_backward=split)
-    plan = dataclasses.replace(plan, recompute=frozenset(plan.workers if again else ()))
-    builder = NetworkBuilder(costs, split_backward=split, recompute=plan.recompute)
-    ceiling = np.full((2, depth), 2 * depth)
-    schedule = pipeline_schedule(plan.routes[0].hops, share, builder, ceiling=ceiling, effort=1_000)
+    plan = recomputing(plan, plan.workers) if again else plan
+    hops = plan.routes[0].hops
+    times = pipeline_times(hops, costs, split_backward=split, recompute=plan.recompute)
+    ceiling = np.full((3, depth), 2 * depth)
+    schedule = pipeline_schedule(times, share, split_backward=split, ceiling=ceiling, effort=1_000)
 
-    found = pipeline_bytes(schedule, stages_of(workload), recompute=[again] * depth)
+    layers = [hop.layers for hop in hops]
+    recompute = [plan.recompute.get(worker) for worker in plan.workers]
+    found = pipeline_bytes(schedule, layers, stages_of(workload), recompute=recompute)
 
     parts = [ScheduledPart(component, schedule) for component in components(plan.routes)]
     assert dict(zip(plan.workers, found, strict=True)) == moving(plan, parts, costs)
+
+
+@given(st.integers(1, 5), st.integers(1, 8), st.booleans())
+def test_a_stage_of_one_f_one_b_needs_what_its_worker_does(depth: int, share: int, again: bool) -> None:
+    rates = device("h100-80g")
+    workload = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=share)
+    workload = dataclasses.replace(workload, layers=workload.layers[: 2 * depth])
+    cut_points = tuple(range(2, 2 * depth + 1, 2))
+    plan = pipelines_plan([PipelineLayout(cut_points, tuple(range(depth)), share)], recompute=again)
+    orders = {stage: one_f_one_b(plan.routes[0], stage, depth - stage, share, plan.recompute) for stage in range(depth)}
+    memory = program_memory(Program(orders), plan.placement, workload)
+
+    for stage, hop in enumerate(plan.routes[0].hops):
+        found = one_f_one_b_bytes(
+            hop.layers,
+            stages_of(workload),
+            num_layers=2 * depth,
+            to_end=depth - stage,
+            micro_batches=share,
+            recompute=again,
+        )
+        assert found == memory[stage].peak_bytes

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan import Hop, LayerRange, data_pipeline_plan, split_layers
+from chameleon_ft.plan import Hop, LayerRange, PipelineLayout, data_pipeline_plan, pipelines_plan, split_layers
 from tests.strategies import seconds, shapes
 
 
@@ -80,3 +80,40 @@ def test_a_layout_that_does_not_fit_is_refused(changes: dict[str, object], match
     arguments: dict[str, object] = {"layer_costs": [1.0, 1.0], "dp": 2, "pp": 2, "micro_batches": 4}
     with pytest.raises(PlanError, match=match):
         data_pipeline_plan(**(arguments | changes))  # type: ignore[arg-type]
+
+
+def test_pipelines_of_any_depths_make_a_plan() -> None:
+    layouts = [PipelineLayout((2, 5), (7, 1), 2), PipelineLayout((5,), (4,), 1)]
+
+    plan = pipelines_plan(layouts, split_backward=True, recompute=True)
+
+    first = (Hop(7, LayerRange(0, 2)), Hop(1, LayerRange(2, 5)))
+    assert [route.hops for route in plan.routes] == [first, first, (Hop(4, LayerRange(0, 5)),)]
+    assert plan.workers == (1, 4, 7)
+    assert plan.split_backward
+    assert plan.recompute == {7: LayerRange(0, 2), 1: LayerRange(2, 5), 4: LayerRange(0, 5)}
+    assert not pipelines_plan(layouts).recompute
+
+
+@pytest.mark.parametrize(
+    ("cut_points", "workers", "micro_batches", "message"),
+    [
+        ((2, 5), (0,), 1, "a worker for each stage; got 1 for 2 stages"),
+        ((), (), 1, "cut points must ascend from 1"),
+        ((0, 5), (0, 1), 1, "cut points must ascend from 1"),
+        ((5, 5), (0, 1), 1, "cut points must ascend from 1"),
+        ((5,), (0,), 0, "at least one micro-batch; got 0"),
+    ],
+)
+def test_a_pipeline_is_checked(
+    cut_points: tuple[int, ...], workers: tuple[int, ...], micro_batches: int, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        PipelineLayout(cut_points, workers, micro_batches)
+
+
+def test_a_worker_has_one_stage() -> None:
+    with pytest.raises(PlanError, match="one stage of one pipeline"):
+        pipelines_plan([PipelineLayout((1, 2), (0, 1), 1), PipelineLayout((2,), (1,), 1)])
+    with pytest.raises(PlanError, match="at least one pipeline"):
+        pipelines_plan([])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from tests.strategies import Shape, pipelines, plans
+from tests.strategies import Shape, pipelines, plans, recomputing, some_recompute
 
 PLACEMENT = Placement(3, {0: (LayerRange(0, 2),), 1: (LayerRange(2, 3),), 2: (LayerRange(0, 3),)})
 
@@ -61,22 +61,44 @@ def test_a_plan_may_leave_pipelines_and_workers() -> None:
     assert plan.workers == (0, 1, 2)
 
 
-def test_only_workers_that_hold_layers_can_recompute() -> None:
-    with pytest.raises(PlanError, match=r"worker 7 is to recompute, but it holds no layers; .* are 0, 1, 2"):
-        Plan(PLACEMENT, (route(0, (0, 0, 2), (1, 2, 3)),), recompute=frozenset({1, 7}))
+@pytest.mark.parametrize(
+    ("worker", "again", "held"),
+    [(7, (0, 1), "none"), (1, (0, 1), r"\[2, 3\)"), (0, (0, 3), r"\[0, 2\)"), (0, (1, 9), r"\[0, 2\)")],
+)
+def test_a_worker_can_recompute_only_layers_that_it_holds(worker: int, again: tuple[int, int], held: str) -> None:
+    placement = Placement(3, {0: (LayerRange(0, 2),), 1: (LayerRange(2, 3),)})
+    match = rf"worker {worker} is to recompute layers \[{again[0]}, {again[1]}\), but it holds {held};"
+    with pytest.raises(PlanError, match=match):
+        Plan(placement, (route(0, (0, 0, 2), (1, 2, 3)),), recompute={worker: LayerRange(*again)})
 
 
-def test_a_file_says_who_recomputes_only_if_somebody_does() -> None:
+def test_a_range_that_is_recomputed_may_span_several_that_are_held() -> None:
+    placement = Placement(6, {0: (LayerRange(0, 2), LayerRange(4, 6)), 1: (LayerRange(2, 4),)})
+    plan = Plan(placement, (route(0, (0, 0, 2), (1, 2, 4), (0, 4, 6)),), recompute={0: LayerRange(1, 5)})
+
+    assert dict(plan.recompute) == {0: LayerRange(1, 5)}
+    with pytest.raises(PlanError, match="must begin and end with a layer that it holds"):
+        dataclasses.replace(plan, recompute={0: LayerRange(2, 4)})
+
+
+def test_a_file_says_what_is_recomputed_only_if_something_is() -> None:
     plan = pipelines(Shape(dp=1, pp=3, share=1))
-    some = dataclasses.replace(plan, recompute=frozenset({2, 0}))
+    some = recomputing(plan, (2, 0))
 
     assert "recompute" not in json.loads(plan.to_json())
-    assert json.loads(some.to_json()) == json.loads(plan.to_json()) | {"recompute": [0, 2]}
+    assert json.loads(some.to_json()) == json.loads(plan.to_json()) | {"recompute": {"0": [0, 1], "2": [2, 3]}}
 
 
-@given(plans(), st.sets(st.integers(0, 3)))
-def test_json_gives_back_the_plan(plan: Plan, recompute: set[int]) -> None:
-    plan = dataclasses.replace(plan, recompute=frozenset(recompute.intersection(plan.workers)))
+@given(plans(), st.data())
+def test_a_list_of_workers_in_an_older_file_means_all_their_layers(plan: Plan, data: st.DataObject) -> None:
+    workers = data.draw(st.sets(st.sampled_from(plan.workers)))
+    older = json.dumps(json.loads(plan.to_json()) | {"recompute": sorted(workers)})
+
+    assert Plan.from_json(older) == recomputing(plan, workers)
+
+
+@given(plans().flatmap(some_recompute))
+def test_json_gives_back_the_plan(plan: Plan) -> None:
     text = plan.to_json()
 
     assert "\n" not in text
@@ -105,9 +127,12 @@ def changed(**fields: Any) -> str:
         (changed(placement=[]), "the placement of a plan must be a JSON object"),
         (changed(placement={"a": []}), "got the worker 'a'"),
         (changed(placement={"9" * 5000: []}), "got the worker '999"),
-        (changed(recompute=1), "recompute of a plan must be a list"),
+        (changed(recompute=1), "recompute of a plan must be a JSON object"),
+        (changed(recompute={"0": 1}), "recompute of worker 0 must be a list"),
+        (changed(recompute={"x": [0, 1]}), "recompute of a plan must map worker ids to ranges; got the worker 'x'"),
+        (changed(recompute={"0": [1, 2]}), r"worker 0 is to recompute layers \[1, 2\), but it holds \[0, 1\)"),
         (changed(recompute=[True]), "a worker in recompute of a plan must be an integer; got True"),
-        (changed(recompute=[5]), "worker 5 is to recompute, but it holds no layers"),
+        (changed(recompute=[5]), "worker 5 holds no layers"),
         (changed(num_layers=10**9), "num_layers of a plan must be at most 1000000"),
         (changed(placement={"0": 1}), "the ranges of worker 0 must be a list"),
         (changed(placement={"0": [[0]]}), "lists of 2 integers"),

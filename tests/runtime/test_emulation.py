@@ -43,6 +43,7 @@ from tests.harness import (
     assert_trained_as_if_nothing_failed,
     train_here,
 )
+from tests.strategies import recomputing
 
 
 class Clock:
@@ -232,7 +233,7 @@ def test_a_forward_that_is_run_again_takes_its_time(clock: Clock) -> None:
     layers = (LayerCost("a", 1.0, 2.0, 3.0), LayerCost("b", 4.0, 5.0, 6.0), LayerCost("c", 1.0, 1.0, 1.0))
     route = data_pipeline_plan(layer_costs=[1, 1, 1], dp=1, pp=3, micro_batches=1).routes[0]
     emulated = EmulatedPace(CostModel(Workload(layers, 1, 1), cluster()), 1)
-    for recompute, seconds in (((), 11.0), ({1}, 15.0), ((), 11.0)):
+    for recompute, seconds in (({}, 11.0), ({1: LayerRange(1, 2)}, 15.0), ({}, 11.0)):
         since = clock.now
         emulated.fill(Operation.of(OperationKind.BACKWARD, route, 1, recompute), since=since)
         assert clock.now == pytest.approx(since + seconds)
@@ -338,7 +339,7 @@ def test_an_emulated_run_through_a_kill_is_a_real_one_and_takes_the_time_of_its_
 @pytest.mark.multiprocess
 def test_a_run_starts_with_the_plan_that_it_is_given(tmp_path: Path) -> None:
     plan = data_pipeline_plan(layer_costs=[1, 1, 1, 9, 1], dp=2, pp=2, micro_batches=8, split_backward=True)
-    plan = dataclasses.replace(plan, recompute=frozenset({1, 2}))
+    plan = recomputing(plan, {1, 2})
     file = tmp_path / "plan.json"
     file.write_text(plan.to_json())
     config = emulated_config(tmp_path, plan=file, steps=3)

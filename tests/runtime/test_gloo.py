@@ -192,7 +192,8 @@ def open_without_the_others(membership: Membership) -> str:
 def test_waiting_for_a_member_that_never_comes_can_be_interrupted(ranks: Ranks) -> None:
     memberships = ranks.memberships(members=(0, 1, 2))
     for result in ranks.run(open_without_the_others, [(memberships[0],), (memberships[1],)]):
-        assert "the communicators cannot be formed" in result
+        # The interruption may also be noticed between two groups.
+        assert "the communicators cannot be formed" in result or "the generation is over" in result
     ranks.run(reduce_in_groups, [(m,) for m in ranks.memberships()])
 
 

@@ -26,9 +26,10 @@ from chameleon_ft.runtime.profiling.hops import Hop, ModelOnDevice, ResidentLaye
 from chameleon_ft.runtime.profiling.layers import LayerBytes, layer_bytes, measure_layers, operation_overhead_s
 from chameleon_ft.runtime.profiling.measure import model_on_device
 from chameleon_ft.runtime.profiling.memory import held_in_phases
-from chameleon_ft.schedule import CostModel, best_program
+from chameleon_ft.schedule import CostModel, best_program, list_schedule
 from chameleon_ft.workload import LayerCost, Workload
 from tests.runtime.toy import toy_job
+from tests.strategies import equal_costs, recomputing
 
 CPU = torch.device("cpu")
 WIDTH, ROWS, SAMPLES, FLOAT = 64, 32, 8, 4
@@ -222,7 +223,13 @@ def plans(layers: int) -> list[Plan]:
         data_pipeline_plan(layer_costs=[1.0] * layers, dp=1, pp=pp, micro_batches=6, split_backward=split)
         for pp, split in ((1, False), (2, False), (2, True), (layers, False), (layers, True))
     ]
-    return [*kept, *(dataclasses.replace(plan, recompute=frozenset(plan.workers)) for plan in kept[:3])]
+    # The lower half of the first worker's layers, or of the last one's.
+    partly = (
+        dataclasses.replace(plan, recompute={worker: LayerRange(span.start, (span.start + span.stop + 1) // 2)})
+        for plan in kept[:3]
+        for worker, span in ((worker, plan.placement.span(worker)) for worker in (0, plan.workers[-1]))
+    )
+    return [*kept, *(recomputing(plan, plan.workers) for plan in kept[:3]), *partly]
 
 
 @pytest.mark.parametrize("job", [llama_job(), job_of([partial(nn.Linear, WIDTH, WIDTH)] * 4)], ids=["llama", "linear"])
@@ -251,6 +258,30 @@ def test_a_run_holds_what_is_predicted_from_its_layers(job: Job) -> None:
             is_head = plan.placement.holds(worker, LayerRange(job.num_layers - 1, job.num_layers))
             most = 1.12 if is_head and not plan.split_backward else 1.1
             assert 0.99 * held <= predicted[worker].peak_bytes <= most * held, how
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+def test_what_a_worker_holds_does_not_grow_with_the_micro_batches(split: bool) -> None:
+    job = job_of([partial(nn.Linear, WIDTH, WIDTH)] * 3)
+    held: dict[int, list[int]] = {}
+    for micro_batches in (12, 48):
+        plan = data_pipeline_plan(layer_costs=[1.0] * 3, dp=1, pp=3, micro_batches=micro_batches, split_backward=split)
+        program = list_schedule(plan, equal_costs(layers=3, micro_batches=micro_batches, workers=3))
+        held[micro_batches] = [
+            peak_of_allocator(
+                Alone(
+                    job=job,
+                    batch=Batch(micro_batches=micro_batches, micro_batch_size=SAMPLES),
+                    boundaries=on_device(job).boundaries,
+                    placement=plan.placement,
+                    worker=worker,
+                    operations=program.of(worker),
+                )
+            )
+            for worker in plan.workers
+        ]
+
+    assert held[48] == pytest.approx(held[12], rel=0.02)
 
 
 def test_two_ways_of_counting_agree() -> None:

@@ -16,7 +16,7 @@ from chameleon_ft.estimate.bounds import (
 from chameleon_ft.estimate.cluster_bound import cluster_bound_s
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync, reduction_s
 from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory
-from chameleon_ft.estimate.parts import PartsEstimate, estimate_parts
+from chameleon_ft.estimate.parts import PartsEstimate, estimate_parts, peak_bytes_of
 from chameleon_ft.estimate.stages import PipelineTimes, pipeline_times
 from chameleon_ft.estimate.step import StepEstimate, estimate_step
 from chameleon_ft.estimate.transition import StallModel, TransitionEstimate, state_bytes
@@ -38,6 +38,7 @@ __all__ = [
     "estimate_sync",
     "one_f_one_b_bound_s",
     "one_f_one_b_period_s",
+    "peak_bytes_of",
     "pipeline_bound_s",
     "pipeline_times",
     "plan_bound_s",

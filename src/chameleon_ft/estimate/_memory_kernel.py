@@ -10,16 +10,15 @@ from chameleon_ft.estimate._memory_records import BACKWARD, FORWARD, INPUT_GRAD,
 from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
 from chameleon_ft.schedule._records import Integers, Records
 
-_HOP: Final = np.dtype([("shared", np.int64), ("twice", np.int64), ("uses", np.int64)], align=True)
+_HOP: Final = np.dtype([("shared", np.int64), ("handed", np.int64)], align=True)
 """What there is of a hop.
 
-shared: bytes of its input that are the output of the hop before, on this worker too, and counted there. twice: bytes of
-its output that are kept as sent, but held for its own backward too, and so counted as activations. uses: how many
-operations will yet use the gradient that it has handed over.
+shared: bytes of its input that are the output of the hop before, on this worker too, and counted there. handed: bytes
+of the gradient that it has handed over to that hop, which has not used it yet.
 """
 
-_SEND: Final = np.dtype([("num_bytes", np.int64), ("hop", np.int64)], align=True)
-"""A message that is kept, and the hop whose output it is, or -1."""
+_SEND: Final = np.dtype([("num_bytes", np.int64), ("before", np.int64)], align=True)
+"""A gradient that was sent, and the number of the one before it to the same receiver."""
 
 _HELD: Final = np.dtype(
     [
@@ -27,14 +26,13 @@ _HELD: Final = np.dtype(
         ("weight_grads", np.int64),
         ("sent", np.int64),
         ("handed", np.int64),
-        ("used", np.int64),
         ("first_send", np.int64),
         ("sends", np.int64),
         ("worst", np.int64),
     ],
     align=True,
 )
-"""What a worker holds, in bytes; the places of the first send that is kept and of the next; the most it ever held."""
+"""What a worker holds, in bytes; the numbers of its first send and of the next; the most it ever held."""
 
 
 class _Walk(NamedTuple):
@@ -42,9 +40,10 @@ class _Walk(NamedTuple):
 
     Attributes:
         operations, stages, moments: see `_memory_records`.
-        ahead, kept: of `MessageBuffers`; -1 for all sends.
+        ahead, kept: of `MessageBuffers`.
         hops: `_HOP`.
-        sends: `_SEND`, the latest last.
+        sends: `_SEND`, of one worker after the other.
+        latest: by index of the receiver, the number of the latest send to it by any worker; -1 if there is none.
         held: one `_HELD`.
         worst: one `WORST` for each worker.
     """
@@ -56,6 +55,7 @@ class _Walk(NamedTuple):
     kept: int
     hops: Records
     sends: Records
+    latest: Integers
     held: Records
     worst: Records
 
@@ -69,12 +69,13 @@ def worst_moments(
         operations: worker by worker, see `_memory_records`.
         first: the place of each worker's first operation; in the end their number.
         stages, moments: see `_memory_records`.
-        ahead, kept: of `MessageBuffers`; -1 for all sends.
+        ahead, kept: of `MessageBuffers`.
         worst: one for each worker, to be filled.
     """
     count = len(operations)
     hops, sends, held = np.zeros(count, _HOP), np.empty(count, _SEND), np.zeros(1, _HELD)
-    walk = _Walk(operations, stages, moments, ahead, kept, hops, sends, held, worst)
+    latest = np.full(1 + max(operations["sends_to"].max(initial=-1), 0), -1)
+    walk = _Walk(operations, stages, moments, ahead, kept, hops, sends, latest, held, worst)
     _walk_all(walk, first, np.zeros(count + 1, np.int64))
 
 
@@ -82,8 +83,8 @@ def worst_moments(
 def _walk_all(walk: _Walk, first: Integers, until: Integers) -> None:
     held = walk.held[0]
     for worker in range(len(first) - 1):
-        held.activations = held.weight_grads = held.sent = held.handed = held.used = 0
-        held.first_send = held.sends = 0
+        held.activations = held.weight_grads = held.sent = held.handed = 0
+        held.first_send = held.sends
         held.worst = -1
         walk.worst[worker].place = -1
         _walk_one(walk, worker, first[worker], first[worker + 1], until)
@@ -104,13 +105,11 @@ def _walk_one(walk: _Walk, worker: int, start: int, stop: int, until: Integers) 
     for place in range(start, stop):
         # Receives that are asked for: when the operation begins to wait, and while it runs.
         posted = min(received + walk.ahead, num_receives)
-        held_then = held.activations + held.weight_grads + until[posted] - until[received] + held.used
-        held_then += held.sent + held.handed
+        messages = until[posted] - until[received] + held.sent + held.handed
+        held_then = held.activations + held.weight_grads + messages
         if held_then > held.worst:
             held.worst = held_then
-            messages = until[posted] - until[received] + held.used + held.sent + held.handed
             _remember(walk, worker, place, held.activations, held.weight_grads, messages, 0)
-        held.used = 0
         if walk.operations[place].receives:
             received += 1
         _run(walk, worker, place, until[posted] - until[received])
@@ -125,12 +124,14 @@ def _run(walk: _Walk, worker: int, place: int, waiting: int) -> None:
         _backward(walk, worker, place, waiting)
     elif own.kind == INPUT_GRAD:
         if own.first:
-            # It computes nothing: all stays as it is until W, and the gradient that has come too.
+            # It computes nothing: until W all that the hop keeps stays, and the gradient that has come.
             held.weight_grads += _received(walk, place)
+            held.activations -= _answered(walk, place)
         else:
             _input_grad(walk, worker, place, waiting)
     elif own.first:
         held.weight_grads -= _received(walk, place)
+        held.activations += _answered(walk, place)
         _backward(walk, worker, place, waiting)
     else:
         _weight_grad(walk, worker, place, waiting)
@@ -143,10 +144,8 @@ def _forward(walk: _Walk, worker: int, place: int, waiting: int) -> None:
     if not own.receives:
         hop.shared = stage.below
     _compute(walk, worker, place, FORWARD, waiting)
+    # The output is kept, by the hop or as a message, until the gradient that answers it is there.
     held.activations += stage.activations + stage.above - hop.shared
-    if own.sends:
-        hop.twice = stage.above
-        _keep(walk, stage.above, own.hop)
 
 
 @lean_part
@@ -155,10 +154,8 @@ def _backward(walk: _Walk, worker: int, place: int, waiting: int) -> None:
     own, held = walk.operations[place], walk.held[0]
     stage = walk.stages[own.stage]
     held.activations -= stage.activations + stage.above - walk.hops[own.hop].shared
-    incoming = _received(walk, place)
-    _compute(walk, worker, place, BACKWARD, waiting + incoming)
-    held.used = incoming if own.receives else 0
-    _pass_on(walk, place, 1)
+    _compute(walk, worker, place, BACKWARD, waiting + _received(walk, place))
+    _pass_on(walk, place)
 
 
 @lean_part
@@ -169,8 +166,7 @@ def _input_grad(walk: _Walk, worker: int, place: int, waiting: int) -> None:
     walk.hops[own.hop].shared = 0
     _compute(walk, worker, place, INPUT_GRAD, waiting)
     held.weight_grads += stage.weight_grads
-    # What waits for W keeps the input, and with it the input's gradient.
-    _pass_on(walk, place, 2)
+    _pass_on(walk, place)
 
 
 @lean_part
@@ -179,61 +175,57 @@ def _weight_grad(walk: _Walk, worker: int, place: int, waiting: int) -> None:
     stage = walk.stages[own.stage]
     walk.held[0].weight_grads -= stage.weight_grads
     _compute(walk, worker, place, WEIGHT_GRAD, waiting)
-    _use(walk, own.hop, stage.below)
 
 
 @lean_part
-def _pass_on(walk: _Walk, place: int, uses: int) -> None:
+def _pass_on(walk: _Walk, place: int) -> None:
     """A hop's backward is done: its activations are not needed any more, and its gradient goes on."""
     own, held = walk.operations[place], walk.held[0]
     hop, stage = walk.hops[own.hop], walk.stages[own.stage]
     hop.shared = 0
-    # An output that is still kept as sent is held by that alone now.
-    held.sent += hop.twice
-    hop.twice = 0
-    _use(walk, own.after, stage.above)
+    if own.after >= 0:
+        held.handed -= walk.hops[own.after].handed
+        walk.hops[own.after].handed = 0
     if own.first:
         return
-    if own.sends:
-        held.sent += stage.below
-        _keep(walk, stage.below, -1)
+    if own.sends_to >= 0:
+        _send(walk, own.sends_to, stage.below)
     else:
         held.handed += stage.below
-        hop.uses = uses
-
-
-@lean_part
-def _use(walk: _Walk, maker: int, gradient: int) -> None:
-    """An operation has used the gradient that the hop `maker` made, if that was handed over on this worker."""
-    if maker >= 0 and walk.hops[maker].uses > 0:
-        walk.hops[maker].uses -= 1
-        if walk.hops[maker].uses == 0:
-            walk.held[0].handed -= gradient
+        hop.handed = stage.below
 
 
 @lean_part
 def _received(walk: _Walk, place: int) -> int:
     """Bytes of the gradient that a hop's backward starts from, where another worker has sent it."""
     own = walk.operations[place]
-    if own.after >= 0 and walk.hops[own.after].uses > 0:
+    if own.after >= 0 and walk.hops[own.after].handed > 0:
         return 0
     above: int = walk.stages[own.stage].above
     return above
 
 
 @lean_part
-def _keep(walk: _Walk, num_bytes: int, hop: int) -> None:
-    """Keep a message that was sent, and let go of the earliest if there are too many."""
-    held = walk.held[0]
-    walk.sends[held.sends].num_bytes, walk.sends[held.sends].hop = num_bytes, hop
+def _answered(walk: _Walk, place: int) -> int:
+    """Bytes of a hop's output that the hop does not keep itself: when the gradient is there, they are let go of."""
+    stage = walk.stages[walk.operations[place].stage]
+    let_go: int = stage.above - stage.output
+    return let_go
+
+
+@lean_part
+def _send(walk: _Walk, receiver: int, num_bytes: int) -> None:
+    """Keep a gradient that is sent, and let go of the earliest to this receiver if there are too many."""
+    held, send = walk.held[0], walk.held[0].sends
+    walk.sends[send].num_bytes, walk.sends[send].before = num_bytes, walk.latest[receiver]
+    walk.latest[receiver] = send
     held.sends += 1
-    if 0 <= walk.kept < held.sends - held.first_send:
-        let_go = walk.sends[held.first_send]
-        held.first_send += 1
-        if let_go.hop >= 0 and walk.hops[let_go.hop].twice > 0:
-            walk.hops[let_go.hop].twice = 0
-        else:
-            held.sent -= let_go.num_bytes
+    held.sent += num_bytes
+    for _ in range(walk.kept):
+        send = walk.sends[send].before
+        if send < held.first_send:
+            return
+    held.sent -= walk.sends[send].num_bytes
 
 
 @lean_part

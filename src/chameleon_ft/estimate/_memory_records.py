@@ -20,12 +20,13 @@ OPERATION: Final = np.dtype(
         ("stage", np.int64),
         ("first", np.bool_),
         ("receives", np.bool_),
-        ("sends", np.bool_),
+        ("sends_to", np.int64),
     ],
     align=True,
 )
 """An operation: its kind; numbers of its hop, of the hop after it on its route if that is on the same worker, else -1,
-and of its stage; whether its hop is the first; whether it receives a message and sends one.
+and of its stage; whether its hop is the first; whether it receives a message; and the worker that it sends one to, as
+an index that is the same for all operations of a worker, or -1.
 """
 
 MOMENT: Final = np.dtype(
@@ -43,8 +44,16 @@ WORST: Final = np.dtype([("place", np.int64), *((name, np.int64) for name in MOM
 """The worst moment of a worker: the place of the operation that it is in then, or -1, and what it holds."""
 
 STAGE: Final = np.dtype(
-    [("below", np.int64), ("above", np.int64), ("activations", np.int64), ("weight_grads", np.int64)], align=True
+    [
+        ("below", np.int64),
+        ("above", np.int64),
+        ("activations", np.int64),
+        ("weight_grads", np.int64),
+        ("output", np.int64),
+    ],
+    align=True,
 )
 """Bytes of a range of layers: of the tensor that comes in from below, of that which leaves above, of the activations
-that it keeps, and of what it keeps for its weight gradients.
+that it keeps, of what it keeps for its weight gradients, and of its output if it keeps that itself, which it does not
+if its last layer is recomputed.
 """

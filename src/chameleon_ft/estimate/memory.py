@@ -3,25 +3,26 @@
 What a worker holds:
 
 - all the time, for the layers that it holds: parameters, gradients, optimizer state, and the samples kept at hand;
-- from the F of a hop to its B or I: the activations of the hop's layers, and the hop's output, which is one tensor with
-  the input of the next hop if that is on the same worker, up to that one's I;
+- from the F of a hop to its B or I: the activations of the hop's layers, and the hop's output. The output is one tensor
+  with the message that is sent, which is held until the gradient that answers it has come; or with the input of the
+  next hop if that is on the same worker, up to that one's I;
 - from I to W: what the layers keep for their weight gradients, the gradient that came in among it; at the first hop of
   a route, whose I computes nothing, the activations and the gradient that has come in;
-- messages: those it has asked for and not yet used; those it has sent, until it may let go of them; gradients handed
-  over between two hops of its own, until the lower has used them and the upper's W is done; and the gradient that came
-  in for a B, until the next operation has what it waits for.
+- messages: those it has asked for and not yet used; of the gradients it has sent, the latest few to each worker; and
+  gradients handed over between two hops of its own, until the lower has used them.
 
 While an operation runs, it goes through its layers one by one, and each works with `working_bytes` on top:
 
 - F upwards: activations of the layers so far, and the output of the one that runs;
-- B downwards: activations of the layers that are left, the hop's output and the gradient that came in until the
-  end, and the gradients between which the layer that runs stands;
+- B downwards: activations of the layers that are left, the hop's output if it is kept, the gradient that came in until
+  the end, and the gradients between which the layer that runs stands;
 - I downwards: all activations, what the layers so far leave for W, and the gradient that the one that runs makes. A
   layer that leaves at least as much as its activations leaves these too, as in this package's runtime; where it leaves
   less, both are counted, although they may share tensors: an upper bound;
 - W: what the layers have kept.
 
-A worker that recomputes keeps of the activations of a layer only its input. The rest is there while the layer's own F
+Of the activations of a layer that is recomputed only its input is kept, and the output of a hop whose last layer is
+recomputed is not kept beyond the arrival of its gradient. The rest is there while the layer's own F
 runs, and with the output again while its B or I does; an I that leaves the activations for W makes them there.
 
 Vote and update come when there are no activations any more, and are not looked at. The logits are activations and
@@ -31,7 +32,7 @@ working bytes of the last layer. With tensor parallelism all bytes are those of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -52,9 +53,9 @@ from chameleon_ft.estimate._memory_records import (
 )
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import Operation, OperationKind, Program
-from chameleon_ft.schedule._engine import Schedule
 from chameleon_ft.schedule._records import Integers, Records
-from chameleon_ft.workload import Workload, is_recomputed
+from chameleon_ft.schedule.list_scheduler import Schedule
+from chameleon_ft.workload import LayerCost, Workload, is_recomputed
 
 __all__ = ["MemoryUse", "MessageBuffers", "Stages", "WorkerMemory", "program_memory", "schedule_bytes", "stages_of"]
 
@@ -68,24 +69,26 @@ _KINDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class MessageBuffers:
-    """How long a runtime holds messages; the defaults are those of this package's own.
+    """How many messages a runtime holds; this package's own runtime goes by the defaults.
+
+    An activation that was sent is held until the gradient that answers it has come.
 
     Attributes:
         receives_ahead: receives that are posted, at most, counting the one that the next operation needs.
-        sends_kept: the latest sends whose tensors are kept; None keeps all until the step has ended.
+        sends_kept: gradients sent to a worker that are held, the latest ones, at most; before the next is sent, the
+            earliest of so many must have arrived.
 
     Raises:
-        ConfigError: `receives_ahead` below one, or negative `sends_kept`.
+        ConfigError: one of them is below one.
     """
 
     receives_ahead: int = 4
-    sends_kept: int | None = None
+    sends_kept: int = 4
 
     def __post_init__(self) -> None:
-        if self.receives_ahead < 1:
-            raise ConfigError(f"receives_ahead must be at least 1; got {self.receives_ahead}")
-        if self.sends_kept is not None and self.sends_kept < 0:
-            raise ConfigError(f"sends_kept must be zero or more, or None for all of a step; got {self.sends_kept}")
+        for name in ("receives_ahead", "sends_kept"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +155,7 @@ def program_memory(
     records: list[tuple[int, ...]] = []
     for worker in placement.workers:
         operations = program.of(worker)
-        recompute = any(operation.recompute for operation in operations)
-        records += _records(operations, stages, len(records), recompute=recompute)
+        records += _records(operations, stages, len(records))
         first.append(len(records))
     worst = stages.worst(np.array(records, OPERATION), np.array(first), buffers)
     memory: dict[int, WorkerMemory] = {}
@@ -167,19 +169,25 @@ def program_memory(
     return memory
 
 
-def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Collection[int] = ()) -> list[int]:
-    """Bytes that each worker, by index, holds beside those at its worst moment; some workers may recompute.
+def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Mapping[int, LayerRange]) -> list[int]:
+    """Bytes that each worker, by index, holds at its worst moment beside its state; `recompute` is that of the plan.
 
     As `program_memory` has it of a program: a schedule is not one yet, and to make one takes longer than this.
     """
     network = schedule.network
     slots, count = network.slots, len(network.slots)
-    recomputes = [worker in recompute for worker in network.workers]
-    # One number for each of start, stop and whether the worker recomputes: to sort rows takes many times as long.
+    again = {layers: number for number, layers in enumerate(dict.fromkeys(map(recompute.get, network.workers)))}
+    again_of = np.array([again[recompute.get(worker)] for worker in network.workers])
+    # One number for each of start, stop and what the worker recomputes: to sort rows takes many times as long.
     width = int(slots["stop"].max()) + 1
-    keys = (slots["start"] * width + slots["stop"]) * 2 + np.array(recomputes)[slots["worker"]]
+    keys = (again_of[slots["worker"]] * width + slots["start"]) * width + slots["stop"]
     ranges, stage_of = np.unique(keys, return_inverse=True)
-    numbers = [stages.number(LayerRange(*divmod(key // 2, width)), recompute=bool(key % 2)) for key in ranges.tolist()]
+    recomputed = list(again)
+    numbers: list[int] = []
+    for key in ranges.tolist():
+        others, stop = divmod(key, width)
+        which, start = divmod(others, width)
+        numbers.append(stages.number(LayerRange(start, stop), recompute=recomputed[which]))
     # Whether the hop before, and the one after, is on another worker.
     apart = slots["worker"][1:] != slots["worker"][:-1]
     first, last = slots["up"] < 0, slots["last"]
@@ -194,13 +202,13 @@ def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Collection[
     records["stage"] = np.array(numbers)[stage_of][slot]
     records["first"] = first[slot]
     records["receives"] = np.where(kind == 0, before[slot], (kind == 1) & after[slot])
-    records["sends"] = np.where(kind == 0, after[slot], (kind == 1) & before[slot])
+    neighbour = np.where(kind == 0, np.minimum(slot + 1, count - 1), np.maximum(slot - 1, 0))
+    sends = np.where(kind == 0, after[slot], (kind == 1) & before[slot])
+    records["sends_to"] = np.where(sends, slots["worker"][neighbour], -1)
     return stages.worst_bytes(records, network.first)
 
 
-def _records(
-    operations: Sequence[Operation], stages: Stages, num_hops: int, *, recompute: bool
-) -> Iterator[tuple[int, ...]]:
+def _records(operations: Sequence[Operation], stages: Stages, num_hops: int) -> Iterator[tuple[int, ...]]:
     """`OPERATION` of those of a worker, where so many hops of others have got a number."""
     hops = dict.fromkeys((operation.micro_batch, operation.hop) for operation in operations)
     numbers = {hop: num_hops + number for number, hop in enumerate(hops)}
@@ -209,10 +217,10 @@ def _records(
             _KINDS[operation.kind],
             numbers[operation.micro_batch, operation.hop],
             numbers.get((operation.micro_batch, operation.hop + 1), -1),
-            stages.number(operation.layers, recompute=recompute),
+            stages.number(operation.layers, recompute=operation.recompute),
             operation.first,
             operation.receive_from is not None,
-            operation.send_to is not None,
+            -1 if operation.send_to is None else operation.send_to,
         )
 
 
@@ -226,20 +234,20 @@ class Stages:
     """The ranges of layers that operations are on, by number."""
 
     def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        self._layers_if: dict[bool, _Layers] = {}
-        self._numbers: dict[tuple[LayerRange, bool], int] = {}
+        self._layers = _Layers(workload)
+        self._numbers: dict[tuple[LayerRange, LayerRange | None], int] = {}
         self._state_bytes: dict[tuple[object, ...], int] = {}
         self._stages = np.empty(0, STAGE)
         self._moments = np.empty((0, len(_KINDS)), MOMENT)
 
-    def number(self, layers: LayerRange, *, recompute: bool) -> int:
-        """The number of these layers on a worker that recomputes, or on one that does not."""
-        return self._numbers.setdefault((layers, recompute), len(self._numbers))
+    def number(self, layers: LayerRange, *, recompute: LayerRange | None) -> int:
+        """The number of these layers on a worker that recomputes those in `recompute`."""
+        again = None if recompute is None else recompute.intersection(layers)
+        return self._numbers.setdefault((layers, again), len(self._numbers))
 
     def state_of(self, placement: Placement, worker: int) -> MemoryUse:
         """What a worker holds all the time."""
-        return self._layers(recompute=False).state_of(placement, worker)
+        return self._layers.state_of(placement, worker)
 
     def state_bytes(self, placement: Placement) -> dict[int, int]:
         """Bytes that each worker holds all the time."""
@@ -252,11 +260,6 @@ class Stages:
             found[worker] = self._state_bytes[key]
         return found
 
-    def _layers(self, *, recompute: bool) -> _Layers:
-        if recompute not in self._layers_if:
-            self._layers_if[recompute] = _Layers(self._workload, recompute=recompute)
-        return self._layers_if[recompute]
-
     def worst(self, operations: Records, first: Integers, buffers: MessageBuffers) -> Records:
         """`WORST` of each worker; `first` are the places of their first operations, and in the end their number."""
         # Here, because to import a kernel loads numba, and most who import this run none.
@@ -267,9 +270,14 @@ class Stages:
             self._stages = np.concatenate((self._stages, np.array([stage for stage, _ in fresh], STAGE)))
             self._moments = np.concatenate((self._moments, np.array([moments for _, moments in fresh], MOMENT)))
         worst = np.zeros(len(first) - 1, WORST)
-        kept = -1 if buffers.sends_kept is None else buffers.sends_kept
         worst_moments(
-            operations, first, self._stages, self._moments, ahead=buffers.receives_ahead, kept=kept, worst=worst
+            operations,
+            first,
+            self._stages,
+            self._moments,
+            ahead=buffers.receives_ahead,
+            kept=buffers.sends_kept,
+            worst=worst,
         )
         return worst
 
@@ -280,13 +288,19 @@ class Stages:
         return found
 
     def _row(
-        self, layers: LayerRange, recompute: bool
-    ) -> tuple[tuple[int, int, int, int], list[tuple[int, int, int, int]]]:
+        self, layers: LayerRange, again: LayerRange | None
+    ) -> tuple[tuple[int, int, int, int, int], list[tuple[int, int, int, int]]]:
         """`STAGE`, and by kind `MOMENT`."""
-        of = self._layers(recompute=recompute)
-        worst = (of.worst(kind, layers) for kind in _KINDS)
+        of = self._layers
+        worst = (of.worst(kind, layers, again) for kind in _KINDS)
         return (
-            (of.output(layers.start - 1), of.output(layers.stop - 1), of.activations(layers), of.weight_grads(layers)),
+            (
+                of.output(layers.start - 1),
+                of.output(layers.stop - 1),
+                of.activations(layers, again),
+                of.weight_grads(layers),
+                of.kept_output(layers, again),
+            ),
             [(own.activation_bytes, own.weight_grad_bytes, own.message_bytes, own.working_bytes) for own in worst],
         )
 
@@ -306,38 +320,50 @@ class _Moment:
 
 
 class _Layers:
-    """What ranges of layers need, on a worker that recomputes or one that does not."""
+    """Bytes that ranges of layers need, of which a worker may recompute some (`again`)."""
 
-    def __init__(self, workload: Workload, *, recompute: bool) -> None:
-        self._costs = workload.layers
-        # Of each layer, the activations that are kept, and those that are there while it runs.
-        self._kept = [layer.activation_bytes for layer in (workload.recomputed() if recompute else workload).layers]
+    def __init__(self, workload: Workload) -> None:
+        self._costs, recomputed = workload.layers, workload.recomputed().layers
+        self._whole, self._inputs = _Kept(self._costs), _Kept(recomputed)
+        # Of the activations of each layer, those that only its own F and backward need if it is recomputed.
         self._rest = [
-            max(0, layer.activation_bytes - kept) for layer, kept in zip(self._costs, self._kept, strict=True)
+            max(0, layer.activation_bytes - cost.activation_bytes)
+            for layer, cost in zip(self._costs, recomputed, strict=True)
         ]
-        self._runs_again = [recompute and is_recomputed(layer, len(self._costs)) for layer in range(len(self._costs))]
-        self._moments: dict[tuple[OperationKind, LayerRange], _Moment] = {}
-        self.activations = _summed(self._kept)
         self.weight_grads = _summed(layer.weight_grad_bytes for layer in self._costs)
-        # Of the activations, what is still there in what I leaves for W.
-        self._left = _summed(
-            kept if layer.weight_grad_bytes >= kept else 0 for layer, kept in zip(self._costs, self._kept, strict=True)
-        )
         self._params = _summed(layer.param_bytes for layer in self._costs)
         self._gradients = _summed(layer.gradient_bytes for layer in self._costs)
         self._optimizer = _summed(layer.optimizer_bytes for layer in self._costs)
+
+    def activations(self, layers: LayerRange, again: LayerRange | None) -> int:
+        """Bytes of activations that are kept of these layers."""
+        return self._kept(layers, again)[0]
+
+    def kept_output(self, layers: LayerRange, again: LayerRange | None) -> int:
+        """Bytes of the output of these layers, if they keep it: the graph of the last layer does, if there is one."""
+        last = layers.stop - 1
+        return 0 if self._runs_again(last, again) else self.output(last)
+
+    def _runs_again(self, layer: int, again: LayerRange | None) -> bool:
+        return again is not None and layer in again and is_recomputed(layer, len(self._costs))
+
+    def _kept(self, layers: LayerRange, again: LayerRange | None) -> tuple[int, int]:
+        """Bytes of activations that are kept of these layers, and those of them that are in what I leaves for W."""
+        part = None if again is None else again.intersection(layers)
+        kept, left = self._whole.activations(layers), self._whole.left(layers)
+        if part is not None:
+            kept += self._inputs.activations(part) - self._whole.activations(part)
+            left += self._inputs.left(part) - self._whole.left(part)
+        return kept, left
 
     def output(self, layer: int) -> int:
         """Bytes of a layer's output and of its gradient; none before the first, and the last one's is a loss."""
         return self._costs[layer].output_bytes if 0 <= layer < len(self._costs) - 1 else 0
 
-    def worst(self, kind: OperationKind, layers: LayerRange) -> _Moment:
+    def worst(self, kind: OperationKind, layers: LayerRange, again: LayerRange | None) -> _Moment:
         """The worst moment of an operation, without messages that come in or wait."""
-        key = kind, layers
-        if key not in self._moments:
-            moments = (self._moment(kind, layers, running) for running in layers)
-            self._moments[key] = max(moments, key=lambda moment: moment.total_bytes)
-        return self._moments[key]
+        moments = (self._moment(kind, layers, again, running) for running in layers)
+        return max(moments, key=lambda moment: moment.total_bytes)
 
     def state_of(self, placement: Placement, worker: int) -> MemoryUse:
         held = placement.ranges_of(worker)
@@ -349,34 +375,49 @@ class _Layers:
             sample_bytes=max((self._costs[layer].sample_bytes for layers in held for layer in layers), default=0),
         )
 
-    def _moment(self, kind: OperationKind, layers: LayerRange, running: int) -> _Moment:
+    def _moment(self, kind: OperationKind, layers: LayerRange, again: LayerRange | None, running: int) -> _Moment:
         cost = self._costs[running]
         below, through = LayerRange(layers.start, running + 1), LayerRange(running, layers.stop)
         made = self.output(running - 1)  # the gradient of its input
         outgoing = made if running == layers.start else 0
-        again = cost.output_bytes if self._runs_again[running] else 0
+        # Of the layer that runs, if it is recomputed: its output, which is made once more, and its other activations.
+        is_again = self._runs_again(running, again)
+        output_again, rest = (cost.output_bytes, self._rest[running]) if is_again else (0, 0)
+        kept_output = self.kept_output(layers, again)
         match kind:
             case OperationKind.FORWARD:
-                activations = self.activations(below) + self.output(running)
-                return _Moment(activation_bytes=activations, working_bytes=cost.working_bytes + self._rest[running])
+                activations = self.activations(below, again) + self.output(running)
+                return _Moment(activation_bytes=activations, working_bytes=cost.working_bytes + rest)
             case OperationKind.BACKWARD:
                 from_above = 0 if running + 1 == layers.stop else self.output(running)
                 return _Moment(
-                    activation_bytes=self.activations(below) + self.output(layers.stop - 1),
+                    activation_bytes=self.activations(below, again) + kept_output,
                     message_bytes=outgoing,
-                    working_bytes=cost.working_bytes + again + self._rest[running] + from_above + made - outgoing,
+                    working_bytes=cost.working_bytes + output_again + rest + from_above + made - outgoing,
                 )
             case OperationKind.INPUT_GRAD:
-                apart = self.activations(layers) - self._left(through)
-                rest = 0 if cost.weight_grad_bytes >= cost.activation_bytes else self._rest[running]
+                apart = self.activations(layers, again) - self._kept(through, again)[1]
+                if cost.weight_grad_bytes >= cost.activation_bytes:
+                    rest = 0
                 return _Moment(
-                    activation_bytes=apart + self.output(layers.stop - 1),
+                    activation_bytes=apart + kept_output,
                     weight_grad_bytes=self.weight_grads(through),
                     message_bytes=outgoing,
-                    working_bytes=cost.working_bytes + again + rest + made - outgoing,
+                    working_bytes=cost.working_bytes + output_again + rest + made - outgoing,
                 )
             case OperationKind.WEIGHT_GRAD:
                 return _Moment(weight_grad_bytes=self.weight_grads(layers), working_bytes=cost.working_bytes)
+
+
+class _Kept:
+    """Sums over ranges of layers with these costs: of activations, and of those among them that I leaves for W."""
+
+    def __init__(self, costs: Sequence[LayerCost]) -> None:
+        kept = [layer.activation_bytes for layer in costs]
+        self.activations = _summed(kept)
+        self.left = _summed(
+            own if layer.weight_grad_bytes >= own else 0 for layer, own in zip(costs, kept, strict=True)
+        )
 
 
 def _summed(amounts: Iterable[int]) -> Callable[[LayerRange], int]:

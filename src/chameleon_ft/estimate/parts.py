@@ -10,13 +10,13 @@ import numpy as np
 from chameleon_ft.estimate.gradient_sync import sync_after
 from chameleon_ft.estimate.memory import schedule_bytes, stages_of
 from chameleon_ft.estimate.pipeline_memory import pipeline_bytes
-from chameleon_ft.plan import Plan
+from chameleon_ft.plan import LayerRange, Plan
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.schedule._engine import Schedule
-from chameleon_ft.schedule._pipelines import PipelineSchedule
 from chameleon_ft.schedule.best import ScheduledPart, step_s_of
+from chameleon_ft.schedule.list_scheduler import Schedule
+from chameleon_ft.schedule.pipelines import PipelineSchedule
 
-__all__ = ["PartsEstimate", "estimate_parts"]
+__all__ = ["PartsEstimate", "estimate_parts", "peak_bytes_of"]
 
 # By range of layers, the first and the one after the last, the end of the last operation that makes gradients.
 _Made = dict[tuple[int, int], float]
@@ -48,32 +48,52 @@ class PartsEstimate:
 
 def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> PartsEstimate:
     """What `estimate_step` says of the program of these parts, which need not be made for it; see there for errors."""
-    # Of each schedule by worker index; parts that are alike share one.
-    known: dict[tuple[int, tuple[bool, ...]], tuple[list[_Made], list[int]]] = {}
+    # By schedule and layers, which parts that are alike share, the figures of each worker index.
+    known: dict[tuple[object, ...], list[_Made]] = {}
     made_s: dict[int, _Made] = {}
+    for part in parts:
+        schedule = part.schedule
+        layers = [hop.layers for hop in part.component.ways[0]]
+        key = id(schedule), *layers
+        if key not in known:
+            if isinstance(schedule, PipelineSchedule):
+                known[key] = _last_s(schedule, layers)
+            else:
+                known[key] = _made_s(schedule)
+        made_s.update(zip(part.component.workers, known[key], strict=True))
+    sync = sync_after(plan.placement, made_s, step_s_of(parts), costs)
+    # The same sum as in `StepEstimate`, so that both round alike.
+    return PartsEstimate(sync.program_s, sync.program_s + sync.exposed_s, peak_bytes_of(plan, parts, costs))
+
+
+def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> dict[int, int]:
+    """Bytes that each worker holds at its worst moment if it recomputes as `plan` says and runs the parts' operations.
+
+    The parts may have been scheduled for a plan with other recomputation: the orders of their operations count, not
+    their times.
+    """
+    known: dict[tuple[object, ...], list[int]] = {}
     stages = stages_of(costs.workload)
     peak_bytes = stages.state_bytes(plan.placement)
     for part in parts:
         schedule, workers = part.schedule, part.component.workers
-        recompute = tuple(worker in plan.recompute for worker in workers)
-        key = id(schedule), recompute
+        recompute = tuple(map(plan.recompute.get, workers))
+        layers = [hop.layers for hop in part.component.ways[0]]
+        # Pipelines whose stages take equally long share a schedule, even if they are cut differently.
+        key = id(schedule), recompute, *layers
         if key not in known:
             if isinstance(schedule, PipelineSchedule):
-                known[key] = _last_s(schedule), pipeline_bytes(schedule, stages, recompute=recompute)
+                known[key] = pipeline_bytes(schedule, layers, stages, recompute=recompute)
             else:
-                known[key] = _made_s(schedule), schedule_bytes(schedule, stages, recompute=plan.recompute)
-        for worker, own_s, own_bytes in zip(workers, *known[key], strict=True):
-            made_s[worker] = own_s
+                known[key] = schedule_bytes(schedule, stages, recompute=plan.recompute)
+        for worker, own_bytes in zip(workers, known[key], strict=True):
             peak_bytes[worker] += own_bytes
-    sync = sync_after(plan.placement, made_s, step_s_of(parts), costs)
-    # The same sum as in `StepEstimate`, so that both round alike.
-    return PartsEstimate(sync.program_s, sync.program_s + sync.exposed_s, peak_bytes)
+    return peak_bytes
 
 
-def _last_s(schedule: PipelineSchedule) -> list[_Made]:
-    """As `_made_s`: nobody has another range, or makes no gradients in the end."""
-    ranges = [(hop.layers.start, hop.layers.stop) for hop in schedule.hops]
-    return [{layers: end_s} for layers, end_s in zip(ranges, schedule.last_s, strict=True)]
+def _last_s(schedule: PipelineSchedule, layers: Sequence[LayerRange]) -> list[_Made]:
+    """As `_made_s`: each stage has one range, and its last operation makes gradients."""
+    return [{(own.start, own.stop): end_s} for own, end_s in zip(layers, schedule.last_s, strict=True)]
 
 
 def _made_s(schedule: Schedule) -> list[_Made]:

@@ -2,61 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from chameleon_ft.errors import PlanError
-from chameleon_ft.plan import Hop
-from chameleon_ft.schedule import CostModel, OperationKind
+from chameleon_ft.plan import Hop, LayerRange
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.schedule import CostModel, OperationKind, PipelineTimes
 
 __all__ = ["PipelineTimes", "pipeline_times"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineTimes:
-    """Seconds of each stage of a pipeline, first to last, for one micro-batch.
+def pipeline_times(
+    hops: Sequence[Hop],
+    costs: CostModel,
+    *,
+    split_backward: bool = False,
+    recompute: Mapping[int, LayerRange] = FrozenMap({}),
+) -> PipelineTimes:
+    """The times of a route's hops, each on its worker; `recompute` is that of the plan.
 
-    Attributes:
-        forward_s: of F at each stage (f).
-        backward_s: of B, or with split backward of I (b).
-        weight_grad_s: of W (w); zeros with fused backward.
-        message_s: one way between a stage and the next (c); one fewer than there are stages.
-
-    Raises:
-        PlanError: no stages, or lists whose lengths do not fit.
+    Raises PlanError if there are no hops or layers are unknown.
     """
 
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    weight_grad_s: tuple[float, ...]
-    message_s: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        depth = len(self.forward_s)
-        if depth < 1 or (len(self.backward_s), len(self.weight_grad_s), len(self.message_s)) != (
-            depth,
-            depth,
-            depth - 1,
-        ):
-            raise PlanError(
-                "a pipeline of p stages needs p forward, backward and weight-gradient times and p - 1 message times; "
-                f"got {depth}, {len(self.backward_s)}, {len(self.weight_grad_s)} and {len(self.message_s)}"
-            )
-
-    @property
-    def depth(self) -> int:
-        """Stages (p)."""
-        return len(self.forward_s)
-
-
-def pipeline_times(
-    hops: Sequence[Hop], costs: CostModel, *, split_backward: bool = False, recompute: Container[int] = ()
-) -> PipelineTimes:
-    """The times of a route's hops, each on its worker. Raises PlanError if there are none or layers are unknown."""
-
     def times_s(kind: OperationKind) -> tuple[float, ...]:
-        return tuple(costs.compute_s(hop.worker, kind, hop.layers, recompute=hop.worker in recompute) for hop in hops)
+        return tuple(costs.compute_s(hop.worker, kind, hop.layers, recompute=recompute.get(hop.worker)) for hop in hops)
 
     return PipelineTimes(
         forward_s=times_s(OperationKind.FORWARD),

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from chameleon_ft.plan.layouts import data_pipeline_plan, split_layers
+from chameleon_ft.plan.layouts import PipelineLayout, data_pipeline_plan, pipelines_plan, split_layers
 from chameleon_ft.plan.placement import LayerRange, Placement
 from chameleon_ft.plan.plan import Hop, Plan, Route
 
-__all__ = ["Hop", "LayerRange", "Placement", "Plan", "Route", "data_pipeline_plan", "split_layers"]
+__all__ = [
+    "Hop",
+    "LayerRange",
+    "PipelineLayout",
+    "Placement",
+    "Plan",
+    "Route",
+    "data_pipeline_plan",
+    "pipelines_plan",
+    "split_layers",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,14 +20,15 @@ _MOST_LAYERS: Final = 1_000_000
 class PlanRecord:
     """The numbers of a plan: ranges are (start, stop), hops are (worker, start, stop), routes in micro-batch order.
 
-    `recompute` is left out of a file where nobody does, as it is in files from before there was such a field.
+    `recompute` is left out of a file if no worker recomputes. Older files list the workers that recompute all that they
+    hold; here such a worker has None for a range.
     """
 
     num_layers: int
     ranges: dict[int, list[tuple[int, int]]]
     routes: list[list[tuple[int, int, int]]]
     split_backward: bool
-    recompute: list[int] = field(default_factory=list)
+    recompute: Mapping[int, tuple[int, int] | None] = field(default_factory=dict)
 
 
 def dump(record: PlanRecord) -> str:
@@ -38,7 +40,7 @@ def dump(record: PlanRecord) -> str:
         "split_backward": record.split_backward,
     }
     if record.recompute:
-        fields["recompute"] = record.recompute
+        fields["recompute"] = {str(worker): layers for worker, layers in record.recompute.items()}
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -58,21 +60,14 @@ def load(text: str) -> PlanRecord:
     if not isinstance(split_backward, bool):
         raise PlanError(f"split_backward of a plan must be true or false; got {split_backward!r}")
     ranges: dict[int, list[tuple[int, int]]] = {}
-    for key, value in _object(fields["placement"], "the placement of a plan").items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS) or int(key) in ranges:
-            raise PlanError(f"the placement of a plan must map worker ids to ranges; got the worker {key!r}")
-        where = f"the ranges of worker {key}"
-        pairs = [_integers(pair, 2, where) for pair in _list(value, where)]
-        ranges[int(key)] = [(start, stop) for start, stop in pairs]
+    for worker, value in _by_worker(fields["placement"], "the placement of a plan").items():
+        where = f"the ranges of worker {worker}"
+        ranges[worker] = [_pair(pair, where) for pair in _list(value, where)]
     routes: list[list[tuple[int, int, int]]] = []
     for index, value in enumerate(_list(fields["routes"], "the routes of a plan")):
         where = f"the route of micro-batch {index}"
         hops = [_integers(hop, 3, where) for hop in _list(value, where)]
         routes.append([(worker, start, stop) for worker, start, stop in hops])
-    recompute = [
-        _integer(worker, "a worker in recompute of a plan")
-        for worker in _list(fields.get("recompute", []), "recompute of a plan")
-    ]
     num_layers = _integer(fields["num_layers"], "num_layers of a plan")
     if num_layers > _MOST_LAYERS:
         raise PlanError(f"num_layers of a plan must be at most {_MOST_LAYERS}")
@@ -81,8 +76,29 @@ def load(text: str) -> PlanRecord:
         ranges=ranges,
         routes=routes,
         split_backward=split_backward,
-        recompute=recompute,
+        recompute=_recompute(fields.get("recompute", {})),
     )
+
+
+def _recompute(value: object) -> dict[int, tuple[int, int] | None]:
+    if isinstance(value, list):
+        return dict.fromkeys(_integer(worker, "a worker in recompute of a plan") for worker in value)
+    ranges = _by_worker(value, "recompute of a plan").items()
+    return {worker: _pair(pair, f"recompute of worker {worker}") for worker, pair in ranges}
+
+
+def _by_worker(value: object, where: str) -> dict[int, object]:
+    found: dict[int, object] = {}
+    for key, item in _object(value, where).items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS) or int(key) in found:
+            raise PlanError(f"{where} must map worker ids to ranges; got the worker {key!r}")
+        found[int(key)] = item
+    return found
+
+
+def _pair(value: object, where: str) -> tuple[int, int]:
+    start, stop = _integers(value, 2, where)
+    return start, stop
 
 
 def _object(value: object, where: str) -> dict[str, object]:

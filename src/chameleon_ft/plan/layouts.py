@@ -1,16 +1,76 @@
-"""The standard layouts: pipelines of equal depth side by side, each with its share of the micro-batches."""
+"""Layouts: pipelines side by side, each on workers of its own and with its share of the micro-batches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.placement import LayerRange, Placement
 from chameleon_ft.plan.plan import Hop, Plan, Route
 
-__all__ = ["data_pipeline_plan", "split_layers"]
+__all__ = ["PipelineLayout", "data_pipeline_plan", "pipelines_plan", "split_layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineLayout:
+    """One pipeline.
+
+    Attributes:
+        cut_points: for each stage, the layer after its last one; the last of them is the number of layers.
+        workers: the worker of each stage.
+        micro_batches: its share of the global batch.
+
+    Raises:
+        PlanError: another number of workers than of stages, no stages, cut points that do not ascend from 1, or no
+            micro-batches.
+    """
+
+    cut_points: tuple[int, ...]
+    workers: tuple[int, ...]
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        if len(self.workers) != len(self.cut_points):
+            raise PlanError(
+                f"a pipeline needs a worker for each stage; got {len(self.workers)} for {len(self.cut_points)} stages"
+            )
+        if not self.cut_points or any(start >= stop for start, stop in pairwise((0, *self.cut_points))):
+            raise PlanError(f"cut points must ascend from 1, one for each stage; got {self.cut_points}")
+        if self.micro_batches < 1:
+            raise PlanError(f"a pipeline needs at least one micro-batch; got {self.micro_batches}")
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """The route of each of its micro-batches."""
+        stages = pairwise((0, *self.cut_points))
+        return tuple(Hop(worker, LayerRange(*stage)) for worker, stage in zip(self.workers, stages, strict=True))
+
+
+def pipelines_plan(
+    pipelines: Sequence[PipelineLayout], *, split_backward: bool = False, recompute: bool = False
+) -> Plan:
+    """The plan of these pipelines, each with a contiguous share of the micro-batches; `recompute` is for all workers.
+
+    Raises:
+        PlanError: no pipelines, a worker in two stages, or pipelines of different numbers of layers.
+    """
+    if not pipelines:
+        raise PlanError("a plan needs at least one pipeline; got none")
+    workers = [worker for pipeline in pipelines for worker in pipeline.workers]
+    if len(set(workers)) < len(workers):
+        raise PlanError(f"a worker can have one stage of one pipeline; got {workers}")
+    hops = [pipeline.hops for pipeline in pipelines]
+    taken = [own for own, pipeline in zip(hops, pipelines, strict=True) for _ in range(pipeline.micro_batches)]
+    held = {hop.worker: (hop.layers,) for own in hops for hop in own}
+    return Plan(
+        placement=Placement(pipelines[0].cut_points[-1], held),
+        routes=tuple(map(Route, range(len(taken)), taken)),
+        split_backward=split_backward,
+        recompute={hop.worker: hop.layers for own in hops for hop in own} if recompute else {},
+    )
 
 
 def split_layers(costs: Sequence[float], stages: int) -> tuple[LayerRange, ...]:
@@ -78,14 +138,8 @@ def data_pipeline_plan(
     ids = tuple(range(dp * pp)) if workers is None else tuple(workers)
     if len(ids) != dp * pp or len(set(ids)) != len(ids):
         raise PlanError(f"{dp} pipelines of {pp} stages need {dp * pp} different workers; got {ids}")
-    stages = split_layers(layer_costs, pp)
-    pipelines = [
-        tuple(Hop(worker, layers) for worker, layers in zip(ids[d * pp : (d + 1) * pp], stages, strict=True))
-        for d in range(dp)
-    ]
-    share = micro_batches // dp
-    return Plan(
-        placement=Placement(len(layer_costs), {hop.worker: (hop.layers,) for hops in pipelines for hop in hops}),
-        routes=tuple(Route(m, pipelines[m // share]) for m in range(micro_batches)),
-        split_backward=split_backward,
+    cut_points = tuple(layers.stop for layers in split_layers(layer_costs, pp))
+    groups = (ids[first : first + pp] for first in range(0, dp * pp, pp))
+    return pipelines_plan(
+        [PipelineLayout(cut_points, group, micro_batches // dp) for group in groups], split_backward=split_backward
     )

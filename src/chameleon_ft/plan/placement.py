@@ -41,6 +41,11 @@ class LayerRange:
         """Whether every layer of `other` is in this range."""
         return self.start <= other.start and other.stop <= self.stop
 
+    def intersection(self, other: LayerRange) -> LayerRange | None:
+        """The layers in both ranges; None if there are none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return LayerRange(start, stop) if start < stop else None
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -106,6 +111,13 @@ class Placement:
     def ranges_of(self, worker: int) -> tuple[LayerRange, ...]:
         """The ranges that `worker` holds, ascending; empty for a worker that is not in the placement."""
         return self.ranges.get(worker, ())
+
+    def span(self, worker: int) -> LayerRange:
+        """The range from the first layer that `worker` holds to the last. Raises PlanError if it holds none."""
+        if not (held := self.ranges_of(worker)):
+            workers = ", ".join(map(str, self.workers))
+            raise PlanError(f"worker {worker} holds no layers; the workers of the placement are {workers}")
+        return LayerRange(held[0].start, held[-1].stop)
 
     def holders(self, layer: int) -> tuple[int, ...]:
         """The workers that hold `layer`, ascending. Raises PlanError when there is no such layer."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import _json
+from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.placement import LayerRange, Placement
 
 __all__ = ["Hop", "Plan", "Route"]
@@ -55,25 +57,31 @@ class Plan:
         placement: which layers each worker holds.
         routes: the route of micro-batch m at index m.
         split_backward: whether workers run the two halves of a backward as operations of their own.
-        recompute: the workers that save memory by time: of every layer but the model's first and last they keep only
-            the input, and run its forward again just before its backward. What is computed stays the same.
+        recompute: worker -> the layers by which it trades time for memory: it keeps only the input of each, and runs
+            the layer's forward again just before its backward. A range may span several held ranges; the model's first
+            and last layer are never run again. A worker that is not in the mapping keeps everything. Losses and
+            gradients do not depend on it.
 
     Raises:
         PlanError: no routes; micro-batches not numbered 0, 1, ... in order; a route that ends before the last layer, or
-            with a hop whose worker does not hold its layers; or a worker that is to recompute and holds nothing.
+            with a hop whose worker does not hold its layers; or a worker that is to recompute a range whose first or
+            last layer it does not hold.
     """
 
     placement: Placement
     routes: tuple[Route, ...]
     split_backward: bool = False
-    recompute: frozenset[int] = frozenset()
+    recompute: Mapping[int, LayerRange] = FrozenMap({})
 
     def __post_init__(self) -> None:
-        if unknown := sorted(self.recompute.difference(self.workers)):
-            raise PlanError(
-                f"worker {unknown[0]} is to recompute, but it holds no layers; "
-                f"the workers of the placement are {', '.join(map(str, self.workers))}"
-            )
+        object.__setattr__(self, "recompute", FrozenMap(dict(sorted(self.recompute.items()))))
+        for worker, layers in self.recompute.items():
+            ranges = self.placement.ranges_of(worker)
+            if not all(any(end in own for own in ranges) for end in (layers.start, layers.stop - 1)):
+                raise PlanError(
+                    f"worker {worker} is to recompute layers {layers}, but it holds "
+                    f"{' '.join(map(str, ranges)) or 'none'}; the range must begin and end with a layer that it holds"
+                )
         if not self.routes:
             raise PlanError("a plan needs a route for every micro-batch; got no routes")
         held: set[Hop] = set()
@@ -120,7 +128,7 @@ class Plan:
                 ranges={w: [(r.start, r.stop) for r in ranges] for w, ranges in self.placement.ranges.items()},
                 routes=[[(hop.worker, hop.layers.start, hop.layers.stop) for hop in r.hops] for r in self.routes],
                 split_backward=self.split_backward,
-                recompute=sorted(self.recompute),
+                recompute={worker: (own.start, own.stop) for worker, own in self.recompute.items()},
             )
         )
 
@@ -135,4 +143,8 @@ class Plan:
             Route(index, tuple(Hop(worker, LayerRange(start, stop)) for worker, start, stop in hops))
             for index, hops in enumerate(record.routes)
         )
-        return cls(placement, routes, record.split_backward, frozenset(record.recompute))
+        recompute = {
+            worker: placement.span(worker) if own is None else LayerRange(*own)
+            for worker, own in record.recompute.items()
+        }
+        return cls(placement, routes, record.split_backward, recompute)

@@ -7,23 +7,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
+from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
 from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
 from chameleon_ft.runtime.faults import FaultInjector
-from chameleon_ft.runtime.kept_hops import KeptHop, WeightHalf, run_forward
+from chameleon_ft.runtime.kept_hops import KeptHop, WeightHalf
 from chameleon_ft.runtime.layers import HeldLayers
+from chameleon_ft.runtime.sent_messages import SentMessage, SentMessages, tag_of
 from chameleon_ft.schedule import Operation, OperationKind
 
 __all__ = ["Executor", "Pace", "StepSums", "channels_of"]
 
-_RECEIVES_AHEAD = 4  # a message crosses while its receiver computes only if its receive has been posted
+_BUFFERS: Final = MessageBuffers()  # one model for the prediction of memory and for what is done here
 
 _Hop = tuple[int, int]  # (micro-batch, hop)
 
@@ -44,8 +46,8 @@ class StepSums:
     samples: int = 0
     spans: list[tuple[OperationKind, float, float]] = field(default_factory=list)
     """Of each operation, in order: when it began to compute and when it had its result, by `time.perf_counter`."""
-    under_way: list[tuple[InFlight, Tensor]] = field(default_factory=list)
-    """Messages sent, with their tensors: to be kept until the step's vote is complete."""
+    under_way: list[SentMessage] = field(default_factory=list)
+    """Messages that may not have arrived: to be kept until the step's vote is complete."""
 
     def median_s(self, kind: OperationKind) -> float:
         """Median seconds of the operations of a kind; 0 where there were none."""
@@ -60,8 +62,9 @@ class StepSums:
 class Executor:
     """Executes programs on the layers a rank holds.
 
-    Per operation: wait for its message, compute, start sending the result. Sends are not waited for, and receives are
-    posted a few operations ahead, in program order; with the order checks that a program passes this cannot deadlock.
+    Per operation: wait for its message, compute, start sending the result. A message crosses while its receiver
+    computes only if its receive has been posted, so receives are posted a few ahead, in program order. Sends are waited
+    for only where too many are under way (`SentMessages`). With the checks that a program passes this cannot deadlock.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class _StepExecution:
         self._handed: dict[tuple[bool, int, int], Tensor] = {}  # what this worker hands to its own next hop
         self._receives: dict[int, tuple[InFlight, Tensor]] = {}  # by index of the operation
         self._to_post = deque(i for i, operation in enumerate(operations) if operation.receive_from is not None)
-        self._sends: list[tuple[InFlight, Tensor]] = []
+        self._sent = SentMessages(executor._communicators, executor._activity, kept=_BUFFERS.sends_kept)
         self._fault_at = _middle_of_each_kind(operations)
 
     def run(self, after: Callable[[int], None]) -> StepSums:
@@ -117,29 +120,34 @@ class _StepExecution:
         for index, operation in enumerate(self._operations):
             if index in self._fault_at:
                 self._executor._faults.at(self._fault_at[index], self._step)
-            message = self._message(index, operation)
-            self._executor._activity.begin(f"{operation.kind.value}{operation.micro_batch}")
-            start = time.perf_counter()
-            result = self._compute(operation, message)
-            if self._executor._pace is not None:
-                self._executor._pace.fill(operation, since=start)
-            self._sums.spans.append((operation.kind, start, time.perf_counter()))
-            if result is not None:
-                self._pass_on(operation, result)
+            self._run_operation(index, operation)
             after(index + 1)
-        self._sums.under_way = self._sends
+        self._sums.under_way = self._sent.under_way()
         self._sums.loss = float(torch.stack(self._losses).sum(dtype=torch.float64)) if self._losses else 0.0
         return self._sums
 
+    def _run_operation(self, index: int, operation: Operation) -> None:
+        message = self._message(index, operation)
+        self._executor._activity.begin(f"{operation.kind.value}{operation.micro_batch}")
+        start = time.perf_counter()
+        result = self._compute(operation, message)
+        if self._executor._pace is not None:
+            self._executor._pace.fill(operation, since=start)
+        self._sums.spans.append((operation.kind, start, time.perf_counter()))
+        if result is not None:
+            self._pass_on(operation, result)
+
     def _message(self, index: int, operation: Operation) -> Tensor | None:
         """Return the operation's incoming tensor: an activation, or a gradient; None where nothing comes in."""
-        while self._to_post and (len(self._receives) < _RECEIVES_AHEAD or self._to_post[0] <= index):
+        while self._to_post and (len(self._receives) < _BUFFERS.receives_ahead or self._to_post[0] <= index):
             self._post(self._to_post.popleft())
         if operation.receive_from is not None:
             receive, tensor = self._receives.pop(index)
             what = f"{operation.kind.value}{operation.micro_batch} of worker {operation.receive_from}"
             with self._executor._activity.waiting(what):
                 receive.wait()
+            if operation.kind is not OperationKind.FORWARD:
+                self._sent.answered(operation)
             return tensor
         forward = operation.kind is OperationKind.FORWARD
         return self._handed.pop((forward, operation.micro_batch, operation.hop), None)
@@ -151,7 +159,7 @@ class _StepExecution:
         spec = self._executor._boundaries[operation.layers.start - 1 if forward else operation.layers.stop - 1]
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self._executor._device)
         receive = self._executor._communicators.receive(
-            tensor, peer=operation.receive_from, tag=_tag(operation.micro_batch, forward)
+            tensor, peer=operation.receive_from, tag=tag_of(operation.micro_batch, forward)
         )
         self._receives[index] = (receive, tensor)
 
@@ -161,11 +169,7 @@ class _StepExecution:
         if operation.send_to is None:
             self._handed[forward, operation.micro_batch, operation.hop + (1 if forward else -1)] = tensor
             return
-        tensor = tensor.contiguous()
-        sent = self._executor._communicators.send(
-            tensor, peer=operation.send_to, tag=_tag(operation.micro_batch, forward)
-        )
-        self._sends.append((sent, tensor))
+        self._sent.send(operation, tensor.contiguous())
 
     def _compute(self, operation: Operation, message: Tensor | None) -> Tensor | None:
         """Compute, and return what the next hop needs of it: an activation, or a gradient; None where there is none."""
@@ -188,7 +192,8 @@ class _StepExecution:
             assert message is not None
             boundary = message.detach().requires_grad_(message.is_floating_point() or message.is_complex())
         held, num_layers = self._executor._held, len(self._executor._boundaries)
-        output, kept = run_forward(held, operation, boundary, step=self._step, num_layers=num_layers)
+        kept = KeptHop(held, operation, step=self._step, num_layers=num_layers)
+        output = kept.forward(boundary)
         self._saved[micro_batch, operation.hop] = kept
         if operation.last:
             kept.end_in(self._loss(micro_batch, output))
@@ -233,10 +238,6 @@ def channels_of(worker: int, operations: Sequence[Operation]) -> tuple[Channel, 
         if operation.send_to is not None:
             found.add(Channel(worker, operation.send_to, forward))
     return tuple(sorted(found))
-
-
-def _tag(micro_batch: int, forward: bool) -> int:
-    return 2 * micro_batch + (0 if forward else 1)
 
 
 def _middle_of_each_kind(operations: Sequence[Operation]) -> dict[int, str]:

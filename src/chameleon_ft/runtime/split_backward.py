@@ -57,5 +57,7 @@ def input_gradient(
     whole = WholeBackward(output.view_as(output), output_gradient)
     gradients = None if output_gradient is None else [output_gradient]
     (gradient,), groups = stage_backward_input([output], gradients, [boundary], iter(parameters))
+    # Torch leaves the gradient there too, where it would stay for as long as the weight half keeps the input.
+    boundary.grad = None
     # Torch looks for weights on the way from the output to the input; where there is no such way it finds none.
     return gradient, whole if gradient is None else PendingWeightGradient(parameters, groups)

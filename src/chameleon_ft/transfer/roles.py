@@ -77,7 +77,7 @@ def plan_in_roles(plan: Plan, roles: Mapping[int, int]) -> Plan:
         plan,
         placement=placement_in_roles(plan.placement, roles),
         routes=routes,
-        recompute=frozenset(roles[worker] for worker in plan.recompute),
+        recompute={roles[worker]: layers for worker, layers in plan.recompute.items()},
     )
 
 

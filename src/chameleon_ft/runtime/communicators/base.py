@@ -74,8 +74,8 @@ class Communicators(Protocol):
         Where links are emulated, it takes the time of `stands_for_bytes`, and such messages of a worker go out one
         after the other; by default that of its own bytes, as they are scaled there.
 
-        Both ends of every message of a step have it behind them when the step's vote is complete: until then keep what
-        this returns, then drop it. Waiting is possible and not needed.
+        Keep the tensor and what this returns until the message has arrived: until it has been waited for, or an answer
+        to it has been received, or the step's vote is complete. Then drop them.
         """
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:

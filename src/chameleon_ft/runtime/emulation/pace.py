@@ -16,7 +16,7 @@ class EmulatedPace:
     def __init__(self, costs: CostModel, worker: int) -> None:
         self._costs = costs
         self._worker = worker
-        self._seconds: dict[tuple[OperationKind, LayerRange, bool], float] = {}
+        self._seconds: dict[tuple[OperationKind, LayerRange, LayerRange | None], float] = {}
 
     def fill(self, operation: Operation, *, since: float) -> None:
         key = (operation.kind, operation.layers, operation.recompute)
