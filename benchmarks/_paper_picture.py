@@ -12,7 +12,13 @@ from matplotlib.figure import Figure
 
 __all__ = ["draw"]
 
-_INKS: Final = {"chameleon": "#c2410c", "oobleck": "#8b5cb8", "recycle": "#2b6a94", "paper": "#c06a90"}
+_INKS: Final = {
+    "chameleon": "#c2410c",
+    "oobleck": "#8b5cb8",
+    "recycle": "#2b6a94",
+    "reroute": "#7fb2d6",
+    "paper": "#c06a90",
+}
 _TEXT: Final = "#1a1a1a"
 _PALE: Final = "#666666"
 _LINE: Final = "#d0d0d0"

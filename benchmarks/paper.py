@@ -2,11 +2,14 @@
 
     python -m benchmarks.paper
 
-writes the tables of docs/paper.md and its picture anew. Single workers are lost at even intervals, which of them is
-drawn by the seed; none comes back, or each two and a half intervals later. Decisions are those of the runtime.
+writes the tables of docs/paper.md and its picture anew; with `--programs own` or `--programs ours` only those of one
+half. Single workers are lost at even intervals, drawn by the seed; none comes back, or each two and a half intervals
+later. Decisions are those of the runtime.
 
-Chameleon begins with the fastest plan that a search finds. The others begin with that or with equal pipelines of 2, 4
-or 8 stages with split backward, whatever leads to most samples in the end: a fast plan may be dear to reroute.
+Chameleon begins with the fastest plan that a search finds. Each rival is simulated from that plan, from equal
+pipelines of every depth that fits (`equal_layouts`) and from the plan that Oobleck chooses. The start with most samples
+in the end counts, because a fast plan may be expensive to reroute. With `own` programs all starts have fused backward
+and 1F1B, as the rivals' systems do; with `ours` they have split backward and `best_program`.
 """
 
 from __future__ import annotations
@@ -16,27 +19,31 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
 from benchmarks._paper_picture import draw
-from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.plan import Plan
 from chameleon_ft.presets import device, model_shape
 from chameleon_ft.profiles import derived_profile
+from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
+from chameleon_ft.search import equal_layouts, find_plan, oobleck_plan
 from chameleon_ft.simulate import Fault, Trace
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.results import PolicyResult
 from chameleon_ft.simulate.run import simulate
-from chameleon_ft.workload import Workload
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _MODEL, _DEVICE = "llama2-7b", "h100-80g"
 _WORKERS, _PER_HOST, _MICRO_BATCHES = 32, 8, 128
-_STAGES: Final = (2, 4, 8)
-_POLICIES: Final = ("chameleon", "oobleck", "recycle", "paper")
+_POLICIES: Final = {
+    "own": ("chameleon", "oobleck", "recycle", "reroute", "paper"),
+    "ours": ("chameleon", "oobleck", "recycle", "paper"),
+}
+"""By whose programs the rivals run. `reroute` with their own is ReCycle without its decoupled backward."""
 _LOSSES: Final = 6
 _INTERVALS_S: Final = {"10 minutes": 600.0, "1 hour": 3_600.0, "6 hours": 21_600.0}
 _BACK_AFTER: Final = 2.5  # intervals
@@ -51,14 +58,16 @@ class Found:
     """What was simulated: the results of all policies on one trace.
 
     Attributes:
+        programs: "own" or "ours": whose programs the rivals run.
         interval: between two losses, in words.
         returns: whether workers come back.
-        seed: by which it was drawn who is lost.
+        seed: by which the lost workers were drawn.
         after: policy -> throughput with the plan after each loss, by the failure-free one.
         average: policy -> samples per second, by the failure-free ones.
         checkpoints: policy -> how often it had to go back to a checkpoint.
     """
 
+    programs: str
     interval: str
     returns: bool
     seed: int
@@ -69,18 +78,34 @@ class Found:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2, help="draws of who is lost")
+    parser.add_argument("--seeds", type=int, default=2, help="draws of the workers that are lost")
+    parser.add_argument("--programs", choices=list(_POLICIES), nargs="+", default=list(_POLICIES), help="of the rivals")
     parser.add_argument("--page", type=Path, default=_ROOT / "docs" / "paper.md", help="page with the tables")
-    parser.add_argument("--picture", type=Path, default=_ROOT / "docs" / "pictures" / "paper.svg")
+    parser.add_argument("--pictures", type=Path, default=_ROOT / "docs" / "pictures", help="folder for the pictures")
+    parser.add_argument("--intervals", choices=list(_INTERVALS_S), nargs="+", default=list(_INTERVALS_S))
     given = parser.parse_args()
-    found = [_simulated(interval, seed, returns=returns) for seed in range(given.seeds) for interval, returns in _CASES]
     text = given.page.read_text(encoding="utf-8")
-    for name, lines in (("after", _after_table(found)), ("average", _average_table(found))):
-        text = _replaced(text, name, lines)
+    by_programs = {
+        programs: [
+            _simulated(programs, interval, seed, returns=returns)
+            for seed in range(given.seeds)
+            for interval, returns in _CASES
+            if interval in given.intervals
+        ]
+        for programs in given.programs
+    }
+    for programs, found in by_programs.items():
+        for name, lines in (("after", _after_table(found)), ("average", _average_table(found))):
+            text = _replaced(text, f"{name}, {programs}", lines)
     given.page.write_text(text, encoding="utf-8")
-    draw(
-        given.picture, after=_after(found), ratios=_ratios(found), published=_PUBLISHED, published_loss=_PUBLISHED_LOSS
-    )
+    for programs, found in by_programs.items():
+        draw(
+            given.pictures / f"paper-{programs}.svg",
+            after=_after(found),
+            ratios=_ratios(found),
+            published=_PUBLISHED,
+            published_loss=_PUBLISHED_LOSS,
+        )
     return 0
 
 
@@ -94,12 +119,13 @@ def _trace(interval_s: float, seed: int, *, returns: bool) -> Trace:
     return Trace.from_faults(faults, workers=_WORKERS, duration_s=duration_s, workers_per_host=_PER_HOST)
 
 
-def _simulated(interval: str, seed: int, *, returns: bool) -> Found:
+def _simulated(programs: str, interval: str, seed: int, *, returns: bool) -> Found:
     profile = derived_profile(model_shape(_MODEL), device(_DEVICE), micro_batch_size=1)
     hosts = {worker: f"host{worker // _PER_HOST}" for worker in range(_WORKERS)}
     interval_s = _INTERVALS_S[interval]
-    # The rate is known to all who ask for it, as if it had been seen for long. Going back to a checkpoint, which only
-    # Oobleck has to where none of its templates fit the memory, is charged at most a minute of work and no restart.
+    # The rate is known to all policies that ask for it, as if it had been seen for long. Going back to a checkpoint,
+    # which only Oobleck has to where none of its templates fit the memory, is charged at most a minute of work and no
+    # restart.
     parameters = Parameters(
         worker_mtbf_s=_WORKERS * interval_s,
         prior_failures=10.0,
@@ -108,15 +134,20 @@ def _simulated(interval: str, seed: int, *, returns: bool) -> Found:
         checkpoint_interval_s=60.0,
         checkpoint_write_s=0.0,
     )
-    trace, workload = _trace(interval_s, seed, returns=returns), profile.workload(_MICRO_BATCHES)
-    run = partial(simulate, trace, workload, profile.cluster(hosts), parameters=parameters)
-    results = dict(run(_POLICIES).policies)
-    failure_free = results["chameleon"].failure_free_samples / trace.duration_s
-    for stages in _STAGES:
-        for name, own in run(_POLICIES[1:], start=_equal_pipelines(workload, stages)).policies.items():
-            results[name] = max(results[name], own, key=lambda each: each.goodput)
-    print(f"{interval}, seed {seed}, {'back again' if returns else 'for good'}", file=sys.stderr, flush=True)
+    trace = _trace(interval_s, seed, returns=returns)
+    costs = CostModel(profile.workload(_MICRO_BATCHES), profile.cluster(hosts))
+    run = partial(simulate, trace, costs.workload, costs.cluster, parameters=parameters)
+    chameleon, *rivals = _POLICIES[programs]
+    results = dict(run((chameleon,)).policies)
+    failure_free = results[chameleon].failure_free_samples / trace.duration_s
+    for plan, ceiling in _starts(programs, costs):
+        for name, own in run(rivals, start=plan, ceiling=ceiling).policies.items():
+            results[name] = max(results.get(name, own), own, key=lambda each: each.goodput)
+    print(
+        f"{programs}, {interval}, seed {seed}, {'back again' if returns else 'for good'}", file=sys.stderr, flush=True
+    )
     return Found(
+        programs,
         interval,
         returns,
         seed,
@@ -126,11 +157,22 @@ def _simulated(interval: str, seed: int, *, returns: bool) -> Found:
     )
 
 
-def _equal_pipelines(workload: Workload, stages: int) -> Plan:
-    costs = [layer.forward_s + layer.backward_s for layer in workload.layers]
-    return data_pipeline_plan(
-        layer_costs=costs, dp=_WORKERS // stages, pp=stages, micro_batches=_MICRO_BATCHES, split_backward=True
-    )
+@cache
+def _starts(programs: str, costs: CostModel) -> list[tuple[Plan, Mapping[int, InFlightLimit]]]:
+    """What the rivals begin with, each with what its workers can keep at most."""
+    split = programs == "ours"
+    found = equal_layouts(costs, split_backward=split)
+    if (chosen := oobleck_plan(costs, split_backward=split)) is not None:
+        found.append(chosen.found)
+    fastest = find_plan(costs).best
+    starts: dict[Plan, Mapping[int, InFlightLimit]] = {each.plan: each.ceiling for each in found}
+    if split:
+        starts.setdefault(fastest.plan, fastest.ceiling)
+    else:
+        plan = replace(fastest.plan, split_backward=False)
+        limits = default_limits(plan)
+        starts.setdefault(plan, {w: InFlightLimit(limit.in_flight, limit.in_flight) for w, limit in limits.items()})
+    return list(starts.items())
 
 
 def _after_each(own: PolicyResult, trace: Trace, interval_s: float, failure_free: float) -> list[float]:
@@ -145,11 +187,11 @@ def _at(own: PolicyResult, time_s: float) -> float:
 
 def _after(found: Sequence[Found]) -> dict[str, list[list[float]]]:
     """Policy -> for each number of lost workers the values of all seeds, at the longest interval."""
-    longest = list(_INTERVALS_S)[-1]
+    longest = max((each.interval for each in found), key=_INTERVALS_S.__getitem__)
     chosen = [each for each in found if not each.returns and each.interval == longest]
     return {
         policy: [list(values) for values in zip(*(each.after[policy] for each in chosen), strict=True)]
-        for policy in _POLICIES
+        for policy in found[0].average
     }
 
 
@@ -162,33 +204,34 @@ def _ratios(found: Sequence[Found]) -> dict[tuple[str, bool], dict[str, list[flo
                 for each in found
                 if (each.interval, each.returns) == (interval, returns)
             ]
-            for policy in _POLICIES[1:]
+            for policy in list(found[0].average)[1:]
         }
-        for interval, returns in _CASES
+        for interval, returns in dict.fromkeys((each.interval, each.returns) for each in found)
     }
 
 
 def _after_table(found: Sequence[Found]) -> Iterable[str]:
-    yield "| lost of 32 | live share | " + " | ".join(f"`{policy}`" for policy in _POLICIES) + " |"
-    yield "|" + "---|" * (len(_POLICIES) + 2)
     after = _after(found)
+    yield "| lost of 32 | live share | " + " | ".join(f"`{policy}`" for policy in after) + " |"
+    yield "|" + "---|" * (len(after) + 2)
     for index in range(_LOSSES):
-        cells = [_spread(after[policy][index], "{:.1%}") for policy in _POLICIES]
+        cells = [_spread(after[policy][index], "{:.1%}") for policy in after]
         yield f"| {index + 1} | {1 - (index + 1) / _WORKERS:.1%} | " + " | ".join(cells) + " |"
 
 
 def _average_table(found: Sequence[Found]) -> Iterable[str]:
+    chameleon, *rivals = found[0].average
     yield (
-        "| a loss every | workers | `chameleon`, of failure-free | "
-        + " | ".join(f"by `{policy}`'s" for policy in _POLICIES[1:])
+        f"| a loss every | workers | `{chameleon}`, of failure-free | "
+        + " | ".join(f"by `{policy}`'s" for policy in rivals)
         + " | returns to a checkpoint |"
     )
-    yield "|" + "---|" * (len(_POLICIES) + 3)
+    yield "|" + "---|" * (len(rivals) + 4)
     for (interval, returns), ratios in _ratios(found).items():
         chosen = [each for each in found if (each.interval, each.returns) == (interval, returns)]
-        share = _spread([each.average["chameleon"] for each in chosen], "{:.1%}")
-        cells = [_spread(ratios[policy], "{:.3f}") for policy in _POLICIES[1:]]
-        gone = {policy: sum(each.checkpoints[policy] for each in chosen) for policy in _POLICIES}
+        share = _spread([each.average[chameleon] for each in chosen], "{:.1%}")
+        cells = [_spread(ratios[policy], "{:.3f}") for policy in rivals]
+        gone = {policy: sum(each.checkpoints[policy] for each in chosen) for policy in (chameleon, *rivals)}
         returned = ", ".join(f"{policy} {count}" for policy, count in gone.items() if count) or "none"
         kind = "back after 2.5 intervals" if returns else "lost for good"
         yield f"| {interval} | {kind} | {share} | " + " | ".join(cells) + f" | {returned} |"

@@ -15,6 +15,7 @@ from benchmarks._paper_picture import draw
 POLICIES = ("chameleon", "oobleck", "recycle", "paper")
 FOUND = [
     paper.Found(
+        "ours",
         interval,
         returns,
         seed,

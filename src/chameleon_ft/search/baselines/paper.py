@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search._bounds import Stops
-from chameleon_ft.search._chosen import Room, fastest_of
-from chameleon_ft.search._least_mix import LeastMix
-from chameleon_ft.search.baseline import BaselinePlan
+from chameleon_ft.search.baselines.knapsack import LeastMix
+from chameleon_ft.search.baselines.layouts import (
+    CutPoints,
+    Layout,
+    OneFOneBMemory,
+    ends_of,
+    fastest_layout,
+    memory_of,
+    smallest_memory_bytes,
+)
+from chameleon_ft.search.baselines.result import BaselinePlan
+from chameleon_ft.workload import Workload
 
 __all__ = ["paper_plan"]
 
@@ -35,15 +43,16 @@ def paper_plan(
     Ours: a remainder may be placed on one stage or pipeline as a whole, too. Layers may be unequal: what they need is
     added up, and an operation's overhead is part of its time. No pipeline goes without micro-batches, and what 1F1B
     would not fit by our own count of memory is dropped as well. Where workers are unequal, the smallest memory counts.
-    Of mixes of equal time, two with the fewest and two with the most pipelines are replayed, and the fastest is taken.
-    Workers get stages in the two ways of `find_plan`, programs are by `best_program`, with split backward if asked for.
+    Of mixes of equal time, two with the fewest and two with the most pipelines are replayed. Pipelines are placed host
+    by host in a few ways, and the fastest plan is taken. Programs are 1F1B, or by `best_program` with split backward.
     Depths are bounded by the layers. Neither partitions nor placements are listed one by one: equal depths have equal
     times, so a knapsack finds the best partition, and lower bounds rule out most placements of layers. The time is that
     of trying all.
 
     Args:
-        costs: what is to be computed, and who is left.
-        split_backward: what the chosen plan runs; it does not change the choice, but for memory.
+        costs: what is to be computed, and the live workers.
+        split_backward: whether the plan runs our programs with split backward, and not 1F1B; it does not change the
+            choice.
         current: which layers the live workers hold now, for the bytes to move.
 
     Raises:
@@ -52,7 +61,7 @@ def paper_plan(
     workers, micro_batches = len(costs.cluster.workers), costs.workload.micro_batches
     if not workers:
         raise PlanError("no worker is left to plan for; start at least one")
-    cuts = _EqualCuts(costs, Room(costs, split_backward=split_backward))
+    cuts = _equal_cuts(costs.workload, smallest_memory_bytes(costs.cluster))
     mixes = LeastMix(
         range(1, min(workers, len(costs.workload.layers)) + 1),
         workers=workers,
@@ -60,51 +69,52 @@ def paper_plan(
         time_s=cuts.time_s,
         least_share=lambda depth: micro_batches * depth // workers,
     ).mixes()
-    if not mixes:
-        return None
-    found = fastest_of(
-        "paper",
-        [[(cuts.stops(*each), each[1]) for each in mix.pipelines] for mix in mixes],
-        costs,
-        split_backward=split_backward,
-        current=current,
+    layouts = (
+        Layout(tuple((cuts.cut_points(*each), each[1]) for each in mix.pipelines), False, mix.time_s)
+        for mix in ends_of(mixes)
     )
-    return BaselinePlan(found=found, estimate_s=mixes[0].time_s)
+    return fastest_layout("paper", layouts, costs, split_backward=split_backward, current=current)
+
+
+@lru_cache(maxsize=4)
+def _equal_cuts(workload: Workload, capacity_bytes: int | None) -> _EqualCuts:
+    """Shared by all plans for the workload: a policy asks again after each loss."""
+    return _EqualCuts(workload, memory_of(workload, capacity_bytes, recompute=False))
 
 
 class _EqualCuts:
     """Equal stages, but for the remainder, which is placed so that the paper's estimate is least."""
 
-    def __init__(self, costs: CostModel, room: Room) -> None:
-        layers = costs.workload.layers
+    def __init__(self, workload: Workload, memory: OneFOneBMemory) -> None:
+        layers = workload.layers
         self._num_layers = len(layers)
-        self._overhead_s = costs.workload.operation_overhead_s
-        self._room = room
+        self._overhead_s = workload.operation_overhead_s
+        self._memory = memory
         self._forward = list(accumulate((layer.forward_s for layer in layers), initial=0.0))
         self._backward = list(accumulate((layer.backward_s for layer in layers), initial=0.0))
         self._state = list(accumulate((state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
         self._activations = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
-        self._known: dict[tuple[int, int], tuple[float, Stops]] = {}
+        self._known: dict[tuple[int, int], tuple[float, CutPoints]] = {}
 
     def time_s(self, depth: int, micro_batches: int) -> float:
         """Seconds of the best placement; infinite if none fits."""
         return self._best(depth, micro_batches)[0]
 
-    def stops(self, depth: int, micro_batches: int) -> Stops:
-        """The best placement, by where its stages stop."""
+    def cut_points(self, depth: int, micro_batches: int) -> CutPoints:
+        """The best placement of the layers."""
         return self._best(depth, micro_batches)[1]
 
-    def _best(self, depth: int, micro_batches: int) -> tuple[float, Stops]:
+    def _best(self, depth: int, micro_batches: int) -> tuple[float, CutPoints]:
         key = depth, micro_batches
         if key not in self._known:
             self._known[key] = self._searched(depth, micro_batches)
         return self._known[key]
 
-    def _searched(self, depth: int, micro_batches: int) -> tuple[float, Stops]:
+    def _searched(self, depth: int, micro_batches: int) -> tuple[float, CutPoints]:
         """Depth first through the placements, the most promising stage first, without those that cannot be better."""
         bound_s = self._bounds(depth, micro_batches)
         share, spare = divmod(self._num_layers, depth)
-        best: tuple[float, Stops] = (math.inf, ())
+        best: tuple[float, CutPoints] = (math.inf, ())
 
         @cache
         def least_s(position: int, start: int) -> float:
@@ -119,7 +129,7 @@ class _EqualCuts:
             left = spare - (start - position * share)
             return range(start + share, start + share + left + 1)
 
-        def visit(taken: Stops, start: int, so_far_s: float) -> None:
+        def visit(taken: CutPoints, start: int, so_far_s: float) -> None:
             nonlocal best
             if len(taken) == depth:
                 own_s = self._estimate_s(taken, micro_batches)
@@ -161,11 +171,11 @@ class _EqualCuts:
 
     def _fits(self, start: int, stop: int, to_end: int, micro_batches: int) -> bool:
         """The paper's `stage_bytes` with what unequal layers need added up, and our own count."""
-        if self._room.capacity is None:
+        if self._memory.capacity_bytes is None:
             return True
         state = self._state[stop] - self._state[start]
         reported = state + to_end * (self._activations[stop] - self._activations[start])
-        return reported <= self._room.capacity and self._room.fits(
+        return reported <= self._memory.capacity_bytes and self._memory.fits(
             start, stop, to_end=to_end, micro_batches=micro_batches
         )
 
@@ -173,7 +183,7 @@ class _EqualCuts:
         forward_s = self._overhead_s + self._forward[stop] - self._forward[start]
         return forward_s, self._overhead_s + self._backward[stop] - self._backward[start]
 
-    def _estimate_s(self, stops: Stops, micro_batches: int) -> float:
+    def _estimate_s(self, stops: CutPoints, micro_batches: int) -> float:
         forward_s, backward_s = zip(*(self._stage_s(*pair) for pair in pairwise((0, *stops))), strict=True)
         return _one_f_one_b_s(forward_s, backward_s, micro_batches)
 

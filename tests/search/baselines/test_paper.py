@@ -17,12 +17,10 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import estimate_step
 from chameleon_ft.estimate.paper import pipeline_step_s, stage_bytes
 from chameleon_ft.presets import derive_workload, device, model_shape
-from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search import InfeasibleError, find_plan
-from chameleon_ft.search._memory import StageMemory
-from chameleon_ft.search.baseline import BaselinePlan
-from chameleon_ft.search.paper import paper_plan
+from chameleon_ft.schedule import CostModel, best_program
+from chameleon_ft.search import BaselinePlan, InfeasibleError, find_plan, paper_plan
 from chameleon_ft.workload import LayerCost, Workload
+from tests.search.baselines.one_f_one_b import fits
 from tests.search.instances import instance
 from tests.search.oracle import Exhaustive
 
@@ -80,7 +78,8 @@ def pipeline_least_s(costs: CostModel, depth: int, share: int) -> float:
     for extra in placements(remainder, depth):
         stops = [sum(extra[: stage + 1]) + each * (stage + 1) for stage in range(depth)]
         stages = list(pairwise([0, *stops]))
-        if all(fits(costs, index, *stage, depth, share) for index, stage in enumerate(stages)):
+        reported = all(reported_fits(costs, index, *stage, depth) for index, stage in enumerate(stages))
+        if reported and fits(costs, tuple(stops), share):
             layers = [costs.workload.layers[start:stop] for start, stop in stages]
             overhead_s = costs.workload.operation_overhead_s
             times.append(
@@ -93,7 +92,7 @@ def pipeline_least_s(costs: CostModel, depth: int, share: int) -> float:
     return min(times)
 
 
-def fits(costs: CostModel, stage: int, start: int, stop: int, depth: int, share: int) -> bool:
+def reported_fits(costs: CostModel, stage: int, start: int, stop: int, depth: int) -> bool:
     capacity = costs.cluster.workers[0].memory_bytes
     if capacity is None:
         return True
@@ -108,9 +107,7 @@ def fits(costs: CostModel, stage: int, start: int, stop: int, depth: int, share:
         )
         for layer in layers
     )
-    limit = InFlightLimit(depth - stage, depth - stage)
-    counted = StageMemory(costs.workload, split_backward=False).stage_bytes(start, stop, limit, share)
-    return reported <= capacity and counted <= capacity
+    return reported <= capacity
 
 
 def pipelines_of(result: BaselinePlan) -> dict[tuple[int, ...], int]:

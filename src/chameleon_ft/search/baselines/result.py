@@ -1,4 +1,4 @@
-"""What a published planner chooses."""
+"""The result of a published planner."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class BaselinePlan:
     """The plan that a published planner chooses.
 
     Attributes:
-        found: the plan, with what is predicted of it here.
-        estimate_s: seconds by the planner's own estimate, which is what it was chosen by.
+        found: the plan, with this package's own prediction of it.
+        estimate_s: seconds of a step by the planner's own estimate, which the plan was chosen by.
     """
 
     found: FoundPlan

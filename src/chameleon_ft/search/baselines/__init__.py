@@ -1,0 +1,18 @@
+"""Published planners, to compare our search with: they share no code with it but what schedules and replays plans."""
+
+from __future__ import annotations
+
+from chameleon_ft.search.baselines.oobleck import oobleck_plan
+from chameleon_ft.search.baselines.paper import paper_plan
+from chameleon_ft.search.baselines.result import BaselinePlan
+from chameleon_ft.search.baselines.starts import equal_layouts
+from chameleon_ft.search.baselines.templates import PipelineTemplate, pipeline_templates
+
+__all__ = [
+    "BaselinePlan",
+    "PipelineTemplate",
+    "equal_layouts",
+    "oobleck_plan",
+    "paper_plan",
+    "pipeline_templates",
+]

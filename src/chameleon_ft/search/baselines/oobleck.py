@@ -1,0 +1,187 @@
+"""The planner of Oobleck (Jang et al., SOSP 2023, arXiv 2309.08125), to be compared with `find_plan`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+from chameleon_ft.cluster import Link
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Placement
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.search.baselines.knapsack import LeastMix, Mix, shared_out
+from chameleon_ft.search.baselines.layouts import Layout, ends_of, fastest_layout, memory_of, smallest_memory_bytes
+from chameleon_ft.search.baselines.result import BaselinePlan
+from chameleon_ft.search.baselines.templates import PipelineTemplate, pipeline_templates
+from chameleon_ft.workload import Workload
+
+__all__ = ["oobleck_plan", "reconfigured_depths"]
+
+
+def oobleck_plan(
+    costs: CostModel,
+    *,
+    fault_tolerance: int = 0,
+    split_backward: bool = False,
+    live_nodes: Sequence[int] | None = None,
+    current: Placement | None = None,
+) -> BaselinePlan | None:
+    """The pipelines that Oobleck makes of all workers of the cluster; None if none fit or none use up the workers.
+
+    Oobleck's, by section of its paper: templates for n_0, n_0 + 1, ... N - f n_0 nodes, n_0 the fewest that hold the
+    model (4.1.1); the stages of each so that T1 + T2 + T3 is least for N_b = 4 S (4.1.2); of all combinations of at
+    least f + 1 templates that use up the nodes the one of highest throughput (4.2.1); and shares of the micro-batches
+    that make all pipelines end at the same time (4.2.2).
+
+    Read from the released code (github.com/SymbioticLab/Oobleck; branch `develop` is that of the paper,
+    `colossalai-backend` a later one):
+
+    - T2 = (N_b - S + k* - 1) t_k* with N_b = 4 S is `PipelineExecutionResult::new` of `rust/execution_result.rs` in
+      `colossalai-backend`; `DCExecutionResult` of `oobleck/csrc/planning/execution_result.h` in `develop` has
+      (2 S + k* + 1) t_k*. Neither adds an all-reduce between nodes to the time of a template; `develop` adds the one
+      inside a node of several GPUs to each stage.
+    - The all-reduce between nodes is added to the time of a combination, for the first layer only and by the number of
+      pipelines: `HeterogeneousPipelinesExecutionPlan.iteration_time` of `oobleck/planning/instantiator.py` in
+      `develop`. Later layers are taken to be hidden behind the backward. Here it takes the ring formula of
+      `Link.ring_all_reduce_s` on the link between hosts, or inside the host if there is only one.
+    - `_distribute_batch` (`develop`) makes the variance of B_i T_i / S_i least over templates; `distribute_batch` of
+      `oobleck/engine/pipeline_instantiator.py` (`colossalai-backend`) makes the largest of them least. Both give all
+      pipelines of a template the same share. Here the slowest pipeline ends earliest by T1 + T2 + T3 with B_i for N_b,
+      which is proportional to the same where B_i = 4 S, and each pipeline has its own share.
+    - Activations are recomputed in all layers but embedding and loss, always: `is_checkpointable` and
+      `checkpoint_wrapper` in `oobleck/execution/layer.py` (`develop`). `colossalai-backend` leaves it to the model. So
+      both are tried, each with templates of its own, and the faster plan counts.
+    - Programs are 1F1B with fused backward: `OobleckPipelineSchedule` of `oobleck/execution/pipeline.py` extends
+      DeepSpeed's `TrainSchedule`. Gradients are reduced after the last backward (`_train_step` of
+      `oobleck/execution/engine.py`); here they are reduced as early as they are made.
+    - The code knows no f: templates go from n_0 to N nodes, and n_0 only counts total memory. Here every stage has to
+      fit under 1F1B, and cuts that do not are left out.
+
+    Ours, or simplified: a worker is a node of one accelerator, and so a stage. Stages are cut so that the estimate is
+    least of all cuts, where dividing and conquering keeps one cut for each part. Where workers are unequal, the
+    smallest memory counts and their speeds do not. An operation's overhead is part of its time, messages are free. No
+    pipeline goes without micro-batches. Combinations are not listed one by one: a knapsack finds the best. Of mixes of
+    equal time, two with the fewest and two with the most pipelines are replayed. Pipelines are placed host by host in
+    a few ways, and the fastest plan is taken.
+
+    Args:
+        costs: what is to be computed, and the live workers.
+        fault_tolerance: f, losses that leave a copy of every layer; there are at least f + 1 pipelines.
+        split_backward: whether the plan runs our programs with split backward (`best_program`) and not 1F1B, Oobleck's
+            own. It does not change the choice of templates.
+        live_nodes: of each pipeline that was running, the nodes that are left; None to choose the best combination. The
+            released code chooses a combination only once. After a loss it keeps the pipelines and replaces the
+            templates of those that have lost nodes (see `reconfigured_depths`), then shares micro-batches anew.
+        current: which layers the live workers hold now, for the bytes to move.
+
+    Raises:
+        PlanError: no worker is left.
+        ConfigError: negative `fault_tolerance`.
+    """
+    if not costs.cluster.workers:
+        raise PlanError("no worker is left to plan for; start at least one")
+    layouts = (
+        layout
+        for recompute in (True, False)
+        for layout in _layouts(costs, fault_tolerance=fault_tolerance, live_nodes=live_nodes, recompute=recompute)
+    )
+    return fastest_layout("oobleck", layouts, costs, split_backward=split_backward, current=current)
+
+
+def reconfigured_depths(depths: Sequence[int], fewest: int) -> list[int]:
+    """Nodes of each pipeline after losses, as Oobleck reconfigures them; empty if the nodes are too few for one.
+
+    A pipeline that has lost nodes takes the template of its new size. One with fewer than `fewest` nodes (n_0) borrows
+    from the largest pipeline, and if none can spare any, it is merged with the next smallest: `on_reconfigure` and
+    `_merge_pipelines` of `oobleck/execution/engine.py` in branch `develop`.
+
+    Args:
+        depths: live nodes of each pipeline, zero included.
+        fewest: nodes of the smallest template.
+    """
+    left = sorted(depth for depth in depths if depth)
+    while left and left[0] < fewest:
+        if left[-1] > fewest:
+            left[-1] -= 1
+            left[0] += 1
+        elif len(left) > 1:
+            left[:2] = [left[0] + left[1]]
+        else:
+            return []
+        left.sort()
+    return left
+
+
+def _layouts(
+    costs: CostModel, *, fault_tolerance: int, live_nodes: Sequence[int] | None, recompute: bool
+) -> Iterator[Layout]:
+    """What is best by Oobleck's estimate, with or without recomputation."""
+    templates = pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute)
+    cluster = costs.cluster
+    estimate = _Estimate(
+        costs.workload,
+        smallest_memory_bytes(cluster),
+        cluster.inter_host if len(cluster.host_sizes) > 1 else cluster.intra_host,
+        tuple(templates.items()),
+        recompute,
+    )
+    if live_nodes is None:
+        mixes = _best_mixes(estimate, workers=len(cluster.workers), least_pipelines=fault_tolerance + 1)
+    else:
+        mixes = estimate.given(reconfigured_depths(live_nodes, min(templates, default=0)))
+    for mix in ends_of(mixes):
+        pipelines = tuple((templates[nodes].cut_points, share) for nodes, share in mix.pipelines)
+        yield Layout(pipelines, recompute, mix.time_s)
+
+
+@lru_cache(maxsize=64)
+def _best_mixes(estimate: _Estimate, *, workers: int, least_pipelines: int) -> list[Mix]:
+    """Shared by decisions on as many workers: which of them are lost makes no difference."""
+    return LeastMix(
+        [nodes for nodes, _ in estimate.templates],
+        workers=workers,
+        micro_batches=estimate.workload.micro_batches,
+        time_s=estimate.time_s(),
+        least_share=lambda _: 1,
+        least_pipelines=least_pipelines,
+        sync_s=estimate.sync_s,
+    ).mixes()
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    """Oobleck's estimate of a combination: its slowest pipeline, and the all-reduce of the first layer."""
+
+    workload: Workload
+    capacity_bytes: int | None
+    link: Link
+    templates: tuple[tuple[int, PipelineTemplate], ...]
+    recompute: bool
+
+    def time_s(self) -> Callable[[int, int], float]:
+        """Seconds of a template by its nodes and micro-batches; infinite if it does not fit the memory."""
+        templates = dict(self.templates)
+        memory = memory_of(self.workload, self.capacity_bytes, recompute=self.recompute)
+
+        @cache
+        def time_s(nodes: int, share: int) -> float:
+            template = templates[nodes]
+            return template.iteration_s(share) if memory.fits_all(template.cut_points, share) else math.inf
+
+        return time_s
+
+    def sync_s(self, pipelines: int) -> float:
+        """Seconds of the all-reduce between so many pipelines."""
+        return self.link.ring_all_reduce_s(self.workload.layers[0].gradient_bytes, pipelines)
+
+    def given(self, depths: Sequence[int]) -> list[Mix]:
+        """The mix of these depths, if there are templates, micro-batches and memory for it."""
+        micro_batches, time_s = self.workload.micro_batches, self.time_s()
+        if not depths or not dict(self.templates).keys() >= set(depths) or len(depths) > micro_batches:
+            return []
+        shares = shared_out(depths, micro_batches, time_s)
+        slowest_s = max(map(time_s, depths, shares))
+        mix = Mix(tuple(zip(depths, shares, strict=True)), slowest_s + self.sync_s(len(depths)))
+        return [mix] if slowest_s < math.inf else []

@@ -1,0 +1,44 @@
+"""What pipelines hold under 1F1B, by going through the orders as they are defined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from chameleon_ft.estimate import program_memory
+from chameleon_ft.plan import LayerRange, PipelineLayout, Route, pipelines_plan
+from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
+
+
+def one_f_one_b(
+    route: Route, hop: int, in_flight: int, micro_batches: int, recompute: Mapping[int, LayerRange] | None = None
+) -> tuple[Operation, ...]:
+    """What a worker runs that has as many micro-batches in flight as it may, as soon and as long as it can."""
+    routes = [Route(number, route.hops) for number in range(micro_batches)]
+    order: list[Operation] = []
+    ahead = min(in_flight, micro_batches)
+    for number in range(ahead):
+        order.append(Operation.of(OperationKind.FORWARD, routes[number], hop, recompute or {}))
+    for number in range(micro_batches):
+        order.append(Operation.of(OperationKind.BACKWARD, routes[number], hop, recompute or {}))
+        if ahead + number < micro_batches:
+            order.append(Operation.of(OperationKind.FORWARD, routes[ahead + number], hop, recompute or {}))
+    return tuple(order)
+
+
+def peak_bytes(costs: CostModel, cut_points: tuple[int, ...], micro_batches: int, *, recompute: bool = False) -> int:
+    """Of the worker that needs most."""
+    depth = len(cut_points)
+    pipeline = PipelineLayout(cut_points, tuple(range(depth)), micro_batches)
+    plan = pipelines_plan([pipeline], recompute=recompute)
+    orders = {
+        stage: one_f_one_b(plan.routes[0], stage, depth - stage, micro_batches, plan.recompute)
+        for stage in range(depth)
+    }
+    memory = program_memory(Program(orders), plan.placement, costs.workload)
+    return max(own.peak_bytes for own in memory.values())
+
+
+def fits(costs: CostModel, cut_points: tuple[int, ...], micro_batches: int, *, recompute: bool = False) -> bool:
+    """Whether every worker has room for its stage; the workers are alike."""
+    capacity = costs.cluster.workers[0].memory_bytes
+    return capacity is None or peak_bytes(costs, cut_points, micro_batches, recompute=recompute) <= capacity

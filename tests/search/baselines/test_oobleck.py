@@ -1,0 +1,275 @@
+"""Oobleck's templates and combinations against a plain enumeration, and its plans against ours."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chameleon_ft.cluster import Cluster, Link, Worker
+from chameleon_ft.errors import ConfigError, PlanError
+from chameleon_ft.estimate import estimate_step
+from chameleon_ft.schedule import CostModel, InFlightLimit, best_program, default_limits
+from chameleon_ft.search import InfeasibleError, find_plan, oobleck_plan
+from chameleon_ft.search.baselines import PipelineTemplate, pipeline_templates
+from chameleon_ft.search.baselines.oobleck import reconfigured_depths
+from chameleon_ft.workload import LayerCost, Workload
+from tests.search.baselines.one_f_one_b import fits
+from tests.search.baselines.test_paper import partitions, pipelines_of, placements, small
+from tests.search.instances import with_gradients
+from tests.search.oracle import Exhaustive
+
+FREE = Link(0.0, math.inf)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def iteration_s(costs: CostModel, cut_points: tuple[int, ...], micro_batches: int, *, recompute: bool = False) -> float:
+    """T1 + T2 + T3 as they are printed, stages numbered from 0."""
+    workload = costs.workload
+    stages = list(pairwise((0, *cut_points)))
+    times_s = [
+        2 * workload.operation_overhead_s + sum(map(partial(layer_s, workload, recompute=recompute), range(*stage)))
+        for stage in stages
+    ]
+    slowest = next(index for index, own_s in enumerate(times_s) if own_s == pytest.approx(max(times_s), rel=1e-9))
+    return sum(times_s) + (micro_batches - len(stages) + slowest - 1) * max(times_s) + sum(times_s[slowest:])
+
+
+def layer_s(workload: Workload, number: int, *, recompute: bool) -> float:
+    """Forward and backward, and the forward once more in layers that recompute: not the first and the last."""
+    layer = workload.layers[number]
+    again_s = layer.forward_s if recompute and 0 < number < len(workload.layers) - 1 else 0.0
+    return layer.forward_s + layer.backward_s + again_s
+
+
+def sync_s(costs: CostModel, pipelines: int) -> float:
+    """A ring of all pipelines, on the link between hosts if there are several."""
+    link = costs.cluster.inter_host if len(set(costs.cluster.hosts.values())) > 1 else costs.cluster.intra_host
+    num_bytes = costs.workload.layers[0].gradient_bytes
+    return 2 * (pipelines - 1) * (link.latency_s + num_bytes / pipelines / link.bytes_per_s) if num_bytes else 0.0
+
+
+def template_least_s(costs: CostModel, nodes: int, *, recompute: bool) -> float:
+    """Over all cuts that fit, for four micro-batches to a stage."""
+    layers = len(costs.workload.layers)
+    cuts = ((*inner, layers) for inner in combinations(range(1, layers), nodes - 1))
+    share = min(4 * nodes, costs.workload.micro_batches)
+    fitting = (cut for cut in cuts if fits(costs, cut, share, recompute=recompute))
+    return min((iteration_s(costs, cut, 4 * nodes, recompute=recompute) for cut in fitting), default=math.inf)
+
+
+def mixes(costs: CostModel, nodes: list[int], pipelines: int) -> Iterator[list[tuple[int, int]]]:
+    """All combinations of templates for so many nodes that use up the workers, with all shares."""
+    workers, micro_batches = len(costs.cluster.workers), costs.workload.micro_batches
+    for chosen in partitions(workers, workers):
+        if pipelines <= len(chosen) <= micro_batches and set(chosen) <= set(nodes):
+            for extra in placements(micro_batches - len(chosen), len(chosen)):
+                yield [(depth, 1 + more) for depth, more in zip(chosen, extra, strict=True)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds, fault_tolerance=st.integers(0, 1), recompute=st.booleans())
+def test_templates_are_the_best_of_all_cuts(seed: int, fault_tolerance: int, recompute: bool) -> None:
+    costs = small(seed, workers=8, layers=7, micro_batches=20)
+    templates = pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute)
+    workers, layers = len(costs.cluster.workers), len(costs.workload.layers)
+    least = {nodes: template_least_s(costs, nodes, recompute=recompute) for nodes in range(1, min(workers, layers) + 1)}
+    possible = [nodes for nodes, least_s in least.items() if least_s < math.inf]
+    fewest = min(possible, default=0)
+    assert list(templates) == [
+        nodes for nodes in possible if nodes == fewest or nodes <= workers - fault_tolerance * fewest
+    ]
+    for nodes, template in templates.items():
+        assert template.nodes == nodes
+        assert template.cut_points[-1] == layers
+        assert all(start < stop for start, stop in pairwise((0, *template.cut_points)))
+        assert template.iteration_s(4 * nodes) == pytest.approx(least[nodes], rel=1e-9)
+        assert iteration_s(costs, template.cut_points, 7, recompute=recompute) == pytest.approx(
+            template.iteration_s(7), rel=1e-9
+        )
+
+
+def test_the_estimate_of_equal_stages_is_that_of_equal_pipelines() -> None:
+    layer = LayerCost("layer", 1.0, 1.0, 1.0)
+    cluster = Cluster(tuple(Worker(number, "host") for number in range(4)), FREE, FREE)
+    template = pipeline_templates(CostModel(Workload((layer,) * 4, 16, 1), cluster))[4]
+    assert template == PipelineTemplate(cut_points=(1, 2, 3, 4), slowest=0, slowest_s=3.0, pass_s=12.0, tail_s=12.0)
+    assert template.iteration_s(16) == (16 + 4 - 1) * 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds, fault_tolerance=st.integers(0, 1), hosts=st.integers(1, 3), slow=st.booleans())
+def test_the_combination_is_the_best_of_all(seed: int, fault_tolerance: int, hosts: int, slow: bool) -> None:
+    """With gradients to reduce and, on slow links, so many of them that fewer pipelines are better."""
+    costs = with_gradients(small(seed, workers=8, layers=5, micro_batches=9), random.Random(seed))
+    workers = tuple(replace(worker, host=f"host {worker.id % hosts}") for worker in costs.cluster.workers)
+    costs = CostModel(costs.workload, Cluster(workers, Link(0.01, 40.0), Link(0.5, 20.0) if slow else FREE))
+    chosen = oobleck_plan(costs, fault_tolerance=fault_tolerance)
+
+    least_s = {
+        recompute: min(
+            (
+                max(template_s(costs, template, share, recompute=recompute) for template, share in mix)
+                + sync_s(costs, len(mix))
+                for mix in all_mixes(costs, fault_tolerance, recompute=recompute)
+            ),
+            default=math.inf,
+        )
+        for recompute in (False, True)
+    }
+    if chosen is None:
+        assert min(least_s.values()) == math.inf
+        return
+    plan = chosen.found.plan
+    recompute = bool(plan.recompute)
+    assert chosen.estimate_s == pytest.approx(least_s[recompute], rel=1e-9)
+    templates = pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute)
+    pipelines = pipelines_of(chosen)
+    assert len(pipelines) > fault_tolerance
+    slowest_s = max(
+        template_s(costs, templates[len(own)], share, recompute=recompute) for own, share in pipelines.items()
+    )
+    assert slowest_s + sync_s(costs, len(pipelines)) == pytest.approx(least_s[recompute], rel=1e-9)
+    for own in pipelines:
+        ranges = [plan.placement.ranges_of(worker)[0] for worker in own]
+        assert tuple(each.stop for each in ranges) == templates[len(own)].cut_points
+
+
+def template_s(costs: CostModel, template: PipelineTemplate, share: int, *, recompute: bool) -> float:
+    own_fits = fits(costs, template.cut_points, share, recompute=recompute)
+    return template.iteration_s(share) if own_fits else math.inf
+
+
+def all_mixes(
+    costs: CostModel, fault_tolerance: int, *, recompute: bool
+) -> Iterator[list[tuple[PipelineTemplate, int]]]:
+    templates = pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute)
+    for mix in mixes(costs, list(templates), fault_tolerance + 1):
+        yield [(templates[nodes], share) for nodes, share in mix]
+
+
+def test_fewer_pipelines_are_chosen_where_gradient_sync_is_dear() -> None:
+    # Two pipelines of two stages take 17 s, and one of four 20 s.
+    layers = (LayerCost("layer", 0.5, 0.25, 0.25, gradient_bytes=10),) * 4
+    for bandwidth, pipelines in ((math.inf, 4), (1.0, 1)):
+        workers = tuple(Worker(number, f"host {number}") for number in range(4))
+        costs = CostModel(Workload(layers, 16, 1), Cluster(workers, FREE, Link(0.0, bandwidth)))
+        chosen = oobleck_plan(costs)
+        assert chosen is not None
+        assert len(pipelines_of(chosen)) == pipelines
+
+
+def test_it_recomputes_where_nothing_else_fits_and_not_where_that_is_slower() -> None:
+    layers = (LayerCost("layer", 1.0, 1.0, 1.0, param_bytes=4, activation_bytes=10, output_bytes=1),) * 4
+    for capacity, recomputes in ((200, False), (45, True)):
+        workers = tuple(Worker(number, "host", memory_bytes=capacity) for number in range(2))
+        chosen = oobleck_plan(CostModel(Workload(layers, 8, 1), Cluster(workers, FREE, FREE)))
+        assert chosen is not None
+        assert bool(chosen.found.plan.recompute) is recomputes
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds)
+def test_fused_programs_keep_no_more_than_one_f_one_b(seed: int) -> None:
+    costs = small(seed, workers=8, layers=6, micro_batches=20)
+    chosen = oobleck_plan(costs)
+    if chosen is not None:
+        plan = chosen.found.plan
+        assert not plan.split_backward
+        for worker, limit in default_limits(plan).items():
+            assert chosen.found.ceiling[worker] == InFlightLimit(limit.in_flight, limit.in_flight)
+
+
+@pytest.mark.parametrize(
+    ("live", "fewest", "expected"),
+    [
+        ([4, 4, 3], 2, [3, 4, 4]),  # takes the template of its new size
+        ([4, 4, 0], 2, [4, 4]),
+        ([4, 4, 1], 2, [2, 3, 4]),  # borrows from the largest
+        ([2, 2, 1], 2, [2, 3]),  # no other has a node to spare: merged
+        ([1, 1, 1], 2, [3]),
+        ([1], 2, []),
+        ([], 2, []),
+    ],
+)
+def test_pipelines_are_reconfigured_as_by_the_released_code(live: list[int], fewest: int, expected: list[int]) -> None:
+    assert reconfigured_depths(live, fewest) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, data=st.data())
+def test_reconfigured_pipelines_are_templates_of_their_new_sizes(seed: int, data: st.DataObject) -> None:
+    costs = small(seed, workers=9, layers=6, micro_batches=20)
+    workers = len(costs.cluster.workers)
+    live = data.draw(st.sampled_from(list(partitions(workers, workers))))
+    chosen = oobleck_plan(costs, live_nodes=live)
+    if chosen is None:
+        return
+    templates = pipeline_templates(costs, recompute=bool(chosen.found.plan.recompute))
+    pipelines = pipelines_of(chosen)
+    assert sorted(map(len, pipelines)) == reconfigured_depths(live, min(templates))
+    for own in pipelines:
+        ranges = [chosen.found.plan.placement.ranges_of(worker)[0] for worker in own]
+        assert tuple(each.stop for each in ranges) == templates[len(own)].cut_points
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, split=st.booleans())
+def test_its_plan_is_whole_and_fits(seed: int, split: bool) -> None:
+    costs = small(seed, workers=9, layers=6, micro_batches=20)
+    chosen = oobleck_plan(costs, split_backward=split)
+    if chosen is None:
+        return
+    plan = chosen.found.plan
+    assert chosen.found.name == "oobleck"
+    assert plan.split_backward is split
+    assert plan.workers == tuple(worker.id for worker in costs.cluster.workers)
+    assert plan.micro_batches == costs.workload.micro_batches
+    estimate = estimate_step(plan, best_program(plan, costs, ceiling=chosen.found.ceiling).program, costs)
+    assert not estimate.over_capacity(costs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, split=st.booleans(), kinds=st.integers(1, 2))
+def test_it_is_never_faster_than_the_fastest_pipelines(seed: int, split: bool, kinds: int) -> None:
+    costs = small(seed, workers=5, layers=4, micro_batches=5, kinds=kinds)
+    chosen = oobleck_plan(costs, split_backward=split)
+    if chosen is not None:
+        assert chosen.found.step_s >= Exhaustive(costs).least_of_kind_s(split) * (1 - 1e-9)
+
+
+def test_find_plan_is_never_slower() -> None:
+    compared = 0
+    for seed in range(40):
+        costs = small(seed, workers=8, layers=5, micro_batches=12)
+        chosen = [
+            oobleck_plan(costs, fault_tolerance=losses, split_backward=split)
+            for losses in (0, 1)
+            for split in (False, True)
+        ]
+        try:
+            found = find_plan(costs, effort=None)
+        except InfeasibleError:
+            assert chosen == [None] * 4
+            continue
+        assert found.complete
+        for each in chosen:
+            if each is not None:
+                compared += 1
+                assert found.best.step_s <= each.found.step_s * (1 + 1e-9)
+    assert compared > 60
+
+
+def test_bad_input() -> None:
+    workload = Workload((LayerCost("layer", 1.0, 1.0, 1.0),), 2, 1)
+    with pytest.raises(PlanError, match="no worker is left"):
+        oobleck_plan(CostModel(workload, Cluster((), FREE, FREE)))
+    with pytest.raises(ConfigError, match="fault_tolerance must be zero or more"):
+        oobleck_plan(CostModel(workload, Cluster((Worker(0, "host"),), FREE, FREE)), fault_tolerance=-1)
