@@ -58,7 +58,7 @@ def instance(
 
 
 def with_gradients(costs: CostModel, rng: random.Random) -> CostModel:
-    """The same with something to reduce, most of it in no matter which layers; the first and last may share some."""
+    """Give the layers of `costs` random gradients; the first and the last layer may share parameters."""
     layers = tuple(
         dataclasses.replace(layer, gradient_bytes=rng.choice([0, 1, 10, 90])) for layer in costs.workload.layers
     )

@@ -1,9 +1,9 @@
-"""The least step time over all pipelines side by side, by trying everything: every order of kinds of workers in a
-pipeline, every cut, every share, with and without recomputation, fused and split backward, every way to use up the
-workers.
+"""The least step time over all pipelines side by side, by trying everything: every order of classes of workers in a
+pipeline, every cut, every share, every number of recomputed layers of each stage, fused and split backward, every way
+to use up the workers.
 
-Shares with the search only what times a given pipeline (`best_program`) and, for split backward and recomputation, what
-a stage holds.
+Shares with the search only what times a given pipeline (`pipeline_schedule`), and how much a stage may keep under a
+given recomputation (`Stages.limits`), which has tests of its own.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, pairwise, permutations, product
 
 from chameleon_ft.cluster import Worker
-from chameleon_ft.estimate import program_memory
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.schedule import CostModel, InFlightLimit, Operation, OperationKind, Program, best_program
-from chameleon_ft.search._memory import StageMemory
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import WorkerClass
 
 Kind = tuple[float, int | None]
 
@@ -34,20 +35,6 @@ def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield (*inner, layers)
 
 
-def one_f_one_b(route: Route, hop: int, in_flight: int, micro_batches: int) -> tuple[Operation, ...]:
-    """What a worker runs that has as many micro-batches in flight as it may, as soon and as long as it can."""
-    routes = [Route(number, route.hops) for number in range(micro_batches)]
-    order: list[Operation] = []
-    ahead = min(in_flight, micro_batches)
-    for number in range(ahead):
-        order.append(Operation.of(OperationKind.FORWARD, routes[number], hop))
-    for number in range(micro_batches):
-        order.append(Operation.of(OperationKind.BACKWARD, routes[number], hop))
-        if ahead + number < micro_batches:
-            order.append(Operation.of(OperationKind.FORWARD, routes[ahead + number], hop))
-    return tuple(order)
-
-
 @dataclass(frozen=True)
 class Exhaustive:
     """Everything that can be done with the workers of `costs`."""
@@ -59,7 +46,7 @@ class Exhaustive:
         return min(self.least_of_kind_s(split) for split in (False, True))
 
     def least_of_kind_s(self, split: bool) -> float:
-        """The same with only one of them."""
+        """Seconds of the fastest plan with one of them."""
         workload = self.costs.workload
         by_kind: dict[Kind, list[int]] = {}
         for worker in self.costs.cluster.workers:
@@ -72,9 +59,7 @@ class Exhaustive:
             size = tuple(sum(worker in by_kind[kind] for worker in workers) for kind in kinds)
             for stops in cuts(len(workload.layers), len(workers)):
                 for share in range(1, workload.micro_batches + 1):
-                    time_s = min(
-                        self.pipeline_s(workers, stops, share, split, recompute) for recompute in self._recompute()
-                    )
+                    time_s = min(self.pipelines_s(workers, stops, share, split), default=math.inf)
                     times[size, share] = min(time_s, times.get((size, share), math.inf))
         sizes = sorted({size for size, _ in times})
 
@@ -95,57 +80,29 @@ class Exhaustive:
 
         return least(counts, workload.micro_batches)
 
-    def _recompute(self) -> tuple[bool, ...]:
-        """Whether it may be worth it."""
-        limited = any(worker.memory_bytes is not None for worker in self.costs.cluster.workers)
-        return (False, True) if limited else (False,)
-
-    def pipeline_s(
-        self, workers: Sequence[int], stops: tuple[int, ...], share: int, split: bool, recompute: bool = False
-    ) -> float:
-        """Seconds of one pipeline; infinite if a stage cannot keep what 1F1B has in flight there."""
+    def pipelines_s(self, workers: Sequence[int], stops: tuple[int, ...], share: int, split: bool) -> Iterator[float]:
+        """Seconds of one pipeline with every recomputation that fits."""
         hops = tuple(Hop(w, LayerRange(*cut)) for w, cut in zip(workers, pairwise((0, *stops)), strict=True))
-        ceiling: dict[int, InFlightLimit] = {}
-        for position, hop in enumerate(hops):
-            limit = self._limit(hops, position, share, split, recompute)
-            if limit is None:
-                return math.inf
-            ceiling[hop.worker] = limit
-        plan = Plan(
-            Placement(stops[-1], {hop.worker: (hop.layers,) for hop in hops}),
-            tuple(Route(number, hops) for number in range(share)),
-            split,
-            frozenset(workers) if recompute else frozenset(),
-        )
-        return best_program(plan, self.costs, ceiling=ceiling).step_s
-
-    def _limit(
-        self, hops: tuple[Hop, ...], position: int, share: int, split: bool, recompute: bool
-    ) -> InFlightLimit | None:
-        """The most that the memory of a stage allows, up to a pipeline's depth more than 1F1B needs."""
-        depth = len(hops)
-        own = depth - position
-        wishes = [InFlightLimit(own + extra, (depth if split else own) + extra) for extra in range(depth, -1, -1)]
-        if split:
-            wishes += [InFlightLimit(own, kept) for kept in range(depth - 1, own - 1, -1)]
-        capacity = self.costs.cluster.worker(hops[position].worker).memory_bytes
-        for wish in wishes:
-            if capacity is None or self._held_bytes(hops, position, wish, share, split, recompute) <= capacity:
-                return wish
-        return None
-
-    def _held_bytes(
-        self, hops: tuple[Hop, ...], position: int, limit: InFlightLimit, share: int, split: bool, recompute: bool
-    ) -> int:
-        hop = hops[position]
-        if split or recompute:
-            workload = self.costs.workload.recomputed() if recompute else self.costs.workload
-            memory = StageMemory(workload, split_backward=split)
-            return memory.stage_bytes(hop.layers.start, hop.layers.stop, limit, share)
-        order = one_f_one_b(Route(0, hops), position, limit.in_flight, share)
-        placement = Placement(len(self.costs.workload.layers), {each.worker: (each.layers,) for each in hops})
-        program = Program({hop.worker: order})
-        return program_memory(program, placement, self.costs.workload)[hop.worker].peak_bytes
+        classes = [WorkerClass(*kind_of(self.costs.cluster.worker(worker))) for worker in workers]
+        stages = Stages(self.costs, classes, split_backward=split)
+        shape = tuple(range(len(workers)))
+        for options in product(*stages.options_of(shape, stops)):
+            limits = stages.limits(shape, stops, options, share)
+            if limits is None:
+                continue
+            recompute = {
+                hop.worker: LayerRange(hop.layers.start, hop.layers.start + count)
+                for hop, count in zip(hops, stages.recomputed_layers(options), strict=True)
+                if count
+            }
+            plan = Plan(
+                Placement(stops[-1], {hop.worker: (hop.layers,) for hop in hops}),
+                tuple(Route(number, hops) for number in range(share)),
+                split,
+                FrozenMap(recompute),
+            )
+            ceiling = dict(zip(workers, map(InFlightLimit, *limits.tolist()), strict=True))
+            yield best_program(plan, self.costs, ceiling=ceiling).step_s
 
     @staticmethod
     def _pipelines(members: Sequence[Sequence[int]], deepest: int) -> Iterator[tuple[int, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, best_program, check_program, list_schedule, replay
 from chameleon_ft.search.detours import reroute
 from chameleon_ft.workload import LayerCost, Workload
-from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable
+from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, recomputing, survivable
 
 any_planned = st.one_of(planned(), pipelined())
 
@@ -81,12 +80,12 @@ def test_workers_that_are_on_no_route_change_nothing_but_the_placement() -> None
 
 
 @pytest.mark.parametrize("lost", [(), (0,), (0, 3)])
-def test_who_recomputes_goes_on_doing_so(lost: tuple[int, ...]) -> None:
-    plan = dataclasses.replace(pipelines(Shape(dp=3, pp=2, share=2)), recompute=frozenset({0, 1, 4}))
+def test_workers_that_are_left_recompute_as_before(lost: tuple[int, ...]) -> None:
+    plan = recomputing(pipelines(Shape(dp=3, pp=2, share=2)), {0, 1, 4})
 
     left = reroute(plan, lost, equal_costs(layers=2, micro_batches=6, workers=6))
 
-    assert left.recompute == {0, 1, 4}.difference(lost)
+    assert left.recompute == {worker: own for worker, own in plan.recompute.items() if worker not in lost}
 
 
 def test_a_hop_is_cut_where_its_holders_change_and_joined_where_they_do_not() -> None:

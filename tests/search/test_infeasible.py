@@ -45,6 +45,30 @@ def test_the_bytes_it_asks_for_are_enough_and_fewer_are_not(workers: int, memory
     refused(costs(workers, memory + error.missing_bytes - 1))
 
 
+@pytest.mark.parametrize("micro_batches", [2, 4, 9])
+def test_the_bytes_it_asks_for_hold_the_messages_of_all_micro_batches(micro_batches: int) -> None:
+    layers = tuple(dataclasses.replace(layer, output_bytes=7) for layer in LAYERS)
+
+    def with_memory(memory: int) -> CostModel:
+        model = costs(3, memory, layers)
+        return CostModel(dataclasses.replace(model.workload, micro_batches=micro_batches), model.cluster)
+
+    error = refused(with_memory(250))
+    find_plan(with_memory(250 + error.missing_bytes))
+    # Where it says that there is room, there is.
+    for memory in range(300, 250 + error.missing_bytes, 3):
+        assert refused(with_memory(memory)).missing_bytes > 0
+
+
+def test_memory_is_kept_apart_where_speeds_are_many() -> None:
+    # The large worker holds the model alone. It is not taken to be as small as others with about its speed.
+    workers = tuple(
+        Worker(number, "host", 1.0 + 0.01 * (number % 4), 900 if number == 5 else 50 + number) for number in range(12)
+    )
+    model = CostModel(Workload(LAYERS, 4, 1), Cluster(workers, LINK, LINK))
+    assert 5 in find_plan(model).best.plan.workers
+
+
 def test_a_layer_that_no_worker_holds_is_named() -> None:
     large = dataclasses.replace(LAYERS[3], name="embedding", param_bytes=1000)
     error = refused(costs(8, 500, (*LAYERS[:3], large)))

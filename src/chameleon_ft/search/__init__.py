@@ -1,15 +1,13 @@
-"""Search: the plan of least step time for the workers that are left, and a proof of how good it is."""
+"""Search: the plan of least step time for the live workers, and a proof of how good it is."""
 
 from __future__ import annotations
 
-from chameleon_ft.search._effort import DEFAULT_EFFORT
-from chameleon_ft.search.baseline import BaselinePlan
+from chameleon_ft.search.baselines import BaselinePlan, equal_layouts, oobleck_plan, paper_plan
 from chameleon_ft.search.detours import reroute
 from chameleon_ft.search.find import find_plan
 from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.infeasible import InfeasibleError
-from chameleon_ft.search.oobleck import oobleck_plan
-from chameleon_ft.search.paper import paper_plan
+from chameleon_ft.search.options import DEFAULT_EFFORT
 from chameleon_ft.search.recut import recut_plan
 from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult
 
@@ -20,6 +18,7 @@ __all__ = [
     "FoundPlan",
     "InfeasibleError",
     "SearchResult",
+    "equal_layouts",
     "find_plan",
     "oobleck_plan",
     "paper_plan",

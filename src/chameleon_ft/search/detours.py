@@ -9,11 +9,12 @@ from typing import Final
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import Hop, Plan, Route
 from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.schedule._components import components, different_ways
-from chameleon_ft.schedule._part import Part
-from chameleon_ft.schedule._trials import ROUNDING, trials_of
+from chameleon_ft.schedule._network import builder_of
 from chameleon_ft.schedule.best import best_step_s, listed_step_s
-from chameleon_ft.search._spread import Losses, Piece, Spread, joined_hops
+from chameleon_ft.schedule.components import components, different_ways
+from chameleon_ft.schedule.heuristics import ROUNDING, ListSchedules, Problem
+from chameleon_ft.schedule.list_scheduler import schedule
+from chameleon_ft.search.reroute_balance import Losses, Piece, Spread, joined_hops
 
 __all__ = ["reroute"]
 
@@ -83,7 +84,7 @@ def _spreads(losses: Losses, *, cuts: Iterable[bool]) -> list[Spread]:
 
 def _with_routes(losses: Losses, routes: tuple[Route, ...]) -> Plan:
     placement = losses.placement
-    recompute = losses.plan.recompute.intersection(placement.workers)
+    recompute = {worker: own for worker, own in losses.plan.recompute.items() if worker in placement.ranges}
     return Plan(placement, routes, losses.plan.split_backward, recompute)
 
 
@@ -134,20 +135,21 @@ class _Scheduled:
 
     def improved(self, start: Spread) -> Spread:
         """`start` after moves and swaps of pieces that made the step shorter, under the best rules first."""
-        trials = trials_of(self._plan(start), self._costs, self._ceiling)
-        part = Part(trials, *different_ways(self._hops(start)))
-        part.try_rules()
-        best, step_s = start, part.best[1].step_s
-        for rules, _ in list(part.tried):
+        builder = builder_of(self._plan(start), self._costs)
+        tried = ListSchedules(Problem.of(builder, *different_ways(self._hops(start)), self._ceiling))
+        best, step_s = start, tried.search().step_s
+        operations = tried.effort
+        for rules in [found.rules for found in tried.schedules]:
             improved = True
             while improved:
                 improved = False
                 for neighbour in _neighbours(best):
-                    if trials.operations >= _SEARCH:
+                    if operations >= _SEARCH:
                         return best
-                    found_s = trials.run(trials.network(*different_ways(self._hops(neighbour))), rules).step_s
-                    if found_s < step_s * (1 - ROUNDING):
-                        best, step_s, improved = neighbour, found_s, True
+                    found = schedule(builder.network_of(self._hops(neighbour)), rules)
+                    operations += len(found.codes)
+                    if found.step_s < step_s * (1 - ROUNDING):
+                        best, step_s, improved = neighbour, found.step_s, True
                         break
         return best
 

@@ -1,4 +1,4 @@
-"""What is left of many when nothing is kept that another one beats in everything."""
+"""Pareto fronts."""
 
 from __future__ import annotations
 

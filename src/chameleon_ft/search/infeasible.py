@@ -1,17 +1,18 @@
-"""Why there is no plan: which limit binds, by how much, and with how many workers there would be one."""
+"""The error for a model that does not fit: which limit binds, by how much, and how many workers would do."""
 
 from __future__ import annotations
 
-from chameleon_ft.cluster import Cluster, Worker
+from collections.abc import Sequence
+from dataclasses import replace
+
 from chameleon_ft.errors import PlanError
 from chameleon_ft.quantities import data_size
-from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.search._bounds import Pipelines
-from chameleon_ft.search._kinds import Crew
-from chameleon_ft.search._memory import StageMemory
-from chameleon_ft.search._mixes import holds
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.search.feasibility import fitting_pipeline
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import WorkerClass, WorkerPool
 
-__all__ = ["InfeasibleError"]
+__all__ = ["InfeasibleError", "infeasible_error"]
 
 
 class InfeasibleError(PlanError):
@@ -19,7 +20,7 @@ class InfeasibleError(PlanError):
 
     Attributes:
         layer: number of a layer that is too large for every worker; None where each layer alone fits.
-        missing_bytes: bytes that every worker would need more, at the least.
+        missing_bytes: bytes that every worker would need more, for one pipeline of all micro-batches to fit.
         workers_needed: how many workers like the largest would do; None where no number does.
     """
 
@@ -41,23 +42,24 @@ def _restored(message: str, layer: int | None, missing_bytes: int, workers_neede
     return InfeasibleError(message, layer=layer, missing_bytes=missing_bytes, workers_needed=workers_needed)
 
 
-def why_infeasible(costs: CostModel) -> InfeasibleError:
+def infeasible_error(costs: CostModel) -> InfeasibleError:
     """The error for a workload that the cluster's workers cannot hold; there must be workers, with known memory."""
     cluster, layers = costs.cluster, costs.workload.layers
     capacity = max(worker.memory_bytes or 0 for worker in cluster.workers)
-    memory = StageMemory(costs.workload, split_backward=False)
-    alone = [memory.stage_bytes(index, index + 1, InFlightLimit(1, 1), 1) for index in range(len(layers))]
-    largest = max(range(len(layers)), key=alone.__getitem__)
     missing = _missing_bytes(costs, capacity)
-    if alone[largest] > capacity:
-        return InfeasibleError(
-            f"layer {largest} ({layers[largest].name!r}) needs {data_size(alone[largest])} for one micro-batch, "
-            f"but the largest worker has {data_size(capacity)}: {data_size(alone[largest] - capacity)} "
-            "short; use smaller micro-batches, tensor parallelism, or workers with more memory",
-            layer=largest,
-            missing_bytes=missing,
-            workers_needed=None,
-        )
+    # A capacity that no stage of one layer exceeds.
+    ample = [Stages(costs, [WorkerClass(1.0, 2**60)], split_backward=split).least_bytes(0) for split in (False, True)]
+    for number, layer in enumerate(layers):
+        alone = min(int(each[number, number + 1]) for each in ample)
+        if alone > capacity:
+            return InfeasibleError(
+                f"layer {number} ({layer.name!r}) needs {data_size(alone)} for one micro-batch, "
+                f"but the largest worker has {data_size(capacity)}: {data_size(alone - capacity)} "
+                "short; use smaller micro-batches, tensor parallelism, or workers with more memory",
+                layer=number,
+                missing_bytes=missing,
+                workers_needed=None,
+            )
     needed = _workers_needed(costs, capacity)
     count = len(cluster.workers)
     remedy = (
@@ -75,13 +77,19 @@ def why_infeasible(costs: CostModel) -> InfeasibleError:
 
 
 def _missing_bytes(costs: CostModel, capacity: int) -> int:
-    """What every worker would need more, to the nearest 2^-20 of the capacity above."""
-    low, high = 0, capacity
-    while not _feasible(costs, _with_more_memory(costs.cluster, high)):
+    """Bytes that every worker would need more for one pipeline, to the nearest 2^-20 of the capacity above."""
+    pool = WorkerPool.of(costs.cluster)
+
+    def fit(more: int) -> bool:
+        classes = [replace(own, memory_bytes=(own.memory_bytes or 0) + more) for own in pool.classes]
+        return _fit(costs, classes, pool.counts)
+
+    low, high = 0, max(capacity, 1)
+    while not fit(high):
         low, high = high, 2 * high
     while high - low > max(1, capacity >> 20):
         middle = (low + high) // 2
-        if _feasible(costs, _with_more_memory(costs.cluster, middle)):
+        if fit(middle):
             high = middle
         else:
             low = middle
@@ -89,43 +97,16 @@ def _missing_bytes(costs: CostModel, capacity: int) -> int:
 
 
 def _workers_needed(costs: CostModel, capacity: int) -> int | None:
-    """The fewest workers of the largest memory that hold a mix of pipelines; more never hold less."""
-    have = len(costs.cluster.workers)
-    # Each pipeline as deep as can be, with one micro-batch to each, is as little as a worker can be asked to hold.
-    most = max(have, len(costs.workload.layers) * costs.workload.micro_batches)
-    if not _feasible(costs, _of_equals(costs.cluster, most, capacity)):
-        return None
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _feasible(costs, _of_equals(costs.cluster, middle, capacity)):
-            high = middle
-        else:
-            low = middle
-    return high
+    """The fewest workers of the largest memory that hold the model."""
+    largest = WorkerClass(1.0, capacity)
+    for split in (False, True):
+        found = fitting_pipeline(Stages(costs, [largest], split_backward=split), [len(costs.workload.layers)])
+        if found is not None:
+            return len(found[0])
+    return None
 
 
-def _feasible(costs: CostModel, cluster: Cluster) -> bool:
-    # Split backward with as few kept as possible needs no less than fused backward.
-    crew = Crew.of(cluster)
+def _fit(costs: CostModel, classes: Sequence[WorkerClass], counts: Sequence[int]) -> bool:
     return any(
-        holds(
-            Pipelines(CostModel(workload, cluster), crew.kinds, split_backward=False),
-            crew.counts,
-            workload.micro_batches,
-        )
-        for workload in (costs.workload.recomputed(), costs.workload)
+        fitting_pipeline(Stages(costs, classes, split_backward=split), counts) is not None for split in (False, True)
     )
-
-
-def _with_more_memory(cluster: Cluster, num_bytes: int) -> Cluster:
-    workers = (
-        Worker(w.id, w.host, w.speed, None if w.memory_bytes is None else w.memory_bytes + num_bytes)
-        for w in cluster.workers
-    )
-    return Cluster(tuple(workers), cluster.intra_host, cluster.inter_host)
-
-
-def _of_equals(cluster: Cluster, count: int, capacity: int) -> Cluster:
-    workers = tuple(Worker(number, "host", memory_bytes=capacity) for number in range(count))
-    return Cluster(workers, cluster.intra_host, cluster.inter_host)

@@ -1,4 +1,4 @@
-"""Between detours and new pipelines: those that are whole stay as they are, and only the broken ones are cut anew.
+"""Between rerouting and new pipelines: whole pipelines stay as they are, and only the broken ones are cut anew.
 
 So only the workers of broken pipelines receive layers, while the shares of the micro-batches change for all.
 """
@@ -17,24 +17,29 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search._bounds import Pipelines, Stops
-from chameleon_ft.search._effort import DEFAULT_EFFORT, look_effort
-from chameleon_ft.search._kinds import Crew, Shape, grouped
-from chameleon_ft.search._placed import PlacedPipeline, found_plan, polished
-from chameleon_ft.search._timed import Timer
+from chameleon_ft.search.bounds import Stops
+from chameleon_ft.search.candidates import Candidate, PlacedPipelines
+from chameleon_ft.search.gradient_sync import GradientSync
+from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
+from chameleon_ft.search.pipelines import PipelineSearch
+from chameleon_ft.search.polish import Polish
 from chameleon_ft.search.result import FoundPlan
+from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.worker_classes import Shape, WorkerPool, merged_clusters
 
 __all__ = ["recut", "recut_plan"]
 
-# By how much more than the least a cut may take that moves less.
+# The share by which a cut that moves less may be above the least bound.
 _NEAR: Final = 0.02
 # How often a micro-batch goes from the pipeline that ends last to one that would then end earlier.
 _SHIFTS: Final = 8
+_PRECISION: Final = 1e-4
+_FOREVER_S: Final = 1e12
 
-# Kinds of the workers, where stages stop.
-_Class = tuple[Shape, Stops]
 # First layer, and the one after the last.
 _Bounds = tuple[int, int]
+# A pipeline without its share: shape, stops.
+_Cut = tuple[Shape, Stops]
 
 
 def recut_plan(
@@ -47,7 +52,7 @@ def recut_plan(
     several ranges, or memory or the number of micro-batches forbids it.
 
     Args:
-        costs: what is to be computed, and who is left.
+        costs: costs of the workload on the live workers.
         current: which layers workers hold; those that are not left are passed over.
         split_backward: whether backward is split in two.
         effort: operations to schedule, about; see `find_plan`.
@@ -55,17 +60,25 @@ def recut_plan(
     Raises:
         ConfigError: a worker of `current` that is live is not in the cluster.
     """
-    cluster = grouped(costs.cluster)
-    timer = Timer(CostModel(costs.workload, cluster), Crew.of(cluster), split_backward=split_backward)
-    pipelines = recut(current, timer, effort=look_effort(effort))
-    return None if pipelines is None else found_plan("recut", polished(pipelines, timer, effort), timer, current)
+    if not costs.cluster.workers:
+        return None
+    merged = CostModel(costs.workload, next(merged_clusters(costs.cluster)))
+    options = SearchOptions(effort)
+    scheduler = PipelineScheduler(merged, WorkerPool.of(merged.cluster), options, split_backward=split_backward)
+    search, sync = PipelineSearch(scheduler, options), GradientSync(merged)
+    pipelines = recut(current, search, merged, options)
+    if pipelines is None:
+        return None
+    pipelines = Polish(search, sync, merged.cluster, options).with_best_programs(pipelines)
+    return Candidate("recut", pipelines, sync.step_s(pipelines), merged, current).found_on(costs)
 
 
-def recut(current: Placement, timer: Timer, *, effort: int) -> tuple[PlacedPipeline, ...] | None:
-    """The pipelines of such a plan, with a timer that is there already."""
-    crew, costs = timer.crew, timer.costs
-    kind_of = {worker: kind for kind, members in enumerate(crew.members) for worker in members}
-    live = current.without([worker for worker in current.workers if worker not in kind_of])
+def recut(
+    current: Placement, search: PipelineSearch, costs: CostModel, options: SearchOptions
+) -> PlacedPipelines | None:
+    """The pipelines of such a plan, as `search` schedules them."""
+    class_of = search.scheduler.pool.class_of()
+    live = current.without([worker for worker in current.workers if worker not in class_of])
     chains = _chains(live, costs.cluster)
     if chains is None:
         return None
@@ -74,7 +87,7 @@ def recut(current: Placement, timer: Timer, *, effort: int) -> tuple[PlacedPipel
         return None
     depth = max(map(len, whole))
     wishes = {worker: _bounds_of(live, worker) for chain in chains if not _covers(live, chain) for worker in chain}
-    idle = sorted(kind_of.keys() - set(live.workers))
+    idle = sorted(class_of.keys() - set(live.workers))
     # Where workers are there for it, pipelines that have become short grow again.
     while len(idle) > _gaps(wishes, depth) and len(whole) > 1 and len(shortest := min(whole, key=len)) < depth:
         whole.remove(shortest)
@@ -83,30 +96,19 @@ def recut(current: Placement, timer: Timer, *, effort: int) -> tuple[PlacedPipel
     left = sorted(wishes, key=lambda worker: (sum(wishes[worker]), worker))
     number = max(1, round(len(left) * len(whole) / sum(map(len, whole)))) if left else 0
     micro_batches = costs.workload.micro_batches
-    for recompute in (False, True):
-        cuts = timer.recomputing if recompute else timer.pipelines
-        if cuts is None:
-            continue
-        pipelines: list[tuple[_Class, tuple[int, ...]]] = []
-        for workers in whole:
-            shape = tuple(kind_of[worker] for worker in workers)
-            pipelines.append(((shape, tuple(_bounds_of(live, worker)[1] for worker in workers)), workers))
-        for first in range(number):
-            workers = tuple(left[first::number])
-            shape = tuple(kind_of[worker] for worker in workers)
-            share = max(1, micro_batches * len(workers) // (len(left) + sum(map(len, whole))))
-            stops = _nearest_cut(live, wishes, workers, shape, share, cuts)
-            # Those that cannot hold a model among them stay idle.
-            if stops is not None:
-                pipelines.append(((shape, stops), workers))
-        shares = _Shares([own for own, _ in pipelines], timer, cuts, effort, recompute=recompute).even(micro_batches)
-        if shares is not None:
-            return tuple(
-                PlacedPipeline(timer.timed(workers, *own, count, recompute=recompute, effort=effort), workers)
-                for (own, workers), count in zip(pipelines, shares, strict=True)
-                if count
-            )
-    return None
+    cuts: list[tuple[_Cut, tuple[int, ...]]] = []
+    for workers in whole:
+        shape = tuple(class_of[worker] for worker in workers)
+        cuts.append(((shape, tuple(_bounds_of(live, worker)[1] for worker in workers)), workers))
+    for first in range(number):
+        workers = tuple(left[first::number])
+        shape = tuple(class_of[worker] for worker in workers)
+        share = max(1, micro_batches * len(workers) // (len(left) + sum(map(len, whole))))
+        stops = _nearest_cut(live, wishes, workers, shape, share, search)
+        # Workers that cannot hold a model together stay idle.
+        if stops is not None:
+            cuts.append(((shape, stops), workers))
+    return _Shares(search, options).even(cuts, micro_batches)
 
 
 def _gaps(wishes: dict[int, _Bounds], depth: int) -> int:
@@ -197,13 +199,13 @@ def _nearest_cut(
     workers: Sequence[int],
     shape: Shape,
     micro_batches: int,
-    pipelines: Pipelines,
+    search: PipelineSearch,
 ) -> Stops | None:
     """Of a few cuts that are nearly as fast as can be, the one for which these workers lack the least."""
-    if len(shape) > pipelines.num_layers:
+    layers = search.scheduler.stages.costs.workload.layers
+    if len(shape) > len(layers):
         return None
-    bounds = pipelines.unsynced
-    state = [state_bytes(layer) for layer in pipelines.layers]
+    state = [state_bytes(layer) for layer in layers]
     ends = [wishes[worker][1] for worker in workers]
 
     def lacking(stops: Stops) -> int:
@@ -215,99 +217,98 @@ def _nearest_cut(
             if not any(layer in held for held in live.ranges.get(worker, ()))
         )
 
-    cuts = bounds.candidates(shape, micro_batches)
-    as_now = bounds.nearest(shape, micro_batches, ends, slack=_NEAR)
+    cuts = list(search.estimates.candidates(shape, micro_batches))
+    as_now = search.estimates.nearest(shape, micro_batches, ends, slack=_NEAR)
     return min(cuts if as_now is None else [*cuts, as_now], key=lambda stops: (lacking(stops), stops), default=None)
 
 
 class _Shares:
-    """How many micro-batches each of some pipelines gets, so that the last ends first."""
+    """Shares the micro-batches out over pipelines that are cut, so that the last of them ends first."""
 
-    def __init__(
-        self, pipelines: Sequence[_Class], timer: Timer, cuts: Pipelines, effort: int, *, recompute: bool
-    ) -> None:
-        self._pipelines = pipelines
-        self._counts = Counter(pipelines)
-        self._timer = timer
-        self._cuts = cuts
-        self._effort = effort
-        self._recompute = recompute
-        self._bounds = cuts.unsynced
-        self._known_s: dict[_Class, dict[int, float]] = {own: {} for own in self._counts}
+    def __init__(self, search: PipelineSearch, options: SearchOptions) -> None:
+        self._search = search
+        self._options = options
+        self._known: dict[tuple[_Cut, int], tuple[float, tuple[int, ...]]] = {}
 
-    def even(self, micro_batches: int) -> list[int] | None:
-        """By their bounds, and then by their programs; None if they cannot hold so many."""
+    def even(self, cuts: Sequence[tuple[_Cut, tuple[int, ...]]], micro_batches: int) -> PlacedPipelines | None:
+        """The pipelines with their shares, by estimates and then by schedules; None where they do not fit."""
+        alike = Counter(cut for cut, _ in cuts)
         low, high = 0.0, 1.0
-        while self._total(high, micro_batches) < micro_batches:
+        while self._total(alike, high, micro_batches) < micro_batches:
             low, high = high, 2 * high
-            if high > 1e12:
+            if high > _FOREVER_S:
                 return None
-        while high - low > 1e-4 * high:
+        while high - low > _PRECISION * high:
             middle = (low + high) / 2
-            if self._total(middle, micro_batches) >= micro_batches:
+            if self._total(alike, middle, micro_batches) >= micro_batches:
                 high = middle
             else:
                 low = middle
-        most = {own: self._most(own, high, micro_batches) for own in self._counts}
-        shares = [most[own] for own in self._pipelines]
+        most = {cut: self._most(cut, high, micro_batches) for cut in alike}
+        shares = [most[cut] for cut, _ in cuts]
         # Those that would end last, the last of equals first.
-        ends_s = map(self._bound_s, self._pipelines, shares)
-        slowest = [(-end_s, -place) for place, end_s in enumerate(ends_s)]
+        slowest = [(-self._estimate(cut, most[cut])[0], -place) for place, (cut, _) in enumerate(cuts)]
         heapify(slowest)
         for _ in range(sum(shares) - micro_batches):
             place = -slowest[0][1]
             shares[place] -= 1
-            heapreplace(slowest, (-self._bound_s(self._pipelines[place], shares[place]), -place))
-        return self._shifted(shares)
+            heapreplace(slowest, (-self._estimate(cuts[place][0], shares[place])[0], -place))
+        pipelines = [
+            (self._scheduled(cut, count, workers), workers)
+            for (cut, workers), count in zip(cuts, shares, strict=True)
+            if count
+        ]
+        if any(timed is None for timed, _ in pipelines):
+            return None
+        return self._shifted(tuple((timed, workers) for timed, workers in pipelines if timed is not None))
 
-    def _shifted(self, shares: list[int]) -> list[int]:
-        """One at a time from the last to end to the first, as long as that makes the step shorter."""
+    def _shifted(self, pipelines: PlacedPipelines) -> PlacedPipelines:
+        """Micro-batches go one at a time from the last to end to the first, as long as that makes the step shorter."""
         for _ in range(_SHIFTS):
-            times_s = [self._time_s(place, count) for place, count in enumerate(shares)]
-            slowest = max(range(len(shares)), key=times_s.__getitem__)
-            quickest = min(range(len(shares)), key=times_s.__getitem__)
-            if not self._fits(quickest, shares[quickest] + 1):
-                break
-            changed = list(shares)
-            changed[slowest] -= 1
-            changed[quickest] += 1
-            worst_s = max(self._time_s(slowest, changed[slowest]), self._time_s(quickest, changed[quickest]))
-            if worst_s >= times_s[slowest]:
-                break
-            shares = changed
-        return shares
+            times_s = [timed.program_s for timed, _ in pipelines]
+            places = [times_s.index(max(times_s)), times_s.index(min(times_s))]
+            changed = list(pipelines)
+            for place, change in zip(places, (-1, 1), strict=True):
+                timed, workers = pipelines[place]
+                spec = timed.spec
+                if not spec.micro_batches + change:
+                    return pipelines
+                other = self._scheduled((spec.shape, spec.stops), spec.micro_batches + change, workers)
+                if other is None:
+                    return pipelines
+                changed[place] = other, workers
+            if max(changed[place][0].program_s for place in places) >= max(times_s):
+                return pipelines
+            pipelines = tuple(changed)
+        return pipelines
 
-    def _total(self, time_s: float, enough: int) -> int:
-        return sum(count * self._most(own, time_s, enough) for own, count in self._counts.items())
+    def _total(self, alike: Mapping[_Cut, int], time_s: float, enough: int) -> int:
+        return sum(count * self._most(cut, time_s, enough) for cut, count in alike.items())
 
-    def _most(self, own: _Class, time_s: float, enough: int) -> int:
+    def _most(self, cut: _Cut, time_s: float, enough: int) -> int:
         low, high = 0, enough
         while low < high:
             middle = (low + high + 1) // 2
-            if self._bound_s(own, middle) <= time_s:
+            if self._estimate(cut, middle)[0] <= time_s:
                 low = middle
             else:
                 high = middle - 1
         return low
 
-    def _bound_s(self, own: _Class, count: int) -> float:
-        """Infinite where so many do not fit."""
-        if not count:
-            return 0.0
-        # Most pipelines are alike, and all are asked for again whenever one gets another share.
-        known = self._known_s[own]
-        found = known.get(count)
-        if found is None:
-            fits = self._cuts.fits(*own, count)
-            found = known[count] = self._bounds.bound_s(*own, count) if fits else math.inf
-        return found
+    def _estimate(self, cut: _Cut, count: int) -> tuple[float, tuple[int, ...]]:
+        """Estimated seconds of so many micro-batches, infinite if a stage does not fit, and options of the stages.
 
-    def _time_s(self, place: int, count: int) -> float:
+        A pipeline without micro-batches ends before all others, even if they take no time.
+        """
         if not count:
-            return 0.0
-        shape, stops = self._pipelines[place]
-        timed = self._timer.sample(shape, stops, count, recompute=self._recompute, effort=self._effort)
-        return timed.program_s
+            return -math.inf, ()
+        if (cut, count) not in self._known:
+            self._known[cut, count] = self._search.estimates.bound_s(*cut, count)
+        return self._known[cut, count]
 
-    def _fits(self, place: int, count: int) -> bool:
-        return self._cuts.fits(*self._pipelines[place], count)
+    def _scheduled(self, cut: _Cut, count: int, workers: tuple[int, ...]) -> TimedPipeline | None:
+        estimate_s, options = self._estimate(cut, count)
+        if estimate_s == math.inf:
+            return None
+        spec = PipelineSpec(*cut, options, count)
+        return self._search.scheduler.scheduled(spec, effort=self._options.look_effort, workers=workers)

@@ -1,4 +1,4 @@
-"""What a search hands back."""
+"""The result of a search."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from chameleon_ft.plan import Plan
-from chameleon_ft.schedule import InFlightLimit
-from chameleon_ft.schedule._pipelines import PipelineSchedule
+from chameleon_ft.schedule import InFlightLimit, PipelineSchedule
 
 __all__ = ["BoundFamily", "FoundPlan", "SearchResult"]
 
@@ -16,10 +15,10 @@ __all__ = ["BoundFamily", "FoundPlan", "SearchResult"]
 class BoundFamily(StrEnum):
     """The plans that a bound holds for. In all of them, backward is fused in the whole plan or split in the whole plan.
 
-    PIPELINES: every worker is one stage of one pipeline, or idle; a stage is able to keep the micro-batches that 1F1B
-    has in flight there, and a pipeline recomputes as a whole or not at all. Any depths, cuts, shares, orders of workers
-    and of operations.
-    PIPELINES_ANY_MEMORY: the same whatever memory they need, all workers taken to be as fast as the fastest.
+    PIPELINES: every worker is one stage of one pipeline, or idle, and recomputes some number of the first layers of its
+    stage. Any depths, cuts, shares, orders of workers and of operations, and any number of micro-batches in flight that
+    fits the memory of the workers.
+    PIPELINES_ANY_MEMORY: likewise, whatever memory they need, all workers taken to be as fast as the fastest.
     """
 
     PIPELINES = "pipelines"
@@ -31,13 +30,13 @@ class FoundPlan:
     """A plan with what is predicted of it.
 
     Attributes:
-        name: what made it: "pipelines" for the search itself, "recut" where whole pipelines are kept as they are, else
+        name: its origin: "pipelines" for the search itself, "recut" where whole pipelines are kept as they are, else
             the name it was handed in with.
         plan: the plan.
-        ceiling: for each worker, what its memory lets it keep; `best_program` is to be given it.
+        ceiling: the most that each worker may keep, by its memory. `best_program` with it takes `program_s`.
         step_s: seconds until all operations have ended and all gradients are reduced; vote and update come on top.
         program_s: seconds until the last operation has ended. Pipelines have the best program each.
-        peak_bytes: what the worker that needs most holds at its worst moment.
+        peak_bytes: what the worker that needs most holds at its worst moment, if its pipelines run `schedules`.
         moved_bytes: parameters and optimizer state that its workers lack, of what they hold now.
         last_hosts: hosts whose workers are the only ones to hold some layer.
         schedules: of its pipelines, for `best_parts`.

@@ -1,0 +1,245 @@
+"""Peak memory of stages, and how many micro-batches fit, by how many of their layers are recomputed.
+
+The moments are those that `chameleon_ft.estimate.memory` describes, for one stage that is alone on its worker.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
+from chameleon_ft.schedule._records import Booleans, Floats, Integers
+
+UNLIMITED: Final = 2**40
+"""More micro-batches than any step has."""
+
+# Columns of `options`.
+LAYERS: Final = 0
+IN_FLIGHT: Final = 1
+DEFERRED: Final = 2
+EACH: Final = 3
+WAITING: Final = 4
+FORWARD: Final = 5
+BACKWARD: Final = 6
+WEIGHT: Final = 7
+FIXED: Final = 8
+SPARE: Final = 9
+COLUMNS: Final = 10
+"""How many layers are recomputed; how many micro-batches can be in flight, and how many W can wait when nothing is in
+flight; bytes of a micro-batch in flight, and of one whose W waits; the most bytes that F, B or I, and W need, those of
+their own micro-batch included; bytes of state and samples, and those that they leave of the worker's memory.
+"""
+
+
+class LayerBytes(NamedTuple):
+    """Bytes by layer, int64 [layers] each.
+
+    Attributes:
+        state: parameters, gradients and optimizer state.
+        sample: samples kept at hand.
+        activation: activations from F to B.
+        boundary: what stays of these when the layer is recomputed: its input.
+        recomputable: whether the layer may be recomputed, bool [layers].
+        output: message to the next layer; zero for the last.
+        weight_grad: what I leaves for W.
+        working: needed only while the layer runs.
+        again_s: seconds of the layer's forward on a worker of speed 1, float64 [layers].
+    """
+
+    state: Integers
+    sample: Integers
+    activation: Integers
+    boundary: Integers
+    recomputable: Booleans
+    output: Integers
+    weight_grad: Integers
+    working: Integers
+    again_s: Floats
+
+
+@lean_kernel
+def fill_options(
+    layers: LayerBytes, capacity: int, split: bool, most: int, first: Integers, options: Integers, again_s: Floats
+) -> int:
+    """Fill in the ways to recompute that a stage of a worker with `capacity` bytes has; return how many there are.
+
+    A stage has an option for every number of recomputed layers that lets more micro-batches be in flight, or lets more
+    W wait, than fewer recomputed layers do, as long as at least one micro-batch fits.
+
+    Args:
+        layers: of the model.
+        capacity: bytes of the worker.
+        split: whether backward is split in two.
+        most: micro-batches that more room is of no use for.
+        first: int64 [L + 1, L + 2], by start and stop: the place of the stage's first option; those of stop follow
+            those of stop - 1.
+        options: int64 [options, COLUMNS].
+        again_s: float64 [options], seconds of the forwards that run again.
+    """
+    num_layers = len(layers.state)
+    found = 0
+    for start in range(num_layers + 1):
+        for stop in range(num_layers + 2):
+            first[start, stop] = found
+            if not start < stop <= num_layers:
+                continue
+            in_flight = deferred = 0
+            seconds = 0.0
+            for until in range(start, stop + 1):
+                if until > start:
+                    # Recomputing a layer that must not, or need not be, changes nothing.
+                    if not layers.recomputable[until - 1]:
+                        continue
+                    seconds += layers.again_s[until - 1]
+                row = options[found]
+                _measure(layers, split, start, stop, until, row)
+                _count(row, capacity)
+                if row[IN_FLIGHT] > in_flight or (row[IN_FLIGHT] == in_flight and row[DEFERRED] > deferred):
+                    in_flight, deferred = row[IN_FLIGHT], row[DEFERRED]
+                    again_s[found] = seconds
+                    row[LAYERS] = until - start
+                    found += 1
+                if in_flight >= most:
+                    break
+        first[start, num_layers + 1] = found
+    return found
+
+
+@lean_part
+def _measure(layers: LayerBytes, split: bool, start: int, stop: int, until: int, row: Integers) -> None:
+    """Bytes of layers `start` to `stop` of which those before `until` are recomputed, into columns from `EACH` on."""
+    last = layers.output[stop - 1]
+    # The graph of the last layer keeps the output, if there is one.
+    kept_output = 0 if stop == until and layers.recomputable[stop - 1] else last
+    kept = left = weight_grads = state = sample = 0
+    forward = backward = working = 0
+    for layer in range(start, stop):
+        again = layer < until and layers.recomputable[layer]
+        own = layers.boundary[layer] if again else layers.activation[layer]
+        rest = max(0, layers.activation[layer] - own)
+        kept += own
+        state += layers.state[layer]
+        sample = max(sample, layers.sample[layer])
+        working = max(working, layers.working[layer])
+        forward = max(forward, kept + layers.output[layer] + layers.working[layer] + rest)
+        # The gradient of the layer's input, and the one it starts from where that is not the message that came in.
+        made = layers.output[layer - 1] if layer else 0
+        above = layers.output[layer] if layer + 1 < stop else 0
+        remade = layers.output[layer] if again else 0
+        backward = max(backward, kept + kept_output + made + layers.working[layer] + remade + rest + above)
+    in_input_grad = 0
+    for layer in range(stop - 1, start - 1, -1):
+        again = layer < until and layers.recomputable[layer]
+        own = layers.boundary[layer] if again else layers.activation[layer]
+        # What I leaves for W stands in for the activations where it is no less.
+        left += own if layers.weight_grad[layer] >= own else 0
+        weight_grads += layers.weight_grad[layer]
+        rest = 0 if layers.weight_grad[layer] >= layers.activation[layer] else max(0, layers.activation[layer] - own)
+        made = layers.output[layer - 1] if layer else 0
+        remade = layers.output[layer] if again else 0
+        in_input_grad = max(
+            in_input_grad, kept - left + kept_output + weight_grads + made + layers.working[layer] + remade + rest
+        )
+    row[FIXED] = state + sample
+    row[EACH] = kept + last
+    row[FORWARD] = forward
+    # B starts from a gradient that has come in; that of I is part of what it leaves for W.
+    row[BACKWARD] = in_input_grad if split and start > 0 else backward + last
+    # The I of a first hop computes nothing: all stays until W, which is a B.
+    row[WAITING] = kept + kept_output + last if start == 0 else weight_grads
+    row[WEIGHT] = backward + last if start == 0 else weight_grads + working
+    if not split:
+        row[WAITING] = row[WEIGHT] = 0
+
+
+@lean_part
+def _count(row: Integers, capacity: int) -> None:
+    """How many micro-batches can be in flight, and how many W can wait when nothing is in flight, at most."""
+    row[SPARE] = spare = capacity - row[FIXED]
+    row[IN_FLIGHT] = row[DEFERRED] = 0
+    largest = max(row[FORWARD], row[BACKWARD], row[WEIGHT])
+    if spare < largest:
+        return
+    row[IN_FLIGHT] = 1 + ((spare - max(row[FORWARD], row[BACKWARD])) // row[EACH] if row[EACH] > 0 else UNLIMITED)
+    row[DEFERRED] = 1 + ((spare - row[WEIGHT]) // row[WAITING] if row[WAITING] > 0 else UNLIMITED)
+
+
+@lean_kernel
+def fill_limits(
+    stops: Integers,
+    rows: Integers,
+    capacities: Integers,
+    messages: Integers,
+    micro_batches: int,
+    split: bool,
+    limits: Integers,
+) -> bool:
+    """Fill in what each stage may keep; return False where a stage cannot keep even one micro-batch.
+
+    Of wishes from the most that schedules profit from, a pipeline depth beyond 1F1B and ZB-H1, down to one micro-batch
+    at a time, the first that fits. To let fewer W wait comes before fewer micro-batches in flight than 1F1B has. A
+    stage gets no more in flight than one beyond the stage after it: others would wait in the channel, which holds one.
+
+    Args:
+        stops: int64 [stages].
+        rows: int64 [stages, COLUMNS], the option of each stage.
+        capacities: int64 [stages], bytes; negative where memory is not checked.
+        messages: int64 [stages], bytes of buffers for messages.
+        micro_batches: of the pipeline.
+        split: whether backward is split in two.
+        limits: int64 [3, stages], filled in: micro-batches in flight, kept, and W that wait.
+    """
+    depth = len(stops)
+    for stage in range(depth - 1, -1, -1):
+        base = depth - stage
+        spare = capacities[stage] - rows[stage, FIXED] - messages[stage]
+        chosen = False
+        wish = 0
+        while not chosen:
+            if wish <= depth:
+                in_flight = base + depth - wish
+                kept = deferred = (depth if split else base) + depth - wish
+            elif split and wish <= 2 * depth:
+                in_flight, deferred = base, 2 * depth + 1 - wish
+                kept = max(base, min(depth, base + deferred - 1))
+            else:
+                in_flight = base - (wish - (2 * depth if split else depth))
+                kept, deferred = in_flight, 1
+                if in_flight < 1:
+                    return False
+            wish += 1
+            flying, resting = min(in_flight, micro_batches), min(deferred, micro_batches)
+            needed = _needs(rows[stage], split, split and stage == 0, flying, min(kept, micro_batches), resting)
+            chosen = capacities[stage] < 0 or needed <= spare
+        if stage + 1 < depth:
+            in_flight = min(in_flight, limits[0, stage + 1] + 1)
+        limits[0, stage], limits[1, stage], limits[2, stage] = in_flight, kept, deferred
+    return True
+
+
+@lean_part
+def _needs(row: Integers, split: bool, first: bool, in_flight: int, kept: int, deferred: int) -> int:
+    """The most that a stage holds under these limits beside its state and messages."""
+    if not split:
+        # What B returned is there until the next operation begins.
+        most: int = (in_flight - 1) * row[EACH] + max(row[FORWARD], row[BACKWARD], row[EACH])
+        return most
+    each, waiting = row[EACH], row[WAITING]
+    worst: int = _held(each, waiting, in_flight, deferred, kept)
+    worst = max(worst, _held(each, waiting, in_flight - 1, deferred, kept - 1) + row[FORWARD])
+    worst = max(worst, _held(each, waiting, in_flight, deferred - 1, kept - 1) + row[WEIGHT])
+    if not first:
+        worst = max(worst, _held(each, waiting, in_flight - 1, deferred - 1, kept - 1) + row[BACKWARD])
+    return worst
+
+
+@lean_part
+def _held(each: int, waiting: int, in_flight: int, deferred: int, kept: int) -> int:
+    """The most bytes of micro-batches in flight and of W that wait, so many of each and together at the most."""
+    if each >= waiting:
+        flying = min(in_flight, kept)
+        resting = min(deferred, kept - flying)
+    else:
+        resting = min(deferred, kept)
+        flying = min(in_flight, kept - resting)
+    return flying * each + resting * waiting

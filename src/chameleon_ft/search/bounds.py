@@ -1,0 +1,222 @@
+"""Lower bounds on pipelines: seconds that no order of operations beats, for the best cut and for a given one.
+
+Going from the last stage of a pipeline to the first, three times are kept for the stages from some layer on, counted
+from when the first activation comes in there, each the least over all cuts:
+
+    first: the gradient of a single micro-batch has gone out again
+    returned: the last gradient of m micro-batches has gone out again
+    ended: every worker has computed everything and has reduced its gradients
+
+A stage of f, b, w seconds (F; B or I; W), with messages of c seconds to the next stage and s seconds of gradient sync,
+that has room for K micro-batches in flight and for V that wait for their W, gives
+
+    first    = f + 2 c + first' + b
+    idle     = max(0, f + 2 c + first' - min(m, K) f)
+    returned = max(m (f + b) + max(0, m - V) w + idle, f + 2 c + returned' + b, m first / min(m, K))
+    ended    = max(m (f + b + w) + idle + s, returned + w + s, f + c + ended')
+
+where ' is of the stages after it. Until the first gradient comes back a stage runs no more than K forwards, and then it
+waits (idle). When its last I has ended, at most V of its W are left. Each micro-batch takes one of K places for `first`
+seconds, at least; likewise for bytes: while an operation runs, all other micro-batches have only the memory that it
+leaves. K and V follow from memory: to recompute more layers of the stage makes b longer and K larger, and of all these
+options the best counts. With K = P that is the bubble of ZB-H1, (P - 1) (f + b - w) (Qi et al., Zero Bubble Pipeline
+Parallelism, 2023). Nothing is assumed about the order of operations, so the bounds hold for schedules with fewer
+micro-batches in flight than 1F1B too.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from chameleon_ft.schedule._records import Floats
+from chameleon_ft.search.cuts import Choice, Cuts
+from chameleon_ft.search.gradient_sync import SyncCost
+from chameleon_ft.search.stages import Stages, gradient_bytes, timeless_gradient_bytes
+from chameleon_ft.search.worker_classes import Shape
+
+if TYPE_CHECKING:
+    from chameleon_ft.search._kernels.pipeline_bounds import Pipeline
+
+__all__ = ["PipelineBounds", "Stops"]
+
+Stops: TypeAlias = tuple[int, ...]
+"""Where each stage of a pipeline stops."""
+
+_ROUNDING: Final = 1e-12
+# By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
+_SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
+_EVEN: Final = 0.04
+# Numbers that the remembered times of stages may have together.
+_REMEMBERED: Final = 8_000_000
+
+
+class _Rows(NamedTuple):
+    """What `fill_bounds` fills in: float64 [stages + 1, L + 1] each."""
+
+    first_s: Floats
+    returned_s: Floats
+    ended_s: Floats
+
+
+class PipelineBounds:
+    """Bounds on pipelines of `stages` that then reduce their gradients.
+
+    With `roomy` they are estimates instead: the bounds of pipelines whose stages have room for this share of the
+    micro-batches that 1F1B has in flight, where they can.
+    """
+
+    def __init__(self, stages: Stages, sync: SyncCost, *, roomy: float = 0.0) -> None:
+        self.stages = stages
+        self.sync = sync
+        self.tables = stages.roomy_tables(roomy)
+        self._rows: dict[tuple[Shape, int, int], _Rows] = {}
+        self._remembered = 0
+        self._least_s: dict[tuple[Shape, int, int], list[float]] = {}
+        self._last_most: dict[Shape, int] = {}
+        edge = np.full(stages.num_layers + 1, np.inf)
+        edge[-1] = 0.0
+        self._end = _Rows(edge, edge, edge)
+
+    @cached_property
+    def sync_s(self) -> Floats:
+        """Seconds of gradient sync by start and stop; a stage without gradients has nothing to wait for."""
+        sync, workload = self.sync, self.stages.costs.workload
+        num_bytes = gradient_bytes(workload)
+        beyond = np.maximum(0.0, num_bytes - timeless_gradient_bytes(workload) - sync.inside_bytes)
+        sync_s = sync.fixed_s + sync.per_byte_s * num_bytes + sync.beyond_s * beyond
+        return np.where(num_bytes > 0, sync_s, 0.0)
+
+    def least_s(self, shape: Shape, micro_batches: int) -> float:
+        """Seconds below which no pipeline of this shape can be; infinite if none fits."""
+        kind, count, after = _front(shape)
+        known = self._least_s.setdefault((after, kind, micro_batches), [])
+        if count >= len(known):
+            known[:] = self._rows_of(after, kind, count, micro_batches).ended_s[:, 0].tolist()
+        return known[count]
+
+    def most(self, shape: Shape, time_s: float, enough: int) -> int:
+        """The most micro-batches, up to `enough`, that the bound does not rule out; zero if it rules out one."""
+        # Where memory forbids it, it takes infinitely long.
+        limit_s = min(time_s * (1 + _ROUNDING), sys.float_info.max)
+        low, high = 0, enough
+        at, step = min(max(self._last_most.get(shape, enough), 1), enough), 1
+        passed = failed = False
+        # Times grow with micro-batches: gallop to where they pass the limit, then bisect.
+        while low < high:
+            if self.least_s(shape, at) <= limit_s:
+                low, passed = at, True
+            else:
+                high, failed = at - 1, True
+            step *= 2
+            at = (
+                (low + high + 1) // 2 if passed and failed else min(low + step, high) if passed else max(high - step, 1)
+            )
+        self._last_most[shape] = low
+        return low
+
+    def bound_s(
+        self, shape: Shape, stops: Stops, micro_batches: int, options: Sequence[int] = ()
+    ) -> tuple[float, tuple[int, ...]]:
+        """Seconds below which no order of operations can be on this cut, and the options of its stages.
+
+        Args:
+            shape: classes of the workers.
+            stops: the cut.
+            micro_batches: of the pipeline.
+            options: of the stages; those of the least bound where there are none. Infinite where one does not fit.
+        """
+        from chameleon_ft.search._kernels.pipeline_bounds import cut_s
+
+        found = np.empty(len(shape), np.int64)
+        chosen = np.array(options) if options else np.full(len(shape), -1)
+        own_s = cut_s(self.tables, np.array(shape), np.array(stops), chosen, micro_batches, self.sync_s, found)
+        return own_s, tuple(found.tolist())
+
+    def candidates(self, shape: Shape, micro_batches: int) -> Iterator[Stops]:
+        """Cuts of the least bound, or of one little larger: with stages as equal as can be, or filled."""
+        least_s = self.least_s(shape, micro_batches)
+        if least_s == math.inf:
+            return
+        cuts = self.cuts(shape, micro_batches)
+        found: list[Stops] = []
+        for slack in _SLACKS:
+            # Nearly equal stages, or small ones first, have room in memory where the least bound would have them full.
+            for choice in (Choice.NEAREST, Choice.EARLIEST) if found else Choice:
+                stops = cuts.greedy(least_s * (1 + slack), choice)
+                if stops is not None and stops not in found:
+                    found.append(stops)
+                    yield stops
+            if slack >= _EVEN and found:
+                return
+
+    def nearest(self, shape: Shape, micro_batches: int, wishes: Sequence[int], *, slack: float) -> Stops | None:
+        """A cut whose stages stop near to where it is wished, with a bound that is little above the least."""
+        least_s = self.least_s(shape, micro_batches)
+        if least_s == math.inf:
+            return None
+        return self.cuts(shape, micro_batches, wishes).greedy(least_s * (1 + slack), Choice.NEAREST)
+
+    def cuts(self, shape: Shape, micro_batches: int, wishes: Sequence[int] = ()) -> Cuts:
+        """The cuts of a shape, by their bounds."""
+        return Cuts(self.tables, self._wanted(shape, micro_batches), self.stages.speeds, wishes)
+
+    def sync_s_of(self, stops: Stops) -> Floats:
+        """Seconds of gradient sync of each stage, as the bounds have it."""
+        found: Floats = self.sync_s[[0, *stops[:-1]], list(stops)]
+        return found
+
+    def _wanted(self, shape: Shape, micro_batches: int) -> Pipeline:
+        from chameleon_ft.search._kernels.pipeline_bounds import Pipeline
+
+        after: list[_Rows] = []
+        for position in range(1, len(shape) + 1):
+            if position == len(shape):
+                after.append(self._end)
+                continue
+            kind, count, behind = _front(shape[position:])
+            rows = self._rows_of(behind, kind, count, micro_batches)
+            after.append(_Rows(*(each[count] for each in rows)))
+        return Pipeline(
+            np.array(shape), micro_batches, self.sync_s, *(np.stack(own) for own in zip(*after, strict=True))
+        )
+
+    def _rows_of(self, after: Shape, kind: int, count: int, micro_batches: int) -> _Rows:
+        """The times of 0, 1, ... and at least `count` stages on workers of a class in front of others."""
+        from chameleon_ft.search._kernels.pipeline_bounds import fill_bounds
+
+        key = after, kind, micro_batches
+        found = self._rows.get(key)
+        if found is None or len(found.ended_s) <= count:
+            last = self._end
+            if after:
+                own_kind, own_count, behind = _front(after)
+                last = _Rows(*(each[own_count] for each in self._rows_of(behind, own_kind, own_count, micro_batches)))
+            size = self.stages.num_layers + 1
+            # Deeper pipelines are likely to be asked for next.
+            rows = min(max(count + 1, 0 if found is None else 2 * len(found.ended_s)), size - len(after))
+            found = _Rows(*np.empty((3, rows, size)))
+            for own, given in zip(found, last, strict=True):
+                own[0] = given
+            fill_bounds(self.tables, kind, len(after), micro_batches, self.sync_s, *found)
+            self._remembered += 3 * found.ended_s.size
+            if self._remembered > _REMEMBERED:
+                self._rows.clear()
+                self._remembered = 3 * found.ended_s.size
+            self._rows[key] = found
+        return found
+
+
+# The shapes of a search are asked for over and over.
+@lru_cache(maxsize=20_000)
+def _front(shape: Shape) -> tuple[int, int, Shape]:
+    """Of the neighbours of one class at the front of a pipeline: the class, how many they are, and those behind."""
+    kind, own = next(iter(groupby(shape)))
+    count = len(list(own))
+    return kind, count, shape[count:]

@@ -1,0 +1,230 @@
+"""Gradient sync of pipelines side by side: the least it takes, and what it takes on given workers."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Final
+
+import numpy as np
+
+from chameleon_ft.cluster import Cluster
+from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.search.schedules import TimedPipeline
+from chameleon_ft.search.stages import links_between
+from chameleon_ft.sync import gradient_rounds, segment_bytes
+from chameleon_ft.workload import Workload
+
+__all__ = ["GradientSync", "LeastSync", "SyncCost", "has_gradients", "links_are_equal", "numbers_of_pipelines"]
+
+_ROUNDING: Final = 1e-9
+# Numbers of pipelines that differ by up to this share have a common bound: their rings take nearly the same time.
+_ALIKE: Final = 0.1
+
+
+def has_gradients(workload: Workload) -> bool:
+    """Whether there is anything to reduce."""
+    return any(layer.gradient_bytes for layer in workload.layers)
+
+
+def links_are_equal(cluster: Cluster) -> bool:
+    """Whether it does not matter which workers share a host."""
+    return cluster.intra_host == cluster.inter_host or len(cluster.host_sizes) in (1, len(cluster.workers))
+
+
+@dataclass(frozen=True, slots=True)
+class SyncCost:
+    """Seconds of gradient sync that follow the last operation of any stage.
+
+    Attributes:
+        fixed_s: latency, however many bytes there are.
+        per_byte_s: for each byte of gradients.
+        inside_bytes: bytes that a stage may reduce at that price, beside the gradients of layers that take no time.
+        beyond_s: seconds more for each byte beyond that.
+    """
+
+    fixed_s: float = 0.0
+    per_byte_s: float = 0.0
+    inside_bytes: float = math.inf
+    beyond_s: float = 0.0
+
+
+class LeastSync:
+    """Lower bound of the gradient sync of a stage with holders in some number of pipelines, in steps up to `most_s`.
+
+    A ring of more workers than a host has goes between hosts, and its slowest link sets the pace. A smaller ring may
+    lie inside a host. Then that host alone computes these layers for all micro-batches, so there is a limit to how many
+    of them it can compute in the step; a stage that has more reduces the rest between hosts.
+    """
+
+    def __init__(self, costs: CostModel, most_s: float) -> None:
+        self._costs = costs
+        self._most_s = most_s
+        self._known: dict[int, SyncCost] = {}
+        self._inside: dict[float, float] = {}
+
+    def of(self, pipelines: int) -> SyncCost:
+        """The least cost with this number of pipelines."""
+        if pipelines not in self._known:
+            self._known[pipelines] = self._of(pipelines)
+        return self._known[pipelines]
+
+    def _of(self, pipelines: int) -> SyncCost:
+        cluster = self._costs.cluster
+        if pipelines < 2 or not has_gradients(self._costs.workload):
+            return SyncCost()
+        between_hosts = pipelines > cluster.host_sizes[0]
+        links = [cluster.inter_host] if between_hosts else links_between(cluster)
+        latency_s = min(link.latency_s for link in links)
+        per_byte_s = 1 / max(link.bytes_per_s for link in links)
+        passes = 2 * (pipelines - 1) / pipelines
+        least = SyncCost(2 * (pipelines - 1) * latency_s, passes * per_byte_s)
+        slower_s = 1 / cluster.inter_host.bytes_per_s - per_byte_s
+        if between_hosts or cluster.inter_host not in links or slower_s <= 0:
+            return least
+        return SyncCost(least.fixed_s, least.per_byte_s, self._inside_bytes(pipelines), passes * slower_s)
+
+    @cached_property
+    def _busy(self) -> list[tuple[float, float]]:
+        """(seconds, bytes of gradients) of the layers that take time."""
+        layers = self._costs.workload.layers
+        timed = ((layer.forward_s + layer.least_backward_s, float(layer.gradient_bytes)) for layer in layers)
+        return [(own_s, size) for own_s, size in timed if own_s > 0]
+
+    @cached_property
+    def _hosts(self) -> list[tuple[int, float]]:
+        """Workers of each host, and their speeds added up."""
+        speeds: dict[str, list[float]] = defaultdict(list)
+        for worker in self._costs.cluster.workers:
+            speeds[worker.host].append(worker.speed)
+        return [(len(own), sum(own)) for own in speeds.values()]
+
+    def _inside_bytes(self, pipelines: int) -> float:
+        """Bytes of gradients, of layers that take time, that a host with a worker for each pipeline makes at most."""
+        if self._most_s == math.inf:
+            return sum(size for _, size in self._busy)
+        speed = max((own for count, own in self._hosts if count >= pipelines), default=0.0)
+        if speed not in self._inside:
+            self._inside[speed] = self._inside_of(speed)
+        return self._inside[speed]
+
+    def _inside_of(self, speed: float) -> float:
+        """A fractional knapsack: no more than parts of layers, those with most bytes for their time, fit the time of
+        the host; and no more layers than of those that take least."""
+        busy = self._busy
+        budget_s = self._most_s * speed / self._costs.workload.micro_batches * (1 + _ROUNDING)
+        count = sum(until_s <= budget_s for until_s in accumulate(sorted(own_s for own_s, _ in busy)))
+        by_count = sum(sorted((size for _, size in busy), reverse=True)[:count])
+        by_parts = 0.0
+        for own_s, size in sorted(busy, key=lambda layer: -layer[1] / layer[0]):
+            by_parts += size * min(1.0, budget_s / own_s)
+            budget_s = max(0.0, budget_s - own_s)
+        return min(by_count, by_parts)
+
+
+def numbers_of_pipelines(most: int) -> Iterator[tuple[int, int]]:
+    """Ranges (first, last) that cover 2 to `most`, each of numbers that are nearly the same."""
+    first = 2
+    while first <= most:
+        last = min(most, int(first * (1 + _ALIKE)))
+        yield first, last
+        first = last + 1
+
+
+class GradientSync:
+    """Gradient sync of pipelines on workers of a cluster: `estimate_sync` without a plan or a program."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._is_free = not has_gradients(costs.workload)
+        self._until = np.cumsum([0.0, *(float(layer.gradient_bytes) for layer in costs.workload.layers)])
+        hosts = costs.cluster.hosts
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
+        self.host_numbers = {worker: numbers[host] for worker, host in hosts.items()}
+        self._known: dict[tuple[tuple[TimedPipeline, tuple[int, ...]], ...], float] = {}
+        self._reductions: dict[tuple[tuple[int, ...], ...], list[tuple[tuple[int, ...], int]]] = {}
+
+    def step_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
+        """Seconds until all operations have ended and all gradients are reduced.
+
+        Args:
+            pipelines: each with its workers.
+        """
+        key = tuple(pipelines)
+        if key not in self._known:
+            self._known[key] = self._step_s(pipelines)
+        return self._known[key]
+
+    def _step_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
+        program_s = max(timed.program_s for timed, _ in pipelines)
+        tied = self._costs.workload.tied
+        if self._is_free or (len(pipelines) < 2 and not tied):
+            return program_s
+        return max(program_s, self._tied_s(pipelines) if tied else self._untied_s(pipelines))
+
+    def _untied_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
+        """Workers with equal stages of equal programs do everything at the same time, so a few stand for all."""
+        from chameleon_ft.search._kernels.gradient_sync import Classes, Links, Room, last_reduced_s
+
+        classes: dict[int, tuple[TimedPipeline, list[tuple[int, ...]]]] = {}
+        for timed, workers in pipelines:
+            classes.setdefault(id(timed), (timed, []))[1].append(workers)
+        own = list(classes.values())
+        near, far = self._costs.cluster.intra_host, self._costs.cluster.inter_host
+        layers, hosts = len(self._until) - 1, self.host_numbers
+        return last_reduced_s(
+            Classes(
+                depths=np.array([len(timed.stops) for timed, _ in own]),
+                members=np.array([len(members) for _, members in own]),
+                stops=np.array([stop for timed, _ in own for stop in timed.stops]),
+                ends_s=np.array([end_s for timed, _ in own for end_s in timed.ends_s]),
+                hosts=np.array([hosts[w] for _, members in own for stage in zip(*members, strict=True) for w in stage]),
+            ),
+            self._until,
+            Links(near.latency_s, 1 / near.bytes_per_s, far.latency_s, 1 / far.bytes_per_s),
+            Room(
+                place=np.empty(len(own), np.int64),
+                seen=np.zeros(len(self._costs.cluster.host_sizes), np.int64),
+                last=np.empty(layers, np.int64),
+                rounds=np.empty(layers, np.int64),
+                taken=np.zeros(layers, np.int64),
+            ),
+        )
+
+    def _tied_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
+        """With tied parameters, whose holders may be of any pipelines: reduction by reduction."""
+        stops = tuple(timed.stops for timed, _ in pipelines)
+        if stops not in self._reductions:
+            self._reductions[stops] = _reductions(stops, self._costs.workload)
+        cluster = self._costs.cluster
+        hosts = [self.host_numbers[worker] for _, workers in pipelines for worker in workers]
+        free_s = [end_s for timed, _ in pipelines for end_s in timed.ends_s]
+        last_s = 0.0
+        for holders, num_bytes in self._reductions[stops]:
+            different = len({hosts[slot] for slot in holders})
+            links = [cluster.inter_host] if different > 1 else []
+            links += [cluster.intra_host] if different < len(holders) else []
+            ring_s = max(link.ring_all_reduce_s(num_bytes, len(holders)) for link in links)
+            last_s = max(free_s[slot] for slot in holders) + ring_s
+            for slot in holders:
+                free_s[slot] = last_s
+        return max([last_s, *free_s])
+
+
+def _reductions(stops: Sequence[Sequence[int]], workload: Workload) -> list[tuple[tuple[int, ...], int]]:
+    """(holders, bytes) of all reductions of pipelines with these stops, in the order in which workers issue theirs.
+
+    Holders are stages, counted through all pipelines.
+    """
+    ranges = (LayerRange(start, stop) for own in stops for start, stop in pairwise((0, *own)))
+    placement = Placement(len(workload.layers), {slot: (layers,) for slot, layers in enumerate(ranges)})
+    return [
+        (segment.holders, num_bytes)
+        for segment in gradient_rounds(placement, workload.tied_layers).order
+        if (num_bytes := segment_bytes(segment, workload))
+    ]

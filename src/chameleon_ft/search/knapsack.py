@@ -1,0 +1,175 @@
+"""Which pipelines to make of the workers so that together they finish most micro-batches: an unbounded knapsack.
+
+An item is a pipeline: it takes workers of each class and is worth the micro-batches that it finishes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+
+__all__ = ["BoundedMix", "Mix", "Size", "best_mix", "is_exact"]
+
+Size: TypeAlias = tuple[int, ...]
+"""Workers of each class that an item takes."""
+Mix: TypeAlias = dict[Size, int]
+"""How many of each item."""
+
+# Up to this many entries times items, a table is filled in, which is exact.
+_TABLE: Final = 12_000_000
+# With a number of items there are hundreds of knapsacks in a search.
+_NUMBERED_TABLE: Final = 300_000
+_ROUNDING: Final = 1e-9
+# Deterministic limits of the integer program for workers of many classes.
+_NODES: Final = 50
+_GAP: Final = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedMix:
+    """A mix, and what no mix can be worth more than, with the items that this bound is made of."""
+
+    bound: int
+    mix: Mix
+    made_of: tuple[Size, ...]
+
+
+_NOTHING: Final = BoundedMix(0, {}, ())
+
+
+def is_exact(counts: Sequence[int], items: int, numbers: tuple[int, int] | None = None) -> bool:
+    """Whether `best_mix` of so many workers of each class and so many items fills in a table."""
+    states = math.prod(count + 1 for count in counts)
+    if numbers is not None:
+        return states * items * numbers[1] <= _NUMBERED_TABLE
+    return states * items <= _TABLE
+
+
+def best_mix(values: Mapping[Size, int], counts: Sequence[int], numbers: tuple[int, int] | None = None) -> BoundedMix:
+    """The items that are worth most together.
+
+    Exact by dynamic programming where the table is small. Beyond that, with workers of one class and a number of items,
+    a bound by the upper hull of the items and a mix that comes near to it; with several classes an integer program.
+
+    Args:
+        values: worth of the items, one for each size.
+        counts: workers of each class.
+        numbers: fewest and most items; None for any number.
+    """
+    items = [(size, value) for size, value in sorted(values.items()) if value > 0 and _fits(size, counts)]
+    if not items:
+        return _NOTHING
+    if is_exact(counts, len(items), numbers):
+        return _by_table(items, counts, numbers)
+    if numbers is not None and len(counts) == 1:
+        return _by_hull({size: value for (size,), value in items}, counts[0], *numbers)
+    return _by_program(items, counts, numbers)
+
+
+def _fits(size: Size, counts: Sequence[int]) -> bool:
+    return all(own <= count for own, count in zip(size, counts, strict=True))
+
+
+def _by_table(items: Sequence[tuple[Size, int]], counts: Sequence[int], numbers: tuple[int, int] | None) -> BoundedMix:
+    # Here, because to import a kernel loads numba, and most importers of this module run none.
+    from chameleon_ft.search._kernels.knapsack import fill_table
+
+    states = math.prod(count + 1 for count in counts)
+    most = -1 if numbers is None else min(numbers[1], sum(counts))
+    best, chosen = np.empty((2, states, max(most, 0) + 1), np.int64)
+    sizes = np.array([size for size, _ in items])
+    fill_table(
+        np.array(counts), most, sizes, np.array([value for _, value in items]), np.zeros_like(counts), best, chosen
+    )
+    strides = np.cumprod([1, *(count + 1 for count in reversed(counts[1:]))])[::-1]
+    fewest = 0 if numbers is None else numbers[0]
+    number = fewest + int(best[-1, fewest:].argmax()) if fewest < best.shape[1] else 0
+    if best[-1, number] <= 0:
+        return _NOTHING
+    mix: Mix = {}
+    state = states - 1
+    while (taken := int(chosen[state, number])) < len(items):
+        if taken < 0:
+            state -= int(strides[-1 - taken])
+            continue
+        size = items[taken][0]
+        mix[size] = mix.get(size, 0) + 1
+        state -= int(np.dot(size, strides))
+        number -= numbers is not None
+    return BoundedMix(sum(value * mix.get(size, 0) for size, value in items), mix, tuple(mix))
+
+
+def _by_program(
+    items: Sequence[tuple[Size, int]], counts: Sequence[int], numbers: tuple[int, int] | None
+) -> BoundedMix:
+    """An integer program; its bound is that of the solver."""
+    # Here, because it takes long to import, and most searches do without.
+    from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+
+    sizes = np.array([size for size, _ in items], np.float64).T
+    values = np.array([value for _, value in items], np.float64)
+    constraints = [LinearConstraint(sizes, ub=np.array(counts, np.float64))]
+    if numbers is not None:
+        constraints.append(LinearConstraint(np.ones((1, len(items))), *numbers))
+    found = milp(
+        -values,
+        integrality=np.ones(len(items)),
+        bounds=Bounds(0, np.inf),
+        constraints=constraints,
+        options={"node_limit": _NODES, "mip_rel_gap": _GAP},
+    )
+    bound = getattr(found, "mip_dual_bound", None)
+    if found.x is None or bound is None:
+        return _NOTHING
+    made = np.round(found.x).astype(int)
+    mix = {size: count for (size, _), count in zip(items, made.tolist(), strict=True) if count}
+    return BoundedMix(math.floor(-bound * (1 + _ROUNDING) + _ROUNDING), mix, tuple(mix))
+
+
+def _by_hull(values: Mapping[int, int], count: int, fewest: int, most: int) -> BoundedMix:
+    """Of items that take workers of one class, from `fewest` to `most` items.
+
+    The bound is that of parts of items, which two neighbouring corners of the upper hull of all items meet. The mix is
+    made of those two; it is worth as much as the bound says where their sizes differ by one.
+    """
+    most = min(most, count // min(values))
+    if most < fewest:
+        return _NOTHING
+    corners = _hull(values)
+    # More items are worth more until all are of the size that is worth most for each worker; the bound is concave.
+    size, _ = max(corners, key=lambda corner: corner[1] / corner[0])
+    numbers = {min(max(number, fewest), most) for number in (count // size, count // size + 1)}
+    return max((_of_number(corners, count, number) for number in sorted(numbers)), key=lambda found: found.bound)
+
+
+def _of_number(corners: Sequence[tuple[int, int]], count: int, number: int) -> BoundedMix:
+    mean = count / number
+    above = next((place for place, (size, _) in enumerate(corners) if size >= mean), len(corners) - 1)
+    high, worth_high = corners[above]
+    if high <= mean or above == 0:
+        return BoundedMix(number * worth_high, {(high,): number}, ((high,),))
+    low, worth_low = corners[above - 1]
+    slope = (worth_high - worth_low) / (high - low)
+    bound = math.floor(number * (worth_low + (mean - low) * slope) * (1 + _ROUNDING))
+    large = (count - low * number) // (high - low)
+    mix = {(low,): number - large, (high,): large}
+    return BoundedMix(bound, {size: items for size, items in mix.items() if items}, ((low,), (high,)))
+
+
+def _hull(values: Mapping[int, int]) -> list[tuple[int, int]]:
+    """The corners of the upper hull of the items from the smallest to the first of the most worth, by size."""
+    corners: list[tuple[int, int]] = []
+    for size, value in sorted(values.items()):
+        if corners and value <= corners[-1][1]:
+            continue
+        while len(corners) > 1:
+            (first, worth_first), (second, worth_second) = corners[-2:]
+            if (worth_second - worth_first) * (size - first) > (value - worth_first) * (second - first):
+                break
+            corners.pop()
+        corners.append((size, value))
+    return corners

@@ -1,0 +1,86 @@
+"""Layouts of pipelines of about equal depth, whose gradients can be reduced together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from chameleon_ft.search.gradient_sync import LeastSync, SyncCost
+from chameleon_ft.search.options import SearchOptions
+from chameleon_ft.search.pipelines import PipelineSearch
+from chameleon_ft.workload import Workload
+
+__all__ = ["Layout", "promising_layouts"]
+
+# With up to this many workers, every depth is searched with every number of pipelines that there are workers for.
+_ALL_NUMBERS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Pipelines of one depth; workers that are left over are idle or make some pipelines one stage deeper.
+
+    Attributes:
+        depth: stages of most pipelines.
+        number: of pipelines.
+        sync: the least that gradient sync takes with so many.
+        pipelines: cuts and schedules them.
+        estimate_s: estimated seconds of the step.
+    """
+
+    depth: int
+    number: int
+    sync: SyncCost
+    pipelines: PipelineSearch
+    estimate_s: float
+
+    def shapes(self, *, mixed: bool) -> list[tuple[int, ...]]:
+        """Shapes of the pipelines: of its depth, or also one stage deeper."""
+        layers = self.pipelines.scheduler.stages.num_layers
+        return [(0,) * depth for depth in range(self.depth, self.depth + (2 if mixed else 1)) if depth <= layers]
+
+
+def promising_layouts(
+    searches: Iterable[PipelineSearch],
+    counts: tuple[int, ...],
+    least_sync: LeastSync,
+    options: SearchOptions,
+    workload: Workload,
+) -> list[Layout]:
+    """Layouts of workers of one class by their estimate, the best first; those that do not fit are left out."""
+    (workers,) = counts
+    num_bytes = sum(layer.gradient_bytes for layer in workload.layers)
+    found: list[Layout] = []
+    for pipelines in searches:
+        layers = pipelines.scheduler.stages.num_layers
+        for depth in range(1, min(workers, layers) + 1):
+            for number in _numbers(workers, depth, layers, workload.micro_batches):
+                if options.two_holders and number < 2:
+                    continue
+                sync = least_sync.of(number)
+                estimate_s = _estimate_s(pipelines, depth, workload.micro_batches / number)
+                estimate_s += sync.fixed_s + sync.per_byte_s * num_bytes / depth
+                if estimate_s < math.inf:
+                    found.append(Layout(depth, number, sync, pipelines, estimate_s))
+    return sorted(found, key=lambda layout: (layout.estimate_s, layout.depth, layout.number))
+
+
+def _numbers(workers: int, depth: int, layers: int, micro_batches: int) -> list[int]:
+    """Numbers of pipelines of this depth to look at; of many workers few are idle or in pipelines one stage deeper."""
+    most = min(workers // depth, micro_batches)
+    if workers <= _ALL_NUMBERS:
+        return list(range(1, most + 1))
+    fewest = workers // (depth + 1) if depth < layers else most
+    return list(range(max(1, fewest, most - 1), most + 1))
+
+
+def _estimate_s(pipelines: PipelineSearch, depth: int, share: float) -> float:
+    """The estimate of the mean share, interpolated between whole numbers of micro-batches."""
+    estimates, low = pipelines.estimates, math.floor(share)
+    low_s = estimates.least_s((0,) * depth, low)
+    if share == low or low_s == math.inf:
+        return low_s
+    # Pipelines one stage deeper, of workers that are left over, take some of the work.
+    return low_s + (share - low) * (estimates.least_s((0,) * depth, low + 1) - low_s)

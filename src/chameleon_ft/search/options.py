@@ -1,0 +1,59 @@
+"""How much a search does before it settles for the best plan so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from chameleon_ft.schedule.best import DEFAULT_EFFORT as PROGRAM_EFFORT
+from chameleon_ft.schedule.heuristics import ROUNDING
+
+__all__ = ["DEFAULT_EFFORT", "SearchOptions"]
+
+DEFAULT_EFFORT: Final = 160_000
+"""About how many operations a search may schedule before it settles for what it has; some tenths of a second."""
+
+# A first look at a pipeline: the few list-scheduling heuristics that so many operations allow.
+_LOOK: Final = 20_000
+# With little effort, a schedule so close to its lower bound is good enough.
+_SLACK: Final = 5e-4
+# A pipeline with more operations than this share of the effort is too expensive to look at first.
+_EXPENSIVE: Final = 3 / 4
+_LEAST_EFFORT: Final = 160_000
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """Options of a search.
+
+    Attributes:
+        effort: operations to schedule, about; None to go on until nothing can be better.
+        two_holders: whether every layer has to have two holders.
+    """
+
+    effort: int | None = DEFAULT_EFFORT
+    two_holders: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether to go on until nothing can be better."""
+        return self.effort is None
+
+    @property
+    def slack(self) -> float:
+        """By which share a schedule may be longer than its lower bound to be good enough."""
+        return ROUNDING if self.effort is None else _SLACK
+
+    @property
+    def look_effort(self) -> int:
+        """Operations that may be scheduled to see what a pipeline is worth."""
+        return PROGRAM_EFFORT if self.effort is None else _LOOK
+
+    @property
+    def polish_effort(self) -> int:
+        """Operations that may be scheduled for a pipeline that will be run."""
+        return PROGRAM_EFFORT
+
+    def is_expensive(self, depth: int, micro_batches: float) -> bool:
+        """Whether a schedule of such a pipeline takes too much of the effort to look at it first."""
+        return not self.complete and depth * micro_batches > max(self.effort or 0, _LEAST_EFFORT) * _EXPENSIVE

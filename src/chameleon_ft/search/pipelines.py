@@ -1,0 +1,133 @@
+"""The best pipeline of given workers for a share of the micro-batches: where to cut it, and what to recompute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import Final
+
+from chameleon_ft.search.bounds import PipelineBounds, Stops
+from chameleon_ft.search.gradient_sync import SyncCost
+from chameleon_ft.search.options import SearchOptions
+from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.worker_classes import Shape
+
+__all__ = ["PipelineSearch", "synced_s"]
+
+_ROUNDING: Final = 1e-9
+# How close to its bound a pipeline is good enough in a search that is not complete.
+_ENOUGH: Final = 0.005
+# A cut is scheduled only if its estimate is below the best time so far by this share.
+_LEAST_GAIN: Final = 0.003
+# Where memory is limited, stages are given room for these shares of the micro-batches that 1F1B has in flight there,
+# and then for as many as the bound takes. With less room they recompute less, but are idle more.
+_ROOMY: Final = (1.0, 0.85, 0.7, 0.0)
+# Cuts in a row without an improvement that end the search among those of one estimate.
+_IN_VAIN: Final = 2
+# Pipelines that take longer by no more than this share are similar; so many of them are kept.
+_SIMILAR: Final = 0.01
+_FEW_SIMILAR: Final = 3
+
+
+class PipelineSearch:
+    """Cuts pipelines and schedules them.
+
+    Attributes:
+        scheduler: schedules the pipelines.
+        bounds: on pipelines before their gradients are reduced.
+        estimates: of the same, see `PipelineBounds`.
+    """
+
+    def __init__(self, scheduler: PipelineScheduler, options: SearchOptions) -> None:
+        self.scheduler = scheduler
+        self._options = options
+        self._of: dict[tuple[SyncCost, float], PipelineBounds] = {}
+        self._scheduled: dict[tuple[Shape, int], dict[PipelineSpec, TimedPipeline]] = {}
+        self.bounds = self.bounds_with(SyncCost())
+        self.estimates, *_ = self.estimates_with(SyncCost())
+
+    def bounds_with(self, sync: SyncCost) -> PipelineBounds:
+        """Bounds on pipelines that then reduce their gradients."""
+        return self._with(sync, 0.0)
+
+    def estimates_with(self, sync: SyncCost) -> list[PipelineBounds]:
+        """Estimates of pipelines that then reduce their gradients, with more room and less; bounds come last."""
+        return [self._with(sync, roomy) for roomy in (_ROOMY if self.scheduler.stages.limited else (0.0,))]
+
+    def best(self, shape: Shape, micro_batches: int, sync: SyncCost = SyncCost()) -> tuple[float, TimedPipeline | None]:  # noqa: B008 - frozen
+        """Seconds, gradient sync included, and the pipeline of least time over its cuts and options; None if none fits.
+
+        A complete search tries all of them, others the few with the least estimates.
+        """
+        if self._options.complete:
+            return self._best_of_all(shape, micro_batches, self.bounds_with(sync))
+        best: tuple[float, TimedPipeline | None] = math.inf, None
+        for bounds in self.estimates_with(sync):
+            if best[0] <= bounds.least_s(shape, micro_batches) * (1 + _ENOUGH):
+                break
+            in_vain = 0
+            for stops in bounds.candidates(shape, micro_batches):
+                estimate_s, options = bounds.bound_s(shape, stops, micro_batches)
+                if estimate_s < best[0] * (1 - (_LEAST_GAIN if sync == SyncCost() else -_SIMILAR)):
+                    found = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
+                    in_vain = 0 if found is not best else in_vain + 1
+                    best = found
+                if in_vain == _IN_VAIN:
+                    break
+        return best
+
+    def similar(self, timed: TimedPipeline) -> list[TimedPipeline]:
+        """The pipeline, and others of its shape and share with other cuts that take hardly longer, fastest first.
+
+        Of those that were scheduled; gradient sync may make one of them the better choice.
+        """
+        spec = timed.spec
+        known = self._scheduled.get((spec.shape, spec.micro_batches), {})
+        others = [each for each in known.values() if each.stops != timed.stops]
+        close = (each for each in others if each.program_s <= timed.program_s * (1 + _SIMILAR))
+        return [timed, *sorted(close, key=lambda each: each.program_s)[: _FEW_SIMILAR - 1]]
+
+    def _best_of_all(
+        self, shape: Shape, micro_batches: int, bounds: PipelineBounds
+    ) -> tuple[float, TimedPipeline | None]:
+        best: tuple[float, TimedPipeline | None] = math.inf, None
+        for stops in bounds.candidates(shape, micro_batches):
+            _, options = bounds.bound_s(shape, stops, micro_batches)
+            best = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
+        if best[0] > bounds.least_s(shape, micro_batches) * (1 + _ROUNDING):
+            for bound_s, stops, options in sorted(self._all(shape, micro_batches, bounds, best[0])):
+                if bound_s >= best[0] * (1 - _ROUNDING):
+                    break
+                best = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
+        return best
+
+    def _all(
+        self, shape: Shape, micro_batches: int, bounds: PipelineBounds, limit_s: float
+    ) -> Iterator[tuple[float, Stops, tuple[int, ...]]]:
+        """All cuts with all options, with bounds up to the limit."""
+        for stops in bounds.cuts(shape, micro_batches).each(min(limit_s, 1e300)):
+            for options in product(*bounds.stages.options_of(shape, stops)):
+                own_s, _ = bounds.bound_s(shape, stops, micro_batches, options)
+                if own_s <= limit_s * (1 + _ROUNDING):
+                    yield own_s, stops, options
+
+    def _better(
+        self, best: tuple[float, TimedPipeline | None], spec: PipelineSpec, bounds: PipelineBounds
+    ) -> tuple[float, TimedPipeline | None]:
+        timed = self.scheduler.scheduled(spec, effort=self._options.look_effort)
+        if timed is None:
+            return best
+        self._scheduled.setdefault((spec.shape, spec.micro_batches), {})[spec] = timed
+        own_s = synced_s(timed, bounds)
+        return (own_s, timed) if own_s < best[0] else best
+
+    def _with(self, sync: SyncCost, roomy: float) -> PipelineBounds:
+        if (sync, roomy) not in self._of:
+            self._of[sync, roomy] = PipelineBounds(self.scheduler.stages, sync, roomy=roomy)
+        return self._of[sync, roomy]
+
+
+def synced_s(timed: TimedPipeline, bounds: PipelineBounds) -> float:
+    """Seconds until the program has ended and every stage has reduced its gradients as `bounds` has it."""
+    return max(timed.program_s, float((bounds.sync_s_of(timed.stops) + timed.ends_s).max()))

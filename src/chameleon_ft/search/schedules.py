@@ -1,0 +1,200 @@
+"""Pipelines with their schedules: scheduled once for all that differ only in which worker is which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Final
+
+from chameleon_ft.estimate.memory import stages_of
+from chameleon_ft.estimate.pipeline_memory import pipeline_bytes
+from chameleon_ft.plan import Hop, LayerRange, Placement
+from chameleon_ft.schedule import CostModel, OperationKind, PipelineTimes
+from chameleon_ft.schedule._records import Integers
+from chameleon_ft.schedule.heuristics import ROUNDING
+from chameleon_ft.schedule.pipelines import PipelineSchedule, pipeline_schedule
+from chameleon_ft.search.options import SearchOptions
+from chameleon_ft.search.stages import Stages
+from chameleon_ft.search.worker_classes import Shape, WorkerPool
+
+__all__ = ["PipelineScheduler", "PipelineSpec", "TimedPipeline", "hops_of"]
+
+_SPLIT: Final = (OperationKind.FORWARD, OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD)
+_FUSED: Final = (OperationKind.FORWARD, OperationKind.BACKWARD)
+
+# List schedules that are made with any effort.
+_LEAST_SCHEDULES: Final = 5
+# Stages of one cut recur in many pipelines.
+_layers: Final = lru_cache(maxsize=20_000)(LayerRange)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpec:
+    """A pipeline, whichever workers of its classes it is on.
+
+    Attributes:
+        shape: class of each worker.
+        stops: where its stages stop.
+        options: the option of each stage in `Stages`: how many of its layers it recomputes.
+        micro_batches: its share of the global batch.
+    """
+
+    shape: Shape
+    stops: tuple[int, ...]
+    options: tuple[int, ...]
+    micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TimedPipeline:
+    """A pipeline with a schedule.
+
+    Attributes:
+        spec: the pipeline.
+        recomputed: layers that each stage recomputes, from its first on.
+        schedule: operations of each stage in order.
+        scheduler: the one that made the schedule.
+    """
+
+    spec: PipelineSpec
+    recomputed: tuple[int, ...]
+    schedule: PipelineSchedule
+    scheduler: PipelineScheduler
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Where its stages stop."""
+        return self.spec.stops
+
+    @property
+    def program_s(self) -> float:
+        """Seconds until the last operation has ended."""
+        return self.schedule.step_s
+
+    @property
+    def ends_s(self) -> tuple[float, ...]:
+        """Seconds until the last operation of each stage has ended; it makes gradients."""
+        return self.schedule.last_s
+
+
+class PipelineScheduler:
+    """Schedules pipelines with split, or with fused backward, and remembers the schedules.
+
+    Attributes:
+        stages: of the model.
+        pool: the live workers.
+        spent: the effort so far, in operations that may have been scheduled.
+    """
+
+    def __init__(self, costs: CostModel, pool: WorkerPool, options: SearchOptions, *, split_backward: bool) -> None:
+        self.stages = Stages(costs, pool.classes, split_backward=split_backward)
+        self.pool = pool
+        self.spent = 0
+        self._costs = costs
+        self._options = options
+        self._kinds = _SPLIT if split_backward else _FUSED
+        self._hosts = costs.cluster.hosts
+        self._limits: dict[PipelineSpec, Integers | None] = {}
+        self._stage_s: dict[tuple[float, int, int, int], tuple[float, ...]] = {}
+        self._known: dict[tuple[PipelineSpec, tuple[bool, ...]], tuple[int, TimedPipeline]] = {}
+        self._replayed: dict[tuple[TimedPipeline, tuple[bool, ...]], TimedPipeline] = {}
+        self._peaks: dict[TimedPipeline, int] = {}
+
+    @property
+    def split_backward(self) -> bool:
+        """Whether backward is split in two."""
+        return self.stages.split_backward
+
+    def limits(self, spec: PipelineSpec) -> Integers | None:
+        """Limits of each stage, int64 [3, stages], see `Stages.limits`; None if a stage does not fit."""
+        if spec not in self._limits:
+            self._limits[spec] = self.stages.limits(spec.shape, spec.stops, spec.options, spec.micro_batches)
+        return self._limits[spec]
+
+    def scheduled(
+        self, spec: PipelineSpec, *, effort: int, workers: Sequence[int] | None = None
+    ) -> TimedPipeline | None:
+        """The pipeline with the best schedule that so much effort finds, or a better one that is known.
+
+        None where it does not fit. On the first workers of its classes unless `workers` are given; what counts of them
+        is which neighbours share a host.
+        """
+        limits = self.limits(spec)
+        if limits is None:
+            return None
+        workers = self.pool.sample(spec.shape) if workers is None else workers
+        key = spec, self._neighbours(workers)
+        known = self._known.get(key)
+        if known is None or known[0] < effort:
+            self.spent += max(effort, _LEAST_SCHEDULES * len(self._kinds) * len(workers) * spec.micro_batches)
+            schedule = pipeline_schedule(
+                self._times(spec, workers),
+                spec.micro_batches,
+                split_backward=self.split_backward,
+                ceiling=limits,
+                effort=effort,
+                # The program that will be run is not given up early.
+                slack=self._options.slack if effort < self._options.polish_effort else ROUNDING,
+            )
+            recomputed = self.stages.recomputed_layers(spec.options)
+            known = self._known[key] = effort, TimedPipeline(spec, recomputed, schedule, self)
+        return known[1]
+
+    def replayed(self, timed: TimedPipeline, workers: Sequence[int]) -> TimedPipeline:
+        """The pipeline with the same orders of operations on these workers."""
+        key = timed, self._neighbours(workers)
+        if key not in self._replayed:
+            schedule = timed.schedule.replayed(self._times(timed.spec, workers))
+            self._replayed[key] = TimedPipeline(timed.spec, timed.recomputed, schedule, self)
+        return self._replayed[key]
+
+    def peak_bytes(self, timed: TimedPipeline) -> int:
+        """Bytes that the worker that needs most memory holds at its worst moment."""
+        if timed not in self._peaks:
+            stages = stages_of(self._costs.workload)
+            ranges = list(map(_layers, (0, *timed.stops[:-1]), timed.stops))
+            state = stages.state_bytes(Placement(timed.stops[-1], {at: (own,) for at, own in enumerate(ranges)}))
+            again = [
+                _layers(own.start, own.start + count) if count else None
+                for own, count in zip(ranges, timed.recomputed, strict=True)
+            ]
+            moving = pipeline_bytes(timed.schedule, ranges, stages, recompute=again)
+            self._peaks[timed] = max(state[position] + own for position, own in enumerate(moving))
+        return self._peaks[timed]
+
+    def _neighbours(self, workers: Sequence[int]) -> tuple[bool, ...]:
+        """Which neighbours share a host."""
+        return tuple(self._hosts[one] == self._hosts[other] for one, other in pairwise(workers))
+
+    def _times(self, spec: PipelineSpec, workers: Sequence[int]) -> PipelineTimes:
+        recomputed = self.stages.recomputed_layers(spec.options)
+        starts = (0, *spec.stops[:-1])
+        own_s = list(map(self._of_stage, workers, starts, spec.stops, recomputed))
+        messages_s = (
+            self._costs.message_s(one, other, self._costs.message_bytes(stop - 1))
+            for (one, other), stop in zip(pairwise(workers), spec.stops, strict=False)
+        )
+        return PipelineTimes(
+            forward_s=tuple(own[0] for own in own_s),
+            backward_s=tuple(own[1] for own in own_s),
+            weight_grad_s=tuple(own[2] if self.split_backward else 0.0 for own in own_s),
+            message_s=tuple(messages_s),
+        )
+
+    def _of_stage(self, worker: int, start: int, stop: int, recomputed: int) -> tuple[float, ...]:
+        """Seconds of each kind of operation."""
+        key = self._costs.pace(worker), start, stop, recomputed
+        if key not in self._stage_s:
+            layers = _layers(start, stop)
+            again = _layers(start, start + recomputed) if recomputed else None
+            self._stage_s[key] = tuple(
+                self._costs.compute_s(worker, kind, layers, recompute=again) for kind in self._kinds
+            )
+        return self._stage_s[key]
+
+
+def hops_of(workers: Sequence[int], stops: Sequence[int]) -> tuple[Hop, ...]:
+    """The route through these workers."""
+    return tuple(map(Hop, workers, map(_layers, (0, *stops[:-1]), stops)))

@@ -1,0 +1,237 @@
+"""Seconds and bytes of every stage a model can be cut into, on every class of worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from chameleon_ft.cluster import Cluster, Link
+from chameleon_ft.estimate import MessageBuffers
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.schedule._records import Booleans, Floats, Integers
+from chameleon_ft.search.worker_classes import Shape, WorkerClass
+from chameleon_ft.workload import LayerCost, Workload, is_recomputed
+
+if TYPE_CHECKING:
+    from chameleon_ft.search._kernels.pipeline_bounds import Tables
+    from chameleon_ft.search._kernels.stage_memory import LayerBytes
+
+__all__ = ["Stages", "gradient_bytes", "links_between", "timeless_gradient_bytes"]
+
+
+class Stages:
+    """Every stage of `costs.workload` on workers of `classes`, with fused or with split backward.
+
+    Attributes:
+        costs, classes, split_backward: as given.
+        num_layers: layers of the model (L).
+        limited: whether the memory of some class is known.
+    """
+
+    def __init__(self, costs: CostModel, classes: Sequence[WorkerClass], *, split_backward: bool) -> None:
+        self.costs = costs
+        self.classes = tuple(classes)
+        self.split_backward = split_backward
+        self.num_layers = len(costs.workload.layers)
+        self.limited = any(own.memory_bytes is not None for own in self.classes)
+        self.speeds = np.array([own.speed for own in self.classes], np.float64)
+        self._capacities = [-1 if own.memory_bytes is None else own.memory_bytes for own in self.classes]
+
+    @cached_property
+    def tables(self) -> Tables:
+        """The stages as kernels read them, for bounds."""
+        # Here, as below, because to import a kernel loads numba, and most importers of this module run none.
+        from chameleon_ft.search._kernels.pipeline_bounds import Tables
+
+        first, options, again_s = self._options()
+        return Tables(*self._seconds(), self.message_s, first, options, again_s, self.split_backward, 0.0)
+
+    def roomy_tables(self, share: float) -> Tables:
+        """The stages as kernels read them, for estimates: with room for this share of 1F1B wherever possible."""
+        return self.tables._replace(roomy=share)
+
+    @cached_property
+    def message_s(self) -> Floats:
+        """Seconds of the message over the boundary before each layer, on the fastest link; float64 [L + 1]."""
+        links = links_between(self.costs.cluster)
+        outputs = [layer.output_bytes for layer in self.costs.workload.layers[:-1]]
+        return np.array([0.0, *(min(link.message_s(size) for link in links) for size in outputs), 0.0])
+
+    def recomputed_layers(self, options: Sequence[int]) -> tuple[int, ...]:
+        """How many layers, from its first on, a stage recomputes under each of these options."""
+        from chameleon_ft.search._kernels.stage_memory import LAYERS
+
+        return tuple(self.tables.options[list(options), LAYERS].tolist())
+
+    def options_of(self, shape: Shape, stops: Sequence[int]) -> list[range]:
+        """The options of each stage of a cut, the least recomputation first."""
+        first = self.tables.first
+        return [
+            range(int(first[kind, start, stop]), int(first[kind, start, stop + 1]))
+            for kind, start, stop in zip(shape, (0, *stops[:-1]), stops, strict=True)
+        ]
+
+    def limits(self, shape: Shape, stops: Sequence[int], options: Sequence[int], micro_batches: int) -> Integers | None:
+        """Limits of each stage by its memory; None if a stage has no room for one micro-batch.
+
+        Returns:
+            int64 [3, stages]: micro-batches in flight, micro-batches kept, and W that wait.
+        """
+        from chameleon_ft.search._kernels.stage_memory import fill_limits
+
+        found = np.empty((3, len(stops)), np.int64)
+        fits = fill_limits(
+            np.array(stops),
+            self.tables.options[list(options)],
+            np.array([self._capacities[kind] for kind in shape]),
+            self._message_bytes([0, *stops[:-1]], stops, micro_batches),
+            micro_batches,
+            self.split_backward,
+            found,
+        )
+        return found if fits else None
+
+    @cached_property
+    def fits(self) -> Booleans:
+        """Whether a worker of each class holds a stage with one micro-batch at a time; bool [C, L + 1, L + 1]."""
+        found = np.zeros((len(self.classes), self.num_layers + 1, self.num_layers + 1), np.bool_)
+        for kind, capacity in enumerate(self._capacities):
+            needed = self.least_bytes(kind)
+            found[kind] = needed >= 0 if capacity < 0 else (needed >= 0) & (needed <= capacity)
+        return found
+
+    def smallest_option(self, kind: int, start: int, stop: int) -> int:
+        """The option of a stage that needs least memory with one micro-batch at a time."""
+        options = range(int(self.tables.first[kind, start, stop]), int(self.tables.first[kind, start, stop + 1]))
+        return min(options, key=self._needed)
+
+    def _needed(self, option: int) -> int:
+        """Bytes that an option needs with one micro-batch at a time, without messages."""
+        from chameleon_ft.search._kernels.stage_memory import BACKWARD, FIXED, FORWARD, WEIGHT
+
+        own = self.tables.options[option]
+        return int(own[FIXED] + max(own[FORWARD], own[BACKWARD], own[WEIGHT]))
+
+    def least_bytes(self, kind: int) -> Integers:
+        """Bytes that a worker of this class needs for a stage at least, message buffers included.
+
+        Returns:
+            int64 [L + 1, L + 1]; -1 where there is no stage, or not even the lower bound of the bytes fits.
+        """
+        found = np.full((self.num_layers + 1, self.num_layers + 1), -1)
+        for start in range(self.num_layers):
+            for stop in range(start + 1, self.num_layers + 1):
+                if self.tables.first[kind, start, stop] < self.tables.first[kind, start, stop + 1]:
+                    found[start, stop] = self._needed(self.smallest_option(kind, start, stop))
+        starts, stops = np.indices(found.shape)
+        return np.where(found < 0, found, found + self._message_bytes(starts, stops, self.costs.workload.micro_batches))
+
+    def _message_bytes(self, starts: ArrayLike, stops: ArrayLike, micro_batches: int) -> Integers:
+        """Bytes of the message buffers of stages, at most: messages asked for, and gradients that were sent.
+
+        Those of the micro-batch in hand are counted with its operations. Of each other one either its activation is
+        asked for, or its gradient has been sent.
+        """
+        buffers, outputs, others = MessageBuffers(), self._outputs, micro_batches - 1
+        below, above = outputs[np.asarray(starts)], outputs[np.asarray(stops)]
+        ahead = buffers.receives_ahead
+        downwards, upwards = min(ahead, others), min(ahead, micro_batches)
+        found: Integers = np.maximum(
+            min(ahead + buffers.sends_kept, others) * below + min(ahead - downwards, micro_batches) * above,
+            upwards * above + min(ahead - upwards + buffers.sends_kept, others) * below,
+        )
+        return found
+
+    @cached_property
+    def _outputs(self) -> Integers:
+        """Bytes of the message over the boundary before each layer, int64 [L + 1]."""
+        return np.array([0, *(layer.output_bytes for layer in self.costs.workload.layers[:-1]), 0])
+
+    def _seconds(self) -> tuple[Floats, Floats, Floats]:
+        """Of F, of B or I, and of W, by class, start and stop; infinite where a stage would have no layers."""
+        workload = self.costs.workload
+        empty = np.tri(self.num_layers + 1, dtype=np.bool_)
+
+        def spent(seconds: Callable[[LayerCost], float]) -> Floats:
+            between: Floats = np.where(empty, np.inf, _between([seconds(layer) for layer in workload.layers]))
+            return between / self.speeds[:, np.newaxis, np.newaxis] + workload.operation_overhead_s
+
+        forward_s, backward_s = spent(lambda layer: layer.forward_s), spent(lambda layer: layer.backward_s)
+        if not self.split_backward:
+            return forward_s, backward_s, np.zeros_like(forward_s)
+        weight_s, input_grad_s = spent(lambda layer: layer.weight_grad_s), spent(lambda layer: layer.input_grad_s)
+        # The I of a first hop computes nothing, and its W is the whole backward.
+        weight_s[:, 0] = backward_s[:, 0]
+        input_grad_s[:, 0, 1:] = workload.operation_overhead_s
+        return forward_s, input_grad_s, weight_s
+
+    def _options(self) -> tuple[Integers, Integers, Floats]:
+        from chameleon_ft.search._kernels.stage_memory import COLUMNS, fill_options
+
+        layers, size = _layer_bytes(self.costs.workload), self.num_layers
+        room = sum(stop - start + 1 for start in range(size) for stop in range(start + 1, size + 1))
+        first = np.empty((len(self.classes), size + 1, size + 2), np.int64)
+        found: list[Integers] = []
+        again_s: list[Floats] = []
+        for kind, own in enumerate(self.classes):
+            options, seconds = np.empty((room + 1, COLUMNS), np.int64), np.empty(room + 1)
+            capacity = 2**62 if own.memory_bytes is None else own.memory_bytes
+            most = 0 if own.memory_bytes is None else self.costs.workload.micro_batches
+            count = fill_options(layers, capacity, self.split_backward, most, first[kind], options, seconds)
+            first[kind] += sum(map(len, found))
+            found.append(options[:count].copy())
+            again_s.append(seconds[:count] / own.speed)
+        return first, np.concatenate(found), np.concatenate(again_s)
+
+
+def _layer_bytes(workload: Workload) -> LayerBytes:
+    from chameleon_ft.search._kernels.stage_memory import LayerBytes
+
+    layers, last = workload.layers, len(workload.layers) - 1
+    outputs = [layer.output_bytes for layer in layers]
+    return LayerBytes(
+        state=np.array([layer.param_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in layers]),
+        sample=np.array([layer.sample_bytes for layer in layers]),
+        activation=np.array([layer.activation_bytes for layer in layers]),
+        boundary=np.array([0, *outputs[:-1]]),
+        recomputable=np.array([is_recomputed(layer, len(layers)) for layer in range(len(layers))]),
+        output=np.array([*outputs[:last], 0]),
+        weight_grad=np.array([layer.weight_grad_bytes for layer in layers]),
+        working=np.array([layer.working_bytes for layer in layers]),
+        again_s=np.array([layer.forward_s for layer in layers]),
+    )
+
+
+def gradient_bytes(workload: Workload) -> Floats:
+    """Bytes of the gradients of every stage, those of tied parameters once; float64 [L + 1, L + 1]."""
+    found = _between([float(layer.gradient_bytes) for layer in workload.layers])
+    for tied in workload.tied:
+        before = np.searchsorted(np.array(tied.layers), np.arange(len(found)))
+        copies = np.maximum(before[np.newaxis, :] - before[:, np.newaxis], 1)
+        found -= (copies - 1) * float(tied.gradient_bytes)
+    return found
+
+
+def timeless_gradient_bytes(workload: Workload) -> Floats:
+    """Bytes of the gradients of those layers of every stage that take no time; float64 [L + 1, L + 1]."""
+    return _between(
+        [0.0 if layer.forward_s + layer.least_backward_s else float(layer.gradient_bytes) for layer in workload.layers]
+    )
+
+
+def links_between(cluster: Cluster) -> list[Link]:
+    """The kinds of link that join two of the workers; that inside a host if there is but one worker."""
+    hosts = len(cluster.host_sizes)
+    links = [cluster.intra_host] if hosts < len(cluster.workers) or hosts < 2 else []
+    return links if hosts < 2 else [*links, cluster.inter_host]
+
+
+def _between(values: Sequence[float]) -> Floats:
+    """Sums over the layers of every stage; float64 [L + 1, L + 1]."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    found: Floats = sums[np.newaxis, :] - sums[:, np.newaxis]
+    return found

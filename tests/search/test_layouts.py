@@ -1,0 +1,40 @@
+"""Which layouts of about equal depth promise most."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from chameleon_ft.search.gradient_sync import LeastSync
+from chameleon_ft.search.layouts import promising_layouts
+from chameleon_ft.search.options import SearchOptions
+from chameleon_ft.search.pipelines import PipelineSearch
+from chameleon_ft.search.schedules import PipelineScheduler
+from chameleon_ft.search.worker_classes import WorkerPool
+from tests.search.instances import instance, with_gradients
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("two_holders", [False, True])
+def test_every_depth_and_number_that_workers_are_there_for_is_looked_at(seed: int, two_holders: bool) -> None:
+    rng = random.Random(seed)
+    costs = with_gradients(instance(rng, workers=7, layers=5, micro_batches=6, kinds=1, memory=False), rng)
+    options = SearchOptions(two_holders=two_holders)
+    pool = WorkerPool.of(costs.cluster)
+    searches = [
+        PipelineSearch(PipelineScheduler(costs, pool, options, split_backward=split), options)
+        for split in (True, False)
+    ]
+    least = LeastSync(costs, 1e9)
+    found = promising_layouts(searches, pool.counts, least, options, costs.workload)
+    fewest = 2 if two_holders else 1
+    assert sorted((each.depth, each.number, each.pipelines is searches[0]) for each in found) == sorted(
+        (depth, number, split)
+        for split in (True, False)
+        for depth in range(1, 6)
+        for number in range(fewest, min(7 // depth, 6) + 1)
+    )
+    estimates_s = [each.estimate_s for each in found]
+    assert estimates_s == sorted(estimates_s)
+    assert all(each.shapes(mixed=True)[0] == (0,) * each.depth for each in found)

@@ -1,0 +1,58 @@
+"""Presets whose state takes most of the memory of the workers: what is found, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from chameleon_ft.estimate import estimate_step
+from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.schedule import CostModel, best_program
+from chameleon_ft.search import find_plan
+
+
+def preset(model: str, name: str, workers: int, micro_batches: int) -> CostModel:
+    rates = device(name)
+    workload = derive_workload(model_shape(model), rates, micro_batch_size=1, micro_batches=micro_batches)
+    return CostModel(workload, rates.cluster(workers, workers_per_host=8))
+
+
+# Seconds of one pipeline with split backward, 1F1B limits and its first stages recomputing, laid out by hand.
+@pytest.mark.parametrize(
+    ("model", "name", "workers", "micro_batches", "by_hand_s"),
+    [
+        ("llama2-70b", "h100-80g", 32, 128, 22.8),
+        ("llama2-70b", "ascend-910b-64g", 40, 80, 28.7),
+        ("qwen2.5-32b", "ascend-910b-64g", 32, 128, 25.79 / 1.11),
+    ],
+)
+def test_a_layout_by_hand_is_never_faster_where_memory_is_short(
+    model: str, name: str, workers: int, micro_batches: int, by_hand_s: float
+) -> None:
+    costs = preset(model, name, workers, micro_batches)
+    found = find_plan(costs)
+    assert found.best.step_s <= by_hand_s
+    assert found.bound_s <= found.best.step_s
+    estimate = estimate_step(
+        found.best.plan, best_program(found.best.plan, costs, ceiling=found.best.ceiling).program, costs
+    )
+    assert not estimate.over_capacity(costs)
+
+
+@pytest.mark.parametrize("workers", [8, 9, 24])
+def test_the_time_of_a_plan_is_that_of_its_best_program_under_its_ceiling(workers: int) -> None:
+    costs = preset("llama2-7b", "h100-80g", workers, 4 * workers)
+    for each in (found := find_plan(costs)).best, *found.alternatives:
+        assert best_program(each.plan, costs, ceiling=each.ceiling).step_s == pytest.approx(each.program_s, rel=1e-9)
+
+
+def test_a_model_fits_with_more_micro_batches_than_are_in_flight() -> None:
+    costs = preset("llama2-70b", "h100-80g", 24, 1_024)
+    found = find_plan(costs)
+    assert found.best.peak_bytes <= 80 * 10**9
+    assert found.best.plan.recompute
+
+
+def test_a_worker_stays_idle_where_equal_pipelines_reduce_their_gradients_sooner() -> None:
+    costs = preset("llama2-7b", "h100-80g", 9, 36)
+    equal = find_plan(CostModel(costs.workload, costs.cluster.without([8])))
+    assert find_plan(costs).best.step_s <= equal.best.step_s * (1 + 1e-9)
