@@ -16,7 +16,7 @@ from chameleon_ft.control.messages import Parked, Vote
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.recovery import FailureRate
+from chameleon_ft.recovery import FailureModel
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
 from tests.strategies import Shape, equal_costs, losses, pipelines, shapes, survivable
@@ -64,7 +64,7 @@ def holding(state: Parked, plan: Plan, worker: int) -> Parked:
     return state.model_copy(update={"layers": layers_of(plan, worker)})
 
 
-RATE = FailureRate(worker_mtbf_s=1e6, prior_failures=1.0)
+RATE = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0)
 
 
 def outlook_of(found: Situation, costs: CostModel = COSTS) -> recovery.Situation:

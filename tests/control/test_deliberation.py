@@ -70,9 +70,9 @@ def test_a_search_is_predicted_as_long_as_it_took(tmp_path: Path, monkeypatch: p
         assert outcome["measured_stall_s"] == pytest.approx(0.75 + 0.25 + 1.5 + AFTER_S)
         assert outcome["predicted_stall_s"] == pytest.approx(outcome["measured_stall_s"])
         generations: Any = stage.coordinator._generations
-        experience = generations._deliberation._experience
-        assert experience.phases(looked_up=False).decide_s == pytest.approx(1.5)
-        assert experience.phases(looked_up=True).decide_s < 0.1, "nothing has been looked up yet"
+        history = generations._deliberation._history
+        assert history.phases(looked_up=False).decide_s == pytest.approx(1.5)
+        assert history.phases(looked_up=True).decide_s < 0.1, "nothing has been looked up yet"
 
     timed(tmp_path, monkeypatch, scene)
 
@@ -115,9 +115,9 @@ def test_what_is_looked_up_is_not_taken_to_be_searched_for(tmp_path: Path, monke
         stage.train(workers=6)
         generations: Any = stage.coordinator._generations
         deliberation = generations._deliberation
-        experience = deliberation._experience
-        experience.decided(looked_up=False, decide_s=5.0, hand_out_s=4.0)
-        experience.decided(looked_up=True, decide_s=0.5, hand_out_s=0.25)
+        history = deliberation._history
+        history.decided(looked_up=False, decide_s=5.0, hand_out_s=4.0)
+        history.decided(looked_up=True, decide_s=0.5, hand_out_s=0.25)
         (asked,) = _asked(deliberation, stage)
         assert asked.phases.decide_s == 0.5, "what is prepared will be looked up"
         stage.reap(1)
@@ -140,8 +140,8 @@ def test_where_nothing_was_to_be_chosen_nothing_is_learnt_of_decisions(
         stage.commit(3)
         assert not stage.events("decision")
         generations: Any = stage.coordinator._generations
-        experience = generations._deliberation._experience
-        assert experience.hand_out_s(looked_up=True) == 0.01
+        history = generations._deliberation._history
+        assert history.hand_out_s(looked_up=True) == 0.01
 
     timed(tmp_path, monkeypatch, scene)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from chameleon_ft.control.forethought import Forethought
-from chameleon_ft.recovery import FailureRate, Situation, decide
+from chameleon_ft.recovery import FailureModel, Situation, decide
 from chameleon_ft.schedule import CostModel
 from tests.recovery.situations import after, layer, rate_of, situation
 
@@ -31,7 +31,7 @@ class Prepared:
         self.said.append((losses, seconds, error))
         self._through.set()
 
-    async def on(self, now: Situation, rate: FailureRate) -> Forethought:
+    async def on(self, now: Situation, rate: FailureModel) -> Forethought:
         self.forethought.expect(lambda: (now, rate))
         await self._through.wait()
         return self.forethought
@@ -110,7 +110,7 @@ def _with_speed(now: Situation, speed: float) -> Situation:
         (lambda now: _slower(now, 1.6), RATE.observed(failures=1), False),
         (lambda now: _with_speed(now, 0.8), RATE.observed(failures=1), True),
         (lambda now: _with_speed(now, 0.5), RATE.observed(failures=1), False),
-        (lambda now: now, RATE.observed(failures=3), False),
+        (lambda now: now, replace(RATE, failures=3), False),
         (lambda now: after(now, 1), RATE.observed(failures=1), False),
         (lambda now: replace(now, plan=replace(now.plan, split_backward=True)), RATE.observed(failures=1), False),
         (lambda now: replace(now, ceiling={}), RATE.observed(failures=1), False),
@@ -128,7 +128,7 @@ def _with_speed(now: Situation, speed: float) -> Situation:
     ],
 )
 def test_what_was_prepared_for_another_situation_is_not_used(
-    change: Callable[[Situation], Situation], rate: FailureRate, found: bool
+    change: Callable[[Situation], Situation], rate: FailureModel, found: bool
 ) -> None:
     async def scene(prepared: Prepared) -> None:
         forethought = await prepared.on(NOW, RATE)

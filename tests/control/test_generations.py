@@ -7,7 +7,7 @@ from typing import Any
 
 from chameleon_ft.config import Parallel, Recovery
 from chameleon_ft.control.messages import PeerFailed, Run, Stop, Switched, Transition
-from chameleon_ft.recovery import FailureRate, Situation
+from chameleon_ft.recovery import FailureModel, Situation
 from tests.control.stage import Stage, scene
 
 # Workers 0 2 4 hold layers 0-1, workers 1 3 5 hold layers 2-3.
@@ -178,11 +178,11 @@ async def test_the_loss_of_a_spare_says_nothing_of_stalls(stage: Stage) -> None:
     stage.park(2, 3)
     stage.start()
     generations: Any = stage.coordinator._generations
-    experience = generations._deliberation._experience
-    before = experience.phases(looked_up=False)
+    history = generations._deliberation._history
+    before = history.phases(looked_up=False)
     stage.reap(0)
     assert len(stage.failures) == 2
-    assert experience.phases(looked_up=False) == before
+    assert history.phases(looked_up=False) == before
 
 
 class _Foreseeing:
@@ -191,10 +191,10 @@ class _Foreseeing:
     def __init__(self) -> None:
         self.asked: list[Situation] = []
 
-    def expect(self, ask: Callable[[], tuple[Situation, FailureRate]]) -> None:
+    def expect(self, ask: Callable[[], tuple[Situation, FailureModel]]) -> None:
         self.asked.append(ask()[0])
 
-    def look_up(self, situation: Situation, rate: FailureRate) -> None:
+    def look_up(self, situation: Situation, rate: FailureModel) -> None:
         return None
 
     def drop(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import typing
 from typing import Any
@@ -16,7 +15,7 @@ from chameleon_ft.control.messages import Message, Run, decode, encode
 from chameleon_ft.errors import ControlError
 from chameleon_ft.schedule import list_schedule
 from chameleon_ft.sync import gradient_segments
-from tests.strategies import Planned, planned
+from tests.strategies import Planned, planned, recomputing
 
 KINDS = typing.get_args(Message)
 
@@ -62,7 +61,7 @@ def test_every_message_comes_back_as_it_was_sent(data: st.DataObject) -> None:
 
 @given(planned(), st.booleans())
 def test_a_program_comes_back_as_it_was_sent(planned: Planned, recompute: bool) -> None:
-    plan = dataclasses.replace(planned.plan, recompute=frozenset(planned.plan.workers if recompute else ()))
+    plan = recomputing(planned.plan, planned.plan.workers if recompute else ())
     program = list_schedule(plan, planned.costs)
     segments = gradient_segments(planned.plan.placement)
     for worker in program.workers:

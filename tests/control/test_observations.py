@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
@@ -18,6 +19,7 @@ from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, OperationKind, Program, best_program
 from chameleon_ft.workload import LayerCost, Workload
+from tests.strategies import recomputing
 
 # Layers that differ in everything, so that no factor comes out right by chance.
 LAYERS = tuple(
@@ -30,9 +32,9 @@ def costs(workers: int = 6) -> CostModel:
     return CostModel(Workload(LAYERS, 6, 1, operation_overhead_s=0.125), cluster)
 
 
-def plan(*, dp: int = 3, pp: int = 2, split: bool = False, recompute: frozenset[int] = frozenset()) -> Plan:
+def plan(*, dp: int = 3, pp: int = 2, split: bool = False, recompute: Iterable[int] = ()) -> Plan:
     made = data_pipeline_plan(layer_costs=[1.0] * 6, dp=dp, pp=pp, micro_batches=6, split_backward=split)
-    return replace(made, recompute=recompute)
+    return recomputing(made, recompute)
 
 
 @cache
@@ -76,8 +78,8 @@ def run(
     [
         plan(),
         plan(split=True),
-        plan(recompute=frozenset({0, 3})),
-        plan(split=True, recompute=frozenset(range(6))),
+        plan(recompute={0, 3}),
+        plan(split=True, recompute=range(6)),
         reroute(plan(), [1], costs()),
     ],
     ids=["fused", "split", "recomputing", "split and recomputing", "rerouted"],
@@ -93,7 +95,7 @@ def test_operations_that_all_take_longer_give_just_that_factor(of: Plan, factor:
 
 def test_a_second_forward_is_not_taken_for_backward() -> None:
     """Forwards take three times as long as expected, backwards as long, and the workers recompute."""
-    of = plan(recompute=frozenset(range(6)))
+    of = plan(recompute=range(6))
     seen = begun(of)
     workload = costs().workload
     true = replace(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
@@ -16,11 +15,12 @@ from chameleon_ft.control.planner import Planner
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile
-from chameleon_ft.recovery import FailureRate
+from chameleon_ft.recovery import FailureModel
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.transfer import Message, Transfer
 from chameleon_ft.workload import LayerCost
 from tests.control.stage import JOB, LAYERS
+from tests.strategies import recomputing
 
 HOSTS = dict.fromkeys(range(6), "a host")
 PHASES = StallModel(detect_s=0.25, stop_s=0.25, decide_s=0.0, regroup_s=0.5)
@@ -69,7 +69,7 @@ def lose(by: Planner, decision: Decision, worker: int) -> Decision:
     }
     situation = Situation(plan=decision.plan, live=live, parked=parked, committed=7, last_vote=None, checkpoints=())
     outlook = by.outlook(decision, live, HOSTS, phases=PHASES, repeat_s=0.5)
-    rate = FailureRate(worker_mtbf_s=3600.0, prior_failures=1.0, failures=1, worker_s=60.0)
+    rate = FailureModel(worker_mtbf_s=3600.0, prior_failures=1.0, failures=1, worker_s=60.0)
     return by.go_on(situation, outlook, rate, prepared=None)
 
 
@@ -97,8 +97,8 @@ def predictions(decision: Decision) -> dict[str, float]:
 
 def test_what_a_recomputing_worker_runs_again_is_not_counted_twice() -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * LAYERS, dp=3, pp=2, micro_batches=12)
-    plain, recomputing = planner(plan=plan), planner(plan=replace(plan, recompute=frozenset(range(6))))
-    for by, again_s in ((plain, 0.0), (recomputing, 0.01)):
+    plain, again = planner(plan=plan), planner(plan=recomputing(plan, range(6)))
+    for by, again_s in ((plain, 0.0), (again, 0.01)):
         decision = begin(by)
         # Two layers each, of 10 ms and 20 ms; of these one is run again, for the first and the last layer are not.
         report(by, {}, steps=3, forward_s=0.02, backward_s=0.04 + again_s)
@@ -199,6 +199,9 @@ def test_what_was_known_is_told() -> None:
     # All are on one host.
     assert event["rate"] == {
         "failures": 1,
+        "incidents": 1,
+        "together": {},
+        "bursts": 0,
         "worker_s": 60.0,
         "prior_failures": 1.0,
         "worker_mtbf_s": 3600.0,
@@ -206,7 +209,7 @@ def test_what_was_known_is_told() -> None:
     }
     phases = {"detect_s": 0.25, "stop_s": 0.25, "decide_s": 0.0, "regroup_s": 0.5}
     assert event["stall"] == {"repeat_s": 0.5, **phases, "restart_s": 300.0}
-    assert event["horizon_s"] == pytest.approx(3660 / (5 * 2))
+    assert event["horizon_s"] == pytest.approx(209.55, abs=0.01)
     rerouted = planner(policy="reroute")
     decision = lose(rerouted, begin(rerouted), 1)
     assert lose(rerouted, decision, 2).known["plan"] == "2 pipelines of 2 stages; 2 detours"

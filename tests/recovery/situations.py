@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Placement, data_pipeline_plan
-from chameleon_ft.recovery import FailureRate, Situation, in_flight_ceiling
+from chameleon_ft.recovery import FailureModel, Situation, in_flight_ceiling
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.transfer import Message
 from chameleon_ft.workload import LayerCost, Workload
@@ -76,9 +76,9 @@ def after(before: Situation, *lost: int) -> Situation:
     return replace(before, costs=CostModel(costs.workload, costs.cluster.without(lost)))
 
 
-def rate_of(horizon_s: float, now: Situation, *, host_share: float = 0.0) -> FailureRate:
+def rate_of(horizon_s: float, now: Situation, *, host_share: float = 0.0) -> FailureModel:
     """The rate with which the next failure is expected in so many seconds; that share of them takes a host."""
-    return FailureRate(worker_mtbf_s=horizon_s * len(now.live), prior_failures=1.0, prior_host_share=host_share)
+    return FailureModel(worker_mtbf_s=horizon_s * len(now.live), prior_failures=1.0, prior_host_share=host_share)
 
 
 def arrived(before: Placement, messages: tuple[Message, ...]) -> dict[int, list[int]]:

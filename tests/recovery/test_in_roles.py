@@ -6,7 +6,7 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.recovery import Situation
-from chameleon_ft.recovery.policies._in_roles import in_roles
+from chameleon_ft.recovery.proposals._in_roles import in_roles
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import FoundPlan
 from chameleon_ft.workload import LayerCost, Workload

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.recovery import largest_symmetric_layout
+from chameleon_ft.recovery.layout import replicated_layout
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 24), st.integers(1, 8), st.booleans())
@@ -45,3 +46,23 @@ def test_no_layout_uses_more_workers_or_is_nearer_to_the_depth_wanted(
 def test_nothing_comes_of_nothing(live: list[int], layer_costs: list[float], micro_batches: int, match: str) -> None:
     with pytest.raises(PlanError, match=match):
         largest_symmetric_layout(live=live, layer_costs=layer_costs, micro_batches=micro_batches, preferred_pp=1)
+
+
+@given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 24), st.integers(1, 8), st.booleans())
+def test_every_layer_has_as_many_holders_as_asked_for(
+    live: int, layers: int, micro_batches: int, copies: int, split: bool
+) -> None:
+    workers = [10 + 3 * worker for worker in range(live)]
+    arguments = {"workers": workers, "layer_costs": [1.0] * layers, "micro_batches": micro_batches}
+    if copies > min(live, micro_batches):
+        with pytest.raises(PlanError, match="need as many workers"):
+            replicated_layout(**arguments, copies=copies)  # type: ignore[arg-type]
+        return
+    plan = replicated_layout(**arguments, copies=copies, split_backward=split)  # type: ignore[arg-type]
+    assert plan.micro_batches == micro_batches
+    assert len(plan.workers) == min(live, copies * layers)
+    assert all(len(plan.placement.holders(layer)) == copies for layer in range(layers))
+    pipelines = {route.hops for route in plan.routes}
+    assert len(pipelines) == copies, "each has a share"
+    depths = [len(hops) for hops in pipelines]
+    assert max(depths) - min(depths) <= 1

@@ -17,8 +17,8 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
 from chameleon_ft.recovery import POLICIES, Proposal, Situation, decide, largest_symmetric_layout
-from chameleon_ft.recovery.policies import mend
-from chameleon_ft.recovery.policies.paper import rerouted_s
+from chameleon_ft.recovery.proposals import repair
+from chameleon_ft.recovery.proposals.paper import rerouted_s
 from chameleon_ft.schedule import best_program, replay
 from chameleon_ft.search import find_plan, oobleck_plan, paper_plan, reroute
 from tests.recovery.situations import after, layer, rate_of, situation, situations
@@ -139,7 +139,7 @@ def test_what_the_search_has_mended_is_not_mended_again(monkeypatch: pytest.Monk
     def again(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(mend, "recut_plan", again)
+    monkeypatch.setattr(repair, "recut_plan", again)
     (mended,) = [each for each in POLICIES["chameleon"](now, 1e6) if each.name == "mend"]
     assert mended.plan == alone.plan
     with pytest.raises(AssertionError):
@@ -233,6 +233,15 @@ def test_a_replica_is_dropped_as_a_whole() -> None:
     assert plan_of(before, "drop-replica") == before.plan
 
 
+def test_a_pipeline_of_idle_workers_recomputes_as_the_one_that_it_is_like() -> None:
+    before = situation(dp=3, pp=2, share=4)
+    recompute = {0: LayerRange(0, 2), 1: LayerRange(3, 4), 4: LayerRange(0, 1)}
+    plan = plan_of(after(replace(before, plan=replace(before.plan, recompute=recompute)), 2, 5), "drop-replica")
+
+    assert ways(plan) == {(0, 1): 6, (3, 4): 6}
+    assert plan.recompute == {0: LayerRange(0, 2), 1: LayerRange(3, 4), 3: LayerRange(0, 2), 4: LayerRange(3, 4)}
+
+
 def test_all_that_are_left_restart_in_the_largest_equal_layout() -> None:
     now = after(situation(dp=3, pp=2), 0, 2, 4)
     (only,) = POLICIES["restart"](now, 1e6)
@@ -260,6 +269,42 @@ def test_the_plan_of_oobleck_is_its_planners() -> None:
     (none,) = POLICIES["oobleck"](small, 1e6)
     assert none.plan is None
     assert "no combination of templates" in str(none.reason)
+
+
+def test_oobleck_keeps_its_pipelines_too() -> None:
+    """As its released code: the pipeline that has lost a worker takes the template of its new size."""
+    before = situation(dp=3, pp=3, share=8, layers=(layer(100),) * 6, link=Link(0.0, 1e6))
+    best, kept = POLICIES["oobleck"](after(before, 1), 1e6)
+    assert best.plan is not None
+    assert kept.plan is not None
+    assert sorted(map(len, ways(best.plan))) == [1] * 8
+    assert sorted(map(len, ways(kept.plan))) == [2, 3, 3]
+    assert moved_bytes(after(before, 1), kept.plan) < moved_bytes(after(before, 1), best.plan)
+    # A worker that has joined was in no pipeline, so there is none to keep it in.
+    joined = situation(dp=3, pp=3, share=8, layers=(layer(100),) * 6, link=Link(0.0, 1e6), spares=1)
+    (best,) = POLICIES["oobleck"](after(joined, 1), 1e6)
+    assert best.plan is not None
+    assert len(best.plan.workers) == 9
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_recycle_decouples_the_backward_after_a_loss(split: bool) -> None:
+    before = situation(dp=2, pp=2, split_backward=split)
+    (intact,) = POLICIES["recycle"](before, 1e6)
+    assert intact.plan == before.plan
+    now = after(before, 1)
+    proposals = {each.name: each.plan for each in POLICIES["recycle"](now, 1e6)}
+    decoupled = set() if split else {"recycle-decoupled", "recycle-decoupled-2"}
+    assert proposals.keys() == {"recycle", *decoupled}
+    for name, plan in proposals.items():
+        assert plan is not None
+        assert plan.split_backward == (split or name in decoupled)
+        assert moved_bytes(now, plan) == 0
+    if not split:
+        decision = decide(now, "recycle", rate_of(1e6, now))
+        steps = {each.policy: each.step_s for each in decision.candidates}
+        assert decision.chosen is not None
+        assert decision.chosen.step_s == min(step_s for step_s in steps.values() if step_s is not None)
 
 
 def test_the_papers_estimate_of_rerouting() -> None:
@@ -331,3 +376,24 @@ def test_the_paper_takes_what_can_be_done() -> None:
 def test_plans_of_the_start_are_proposed_again_by_whoever_is_asked() -> None:
     now = situation(dp=2, pp=2)
     assert plan_of(now, "recycle") == now.plan == data_pipeline_plan(layer_costs=[3.0] * 4, dp=2, pp=2, micro_batches=8)
+
+
+def test_idle_workers_take_the_places_of_lost_ones() -> None:
+    before = situation(dp=2, pp=2, spares=1, split_backward=True)
+    assert [each.name for each in POLICIES["recycle"](after(before, 1), 1e6)] == ["recycle"], "there is no home to fill"
+    now = replace(after(before, 1), home=before.plan, home_ceiling=before.ceiling)
+    detours, rejoined = POLICIES["recycle"](now, 1e6)
+    assert (detours.name, rejoined.name) == ("recycle", "recycle-rejoin")
+    assert rejoined.plan is not None
+    assert rejoined.plan.workers == (0, 2, 3, 4)
+    assert rejoined.plan.placement.ranges_of(4) == before.plan.placement.ranges_of(1)
+    # Two places are empty, and there is one worker for them: peers do the rest.
+    (_, partly) = POLICIES["recycle"](replace(now, costs=after(before, 1, 2).costs), 1e6)
+    assert partly.plan is not None
+    assert set(partly.plan.workers) == {0, 3, 4}
+
+
+def test_dropped_pipelines_leave_shares_in_proportion() -> None:
+    now = situation(dp=3, pp=2)
+    shares = ways(plan_of(after(now, 0), "drop-replica"))
+    assert sorted(shares.values()) == [6, 6]

@@ -28,9 +28,9 @@ def keeps_all(exchange: dict[int, int], now: Situation) -> bool:
             return False
         if plan.placement.ranges_of(a) != plan.placement.ranges_of(exchange[a]):
             return False
-        if now.ceiling.get(a) != now.ceiling.get(exchange[a]) or (a in plan.recompute) != (
-            exchange[a] in plan.recompute
-        ):
+        if now.ceiling.get(a) != now.ceiling.get(exchange[a]):
+            return False
+        if plan.recompute.get(a) != plan.recompute.get(exchange[a]):
             return False
         for b in now.live:
             together = cluster.worker(b).host == one.host

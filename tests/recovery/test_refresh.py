@@ -42,7 +42,7 @@ def test_it_is_what_would_be_decided_now(
     if policy == "paper":
         horizons_s, now = (horizons_s[0],) * 2, replace(now, transfer_factor=1.0, phases=before.phases)
     old = decide(before, policy, rate_of(horizons_s[0], before))
-    found = refreshed(old, before=before, now=now, rate=rate_of(horizons_s[1], now))
+    found = refreshed(old, before=before, now=now, failures=rate_of(horizons_s[1], now))
     expected = decide(now, policy, rate_of(horizons_s[1], now))
     if found is None:
         assert old.chosen != expected.chosen
@@ -58,7 +58,7 @@ def test_it_is_what_would_be_decided_now(
 def test_nothing_is_changed_where_nothing_has_changed() -> None:
     now = after(situation(dp=3, pp=2), 1)
     old = decide(now, "chameleon", rate_of(100.0, now))
-    assert refreshed(old, before=now, now=now, rate=rate_of(old.horizon_s, now)) == old
+    assert refreshed(old, before=now, now=now, failures=rate_of(old.horizon_s, now)) == old
 
 
 def test_steps_are_longer_by_as_much_as_operations_are() -> None:
@@ -68,7 +68,7 @@ def test_steps_are_longer_by_as_much_as_operations_are() -> None:
     layers = tuple(each.slowed(1.25) for each in now.costs.workload.layers)
     slower = replace(now, costs=CostModel(replace(now.costs.workload, layers=layers), cluster))
     old = decide(now, "reroute", rate_of(100.0, now))
-    found = refreshed(old, before=now, now=slower, rate=rate_of(100.0, slower))
+    found = refreshed(old, before=now, now=slower, failures=rate_of(100.0, slower))
     expected = decide(slower, "reroute", rate_of(100.0, now))
     assert found is not None
     assert found.chosen is not None
@@ -81,4 +81,4 @@ def test_when_another_one_is_best_now_it_is_of_no_use() -> None:
     old = decide(now, "chameleon", rate_of(1e5, now))
     assert old.chosen is not None
     assert old.chosen.policy == "repartition"
-    assert refreshed(old, before=now, now=now, rate=rate_of(1.0, now)) is None
+    assert refreshed(old, before=now, now=now, failures=rate_of(1.0, now)) is None

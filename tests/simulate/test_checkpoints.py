@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.checkpoints import daly_interval_s, young_interval_s
+from chameleon_ft.simulate.checkpoints import daly_interval_s, expected_unsaved_s, young_interval_s
 
 
 def time_of_work_s(interval_s: float, write_s: float, mtbf_s: float) -> float:
@@ -35,3 +36,17 @@ def test_times_that_cannot_be() -> None:
         daly_interval_s(1.0, 0.0)
     with pytest.raises(ConfigError, match="zero or more seconds"):
         young_interval_s(-1.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("unsaved_s", "interval_s", "mean_gap_s"),
+    [(0.0, 100.0, 30.0), (90.0, 100.0, 30.0), (40.0, 100.0, 1e6), (0.0, 1e9, 50.0)],
+)
+def test_work_since_the_last_checkpoint_is_the_mean_over_drawn_waits(
+    unsaved_s: float, interval_s: float, mean_gap_s: float
+) -> None:
+    generator = random.Random(1)
+    drawn = [(unsaved_s + generator.expovariate(1 / mean_gap_s)) % interval_s for _ in range(100_000)]
+    expected_s = expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
+    assert expected_s == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
+    assert 0 <= expected_unsaved_s(unsaved_s, interval_s, 1e-6) <= interval_s

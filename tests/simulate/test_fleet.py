@@ -9,9 +9,9 @@ import pytest
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import Placement, data_pipeline_plan
-from chameleon_ft.recovery import reroute
+from chameleon_ft.recovery import reroute, risk_of
 from chameleon_ft.schedule import best_program
-from chameleon_ft.simulate.fleet import Fleet, arranged, fleet_of_plan, fleet_step, move_to
+from chameleon_ft.simulate.fleet import Fleet, arranged, fleet_of_plan, fleet_risk, fleet_step, move_to
 from chameleon_ft.simulate.pipelines import Cut, Pipelines
 from chameleon_ft.simulate.step_times import StepTimes
 from chameleon_ft.transfer import transfer_s, transfer_to
@@ -85,3 +85,13 @@ def test_a_plan_with_detours_is_no_start() -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=3, pp=2, micro_batches=24)
     with pytest.raises(PlanError, match="detours"):
         fleet_of_plan(reroute(plan, [1], costs(6)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_its_risk_is_that_of_its_placement(seed: int) -> None:
+    draw = random.Random(seed)
+    fleet = arranged({HALVES: 2, THIRDS: 2}, range(10)).without(draw.sample(range(10), draw.randint(0, 5)))
+    hosts = {worker: f"host {worker // 3}" for worker in range(12) if worker in fleet.used or worker > 9}
+    held = placement(fleet)
+    expected = None if held.unheld_layers else risk_of(held, hosts)
+    assert fleet_risk(fleet, hosts, 6) == expected

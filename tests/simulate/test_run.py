@@ -9,8 +9,9 @@ import pytest
 
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import data_pipeline_plan
-from chameleon_ft.recovery import FailureRate, Situation, decide, in_flight_ceiling
-from chameleon_ft.schedule import CostModel
+from chameleon_ft.recovery import FailureModel, Situation, decide, in_flight_ceiling
+from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.search import equal_layouts
 from chameleon_ft.simulate.checkpoints import daly_interval_s
 from chameleon_ft.simulate.exact_planner import Decisions
 from chameleon_ft.simulate.parameters import Parameters
@@ -143,6 +144,42 @@ def test_both_ways_to_decide_come_to_nearly_the_same(policy: str) -> None:
     assert sum(apart for _, apart in found) / len(found) < 0.05
 
 
+@pytest.mark.parametrize("policy", ["drop-replica", "recycle"])
+def test_exact_policies_of_fixed_depth_have_the_best_of_several_starts(policy: str) -> None:
+    trace = random_trace(1, workers=8, faults=4)
+    own = CostModel(workload(), cluster(8))
+    begun = [
+        simulate(
+            trace, own.workload, own.cluster, (policy,), parameters=EXACT, start=each.plan, ceiling=each.ceiling
+        ).policies[policy]
+        for each in equal_layouts(own, split_backward=True)
+    ]
+    assert len({each.samples for each in begun}) > 1
+    best = simulate(trace, own.workload, own.cluster, (policy,), parameters=EXACT).policies[policy]
+    assert best.samples >= max(each.samples for each in begun)
+
+
+def test_a_start_may_say_what_its_workers_can_keep() -> None:
+    """Under 1F1B a step with split backward takes longer than with as many in flight as the pipeline has stages."""
+    own = CostModel(workload(), cluster(4))
+    plan = data_pipeline_plan(
+        layer_costs=[1.0] * len(own.workload.layers),
+        dp=1,
+        pp=4,
+        micro_batches=own.workload.micro_batches,
+        split_backward=True,
+    )
+    trace = Trace.from_faults([], workers=4, duration_s=1_000.0, workers_per_host=1)
+    few = {worker: InFlightLimit(4 - worker, 4 - worker) for worker in range(4)}
+    samples = [
+        simulate(trace, own.workload, own.cluster, ("reroute",), parameters=EXACT, start=plan, ceiling=ceiling)
+        .policies["reroute"]
+        .samples
+        for ceiling in (few, None)
+    ]
+    assert samples[0] < samples[1]
+
+
 def test_remembered_decisions_are_those_that_would_be_made() -> None:
     model = costs(6)
     plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=3, pp=2, micro_batches=24)
@@ -156,7 +193,7 @@ def test_remembered_decisions_are_those_that_would_be_made() -> None:
             repeat_s=repeat_s,
             restart_s=300.0,
         )
-        rate = FailureRate(worker_mtbf_s=mtbf_h * 3600, prior_failures=1, failures=1)
+        rate = FailureModel(worker_mtbf_s=mtbf_h * 3600, prior_failures=1, failures=1)
         one, other = remembered.decide(situation, "chameleon", rate), decide(situation, "chameleon", rate)
         assert one.course == other.course
         assert one.chosen is not None

@@ -13,7 +13,7 @@ from chameleon_ft.control.checkpoints import CheckpointCollector
 from chameleon_ft.control.crashes import Crashes
 from chameleon_ft.control.deliberation import Deliberation
 from chameleon_ft.control.disk import Disk
-from chameleon_ft.control.experience import Experience
+from chameleon_ft.control.failure_history import FailureHistory
 from chameleon_ft.control.forethought import Forethought
 from chameleon_ft.control.generations import Generations, Phase
 from chameleon_ft.control.injected import Injected
@@ -109,7 +109,7 @@ class Coordinator:
         deliberation = Deliberation(
             members=self._members,
             planner=self._planner,
-            experience=Experience(config.recovery),
+            history=FailureHistory(config.recovery),
             forethought=None
             if executor is None
             else Forethought(config.recovery.policy, executor, prepared=self._on_prepared),

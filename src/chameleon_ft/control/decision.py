@@ -14,7 +14,7 @@ from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import in_ranges
-from chameleon_ft.recovery import STAY, FailureRate, largest_symmetric_layout
+from chameleon_ft.recovery import STAY, FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import Transfer, plan_in_roles, plan_transfer, worker_kinds
 
@@ -33,7 +33,7 @@ class Prepared:
     """
 
     outlook: recovery.Situation
-    rate: FailureRate
+    rate: FailureModel
     decision: recovery.Decision
     search_s: float
 
@@ -123,7 +123,7 @@ def decide(
     outlook: recovery.Situation,
     *,
     policy: str,
-    rate: FailureRate,
+    rate: FailureModel,
     prepared: recovery.Decision | None = None,
     decide_s: Callable[[], float] | None = None,
 ) -> Decision:

@@ -10,14 +10,14 @@ from typing import Any
 
 from chameleon_ft import recovery
 from chameleon_ft.control.decision import Decision, Prepared, Situation
-from chameleon_ft.control.experience import Experience
+from chameleon_ft.control.failure_history import FailureHistory
 from chameleon_ft.control.forethought import Forethought
 from chameleon_ft.control.members import Members
 from chameleon_ft.control.outage import Outage
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import FailureRecord, Recorder
-from chameleon_ft.recovery import FailureRate, refreshed
+from chameleon_ft.recovery import FailureModel, refreshed
 
 __all__ = ["Deliberation"]
 
@@ -33,13 +33,13 @@ class Deliberation:
         *,
         members: Members,
         planner: Planner,
-        experience: Experience,
+        history: FailureHistory,
         forethought: Forethought | None,
         recorder: Recorder,
     ) -> None:
         self._members = members
         self._planner = planner
-        self._experience = experience
+        self._history = history
         self._forethought = forethought
         self._recorder = recorder
 
@@ -47,20 +47,20 @@ class Deliberation:
 
     def live(self) -> None:
         """Others are live from now on."""
-        self._experience.live(len(self._members.live()), time.monotonic())
+        self._history.live(len(self._members.live()), time.monotonic())
 
     def failed(self, worker: int) -> None:
         """A worker was lost."""
         hosts = self._planner.hosts(self._members.hosts())
         left = [hosts.get(each, "") for each in self._members.live()]
-        self._experience.failed(hosts.get(worker, ""), left, time.monotonic())
+        self._history.failed(hosts.get(worker, ""), left, time.monotonic())
 
     def resumed(self, outage: Outage, records: list[FailureRecord]) -> None:
         """Training has gone on after everyone had stopped."""
         for record in records:
-            self._experience.resumed(record)
+            self._history.resumed(record)
         if outage.weighed_at:
-            self._experience.decided(
+            self._history.decided(
                 looked_up=outage.looked_up,
                 decide_s=outage.decided_at - outage.stopped_at,
                 hand_out_s=outage.decided_at - outage.weighed_at,
@@ -71,18 +71,16 @@ class Deliberation:
     def foresee(self, training: Decision, *, step_s: float) -> None:
         """While all is well, have decisions prepared for the next loss: half a step will be lost with it."""
         if self._forethought is not None and set(self._members.live()).issuperset(training.plan.workers):
-            self._forethought.expect(
-                lambda: self._outlook(training, self._experience.phases(looked_up=True), step_s / 2)
-            )
+            self._forethought.expect(lambda: self._outlook(training, self._history.phases(looked_up=True), step_s / 2))
 
     def forget(self) -> None:
         """What was prepared is of no use any more."""
         if self._forethought is not None:
             self._forethought.drop()
 
-    def on_newcomers(self, training: Decision) -> tuple[recovery.Situation, FailureRate]:
+    def on_newcomers(self, training: Decision) -> tuple[recovery.Situation, FailureModel]:
         """What to decide on now whether to stop for newcomers, at the end of a step: everyone trains."""
-        return self._outlook(training, replace(self._experience.phases(looked_up=True), detect_s=0.0), 0.0)
+        return self._outlook(training, replace(self._history.phases(looked_up=True), detect_s=0.0), 0.0)
 
     def goes_on(self, prepared: Prepared, *, step: int, generation: int) -> None:
         """What was weighed on newcomers is to go on as before: nobody stops."""
@@ -111,7 +109,7 @@ class Deliberation:
             since: when the last step was committed, or the last decision made.
             prepared: what was weighed on newcomers while training went on.
         """
-        phases, repeat_s = outage.stall_so_far(since, self._experience.phases(looked_up=False))
+        phases, repeat_s = outage.stall_so_far(since, self._history.phases(looked_up=False))
         outlook, rate = self._outlook(in_force, phases, repeat_s, situation=situation)
         now = replace(outlook, phases=replace(phases, decide_s=self._decide_s(outage, looked_up=True)))
         found = self._foreseen(now, rate, prepared)
@@ -131,20 +129,22 @@ class Deliberation:
     def _decide_s(self, outage: Outage, *, looked_up: bool) -> float:
         """What deciding takes in all, when it is known by now what is chosen."""
         outage.weighed_at, outage.looked_up = time.time(), looked_up
-        return max(0.0, outage.weighed_at - outage.stopped_at) + self._experience.hand_out_s(looked_up=looked_up)
+        return max(0.0, outage.weighed_at - outage.stopped_at) + self._history.hand_out_s(looked_up=looked_up)
 
     def _foreseen(
-        self, outlook: recovery.Situation, rate: FailureRate, prepared: Prepared | None
+        self, outlook: recovery.Situation, rate: FailureModel, prepared: Prepared | None
     ) -> recovery.Decision | None:
         """What was decided on just this while training went on, with the figures of now."""
         if prepared is not None and prepared.is_for(outlook):
             # Everybody has stopped for it: if another one is a little better by now, it is done all the same.
-            return refreshed(prepared.decision, before=prepared.outlook, now=outlook, rate=rate) or prepared.decision
+            return (
+                refreshed(prepared.decision, before=prepared.outlook, now=outlook, failures=rate) or prepared.decision
+            )
         return None if self._forethought is None else self._forethought.look_up(outlook, rate)
 
     def _outlook(
         self, in_force: Decision, phases: StallModel, repeat_s: float, *, situation: Situation | None = None
-    ) -> tuple[recovery.Situation, FailureRate]:
+    ) -> tuple[recovery.Situation, FailureModel]:
         outlook = self._planner.outlook(
             in_force,
             self._members.live(),
@@ -153,7 +153,7 @@ class Deliberation:
             repeat_s=repeat_s,
             held=None if situation is None else situation.held,
         )
-        return outlook, self._experience.rate
+        return outlook, self._history.rate
 
     def _record(self, generation: int, search_s: float, fields: Mapping[str, Any]) -> None:
         trigger = "loss" if fields["lost"] else "join"

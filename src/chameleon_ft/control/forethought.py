@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, TypeVar
 
-from chameleon_ft.recovery import Decision, FailureRate, Situation, decide, decide_on_class, exchanged, refreshed
+from chameleon_ft.recovery import Decision, FailureModel, Situation, decide, decide_on_class, exchanged, refreshed
 from chameleon_ft.recovery.equivalence import HostLossClass, LossClass, classes_to_prepare
 from chameleon_ft.schedule import CostModel, check_program
 
@@ -33,7 +33,7 @@ class _Question:
     """What decisions are asked about: everyone is there, and one more failure is to come."""
 
     situation: Situation
-    rate: FailureRate
+    rate: FailureModel
 
     def is_like(self, other: _Question, *, tolerance: float) -> bool:
         """Whether the same workers run the same plan, and what it costs and is worth differs by less."""
@@ -88,7 +88,7 @@ class Forethought:
     _looked_at: float = float("-inf")
     _broken: bool = False
 
-    def expect(self, ask: Callable[[], tuple[Situation, FailureRate]]) -> None:
+    def expect(self, ask: Callable[[], tuple[Situation, FailureModel]]) -> None:
         """See to it that decisions are there for what `ask` tells: the situation with everyone there, and the rate.
 
         To be called often; it asks at most once a second, and does something where what was asked last is not near it.
@@ -107,7 +107,7 @@ class Forethought:
         self._asked = question
         self._work = asyncio.create_task(self._prepare(question))
 
-    def look_up(self, situation: Situation, rate: FailureRate) -> Decision | None:
+    def look_up(self, situation: Situation, rate: FailureModel) -> Decision | None:
         """What was decided for just this loss, with the figures of now; None if nothing was, or for something else.
 
         Args:
@@ -123,7 +123,7 @@ class Forethought:
         now = _Question(situation, rate)
         if not now.is_like(asked.after(lost), tolerance=_USED):
             return None
-        return refreshed(decision, before=asked.situation, now=situation, rate=rate)
+        return refreshed(decision, before=asked.situation, now=situation, failures=rate)
 
     def drop(self) -> None:
         """What is prepared, or being prepared, is of no use any more: something has changed."""
@@ -161,12 +161,14 @@ class Forethought:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
 
 
-def decide_and_check(situation: Situation, policy: str, rate: FailureRate) -> Decision:
+def decide_and_check(situation: Situation, policy: str, rate: FailureModel) -> Decision:
     """Decide, and check the program, so that it can be handed out as it is; see `recovery.decide`."""
     return _checked(decide(situation, policy, rate))
 
 
-def _decide(losses: LossClass | HostLossClass, situation: Situation, policy: str, rate: FailureRate) -> Decision | None:
+def _decide(
+    losses: LossClass | HostLossClass, situation: Situation, policy: str, rate: FailureModel
+) -> Decision | None:
     decision = decide_on_class(losses, situation, policy, rate)
     return None if decision is None else _checked(decision)
 

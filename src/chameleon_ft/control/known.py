@@ -5,12 +5,12 @@ from __future__ import annotations
 from chameleon_ft import recovery
 from chameleon_ft.control.observations import Corrections
 from chameleon_ft.control.words import pipelines_in_words
-from chameleon_ft.recovery import FailureRate
+from chameleon_ft.recovery import FailureModel
 
 __all__ = ["known"]
 
 
-def known(step: int, outlook: recovery.Situation, rate: FailureRate, corrections: Corrections) -> dict[str, object]:
+def known(step: int, outlook: recovery.Situation, rate: FailureModel, corrections: Corrections) -> dict[str, object]:
     """The fields of the event `decision` that say what was known; see docs/files.md."""
     phases = outlook.phases
     return {
@@ -20,6 +20,9 @@ def known(step: int, outlook: recovery.Situation, rate: FailureRate, corrections
         "plan": pipelines_in_words(outlook.plan),
         "rate": {
             "failures": rate.failures,
+            "incidents": rate.incidents,
+            "together": {str(size): count for size, count in sorted(rate.together.items())},
+            "bursts": rate.bursts,
             "worker_s": rate.worker_s,
             "prior_failures": rate.prior_failures,
             "worker_mtbf_s": rate.worker_mtbf_s,

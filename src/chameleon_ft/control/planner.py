@@ -18,7 +18,7 @@ from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.profiles import Profile, costs_of_run, hosts_of_run
-from chameleon_ft.recovery import FailureRate, in_flight_ceiling
+from chameleon_ft.recovery import FailureModel, in_flight_ceiling
 from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.sync import gradient_rounds, gradient_segments, tied_segments
 from chameleon_ft.transfer import Transfer, transfer_s
@@ -122,7 +122,7 @@ class Planner:
         self,
         situation: Situation,
         outlook: recovery.Situation,
-        rate: FailureRate,
+        rate: FailureModel,
         *,
         prepared: recovery.Decision | None,
         decide_s: Callable[[], float] | None = None,
@@ -133,7 +133,7 @@ class Planner:
             outlook = replace(outlook, phases=decision.weighed.phases)
         return replace(decision, known=self.known(situation.committed, outlook, rate))
 
-    def known(self, step: int, outlook: recovery.Situation, rate: FailureRate) -> dict[str, object]:
+    def known(self, step: int, outlook: recovery.Situation, rate: FailureModel) -> dict[str, object]:
         """What a decision in this step is made from, in JSON values."""
         used = replace(self._corrections, step=outlook.step_factor, transfer=outlook.transfer_factor)
         return known(step, outlook, rate, used)

@@ -144,13 +144,13 @@ class _Structure:
         self._on_host: dict[str, list[int]] = defaultdict(list)
         for worker in cluster.workers:
             self._on_host[worker.host].append(worker.id)
-            limit = situation.ceiling.get(worker.id)
+            limit, again = situation.ceiling.get(worker.id), plan.recompute.get(worker.id)
             self.own[worker.id] = (
                 plan.placement.ranges_of(worker.id),
                 worker.speed,
                 -1 if worker.memory_bytes is None else worker.memory_bytes,
                 () if limit is None else (limit.in_flight, limit.kept),
-                worker.id in plan.recompute,
+                () if again is None else (again.start, again.stop),
             )
         self._ways = Counter(route.hops for route in plan.routes)
         self._on_ways: dict[int, list[tuple[int, int]]] = defaultdict(list)

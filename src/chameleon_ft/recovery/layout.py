@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan.layouts import data_pipeline_plan
-from chameleon_ft.plan.plan import Plan
+from chameleon_ft.plan.layouts import data_pipeline_plan, split_layers
+from chameleon_ft.plan.placement import Placement
+from chameleon_ft.plan.plan import Hop, Plan, Route
 from chameleon_ft.schedule import InFlightLimit
 
-__all__ = ["in_flight_ceiling", "largest_symmetric_layout"]
+__all__ = ["in_flight_ceiling", "largest_symmetric_layout", "replicated_layout"]
 
 
 def largest_symmetric_layout(
@@ -48,6 +50,38 @@ def largest_symmetric_layout(
         workers=tuple(live)[: dp * pp],
         split_backward=split_backward,
     )
+
+
+def replicated_layout(
+    *,
+    workers: Sequence[int],
+    layer_costs: Sequence[float],
+    micro_batches: int,
+    copies: int,
+    split_backward: bool = False,
+) -> Plan:
+    """Return `copies` pipelines side by side, so that every layer has as many holders.
+
+    Neighbours in `workers` form a pipeline, with depths that differ by one at most and shares of the micro-batches in
+    proportion. Pipelines are not deeper than there are layers; the workers that are left over are the last ones.
+
+    Raises:
+        PlanError: fewer workers or micro-batches than copies, or no copies at all.
+    """
+    if not 1 <= copies <= min(len(workers), micro_batches):
+        raise PlanError(f"{copies} copies need as many workers and micro-batches; got {len(workers)}, {micro_batches}")
+    used = min(len(workers), copies * len(layer_costs))
+    ends = [used * number // copies for number in range(copies + 1)]
+    cuts = {depth: split_layers(layer_costs, depth) for depth in {stop - start for start, stop in pairwise(ends)}}
+    pipelines = [tuple(map(Hop, workers[start:stop], cuts[stop - start])) for start, stop in pairwise(ends)]
+    # One micro-batch each, and the others in proportion.
+    shares = [
+        1 + (micro_batches - copies) * stop // used - (micro_batches - copies) * start // used
+        for start, stop in pairwise(ends)
+    ]
+    hops = [pipeline for pipeline, share in zip(pipelines, shares, strict=True) for _ in range(share)]
+    placement = Placement(len(layer_costs), {hop.worker: (hop.layers,) for each in pipelines for hop in each})
+    return Plan(placement, tuple(map(Route, range(micro_batches), hops)), split_backward)
 
 
 def in_flight_ceiling(workers: Iterable[int], depth: int) -> Mapping[int, InFlightLimit]:

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.recovery._course import Course
 from chameleon_ft.recovery.decision import Decision, decide
 from chameleon_ft.recovery.equivalence import HostLossClass, LossClass, loss_classes
-from chameleon_ft.recovery.failure_rate import FailureRate
+from chameleon_ft.recovery.failure_model import FailureModel
+from chameleon_ft.recovery.scoring import Course
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.transfer import Message, Transfer, placement_in_roles, plan_in_roles
@@ -34,7 +34,7 @@ class PreparedDecisions:
         return self.decisions.get(next(iter(lost))) if len(lost) == 1 else None
 
 
-def prepare_decisions(situation: Situation, policy: str, rate: FailureRate) -> PreparedDecisions:
+def prepare_decisions(situation: Situation, policy: str, failures: FailureModel) -> PreparedDecisions:
     """Decide on every single loss from the current plan; see `decide` for the arguments and errors.
 
     One decision is made for each class of workers whose losses come to the same; the others are the same with workers
@@ -44,7 +44,7 @@ def prepare_decisions(situation: Situation, policy: str, rate: FailureRate) -> P
     Args:
         situation: the situation now, with nobody lost; its `repeat_s` is what a loss is expected to make vain.
         policy: name of one of `POLICIES`.
-        rate: as it is now; the loss is counted on top of it.
+        failures: what is known of failures now; the loss is counted on top of it.
 
     Raises:
         PlanError: a worker of the plan is lost already.
@@ -52,13 +52,13 @@ def prepare_decisions(situation: Situation, policy: str, rate: FailureRate) -> P
     classes = loss_classes(situation)
     decisions: dict[int, Decision] = {}
     for each in classes:
-        if (decision := decide_on_class(each, situation, policy, rate)) is not None:
+        if (decision := decide_on_class(each, situation, policy, failures)) is not None:
             decisions |= {worker: exchanged(decision, exchange) for worker, exchange in each.exchanges.items()}
     return PreparedDecisions(decisions=FrozenMap(dict(sorted(decisions.items()))), classes=classes)
 
 
 def decide_on_class(
-    losses: LossClass | HostLossClass, situation: Situation, policy: str, rate: FailureRate
+    losses: LossClass | HostLossClass, situation: Situation, policy: str, failures: FailureModel
 ) -> Decision | None:
     """The decision for the loss of the representative; None if nobody is left. For those who prepare piece by piece."""
     costs = situation.costs
@@ -66,7 +66,7 @@ def decide_on_class(
     if not left.cluster.workers:
         return None
     of_hosts = int(isinstance(losses, HostLossClass))
-    return decide(replace(situation, costs=left), policy, rate.observed(failures=1, host_failures=of_hosts))
+    return decide(replace(situation, costs=left), policy, failures.observed(failures=1, host_failures=of_hosts))
 
 
 def exchanged(decision: Decision, exchange: Mapping[int, int]) -> Decision:

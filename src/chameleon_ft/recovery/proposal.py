@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.recovery.situation import Situation
-from chameleon_ft.schedule import InFlightLimit
-from chameleon_ft.schedule._pipelines import PipelineSchedule
+from chameleon_ft.schedule import InFlightLimit, PipelineSchedule
 
-__all__ = ["Policy", "Proposal"]
+__all__ = ["Proposal"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +40,3 @@ class Proposal:
         object.__setattr__(self, "ceiling", FrozenMap(self.ceiling))
         if (self.plan is None) == (self.reason is None):
             raise PlanError(f"proposal {self.name!r} needs either a plan or a reason why there is none")
-
-
-Policy: TypeAlias = Callable[[Situation, float], Sequence[Proposal]]
-"""Proposes plans for a situation, given the seconds until the next failure that are to be expected."""

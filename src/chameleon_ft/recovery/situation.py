@@ -26,7 +26,7 @@ class Situation:
         costs: what a step computes, and on whom: its cluster is that of all live workers, spares and new ones too.
         phases: what the stall will take, transfers left out.
         repeat_s: work of the interrupted step that is done again, in seconds; see `TransitionEstimate`.
-        restart_s: seconds that are lost if all go back to a checkpoint, steps that are repeated included.
+        restart_s: seconds that are lost if all go back to a checkpoint now, steps that are repeated included.
         has_checkpoints: whether there is one to go back to when a layer loses its last holder; else the run ends then.
         step_factor: measured seconds of a step by those that its operations explain; every predicted step is as much
             longer, whatever the plan.
@@ -34,6 +34,10 @@ class Situation:
         effort: how much `find_plan` searches.
         holdings: what live workers hold, where that is more than their part of the plan: a transfer that was cut short
             leaves layers behind that need not be sent again.
+        next_restart_s: seconds that are lost if all have to go back to a checkpoint after the next incident; None if
+            that takes `restart_s` too.
+        home: the plan whose empty places idle workers may take; None if they stay idle.
+        home_ceiling: what workers can keep at most under it.
 
     Raises:
         ConfigError: seconds that are negative or not finite, or factors that are not positive.
@@ -50,6 +54,9 @@ class Situation:
     transfer_factor: float = 1.0
     effort: int | None = DEFAULT_EFFORT
     holdings: Placement | None = None
+    next_restart_s: float | None = None
+    home: Plan | None = None
+    home_ceiling: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
     # Asked for time and again while a decision is made.
     _live: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _lost: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -62,6 +69,7 @@ class Situation:
         object.__setattr__(self, "_lost", lost)
         object.__setattr__(self, "_placement", self.plan.placement.without(lost) if lost else self.plan.placement)
         object.__setattr__(self, "ceiling", FrozenMap(self.ceiling))
+        object.__setattr__(self, "home_ceiling", FrozenMap(self.home_ceiling))
         for name in ("repeat_s", "restart_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):

@@ -10,7 +10,7 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan.layouts import data_pipeline_plan
 from chameleon_ft.recovery.decision import decide
-from chameleon_ft.recovery.failure_rate import FailureRate
+from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import CostModel, check_program
 from chameleon_ft.search import InfeasibleError, find_plan
@@ -54,7 +54,7 @@ def warm_up() -> None:
         repeat_s=0.0,
         restart_s=0.0,
     )
-    course = decide(situation, "chameleon", FailureRate(worker_mtbf_s=1.0, prior_failures=1.0)).course
+    course = decide(situation, "chameleon", FailureModel(worker_mtbf_s=1.0, prior_failures=1.0)).course
     assert course is not None
     check_program(course.program, course.plan)
     # Where memory is short, all cuts are gone through, and it is asked what is missing. Where nothing is reduced, there

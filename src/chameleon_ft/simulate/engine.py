@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from chameleon_ft.recovery import FailureRate
+from chameleon_ft.recovery import FailureModel
 from chameleon_ft.simulate.accounts import Account
-from chameleon_ft.simulate.checkpoints import daly_interval_s
+from chameleon_ft.simulate.checkpoints import daly_interval_s, expected_unsaved_s
 from chameleon_ft.simulate.oracle import KnownRates, live_of
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planner import Chosen, Option, Outlook, Planner
@@ -100,8 +100,10 @@ class _Run:
     account: Account = field(default_factory=Account)
     speeds: dict[int, float] = field(init=False)
     chosen: Chosen | None = None
-    rate: FailureRate = field(init=False)
-    incidents: int = 0
+    has_started: bool = False
+    """Whether there has ever been a plan: the job begins as soon as one fits the live workers."""
+    rate: FailureModel = field(init=False)
+    last_incident_s: float = -math.inf
     hours: _Hours = field(default_factory=_Hours)
     decisions: list[DecisionRecord] = field(default_factory=list)
     open: _Open | None = None
@@ -143,11 +145,13 @@ class _Run:
             # Those that are not there from the start have not failed.
             self._start()
             return
-        self.incidents += bool(lost)
         hit = Counter(map(self.trace.host_of, lost))
         left = set(map(self.trace.host_of, self.speeds))
         whole = sum(count > 1 and host not in left for host, count in hit.items())
-        self.rate = self.rate.observed(failures=len(hit), host_failures=whole)
+        if lost:
+            gap_s = self.account.clock_s - self.last_incident_s
+            self.rate = self.rate.observed(failures=len(hit), host_failures=whole, gap_s=gap_s)
+            self.last_incident_s = self.account.clock_s
         if lost:
             self._decide(frozenset(lost), "lost")
         elif all(event.kind == "slow" for event in events):
@@ -156,12 +160,16 @@ class _Run:
             self._weigh_later()
 
     def _weigh_later(self) -> None:
-        """Nobody is disturbed for those who are back before training goes on, but where all begin anew anyway."""
+        """Decide on workers that are back once training has resumed.
+
+        A return to a checkpoint that is under way is completed first, because to begin it again would take its whole
+        time again. Only a run that always begins again (`restart`) takes them in at once.
+        """
         now_s = self.account.clock_s
         if self.chosen is None:
             self._decide(frozenset(), "back")
             return
-        begins_anew = self.chosen.option.from_checkpoint and now_s < self.account.resume_s
+        begins_anew = self.optimised and self.chosen.option.from_checkpoint and now_s < self.account.resume_s
         at_s = (now_s if begins_anew else max(now_s, self.account.resume_s)) + self.parameters.weigh_s
         if at_s == now_s:
             self._decide(frozenset(), "back")
@@ -169,25 +177,31 @@ class _Run:
             self.weighs_at_s = at_s
 
     def _start(self) -> None:
-        self.chosen = self.planner.start(dict(self.speeds))
+        self.chosen = self.planner.start(dict(self.speeds)) if self.speeds else None
         if self.chosen is None:
             self.account.waits()
         else:
+            self.has_started = True
             self._go_on(self.chosen.option, cause="start", finish_step=False)
 
     def _decide(self, lost: frozenset[int], cause: str) -> None:
         self.weighs_at_s = None
+        if not self.has_started:
+            self._start()
+            return
         account, before = self.account, self.chosen
         hit = before is not None and not lost.isdisjoint(before.used)
         slowed = cause == "slow"
+        horizon_s = self.rate.horizon_s(max(1, len(self.speeds)))
         outlook = Outlook(
             speeds=dict(self.speeds),
             lost=lost if hit or before is None else frozenset(),
-            horizon_s=self.rate.horizon_s(max(1, len(self.speeds))),
+            horizon_s=horizon_s,
             repeat_s=account.part_s if hit else 0.0,
             rollback_s=account.unsaved_s if hit or before is None else 0.0,
             running_s=max(0.0, account.clock_s - account.resume_s),
             interrupted=account.clock_s < account.resume_s,
+            next_restart_s=self._next_restart_s(horizon_s),
             rate=self.rate,
         )
         self.chosen = self.planner.decide(outlook)
@@ -213,14 +227,20 @@ class _Run:
         self._opened(outlook, cause, option.kind, option.step_s, option.predicted_stall_s, option.again_s)
         self._go_on(option, cause=cause, finish_step=not hit)
 
+    def _next_restart_s(self, horizon_s: float) -> float:
+        """Return the expected seconds of a return to a checkpoint after the next incident, work done again included."""
+        parameters = self.parameters
+        if not parameters.has_checkpoints:
+            return parameters.restart_s
+        interval_s = parameters.checkpoint_interval_s
+        return parameters.restart_s + expected_unsaved_s(self.account.unsaved_s, interval_s, horizon_s)
+
     def _go_on(self, option: Option, *, cause: str, finish_step: bool) -> None:
         parameters = self.parameters
         # Where there are no checkpoints, the first would come after the end.
         every_s = min(parameters.checkpoint_interval_s, 2 * self.trace.duration_s)
         if self.optimised:
-            # Workers that are lost together are one failure to a run that starts again.
-            together = max(1.0, self.rate.failures / max(1, self.incidents))
-            mtbf_s = self.rate.horizon_s(max(1, len(self.speeds))) * together
+            mtbf_s = self.rate.horizon_s(max(1, len(self.speeds)))
             every_s = max(option.step_s, daly_interval_s(parameters.checkpoint_write_s, mtbf_s))
         self.account.changes(
             step_s=option.step_s + parameters.step_overhead_s,

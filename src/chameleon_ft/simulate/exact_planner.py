@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Final, TypeVar
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.errors import NoHolderError
-from chameleon_ft.estimate import StallModel, estimate_step
-from chameleon_ft.plan import Placement, Plan
+from chameleon_ft.estimate import PartsEstimate, StallModel, estimate_parts
+from chameleon_ft.plan import LayerRange, Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery import (
+    POLICIES,
     STAY,
     Decision,
-    FailureRate,
+    FailureModel,
+    LossRisk,
     Situation,
     decide,
     exchanged,
     in_flight_ceiling,
     refreshed,
-    reroute,
+    risk_of,
 )
 from chameleon_ft.recovery.equivalence import HostLossClass, LossClass, classes_to_prepare
-from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, find_plan
+from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.schedule.best import best_parts
+from chameleon_ft.search import InfeasibleError, find_plan
+from chameleon_ft.simulate.fleet import Fleet, plan_of_fleet
 from chameleon_ft.simulate.in_force import PlanInForce
-from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planner import Chosen, Option, Outlook
-from chameleon_ft.transfer import plan_in_roles, transfer_s, transfer_to
+from chameleon_ft.simulate.replayed import fitting_estimate
+from chameleon_ft.simulate.world import World
 
 __all__ = ["Decisions", "ExactPlanner", "RealPlan"]
 
-_REJOINING = frozenset({"reroute", "recycle"})
-# From a checkpoint they go on with the fastest plan, the others with the largest layout of equal pipelines.
-_PLANS_ANEW = frozenset({"chameleon", "repartition"})
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+# Decisions that are remembered: more would take memory that grows with the trace.
+_REMEMBERED: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,11 @@ class RealPlan:
     plan: Plan
     ceiling: Mapping[int, InFlightLimit]
 
+    @classmethod
+    def of_layout(cls, plan: Plan) -> RealPlan:
+        """A plan as a run begins with one that is given to it."""
+        return cls(plan, in_flight_ceiling(plan.workers, max(len(route.hops) for route in plan.routes)))
+
 
 class Decisions:
     """Decisions by what they are made from; made once where only the horizon or what stalls take is another.
@@ -51,20 +63,21 @@ class Decisions:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[Decision, Situation]] = {}
-        self._classes: dict[tuple[object, ...], list[LossClass | HostLossClass]] = {}
+        self._known: OrderedDict[tuple[object, ...], tuple[Decision, Situation]] = OrderedDict()
+        self._classes: OrderedDict[tuple[object, ...], list[LossClass | HostLossClass]] = OrderedDict()
 
-    def decide(self, situation: Situation, policy: str, rate: FailureRate) -> Decision:
+    def decide(self, situation: Situation, policy: str, rate: FailureModel) -> Decision:
         """What `recovery.decide` says."""
         key = policy, *_asked(situation)
         # What the paper proposes depends on the horizon.
         if policy != "paper" and (known := self._known.get(key)) is not None:
             decision, before = known
-            fresh = refreshed(decision, before=before, now=situation, rate=rate)
+            fresh = refreshed(decision, before=before, now=situation, failures=rate)
             if fresh is not None:
+                self._known.move_to_end(key)
                 return fresh
         decision = decide(situation, policy, rate)
-        self._known[key] = decision, situation
+        _remember(self._known, key, (decision, situation))
         return decision
 
     def classes(self, situation: Situation) -> list[LossClass | HostLossClass]:
@@ -72,11 +85,12 @@ class Decisions:
         key = _asked(situation)
         if key not in self._classes:
             of_workers, of_hosts = classes_to_prepare(situation)
-            self._classes[key] = [*of_workers, *of_hosts]
+            classes: list[LossClass | HostLossClass] = [*of_workers, *of_hosts]
+            _remember(self._classes, key, classes)
         return self._classes[key]
 
     def on_representative(
-        self, losses: LossClass | HostLossClass, before: Situation, now: Situation, policy: str, rate: FailureRate
+        self, losses: LossClass | HostLossClass, before: Situation, now: Situation, policy: str, rate: FailureModel
     ) -> Decision:
         """What was decided on the loss of the representative of a class.
 
@@ -90,79 +104,100 @@ class Decisions:
         return self.decide(replace(now, costs=CostModel(before.costs.workload, left)), policy, rate)
 
 
+def _remember(known: OrderedDict[_K, _V], key: _K, value: _V) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)
+
+
 def _asked(situation: Situation) -> tuple[object, ...]:
-    return situation.plan, situation.ceiling, situation.costs.cluster.workers, situation.holdings
+    return (
+        situation.plan,
+        situation.ceiling,
+        situation.costs.cluster.workers,
+        situation.holdings,
+        situation.home,
+        situation.home_ceiling,
+    )
 
 
 class ExactPlanner(PlanInForce[RealPlan]):
-    """One policy of the runtime; see `simulate` for `as_in_run`."""
+    """One policy of the runtime.
+
+    Args:
+        policy: its name.
+        model: costs, and the layouts that are found by class: to begin with, and to go on with from a checkpoint.
+        decisions: that are remembered.
+        start: the plan to begin with; None for the best that is found.
+        start_number: which of several start layouts to begin with.
+        as_in_run: see `simulate`.
+    """
 
     def __init__(
         self,
         policy: str,
-        costs: CostModel,
-        parameters: Parameters,
+        model: World,
         decisions: Decisions,
-        start: Plan | None = None,
+        start: RealPlan | None = None,
         *,
+        start_number: int = 0,
         as_in_run: bool = False,
     ) -> None:
-        super().__init__()
-        self._policy = policy
-        self._costs = costs
-        self._parameters = parameters
+        super().__init__(model.costs, model.parameters, has_checkpoints=model.parameters.has_checkpoints)
+        self._name = policy
+        self._policy = POLICIES[policy]
+        self._model = model
         self._decisions = decisions
         self._start = start
-        self._rejoins = policy in _REJOINING and not as_in_run
+        self._start_number = start_number
+        self._as_in_run = as_in_run
+        # The last plan that has other places than the one before, some of which may be empty now; and the last of all.
         self._home: RealPlan | None = None
         self._last: RealPlan | None = None
-        # The workers of the plan that were lost, though they may be back: they hold nothing.
-        self._gone: frozenset[int] = frozenset()
 
-    def start(self, speeds: Mapping[int, float]) -> Chosen | None:
-        """See `Planner`: with the plan that was given, or the fastest that is found."""
+    def _starts(self, speeds: Mapping[int, float]) -> list[Option]:
         costs = self._of(speeds)
-        if self._start is not None:
-            depth = max(len(route.hops) for route in self._start.routes)
-            self._home = RealPlan(self._start, in_flight_ceiling(self._start.workers, depth))
-        else:
-            try:
-                found = self._best_of(find_plan(costs), costs)
-            except InfeasibleError:
-                return None
-            self._home = RealPlan(found.plan, found.ceiling)
-        step_s = _step_s(self._home, costs)
-        return self._in_force(Option(kind="start", plan=self._home, step_s=step_s, stall_s=0.0))
+        given = self._start
+        if given is not None and speeds.keys() >= set(given.plan.workers):
+            return [Option(kind="start", plan=given, step_s=_estimate(given, costs).step_s, stall_s=0.0)]
+        options = self._of_layouts(self._model.starts(self._policy, speeds, self._start_number), costs)
+        if self._policy.starts == "several":
+            return options
+        try:
+            result = find_plan(costs)
+        except InfeasibleError:
+            return options
+        return options + [
+            Option(kind="start", plan=RealPlan(each.plan, each.ceiling), step_s=each.step_s, stall_s=0.0)
+            for each in (result.best, *result.alternatives)
+        ]
 
-    def _best_of(self, result: SearchResult, costs: CostModel) -> FoundPlan:
-        """What trains the most samples until the first failure, as `recovery.decide` counts them."""
-        rate, parameters = self._parameters.rate, self._parameters
-        horizon_s = rate.horizon_s(len(costs.cluster.workers))
-        # On average half of the time between two checkpoints is lost; without them, all.
-        lost_s = (
-            parameters.restart_s + parameters.checkpoint_interval_s / 2 if parameters.has_checkpoints else horizon_s
-        )
+    def _of_layouts(self, layouts: Iterable[Fleet], costs: CostModel) -> list[Option]:
+        """The plans of layouts, as far as they fit."""
+        options: list[Option] = []
+        for layout in layouts:
+            plan = plan_of_fleet(layout, self._model.times)
+            if plan is None:
+                continue
+            found = fitting_estimate(plan, costs)
+            if found is not None:
+                real = RealPlan(plan, FrozenMap(found[0]))
+                options.append(Option(kind="start", plan=real, step_s=found[1].step_s, stall_s=0.0))
+        return options
 
-        def samples(found: FoundPlan) -> float:
-            last_holders = len(found.plan.placement.indispensable({worker: worker for worker in found.plan.workers}))
-            share = rate.fatal_share(last_holders=last_holders, last_hosts=found.last_hosts, cluster=costs.cluster)
-            return max(0.0, horizon_s - lost_s * share) / found.step_s
-
-        return max((result.best, *result.alternatives), key=samples)
-
-    def _reach(self, plan: RealPlan | None) -> None:
-        if plan != self._reached:
-            self._gone = frozenset()
-        super()._reach(plan)
-
-    def _lose(self, lost: frozenset[int]) -> None:
-        self._gone |= lost
+    def _risk(self, plan: RealPlan, live: Collection[int]) -> LossRisk | None:
+        placement = plan.plan.placement.without(set(plan.plan.workers).difference(live))
+        hosts = self._costs.cluster.hosts
+        return None if placement.unheld_layers else risk_of(placement, {worker: hosts[worker] for worker in live})
 
     def _used(self, plan: RealPlan) -> frozenset[int]:
         return frozenset(plan.plan.workers)
 
     def _in_force(self, option: Option) -> Chosen:
         self._last = option.plan
+        if not self._as_in_run and (self._home is None or _places(self._last) - _places(self._home)):
+            self._home = self._last
         return super()._in_force(option)
 
     def _of(self, speeds: Mapping[int, float]) -> CostModel:
@@ -171,7 +206,7 @@ class ExactPlanner(PlanInForce[RealPlan]):
         return CostModel(self._costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host))
 
     def _situation(self, reached: RealPlan, outlook: Outlook, phases: StallModel) -> Situation:
-        gone = self._gone.intersection(reached.plan.workers)
+        gone = self._lost.intersection(reached.plan.workers)
         speeds = {worker: speed for worker, speed in outlook.speeds.items() if worker not in gone}
         parameters = self._parameters
         return Situation(
@@ -182,18 +217,21 @@ class ExactPlanner(PlanInForce[RealPlan]):
             repeat_s=outlook.repeat_s,
             restart_s=parameters.restart_s + (outlook.rollback_s if parameters.has_checkpoints else 0.0),
             has_checkpoints=parameters.has_checkpoints,
+            next_restart_s=outlook.next_restart_s,
+            home=None if self._home is None else self._home.plan,
+            home_ceiling={} if self._home is None else self._home.ceiling,
         )
 
     def _decision(self, reached: RealPlan, outlook: Outlook) -> Decision:
         """What was prepared, or else what is found now, which takes longer where somebody is lost."""
         if not outlook.lost:
             situation = self._situation(reached, outlook, self._parameters.after_change)
-            return self._decisions.decide(situation, self._policy, outlook.rate)
+            return self._decisions.decide(situation, self._name, outlook.rate)
         situation = self._situation(reached, outlook, self._parameters.after_loss)
         found = None if outlook.interrupted else self._prepared(situation, outlook)
         if found is None:
             situation = replace(situation, phases=self._parameters.after_surprise)
-            found = self._decisions.decide(situation, self._policy, outlook.rate)
+            found = self._decisions.decide(situation, self._name, outlook.rate)
         return found
 
     def _prepared(self, situation: Situation, outlook: Outlook) -> Decision | None:
@@ -209,93 +247,54 @@ class ExactPlanner(PlanInForce[RealPlan]):
         for number, losses in enumerate(self._decisions.classes(before), start=1):
             exchange = losses.exchange_for(outlook.lost)
             if exchange is not None and number * search_s <= outlook.running_s:
-                found = self._decisions.on_representative(losses, before, situation, self._policy, outlook.rate)
+                found = self._decisions.on_representative(losses, before, situation, self._name, outlook.rate)
                 return exchanged(found, exchange)
         return None
 
     def _options(self, reached: RealPlan, outlook: Outlook) -> list[Option]:
-        if not outlook.speeds:
-            return []
-        options: list[Option] = []
         decision = self._decision(reached, outlook)
         chosen, course = decision.chosen, decision.course
-        if chosen is not None and course is not None and chosen.step_s is not None and chosen.stall_s is not None:
-            from_checkpoint = course.transfer is None
-            again_s = outlook.rollback_s if from_checkpoint else outlook.repeat_s if chosen.stall_s else 0.0
-            options.append(
-                Option(
-                    kind="as-it-is" if chosen.policy == STAY else chosen.policy,
-                    plan=RealPlan(course.plan, course.ceiling),
-                    step_s=chosen.step_s,
-                    stall_s=self._parameters.restart_s if from_checkpoint else chosen.stall_s - again_s,
-                    again_s=again_s,
-                    moved_bytes=chosen.moved_bytes or 0,
-                    from_checkpoint=from_checkpoint,
-                )
-            )
-        if self._rejoins:
-            situation = self._situation(reached, outlook, self._parameters.after_change)
-            options += self._rejoined(reached, situation, outlook)
-        return options
-
-    def _rejoined(self, reached: RealPlan, situation: Situation, outlook: Outlook) -> list[Option]:
-        """Idle workers take the places of lost ones in the plan of the start; see the policy `recycle` by class."""
-        assert self._home is not None
-        live = set(situation.live)
-        idle = sorted(live.difference(self._home.plan.workers) | live.difference(reached.plan.workers))
-        gaps = [worker for worker in self._home.plan.workers if worker not in live or worker in idle]
-        if not idle or not gaps:
+        if chosen is None or course is None or chosen.step_s is None or chosen.stall_s is None:
             return []
-        kept = {worker: worker for worker in self._home.plan.workers if worker not in gaps}
-        roles = kept | dict(zip(gaps, idle, strict=False))
-        left = gaps[len(idle) :]
-        try:
-            plan = reroute(self._home.plan, left, self._costs, ceiling=self._home.ceiling) if left else self._home.plan
-            plan = plan_in_roles(plan, roles)
-            layers = situation.costs.workload.layers
-            transfer = transfer_to(situation.placement, plan.placement, live=situation.live, layers=layers)
-        except NoHolderError:
-            return []
-        ceiling = {roles[worker]: limit for worker, limit in self._home.ceiling.items() if worker in roles}
-        back = RealPlan(plan, FrozenMap(ceiling))
+        from_checkpoint = course.transfer is None
+        again_s = outlook.rollback_s if from_checkpoint else outlook.repeat_s if chosen.stall_s else 0.0
         return [
             Option(
-                kind=f"{self._policy}-rejoin",
-                plan=back,
-                step_s=_step_s(back, situation.costs),
-                stall_s=situation.phases.total_s + transfer_s(transfer.rounds, situation.costs.cluster),
-                again_s=outlook.repeat_s,
-                moved_bytes=transfer.total_bytes,
+                kind="as-it-is" if chosen.policy == STAY else chosen.policy,
+                plan=RealPlan(course.plan, course.ceiling),
+                step_s=chosen.step_s,
+                stall_s=self._parameters.restart_s if from_checkpoint else chosen.stall_s - again_s,
+                again_s=again_s,
+                moved_bytes=chosen.moved_bytes or 0,
+                from_checkpoint=from_checkpoint,
             )
         ]
 
-    def _from_checkpoint(self, outlook: Outlook) -> list[Option]:
-        """What the runtime goes back to a checkpoint with, of all who are there by now."""
-        last = self._last
-        if last is None or not outlook.speeds or not self._parameters.has_checkpoints:
-            return []
-        self._gone = frozenset()
-        situation = self._situation(last, outlook, self._parameters.after_loss)
-        if self._policy in _PLANS_ANEW:
-            nothing = Placement(last.plan.placement.num_layers, {})
-            decision = self._decisions.decide(replace(situation, holdings=nothing), self._policy, outlook.rate)
-        else:
-            decision = decide(situation, "restart", outlook.rate)
-        if decision.chosen is None or decision.course is None or decision.chosen.step_s is None:
-            return []
-        return [
-            Option(
-                kind="checkpoint",
-                plan=RealPlan(decision.course.plan, decision.course.ceiling),
-                step_s=decision.chosen.step_s,
-                stall_s=self._parameters.restart_s,
-                again_s=outlook.rollback_s,
-                from_checkpoint=True,
-            )
-        ]
+    def _restarts(self, outlook: Outlook) -> list[Option]:
+        """The plans that the runtime goes on with; beside these, unless all is as in a run, those found by class."""
+        costs = self._of(outlook.speeds)
+        found: list[Option] = []
+        if self._last is not None and (self._as_in_run or self._policy.replans):
+            self._lost = frozenset()
+            situation = self._situation(self._last, outlook, self._parameters.after_loss)
+            if self._policy.replans:
+                nothing = Placement(self._last.plan.placement.num_layers, {})
+                decision = self._decisions.decide(replace(situation, holdings=nothing), self._name, outlook.rate)
+            else:
+                decision = decide(situation, "restart", outlook.rate)
+            chosen, course = decision.chosen, decision.course
+            if chosen is not None and course is not None and chosen.step_s is not None:
+                plan = RealPlan(course.plan, course.ceiling)
+                found.append(Option(kind="checkpoint", plan=plan, step_s=chosen.step_s, stall_s=0.0))
+        if self._as_in_run:
+            return found
+        return found + self._of_layouts(self._model.restarts(self._policy, outlook.speeds, self._start_number), costs)
 
 
-def _step_s(real: RealPlan, costs: CostModel) -> float:
-    """As the decision weighs it."""
-    program = best_program(real.plan, costs, ceiling=real.ceiling).program
-    return estimate_step(real.plan, program, costs).step_s
+def _places(real: RealPlan) -> Counter[tuple[LayerRange, ...]]:
+    """How many workers hold the same layers."""
+    return Counter(real.plan.placement.ranges.values())
+
+
+def _estimate(real: RealPlan, costs: CostModel) -> PartsEstimate:
+    return estimate_parts(real.plan, best_parts(real.plan, costs, ceiling=real.ceiling), costs)

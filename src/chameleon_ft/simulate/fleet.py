@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan import LayerRange, Plan
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.recovery import LossRisk
 from chameleon_ft.simulate.pipelines import Cut, PipelineClass, Pipelines, uniform
 from chameleon_ft.simulate.step_times import ClassStep, StepTimes
 
-__all__ = ["Fleet", "FleetPipeline", "Move", "arranged", "fleet_of_plan", "fleet_step", "move_to"]
+__all__ = [
+    "Fleet",
+    "FleetPipeline",
+    "Move",
+    "arranged",
+    "by_stage",
+    "fleet_of_plan",
+    "fleet_risk",
+    "fleet_step",
+    "move_to",
+    "plan_of_fleet",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +126,24 @@ def arranged(wanted: Mapping[Cut, int], workers: Sequence[int], current: Fleet |
     return Fleet(tuple(pipelines))
 
 
+def by_stage(fleet: Fleet) -> Fleet:
+    """The pipelines with neighbouring workers in the same stages: gradients cross hosts less, activations more."""
+    order = sorted(
+        (position / pipeline.cut.depth, number, position)
+        for number, pipeline in enumerate(fleet.pipelines)
+        for position in range(pipeline.cut.depth)
+    )
+    places: dict[int, dict[int, int]] = defaultdict(dict)
+    for worker, (_, number, position) in zip(sorted(fleet.used), order, strict=True):
+        places[number][position] = worker
+    return Fleet(
+        tuple(
+            FleetPipeline(pipeline.cut, tuple(places[number][each] for each in range(pipeline.cut.depth)))
+            for number, pipeline in enumerate(fleet.pipelines)
+        )
+    )
+
+
 def fleet_of_plan(plan: Plan) -> Fleet:
     """The pipelines of a plan. Raises PlanError where micro-batches make detours, so that there are none."""
     ways = dict.fromkeys(route.hops for route in plan.routes)
@@ -123,12 +153,37 @@ def fleet_of_plan(plan: Plan) -> Fleet:
     return Fleet(
         tuple(
             FleetPipeline(
-                Cut(tuple(hop.layers.stop for hop in hops), not plan.recompute.isdisjoint(hop.worker for hop in hops)),
+                Cut(tuple(hop.layers.stop for hop in hops), any(hop.worker in plan.recompute for hop in hops)),
                 tuple(hop.worker for hop in hops),
             )
             for hops in ways
         )
     )
+
+
+def plan_of_fleet(fleet: Fleet, times: StepTimes) -> Plan | None:
+    """The plan of a fleet without gaps, on workers of speed 1; None if it does not fit the memory."""
+    counts = Counter(PipelineClass(pipeline.cut) for pipeline in fleet.pipelines)
+    step = times.step(counts)
+    if step is None:
+        return None
+    shares = [step.most.get(PipelineClass(pipeline.cut), 0) for pipeline in fleet.pipelines]
+    too_many = sum(shares) - times.micro_batches
+    for number, share in enumerate(shares):
+        less = min(1 if share else 0, too_many)
+        shares[number] -= less
+        too_many -= less
+    used = [(pipeline, share) for pipeline, share in zip(fleet.pipelines, shares, strict=True) if share]
+    held: dict[int, tuple[LayerRange, ...]] = {}
+    recompute: dict[int, LayerRange] = {}
+    routes: list[Route] = []
+    for pipeline, share in used:
+        hops = tuple(map(Hop, pipeline.live, pipeline.cut.stages))
+        held.update((hop.worker, (hop.layers,)) for hop in hops)
+        recompute.update((hop.worker, hop.layers) for hop in hops if pipeline.cut.recompute)
+        routes += [Route(number, hops) for number in range(len(routes), len(routes) + share)]
+    placement = Placement(times.pipelines.num_layers, held)
+    return Plan(placement, tuple(routes), times.pipelines.split_backward, recompute)
 
 
 def fleet_step(fleet: Fleet, times: StepTimes, speeds: Mapping[int, float]) -> ClassStep | None:
@@ -198,6 +253,27 @@ def move_to(new: Fleet, current: Fleet, pipelines: Pipelines) -> Move | None:
         return None
     sent = max(-(-count // holders[layer]) * pipelines.layer_state_bytes(layer) for layer, count in lacking.items())
     return Move(total, pipelines.costs.cluster.inter_host.message_s(max(largest, sent)))
+
+
+def fleet_risk(fleet: Fleet, hosts: Mapping[int, str], num_layers: int) -> LossRisk | None:
+    """Return which workers and hosts hold the layers of a fleet; None if some layer has no holder.
+
+    Args:
+        fleet: gaps are allowed.
+        hosts: the host of each live worker, of those outside the fleet too.
+        num_layers: of the model.
+    """
+    by_stage: dict[LayerRange, list[int]] = defaultdict(list)
+    for pipeline in fleet.pipelines:
+        for worker, layers in zip(pipeline.workers, pipeline.cut.stages, strict=True):
+            if worker is not None:
+                by_stage[layers].append(worker)
+    # Neighbouring layers mostly belong to the same stages.
+    stages = {tuple(own for own in by_stage if layer in own) for layer in range(num_layers)}
+    if () in stages:
+        return None
+    holders = [[worker for own in each for worker in by_stage[own]] for each in stages]
+    return LossRisk.of(holders, hosts)
 
 
 def _counted(

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
+from chameleon_ft.estimate import total_work_bound_s
+from chameleon_ft.recovery import LossRisk, Prospect
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.simulate.checkpoints import expected_unsaved_s
+from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planner import Chosen, Option, Outlook, best_option
 
 __all__ = ["PlanInForce"]
@@ -19,18 +25,29 @@ class PlanInForce(ABC, Generic[_P]):
     A plan is reached when the change to it is complete. Until then, what all hold is the one before.
     """
 
-    def __init__(self) -> None:
-        # What all of its workers are known to hold; None where nothing is.
+    def __init__(self, costs: CostModel, parameters: Parameters, *, has_checkpoints: bool) -> None:
+        self._costs = costs
+        self._parameters = parameters
+        self._has_checkpoints = has_checkpoints
+        # The plan whose layers its workers hold; None if nothing is held.
         self._reached: _P | None = None
         self._decided: _P | None = None
+        # Workers that were lost since then. Those that are back hold nothing.
+        self._lost: frozenset[int] = frozenset()
+
+    def start(self, speeds: Mapping[int, float]) -> Chosen | None:
+        """See `Planner`."""
+        options = self._starts(speeds)
+        best = best_option([(option, self._risk(option.plan, speeds)) for option in options], self._at_start(speeds))
+        return None if best is None else self._in_force(best)
 
     def decide(self, outlook: Outlook) -> Chosen | None:
         """See `Planner`."""
         if not outlook.interrupted:
             self._reach(self._decided)
         self._lose(outlook.lost)
-        options = [] if self._reached is None else self._options(self._reached, outlook)
-        best = best_option(options or self._from_checkpoint(outlook), outlook.horizon_s)
+        options = self._options(self._reached, outlook) if self._reached is not None and outlook.speeds else []
+        best = self._best(options or self._restored(outlook), outlook)
         if best is None:
             self._reached = self._decided = None
             return None
@@ -38,25 +55,78 @@ class PlanInForce(ABC, Generic[_P]):
             self._reached = None
         return self._in_force(best)
 
+    def _restored(self, outlook: Outlook) -> list[Option]:
+        """The ways to go on from the last checkpoint."""
+        if not (self._has_checkpoints and outlook.speeds):
+            return []
+        restart_s, again_s = self._parameters.restart_s, outlook.rollback_s
+        return [
+            replace(option, kind="checkpoint", stall_s=restart_s, again_s=again_s, from_checkpoint=True)
+            for option in self._restarts(outlook)
+        ]
+
+    def _best(self, options: Sequence[Option], outlook: Outlook) -> Option | None:
+        if len(options) < 2:
+            return next(iter(options), None)
+        prospect = Prospect.of(
+            outlook.rate,
+            workers=len(outlook.speeds),
+            after_incident=bool(outlook.lost),
+            held=None if self._reached is None else self._risk(self._reached, outlook.speeds),
+            restart_s=outlook.next_restart_s,
+            reference_step_s=self._reference_step_s(outlook.speeds),
+            has_checkpoints=self._has_checkpoints,
+        )
+        return best_option([(option, self._risk(option.plan, outlook.speeds)) for option in options], prospect)
+
+    def _at_start(self, speeds: Mapping[int, float]) -> Prospect:
+        """Return what lies ahead of workers that begin."""
+        parameters, rate = self._parameters, self._parameters.rate
+        restart_s = parameters.restart_s
+        if parameters.has_checkpoints:
+            restart_s += expected_unsaved_s(0.0, parameters.checkpoint_interval_s, rate.horizon_s(len(speeds)))
+        return Prospect.of(
+            rate,
+            workers=len(speeds),
+            after_incident=False,
+            held=None,
+            restart_s=restart_s,
+            reference_step_s=self._reference_step_s(speeds),
+            has_checkpoints=self._has_checkpoints,
+        )
+
+    def _reference_step_s(self, speeds: Mapping[int, float]) -> float:
+        """Return seconds of a step of these workers if they were never idle."""
+        whole = sum(worker.speed for worker in self._costs.cluster.workers)
+        return total_work_bound_s(self._costs) * whole / sum(speeds.values())
+
     def _in_force(self, option: Option) -> Chosen:
         self._decided = option.plan
         return Chosen(option=option, used=self._used(option.plan))
 
     def _reach(self, plan: _P | None) -> None:
         self._reached = plan
+        self._lost = frozenset()
+
+    def _lose(self, lost: frozenset[int]) -> None:
+        self._lost |= lost
 
     @abstractmethod
-    def _lose(self, lost: frozenset[int]) -> None:
-        """Workers have lost what they hold."""
+    def _starts(self, speeds: Mapping[int, float]) -> Sequence[Option]:
+        """The plans to begin with."""
 
     @abstractmethod
     def _used(self, plan: _P) -> frozenset[int]:
         """The workers of a plan."""
 
     @abstractmethod
+    def _risk(self, plan: _P, live: Collection[int]) -> LossRisk | None:
+        """Return which of the live workers and hosts hold the layers of a plan; None if some layer has no holder."""
+
+    @abstractmethod
     def _options(self, reached: _P, outlook: Outlook) -> Sequence[Option]:
         """The ways to go on from what is held."""
 
     @abstractmethod
-    def _from_checkpoint(self, outlook: Outlook) -> Sequence[Option]:
-        """The ways to begin anew where there is none."""
+    def _restarts(self, outlook: Outlook) -> Sequence[Option]:
+        """The plans to go on with from a checkpoint."""

@@ -40,22 +40,25 @@ class Mixes:
     def __init__(self, times: StepTimes) -> None:
         self._times = times
         self._pipelines = times.pipelines
-        self._found: dict[int, Mix | None] = {}
+        self._found: dict[tuple[int, int], Mix | None] = {}
         self._equal: dict[int, Mix | None] = {}
         self._classes: dict[tuple[int, int], PipelineClass | None] = {}
 
-    def fastest(self, workers: int, *, below_s: float = math.inf) -> Mix | None:
-        """The fastest mix of at most so many workers; None if none fits the memory, or is faster than `below_s`."""
+    def fastest(self, workers: int, *, below_s: float = math.inf, copies: int = 1) -> Mix | None:
+        """Return the fastest mix of at most so many workers; None if none fits the memory, or is faster than `below_s`.
+
+        With `copies`, pipelines are so short that as many of them are possible: every layer has as many holders.
+        """
         if below_s < math.inf:
-            return self._searched(workers, below_s)
-        if workers not in self._found:
-            self._found[workers] = self._searched(workers, below_s)
-        return self._found[workers]
+            return self._searched(workers, below_s, copies)
+        if (workers, copies) not in self._found:
+            self._found[workers, copies] = self._searched(workers, below_s, copies)
+        return self._found[workers, copies]
 
     def equal_pipelines(self, workers: int) -> Mix | None:
         """The fastest of one depth, with shares that differ by one at most; None if none fits."""
         if workers not in self._equal:
-            single = self._single(workers, math.inf).values()
+            single = self._single(workers, math.inf, 1).values()
             self._equal[workers] = min(single, key=lambda mix: mix.step_s, default=None)
         return self._equal[workers]
 
@@ -65,16 +68,16 @@ class Mixes:
         mixes = (self._of_one_depth(workers, depth) for depth in depths)
         return min((mix for mix in mixes if mix is not None), key=lambda mix: mix.step_s, default=None)
 
-    def _depths(self, workers: int) -> range:
-        return range(1, min(workers, self._pipelines.num_layers) + 1)
+    def _depths(self, workers: int, copies: int = 1) -> range:
+        return range(1, min(workers // copies, self._pipelines.num_layers) + 1)
 
     def _class(self, depth: int, share: int) -> PipelineClass | None:
-        """That of the cuts of this depth whose bound is less."""
+        """The cut of this depth that fits and has the least bound; None if none fits."""
         key = depth, share
         if key not in self._classes:
-            classes = [PipelineClass(cut) for cut in self._pipelines.cuts(depth)]
-            best = min(classes, key=lambda own: self._pipelines.bound_s(own, share))
-            self._classes[key] = self._pipelines.fitting(best, share)
+            classes = (self._pipelines.fitting(PipelineClass(cut), share) for cut in self._pipelines.cuts(depth))
+            fitting = [own for own in classes if own is not None]
+            self._classes[key] = min(fitting, key=lambda own: self._pipelines.bound_s(own, share), default=None)
         return self._classes[key]
 
     def _share(self, depth: int, workers: int) -> int:
@@ -86,8 +89,8 @@ class Mixes:
         step = None if own is None else self._times.equally_shared(own, count)
         return None if own is None or step is None else Mix(FrozenMap({own: count}), step.step_s)
 
-    def _searched(self, workers: int, below_s: float) -> Mix | None:
-        single = self._single(workers, below_s)
+    def _searched(self, workers: int, below_s: float, copies: int) -> Mix | None:
+        single = self._single(workers, below_s, copies)
         if not single:
             return None
         best = min(single.values(), key=lambda mix: mix.step_s)
@@ -99,12 +102,12 @@ class Mixes:
                 best = Mix(FrozenMap({own: counts[own] for own in step.most}), step.step_s)
         return best
 
-    def _single(self, workers: int, below_s: float) -> dict[int, Mix]:
+    def _single(self, workers: int, below_s: float, copies: int) -> dict[int, Mix]:
         """By depth, pipelines of one depth; those that their bounds rule out are left out."""
         found: dict[int, Mix] = {}
         best_s = math.inf
         bounds: list[tuple[float, int]] = []
-        for depth in self._depths(workers):
+        for depth in self._depths(workers, copies):
             own = PipelineClass(self._pipelines.even_cut(depth))
             share = self._times.micro_batches * depth // workers
             bounds.append((self._pipelines.bound_s(own, max(1, share)) + self._least_sync_s(own), depth))
@@ -125,7 +128,11 @@ class Mixes:
 
     def _promising(self, workers: int, classes: Mapping[int, PipelineClass]) -> list[Counter[PipelineClass]]:
         """Mixes of one or two depths, by what they take if shares need not be whole."""
-        lines = {depth: self._line(own, self._share(depth, workers)) for depth, own in classes.items()}
+        lines = {
+            depth: line
+            for depth, own in classes.items()
+            if (line := self._pipelines.line(own, self._share(depth, workers))) is not None
+        }
         found: list[tuple[float, int, int, int, int]] = []
         for first, (first_s, period_s) in lines.items():
             for second, (other_s, other_period_s) in lines.items():
@@ -141,8 +148,3 @@ class Mixes:
         for _, first, second, count, number in heapq.nsmallest(_MIXES, found):
             mixes.append(Counter({classes[first]: count}) + Counter({classes[second]: number}))
         return mixes
-
-    def _line(self, own: PipelineClass, share: int) -> tuple[float, float]:
-        one_s, two_s = (self._pipelines.program_s(own, each) for each in (share, share + 1))
-        period_s = two_s - one_s if two_s < math.inf else one_s / share
-        return one_s - share * period_s, period_s

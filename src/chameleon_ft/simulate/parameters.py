@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import StallModel
-from chameleon_ft.recovery import FailureRate
+from chameleon_ft.recovery import FailureModel
 
 __all__ = ["Parameters"]
 
@@ -79,9 +79,9 @@ class Parameters:
         return math.isfinite(self.checkpoint_interval_s)
 
     @property
-    def rate(self) -> FailureRate:
+    def rate(self) -> FailureModel:
         """How soon the first failure is to be expected."""
-        return FailureRate(
+        return FailureModel(
             worker_mtbf_s=self.worker_mtbf_s, prior_failures=self.prior_failures, prior_host_share=self.host_share
         )
 

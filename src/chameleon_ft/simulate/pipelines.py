@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Final
 
 from chameleon_ft.cluster import Cluster, Worker
-from chameleon_ft.estimate import PipelineTimes, pipeline_bound_s, pipeline_times, program_memory, state_bytes
+from chameleon_ft.estimate import PipelineTimes, estimate_parts, pipeline_bound_s, pipeline_times, state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, split_layers
-from chameleon_ft.schedule import CostModel, Program, best_program, default_limits, replay
+from chameleon_ft.recovery import in_flight_ceiling
+from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
+from chameleon_ft.schedule.best import best_parts, step_s_of
 
-__all__ = ["Cut", "PipelineClass", "PipelineRun", "Pipelines"]
+__all__ = ["Cut", "PipelineClass", "PipelineRun", "Pipelines", "ceilings", "first_fitting"]
 
 # Operations that may be scheduled for a program; the first list schedule is always made.
 _EFFORT: Final = 1_000
-# Shares of up to so many micro-batches are scheduled; of larger ones, those at most an eighth apart.
+# Shares of up to this many micro-batches are scheduled; of larger ones, those an eighth apart.
 _EACH: Final = 16
+# Beyond twice this many micro-batches, or the depth if that is more, a pipeline is in its steady state.
+_STEADY: Final = 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -59,11 +64,13 @@ class PipelineRun:
 
     Attributes:
         program_s: seconds until its last operation has ended.
-        ends_s: the same of each stage.
+        ends_s: seconds until the last operation of each stage has ended.
+        peak_bytes: bytes that the worker that needs most holds at its worst moment.
     """
 
     program_s: float
     ends_s: tuple[float, ...]
+    peak_bytes: float
 
 
 class Pipelines:
@@ -71,7 +78,8 @@ class Pipelines:
 
     Stages lie on hosts as on an empty cluster, one after the other from the first worker of a host: a message crosses
     hosts after every `workers_per_host` stages. Programs are by `best_program`, so times are those of the runtime for a
-    pipeline that lies so. Between two shares that are scheduled, up to an eighth apart, times are linear.
+    pipeline that lies so. Between two shares that are scheduled, up to an eighth apart, times and memory are linear; in
+    the steady state they grow as they do between two shares in it.
     """
 
     def __init__(self, costs: CostModel, *, split_backward: bool) -> None:
@@ -88,59 +96,105 @@ class Pipelines:
         self.memory_bytes = min(known) if len(known) == len(workers) else None
         self._state = [state_bytes(layer) for layer in costs.workload.layers]
         self._gradient = [layer.gradient_bytes for layer in costs.workload.layers]
+        self._held = _sums(map(sum, zip(self._state, self._gradient, strict=True)))
+        self._activations = tuple(
+            _sums(layer.activation_bytes for layer in workload.layers)
+            for workload in (costs.workload, costs.workload.recomputed())
+        )
         self._runs: dict[tuple[PipelineClass, int], PipelineRun | None] = {}
+        self._scheduled: dict[tuple[PipelineClass, int, int], PipelineRun] = {}
         self._costs_of: dict[tuple[float, ...], CostModel] = {}
         self._times: dict[PipelineClass, PipelineTimes] = {}
-        self._peaks: dict[PipelineClass, tuple[int, int]] = {}
         self._cuts: dict[int, tuple[Cut, ...]] = {}
 
     def cuts(self, depth: int) -> tuple[Cut, ...]:
-        """The cut whose slowest stage is fastest, once with the longer stages late and once early."""
+        """The cuts whose slowest stage is fastest, with longer stages late and early; then the one of least memory."""
         if depth not in self._cuts:
             late = tuple(layers.stop for layers in split_layers(self._layer_s, depth))
             mirrored = split_layers(self._layer_s[::-1], depth)
             early = tuple(self.num_layers - layers.start for layers in reversed(mirrored))
-            self._cuts[depth] = tuple(Cut(stops) for stops in dict.fromkeys((late, early)))
+            self._cuts[depth] = tuple(Cut(stops) for stops in dict.fromkeys((late, early, self._roomy_stops(depth))))
         return self._cuts[depth]
+
+    def _roomy_stops(self, depth: int) -> tuple[int, ...]:
+        """The cut whose largest stage is smallest, with recomputation and as many in flight as 1F1B has."""
+        low, high = 0, self._least_stage_bytes(0, self.num_layers, depth, recompute=True)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._filled(depth, middle) else (middle, high)
+        return self._filled(depth, high) or ()
+
+    def _filled(self, depth: int, capacity: int) -> tuple[int, ...]:
+        """Where stages end that hold as many layers as they can, early ones with the most in flight; () if too many."""
+        stops: list[int] = []
+        start = 0
+        for in_flight in range(depth, 0, -1):
+            stop = start
+            most = self.num_layers - in_flight + 1
+            while stop < most and self._least_stage_bytes(start, stop + 1, in_flight, recompute=True) <= capacity:
+                stop += 1
+            if stop == start:
+                return ()
+            stops.append(stop)
+            start = stop
+        return tuple(stops) if start == self.num_layers else ()
 
     def even_cut(self, depth: int) -> Cut:
         """The first of them."""
         return self.cuts(depth)[0]
 
-    def stage_state_bytes(self, layers: LayerRange) -> int:
-        """Parameters and optimizer state of a stage."""
-        return sum(self._state[layers.start : layers.stop])
-
     def layer_state_bytes(self, layer: int) -> int:
-        """The same of a layer."""
+        """Parameters and optimizer state of a layer."""
         return self._state[layer]
 
     def held_bytes(self, layers: LayerRange) -> int:
         """What a worker holds of a stage between two steps."""
-        return self.stage_state_bytes(layers) + sum(self._gradient[layers.start : layers.stop])
+        return self._held[layers.stop] - self._held[layers.start]
 
     def bound_s(self, own: PipelineClass, micro_batches: int) -> float:
         """Seconds that no order of operations can beat."""
         if own not in self._times:
             hops = _hops(own.cut)
-            recompute = frozenset(range(own.cut.depth)) if own.cut.recompute else frozenset()
             self._times[own] = pipeline_times(
-                hops, self._costs(own), split_backward=self.split_backward, recompute=recompute
+                hops, self._costs(own), split_backward=self.split_backward, recompute=_recompute(own.cut, hops)
             )
         return pipeline_bound_s(self._times[own], micro_batches)
 
     def run(self, own: PipelineClass, micro_batches: int) -> PipelineRun | None:
-        """How long it takes; None where it does not fit the memory."""
+        """The fastest run that fits the memory; None if not even the one with as few in flight as 1F1B fits."""
         key = own, micro_batches
         if key not in self._runs:
-            low, high = _knots(micro_batches)
-            if low == high:
-                self._runs[key] = self._scheduled(own, micro_batches)
-            else:
-                self._runs[key] = _between(
-                    self.run(own, low), self.run(own, high), (micro_batches - low) / (high - low)
-                )
+            self._runs[key] = self._fitting_run(own, micro_batches)
         return self._runs[key]
+
+    def _fitting_run(self, own: PipelineClass, micro_batches: int) -> PipelineRun | None:
+        if not self.fits(own, micro_batches):
+            return None
+        looser = len(ceilings(self._plan(own, 1))) - 1
+        level = first_fitting(looser, lambda each: self._fits_under(own, micro_batches, each))
+        return self._run(own, micro_batches, -1 if level is None else level)
+
+    def fits(self, own: PipelineClass, micro_batches: int) -> bool:
+        """Whether the memory holds it with as few micro-batches in flight as 1F1B has."""
+        if self.memory_bytes is not None and self._least_bytes(own, micro_batches) > self.memory_bytes:
+            return False
+        return self._fits_under(own, micro_batches, -1)
+
+    def _fits_under(self, own: PipelineClass, micro_batches: int, level: int) -> bool:
+        return self.memory_bytes is None or self._run(own, micro_batches, level).peak_bytes <= self.memory_bytes
+
+    def line(self, own: PipelineClass, micro_batches: int) -> tuple[float, float] | None:
+        """(start_s, period_s): a share near `micro_batches` takes about start_s + share * period_s; None if none fits.
+
+        The period is at least what one more micro-batch adds to the lower bound, however good the two programs are.
+        """
+        one, two = self.run(own, micro_batches), self.run(own, micro_batches + 1)
+        if one is None:
+            return None
+        period_s = self.bound_s(own, micro_batches + 1) - self.bound_s(own, micro_batches)
+        if two is not None:
+            period_s = max(period_s, two.program_s - one.program_s)
+        return one.program_s - micro_batches * period_s, period_s
 
     def program_s(self, own: PipelineClass, micro_batches: int) -> float:
         """The seconds of `run`, infinite where it does not fit; 0 for no micro-batches."""
@@ -150,10 +204,10 @@ class Pipelines:
         return math.inf if run is None else run.program_s
 
     def fitting(self, own: PipelineClass, micro_batches: int) -> PipelineClass | None:
-        """The class itself, or the same with recomputation where that is needed to fit; None where nothing does."""
+        """The class itself, or with recomputation if only that fits; None if neither does."""
         for recompute in (own.cut.recompute, True):
             changed = replace(own, cut=replace(own.cut, recompute=recompute))
-            if self.run(changed, micro_batches) is not None:
+            if self.fits(changed, micro_batches):
                 return changed
         return None
 
@@ -171,62 +225,106 @@ class Pipelines:
             )
         return self._costs_of[speeds]
 
-    def _scheduled(self, own: PipelineClass, micro_batches: int) -> PipelineRun | None:
-        hops, costs = _hops(own.cut), self._costs(own)
-        plan = Plan(
+    def _run(self, own: PipelineClass, micro_batches: int, level: int) -> PipelineRun:
+        low, high = _knots(micro_batches, own.cut.depth)
+        first = self._schedule(own, low, level)
+        if low == high:
+            return first
+        period_s = self.bound_s(own, low + 1) - self.bound_s(own, low)
+        last = self._schedule(own, high, level)
+        return _on_line(first, last, (micro_batches - low) / (high - low), least_s=period_s * (high - low))
+
+    def _schedule(self, own: PipelineClass, micro_batches: int, level: int) -> PipelineRun:
+        """The run by `best_program` under one of the `ceilings`."""
+        key = own, micro_batches, level
+        if key not in self._scheduled:
+            plan, costs = self._plan(own, micro_batches), self._costs(own)
+            parts = best_parts(plan, costs, ceiling=ceilings(plan)[level], effort=_EFFORT)
+            ends_s = dict(zip(parts[0].component.workers, parts[0].schedule.last_s, strict=True))
+            self._scheduled[key] = PipelineRun(
+                program_s=step_s_of(parts),
+                ends_s=tuple(ends_s[worker] for worker in range(own.cut.depth)),
+                peak_bytes=max(estimate_parts(plan, parts, costs).peak_bytes.values()),
+            )
+        return self._scheduled[key]
+
+    def _plan(self, own: PipelineClass, micro_batches: int) -> Plan:
+        hops = _hops(own.cut)
+        return Plan(
             Placement(self.num_layers, {hop.worker: (hop.layers,) for hop in hops}),
             tuple(Route(number, hops) for number in range(micro_batches)),
             self.split_backward,
-            frozenset(range(len(hops))) if own.cut.recompute else frozenset(),
+            _recompute(own.cut, hops),
         )
-        for ceiling in (None, default_limits(plan)):
-            program = best_program(plan, costs, ceiling=ceiling, effort=_EFFORT).program
-            if self._fits(own, micro_batches, plan, program):
-                timeline = replay(program, costs)
-                ends_s = {timed.worker: timed.end_s for timed in timeline.operations}
-                return PipelineRun(timeline.step_s, tuple(ends_s[hop.worker] for hop in hops))
-        return None
 
-    def _fits(self, own: PipelineClass, micro_batches: int, plan: Plan, program: Program) -> bool:
-        """Whether every worker has room; where fewer micro-batches needed little, that is not looked at again.
+    def _least_bytes(self, own: PipelineClass, micro_batches: int) -> int:
+        """Bytes below which no run of 1F1B's order is: state, and the activations in flight when warm-up ends."""
+        return max(
+            self._least_stage_bytes(
+                stage.start, stage.stop, min(micro_batches, own.cut.depth - number), recompute=own.cut.recompute
+            )
+            for number, stage in enumerate(own.cut.stages)
+        )
 
-        What a worker holds grows with its micro-batches, but by no larger share than these do.
-        """
-        if self.memory_bytes is None:
-            return True
-        if own in self._peaks:
-            known, peak = self._peaks[own]
-            if peak * max(1.0, micro_batches / known) <= self.memory_bytes:
-                return True
-        needed = program_memory(program, plan.placement, self.costs.workload)
-        peak = max(each.peak_bytes for each in needed.values())
-        if peak > self.memory_bytes:
-            return False
-        self._peaks[own] = max(self._peaks.get(own, (0, 0)), (micro_batches, peak))
-        return True
+    def _least_stage_bytes(self, start: int, stop: int, in_flight: int, *, recompute: bool) -> int:
+        activations = self._activations[recompute]
+        state = self._held[stop] - self._held[start]
+        return state + in_flight * (activations[stop] - activations[start])
 
 
-def _knots(micro_batches: int) -> tuple[int, int]:
-    """The shares around it that are scheduled; twice itself if it is one."""
+def ceilings(plan: Plan) -> list[Mapping[int, InFlightLimit]]:
+    """Limits of what workers keep, none first, each of which needs no more memory than the one before.
+
+    After none come equal limits for all workers, below two pipeline depths, then those of ZB-H1, then those of 1F1B.
+    """
+    depth = max(len(route.hops) for route in plan.routes)
+    equal = [in_flight_ceiling(plan.workers, most) for most in range(2 * depth - 1, depth - 1, -1)]
+    least = default_limits(plan)
+    few = {worker: InFlightLimit(limit.in_flight, limit.in_flight) for worker, limit in least.items()}
+    return [{}, *equal, least, few]
+
+
+def first_fitting(count: int, fits: Callable[[int], bool]) -> int | None:
+    """The least of 0, 1, ... below `count` that fits, if all after it fit as well; None if none does."""
+    if fits(0):
+        return 0
+    found = 1 + bisect_left(range(1, count), True, key=fits)
+    return found if found < count else None
+
+
+def _sums(amounts: Iterable[int]) -> list[int]:
+    """Sums of the first n, for each n."""
+    return list(accumulate(amounts, initial=0))
+
+
+def _knots(micro_batches: int, depth: int) -> tuple[int, int]:
+    """The two shares that are scheduled for a share; twice the share itself if it is scheduled."""
     if micro_batches <= _EACH:
         return micro_batches, micro_batches
+    steady = 2 ** (max(depth, _STEADY) - 1).bit_length()
+    if micro_batches > 2 * steady:
+        return steady, 2 * steady
     apart = 2 ** ((micro_batches // _EACH).bit_length())
     low = micro_batches // apart * apart
     return (low, low) if low == micro_batches else (low, low + apart)
 
 
-def _between(low: PipelineRun | None, high: PipelineRun | None, part: float) -> PipelineRun | None:
-    if low is None or high is None:
-        return None
-
-    def at(first_s: float, last_s: float) -> float:
-        return first_s + part * max(0.0, last_s - first_s)
-
-    return PipelineRun(at(low.program_s, high.program_s), tuple(map(at, low.ends_s, high.ends_s)))
+def _on_line(low: PipelineRun, high: PipelineRun, part: float, *, least_s: float) -> PipelineRun:
+    """The run at `part` of the way from `low` to `high`, or beyond it; they are at least `least_s` apart."""
+    rise_s = max(least_s, high.program_s - low.program_s)
+    return PipelineRun(
+        program_s=low.program_s + part * rise_s,
+        ends_s=tuple(end_s + part * rise_s for end_s in low.ends_s),
+        peak_bytes=low.peak_bytes + part * max(0.0, high.peak_bytes - low.peak_bytes),
+    )
 
 
 def _hops(cut: Cut) -> tuple[Hop, ...]:
     return tuple(Hop(worker, layers) for worker, layers in enumerate(cut.stages))
+
+
+def _recompute(cut: Cut, hops: Sequence[Hop]) -> dict[int, LayerRange]:
+    return {hop.worker: hop.layers for hop in hops} if cut.recompute else {}
 
 
 def uniform(speeds: Sequence[float]) -> tuple[float, ...]:

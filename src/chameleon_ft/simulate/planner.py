@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
-from chameleon_ft.recovery import FailureRate
+from chameleon_ft.recovery import Candidate, FailureModel, LossRisk, Prospect, best_of, score
 
 __all__ = ["Chosen", "Option", "Outlook", "Planner", "best_option"]
-
-# As in `recovery.decide`: samples that differ by less are equal.
-_ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +23,7 @@ class Outlook:
         rollback_s: the same, with all steps since the last checkpoint, for those that go back to one.
         running_s: seconds since training went on with the plan in force; zero in a stall.
         interrupted: whether the change that was decided last had not been completed, so that its plan was not reached.
+        next_restart_s: seconds that a return to a checkpoint is expected to cost after the next incident.
         rate: what the horizon is from.
     """
 
@@ -36,7 +34,8 @@ class Outlook:
     rollback_s: float
     running_s: float
     interrupted: bool
-    rate: FailureRate
+    next_restart_s: float
+    rate: FailureModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +67,6 @@ class Option:
         """Seconds in which nothing is gained."""
         return self.stall_s + self.again_s
 
-    def steps_until(self, horizon_s: float) -> float:
-        """Steps until the next failure: samples(D) = B max(0, D - stall) / step time, without B."""
-        return max(0.0, horizon_s - self.predicted_stall_s) / self.step_s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
@@ -96,11 +91,22 @@ class Planner(Protocol):
         """What to do next, which is then in force; None where nothing can be done but to wait for workers."""
 
 
-def best_option(options: Sequence[Option], horizon_s: float) -> Option | None:
-    """The one with the most samples until the next failure; of equals the fewest bytes, and then the first."""
-    if not options:
-        return None
-    steps = [option.steps_until(horizon_s) for option in options]
-    enough = max(steps) * (1 - _ROUNDING)
-    equals = [index for index, each in enumerate(steps) if each >= enough]
-    return options[min(equals, key=lambda index: (options[index].moved_bytes, index))]
+def best_option(options: Sequence[tuple[Option, LossRisk | None]], prospect: Prospect) -> Option | None:
+    """Return what `recovery.decide` would choose; None if there is nothing.
+
+    Args:
+        options: what can be done, each with who would hold the layers.
+        prospect: what lies ahead.
+    """
+    candidates = [
+        Candidate(
+            policy=option.kind,
+            step_s=option.step_s,
+            stall_s=option.predicted_stall_s,
+            moved_bytes=option.moved_bytes,
+            risk=risk,
+        )
+        for option, risk in options
+    ]
+    index = best_of(score(candidates, prospect, samples=1), prospect)
+    return None if index is None else options[index][0]

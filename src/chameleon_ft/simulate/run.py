@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan
-from chameleon_ft.recovery import POLICIES
-from chameleon_ft.schedule import CostModel
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.recovery import POLICIES, Policy
+from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.simulate import redundant
 from chameleon_ft.simulate.class_planner import ClassPlanner
 from chameleon_ft.simulate.engine import Course, course_of
-from chameleon_ft.simulate.exact_planner import Decisions, ExactPlanner
+from chameleon_ft.simulate.exact_planner import Decisions, ExactPlanner, RealPlan
 from chameleon_ft.simulate.fleet import Fleet
 from chameleon_ft.simulate.oracle import KnownRates, live_of
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planner import Planner
-from chameleon_ft.simulate.policies import CLASS_POLICIES, FIXED_DEPTH
 from chameleon_ft.simulate.results import PolicyResult, Results, Throughput
 from chameleon_ft.simulate.trace import Trace
 from chameleon_ft.simulate.world import World, world_of
@@ -29,7 +31,8 @@ from chameleon_ft.workload import Workload
 __all__ = ["ORACLE", "SIMULATED_POLICIES", "simulate"]
 
 ORACLE: Final = "oracle"
-SIMULATED_POLICIES: Final = (*CLASS_POLICIES, ORACLE)
+_POLICIES: Final[Mapping[str, Policy]] = FrozenMap({**POLICIES, "redundant": redundant.POLICY})
+SIMULATED_POLICIES: Final = (*_POLICIES, ORACLE)
 """Every policy that can be simulated."""
 
 
@@ -41,6 +44,7 @@ def simulate(
     *,
     parameters: Parameters = Parameters(),  # noqa: B008 - frozen
     start: Plan | None = None,
+    ceiling: Mapping[int, InFlightLimit] | None = None,
     as_in_run: bool = False,
     progress: Callable[[str, float], None] | None = None,
 ) -> Results:
@@ -55,7 +59,10 @@ def simulate(
         policies: which of `SIMULATED_POLICIES`; the oracle's samples are part of every result.
         parameters: what is assumed.
         start: what all begin with; None for the fastest plan that is found. Policies that never leave the depth they
-            begin with are then simulated from pipelines that fit on a host as well, and the better of both counts.
+            begin with are then simulated from several plans, and the best counts; with few workers, these are equal
+            pipelines of each depth as well.
+        ceiling: what the workers of `start` can keep at most; None for as many micro-batches as its longest route has
+            stages.
         as_in_run: whether policies do just what they do in a run: under `reroute` and `recycle` those who are back stay
             idle, and `restart` takes the layout with the most workers and writes checkpoints as often as others, if
             these write any. Up to `exact_up_to` workers; above it is as without.
@@ -70,10 +77,13 @@ def simulate(
     world = world_of(CostModel(workload, cluster), parameters, start)
     known = KnownRates()
     decisions = Decisions()
+    real_start = None
+    if start is not None:
+        real_start = RealPlan.of_layout(start) if ceiling is None else RealPlan(start, FrozenMap(ceiling))
     courses: dict[str, Course] = {}
     for policy in policies:
         if policy != ORACLE:
-            planners = _planners(policy, world, decisions, start, as_in_run=as_in_run)
+            planners = _planners(policy, world, decisions, real_start, as_in_run=as_in_run)
             optimised = policy == "restart" and not _restarts_as_in_run(parameters, as_in_run=as_in_run)
             courses[policy] = _best_course(policy, planners, trace, world, known, progress, optimised=optimised)
     oracle = _Oracle(trace, world, known)
@@ -107,17 +117,23 @@ def _check(trace: Trace, cluster: Cluster, policies: Sequence[str]) -> None:
         raise ConfigError("the workers of a simulated cluster must be alike; let the trace make some of them slow")
 
 
-def _planners(policy: str, world: World, decisions: Decisions, start: Plan | None, *, as_in_run: bool) -> list[Planner]:
-    """The policy; twice where it depends on the depth that it begins with, and none is given."""
+def _planners(
+    policy: str, model: World, decisions: Decisions, start: RealPlan | None, *, as_in_run: bool
+) -> list[Planner]:
+    """The policy, once from each of several plans where it depends on the plan that it begins with."""
     exact = policy in POLICIES
     if policy == "restart":
-        exact = _restarts_as_in_run(world.parameters, as_in_run=as_in_run)
-    if exact and len(world.workers) <= world.parameters.exact_up_to:
-        return [ExactPlanner(policy, world.costs, world.parameters, decisions, start, as_in_run=as_in_run)]
-    planners: list[Planner] = [ClassPlanner(policy, world)]
-    if start is None and policy in FIXED_DEPTH:
-        planners.append(ClassPlanner(policy, world, shallow=True))
-    return planners
+        exact = _restarts_as_in_run(model.parameters, as_in_run=as_in_run)
+    model = replace(model, redundant=policy == "redundant")
+    speeds = dict.fromkeys(model.workers, 1.0)
+    several = start is None and _POLICIES[policy].starts == "several"
+    numbers = range(len(model.several_starts(speeds)) if several else 1)
+    if exact and len(model.workers) <= model.parameters.exact_up_to:
+        return [
+            ExactPlanner(policy, model, decisions, start, start_number=number, as_in_run=as_in_run)
+            for number in numbers
+        ]
+    return [ClassPlanner(_POLICIES[policy], model, start_number=number) for number in numbers]
 
 
 def _restarts_as_in_run(parameters: Parameters, *, as_in_run: bool) -> bool:

@@ -96,14 +96,10 @@ class StepTimes:
         return self._timed(counts, {own: share for own, share in most.items() if share})
 
     def _line(self, own: PipelineClass, counts: Mapping[PipelineClass, int]) -> tuple[float, float] | None:
-        """Return (seconds beside the periods, period), about, at its share by depth; None if it does not fit."""
+        """The line of `Pipelines.line` at its share by depth."""
         workers = sum(each.cut.depth * count for each, count in counts.items())
         share = max(1, self.micro_batches * own.cut.depth // workers)
-        one, two = self.pipelines.run(own, share), self.pipelines.run(own, share + 1)
-        if one is None or two is None:
-            return None
-        period_s = max(two.program_s - one.program_s, one.program_s * 1e-6)
-        return one.program_s - share * period_s, period_s
+        return self.pipelines.line(own, share)
 
     def _most(self, own: PipelineClass, time_s: float, line: tuple[float, float]) -> int:
         """The most micro-batches that it finishes by a time."""

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from functools import partial
+from typing import Final, TypeVar, cast
 
+from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Plan
+from chameleon_ft.recovery import Policy
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.simulate.fleet import Fleet, arranged, fleet_of_plan, fleet_step, move_to
+from chameleon_ft.search import FoundPlan, InfeasibleError, equal_layouts, find_plan
+from chameleon_ft.simulate.fleet import Fleet, Move, arranged, by_stage, fleet_of_plan, fleet_step, move_to
 from chameleon_ft.simulate.mixes import Mix, Mixes
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.pipelines import Cut, Pipelines
 from chameleon_ft.simulate.planner import Option, Outlook
+from chameleon_ft.simulate.replayed import ReplayedSteps
 from chameleon_ft.simulate.step_times import StepTimes
 
 __all__ = ["World", "world_of"]
 
 _T = TypeVar("_T")
+
+# Numbers of copies that plans are looked for with; of more, all are hardly ever lost at once.
+_COPIES: Final = (1, 2, 3, 4, 6, 8, 12)
+_LEAST_HOST: Final = 4
+# Layouts of up to so many workers are replayed as plans, hosts and detours included, and `find_plan` is asked as well.
+_REPLAYED: Final = 32
+_ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +46,19 @@ class World:
         parameters: what is assumed.
         times: steps by pipelines.
         mixes: the fastest pipelines by number of workers.
+        replayed: steps of small layouts.
         start: what all policies begin with; None where each begins with what is fastest for it.
+        redundant: whether pipelines are equal, and every stage has its successor's state and computes its forward once
+            more, so that nothing has to move after a loss.
     """
 
     costs: CostModel
     parameters: Parameters
     times: StepTimes
     mixes: Mixes
+    replayed: ReplayedSteps
     start: Fleet | None = None
+    redundant: bool = False
     _notes: dict[str, object] = field(default_factory=dict, repr=False)
 
     def noted(self, name: str, make: Callable[[World], _T]) -> _T:
@@ -61,24 +79,44 @@ class World:
 
     def step_s(self, fleet: Fleet, speeds: Mapping[int, float]) -> float | None:
         """Seconds of a step; None if it cannot be run."""
-        step = fleet_step(fleet, self.times, speeds)
-        return None if step is None else step.step_s
+        if len(fleet.used) <= _REPLAYED:
+            step_s = self.replayed.step_s(fleet, speeds)
+        else:
+            step = fleet_step(fleet, self.times, speeds)
+            step_s = None if step is None else step.step_s
+        if step_s is not None and self.redundant:
+            step_s *= 1 + self._redundancy(fleet, step_s)
+        return step_s
+
+    def _redundancy(self, fleet: Fleet, step_s: float) -> float:
+        """By which share redundant forwards make a step longer: as far as they do not fit into the bubbles."""
+        layers = self.costs.workload.layers
+        forward_s = math.fsum(layer.forward_s for layer in layers) * self.times.micro_batches
+        work_s = forward_s + math.fsum(layer.backward_s for layer in layers) * self.times.micro_batches
+        idle_s = max(0.0, len(fleet.used) * step_s - work_s)
+        again_s = self.parameters.redundant_forward * forward_s
+        return max(0.0, again_s - idle_s) / (len(fleet.used) * step_s)
 
     def phases(self, outlook: Outlook) -> StallModel:
-        """Those of a stall now."""
-        return self.parameters.after_loss if outlook.lost else self.parameters.after_change
+        """The phases of a stall now. Decisions on the losses of single workers and of single hosts are prepared."""
+        if not outlook.lost:
+            return self.parameters.after_change
+        hosts = self.costs.cluster.hosts
+        several = len({hosts[worker] for worker in outlook.lost}) > 1
+        prepared = not (outlook.interrupted or several or outlook.running_s < self.parameters.search_s)
+        return self.parameters.after_loss if prepared else self.parameters.after_surprise
 
-    def option(self, kind: str, fleet: Fleet, current: Fleet, outlook: Outlook) -> Option | None:
+    def option(self, kind: str, fleet: Fleet, current: Fleet, outlook: Outlook, *, intact: bool) -> Option | None:
         """The way to another fleet; None if it cannot be run or reached.
 
-        A fleet that stays as it is, and has lost nobody, goes on without a stall.
+        A fleet that stays as it is, and is `intact`, needs no stall.
         """
         step_s = self.step_s(fleet, outlook.speeds)
         if step_s is None:
             return None
-        if fleet == current and not outlook.lost:
+        if fleet == current and intact:
             return Option(kind=kind, plan=fleet, step_s=step_s, stall_s=0.0)
-        move = move_to(fleet, current, self.pipelines)
+        move = Move(0, 0.0) if self.redundant else move_to(fleet, current, self.pipelines)
         if move is None:
             return None
         return Option(
@@ -103,12 +141,106 @@ class World:
             saves_first=not outlook.lost,
         )
 
-    def fastest_fleet(self, current: Fleet, speeds: Mapping[int, float]) -> Fleet | None:
+    def fastest_fleet(self, current: Fleet, speeds: Mapping[int, float], *, copies: int = 1) -> Fleet | None:
         """The fastest pipelines of all live workers; slow ones in pipelines of their own speed, cut like most others.
 
-        None where nothing fits.
+        None where nothing fits. With `copies`, there are so many pipelines at least.
         """
-        return _fleet_of(self.mixes.fastest, current, speeds)
+        return _fleet_of(lambda workers: self.mixes.fastest(workers, copies=copies), current, speeds)
+
+    def replicated_fleets(self, current: Fleet, speeds: Mapping[int, float]) -> list[Fleet]:
+        """Return the fastest pipelines, those with more copies of each layer, and those that do not leave a host.
+
+        Of few workers, also those that `find_plan` finds, and all of them with neighbours in the same stages.
+        """
+        if self.redundant:
+            equal = self.equal_fleet(current, speeds)
+            return [] if equal is None else [equal]
+        found: list[Fleet] = []
+        for copies in _COPIES:
+            if found and len(found[-1].pipelines) >= copies:
+                continue
+            fleet = self.fastest_fleet(current, speeds, copies=copies)
+            if fleet is None:
+                break
+            found.append(fleet)
+        on_hosts = _fleet_of(lambda workers: self.mixes.equal_within(workers, self.pipelines.per_host), current, speeds)
+        if on_hosts is not None:
+            found.append(on_hosts)
+        if len(speeds) <= _REPLAYED:
+            found += [arranged(cuts, sorted(speeds), current) for cuts in self._cuts_of("found", _plans_found, speeds)]
+        found = [placed for fleet in found for placed in self.placements(fleet)]
+        return [current if set(each.pipelines) == set(current.pipelines) else each for each in dict.fromkeys(found)]
+
+    def placements(self, fleet: Fleet) -> list[Fleet]:
+        """The fleet; if it is small, also with neighbours in the same stages."""
+        return [fleet, by_stage(fleet)] if len(fleet.used) <= _REPLAYED else [fleet]
+
+    def _cuts_of(
+        self, name: str, find: Callable[[CostModel], Sequence[FoundPlan]], speeds: Mapping[int, float]
+    ) -> Sequence[Mapping[Cut, int]]:
+        """The pipelines of the plans that `find` finds for as many equal workers on as many hosts.
+
+        Only of plans whose backward is split or fused as in all layouts.
+        """
+        on_hosts = sorted(Counter(self.costs.cluster.hosts[worker] for worker in speeds).values(), reverse=True)
+        hosts = [f"host{number}" for number, count in enumerate(on_hosts) for _ in range(count)]
+        workers = tuple(Worker(number, host, 1.0, self.pipelines.memory_bytes) for number, host in enumerate(hosts))
+        links = self.costs.cluster
+
+        def pipelines(_: World) -> list[Mapping[Cut, int]]:
+            costs = CostModel(self.costs.workload, Cluster(workers, links.intra_host, links.inter_host))
+            plans = [each.plan for each in find(costs)]
+            fleets = [fleet_of_plan(plan) for plan in plans if plan.split_backward == self.pipelines.split_backward]
+            return [Counter(pipeline.cut for pipeline in fleet.pipelines) for fleet in fleets]
+
+        return self.noted(f"{name} for {on_hosts}", pipelines)
+
+    def starts(self, policy: Policy, speeds: Mapping[int, float], number: int) -> list[Fleet]:
+        """The layouts to begin with, the best of which is taken; of `several_starts`, only that of this number."""
+        if self.start is not None and self.start.used <= speeds.keys():
+            return [self.start]
+        if policy.starts == "several":
+            return self.several_starts(speeds)[number:][:1]
+        return self._anew(speeds, equal=policy.starts == "equal")
+
+    def restarts(self, policy: Policy, speeds: Mapping[int, float], number: int) -> list[Fleet]:
+        """The layouts to go on with from a checkpoint, likewise."""
+        if policy.starts == "several":
+            return (self.several_starts(speeds)[number:] or self._anew(speeds, equal=True))[:1]
+        return self._anew(speeds, equal=not policy.replans)
+
+    def several_starts(self, speeds: Mapping[int, float]) -> list[Fleet]:
+        """The fastest pipelines, then more and shorter ones: they lose less with a worker.
+
+        Of few workers, also equal pipelines of each depth, all with neighbours in the same stages if that is faster.
+        """
+        found = [self.fastest_fleet(Fleet(()), speeds, copies=copies) for copies in (1, 2)]
+        found.append(self.shallow_fleet(speeds))
+        if len(speeds) <= _REPLAYED:
+            equal = partial(equal_layouts, split_backward=self.pipelines.split_backward)
+            few = [*self._cuts_of("found", _plans_found, speeds)[:1], *self._cuts_of("equal", equal, speeds)]
+            found += [arranged(cuts, sorted(speeds)) for cuts in few]
+        placed = (self._faster_placed(fleet, speeds) for fleet in found if fleet is not None)
+        return list(dict.fromkeys(placed))
+
+    def _faster_placed(self, fleet: Fleet, speeds: Mapping[int, float]) -> Fleet:
+        def step_s(placed: Fleet) -> float:
+            seconds = self.step_s(placed, speeds)
+            return math.inf if seconds is None else seconds
+
+        return min(self.placements(fleet), key=step_s)
+
+    def shallow_fleet(self, speeds: Mapping[int, float]) -> Fleet | None:
+        """The fastest pipelines of one depth that are not deeper than a host has workers, or than four."""
+        depth = max(_LEAST_HOST, self.pipelines.per_host)
+        return _fleet_of(lambda workers: self.mixes.equal_within(workers, depth), Fleet(()), speeds)
+
+    def _anew(self, speeds: Mapping[int, float], *, equal: bool) -> list[Fleet]:
+        if not equal:
+            return self.replicated_fleets(Fleet(()), speeds)
+        fleet = self.equal_fleet(Fleet(()), speeds)
+        return [] if fleet is None else [fleet]
 
     def equal_fleet(self, current: Fleet, speeds: Mapping[int, float]) -> Fleet | None:
         """The fastest pipelines of one depth."""
@@ -142,21 +274,42 @@ def _cuts(mix: Mix) -> dict[Cut, int]:
 def world_of(costs: CostModel, parameters: Parameters, start: Plan | None = None) -> World:
     """The world of a workload and a cluster.
 
-    Backward is split or fused as in `start`; without one, whichever lets all workers be faster.
+    Backward is split or fused as in `start`. Without one, as in the plan that `find_plan` finds for few workers, if it
+    fits by class too, and otherwise as is faster for all.
 
     Raises PlanError where no pipelines fit the memory, or `start` has detours.
     """
     if start is not None:
         times = StepTimes(Pipelines(costs, split_backward=start.split_backward))
-        return World(costs, parameters, times, Mixes(times), start=fleet_of_plan(start))
+        return World(costs, parameters, times, Mixes(times), ReplayedSteps(times), start=fleet_of_plan(start))
     workers = len(costs.cluster.workers)
-    best: tuple[float, StepTimes, Mixes] | None = None
+    found: dict[bool, tuple[float, World]] = {}
     for split_backward in (True, False):
         times = StepTimes(Pipelines(costs, split_backward=split_backward))
         mixes = Mixes(times)
-        mix = mixes.fastest(workers, below_s=math.inf if best is None else best[0])
-        if mix is not None and (best is None or mix.step_s < best[0]):
-            best = mix.step_s, times, mixes
-    if best is None:
+        mix = mixes.fastest(workers)
+        if mix is not None:
+            found[split_backward] = mix.step_s, World(costs, parameters, times, mixes, ReplayedSteps(times))
+    if not found:
         raise PlanError(f"no pipelines of {workers} workers fit the memory; take more workers, or larger ones")
-    return World(costs, parameters, best[1], best[2])
+    fastest_s = min(step_s for step_s, _ in found.values())
+    # Pipelines of one stage take as long either way, but not those of fewer workers later.
+    equal = [split for split, (step_s, _) in found.items() if step_s <= fastest_s * (1 + _ROUNDING)]
+    preferred = _split_as_found(costs) if len(equal) == 1 else None
+    return found[preferred if preferred in found else equal[0]][1]
+
+
+def _plans_found(costs: CostModel) -> Sequence[FoundPlan]:
+    try:
+        result = find_plan(costs)
+    except InfeasibleError:
+        return []
+    return result.best, *result.alternatives
+
+
+def _split_as_found(costs: CostModel) -> bool | None:
+    """Whether backward is split in the plan that is found for few workers; None for many, or if none is found."""
+    if len(costs.cluster.workers) <= _REPLAYED:
+        with contextlib.suppress(InfeasibleError):
+            return find_plan(costs).best.plan.split_backward
+    return None

@@ -1,4 +1,4 @@
-"""Policies: each proposes plans to go on with. One file for each, and one line in `POLICIES`."""
+"""Policies: each proposes plans, in runs and in simulations. One file for each, and one line in `POLICIES`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from chameleon_ft.recovery.policies import (
     reroute,
     restart,
 )
-from chameleon_ft.recovery.proposal import Policy
+from chameleon_ft.recovery.policy import Policy
 
 __all__ = ["POLICIES", "policy_named"]
 
 POLICIES: Final[Mapping[str, Policy]] = FrozenMap(
     {
-        "chameleon": chameleon.propose,
-        "reroute": reroute.propose,
-        "mend": mend.propose,
-        "repartition": repartition.propose,
-        "recycle": recycle.propose,
-        "oobleck": oobleck.propose,
-        "paper": paper.propose,
-        "drop-replica": drop_replica.propose,
-        "restart": restart.propose,
+        "chameleon": chameleon.POLICY,
+        "reroute": reroute.POLICY,
+        "mend": mend.POLICY,
+        "repartition": repartition.POLICY,
+        "recycle": recycle.POLICY,
+        "oobleck": oobleck.POLICY,
+        "paper": paper.POLICY,
+        "drop-replica": drop_replica.POLICY,
+        "restart": restart.POLICY,
     }
 )
 """Every policy by its name."""

@@ -1,20 +1,11 @@
-"""The peers of the lost workers do their share; nothing moves."""
+"""Peers of the lost workers do their share, until idle workers take the places of these."""
 
 from __future__ import annotations
 
-from chameleon_ft.errors import NoHolderError
-from chameleon_ft.recovery.proposal import Proposal
-from chameleon_ft.recovery.situation import Situation
-from chameleon_ft.search import reroute
+from chameleon_ft.recovery.policy import Policy
 
-__all__ = ["propose"]
+__all__ = ["POLICY"]
 
-
-def propose(situation: Situation, horizon_s: float, *, name: str = "reroute") -> list[Proposal]:
-    """The plan as `search.reroute` changes it; the plan as it is where nobody is lost."""
-    try:
-        plan = reroute(situation.plan, situation.lost, situation.costs, ceiling=situation.ceiling)
-    except NoHolderError as error:
-        return [Proposal(name=name, reason=str(error))]
-    ceiling = {worker: limit for worker, limit in situation.ceiling.items() if worker in plan.workers}
-    return [Proposal(name=name, plan=plan, ceiling=ceiling)]
+POLICY = Policy(
+    propose=lambda proposer: [*proposer.reroute("reroute"), *proposer.rejoin("reroute-rejoin")], starts="several"
+)

@@ -1,27 +1,9 @@
-"""All begin anew from a checkpoint."""
+"""All workers start again from a checkpoint, with equal pipelines."""
 
 from __future__ import annotations
 
-from chameleon_ft.recovery.layout import largest_symmetric_layout
-from chameleon_ft.recovery.proposal import Proposal
-from chameleon_ft.recovery.situation import Situation
-from chameleon_ft.schedule import default_limits
+from chameleon_ft.recovery.policy import Policy
 
-__all__ = ["propose"]
+__all__ = ["POLICY"]
 
-
-def propose(situation: Situation, horizon_s: float) -> list[Proposal]:
-    """The largest layout of equal pipelines, of the depth of the plan if that can be.
-
-    Nobody begins anew for a worker that joins: it waits for the next loss.
-    """
-    if not situation.lost:
-        return []
-    plan = largest_symmetric_layout(
-        live=situation.live,
-        layer_costs=[layer.forward_s + layer.backward_s for layer in situation.costs.workload.layers],
-        micro_batches=situation.costs.workload.micro_batches,
-        preferred_pp=max(len(route.hops) for route in situation.plan.routes),
-        split_backward=situation.plan.split_backward,
-    )
-    return [Proposal(name="restart", plan=plan, ceiling=default_limits(plan), from_checkpoint=True)]
+POLICY = Policy(propose=lambda proposer: proposer.restart("restart"), starts="equal", restarts=True)

@@ -1,27 +1,32 @@
-"""Weighing: what a proposal costs and yields."""
+"""Scoring: what a proposal costs and yields."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, state_bytes
-from chameleon_ft.plan import Plan
+from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, peak_bytes_of, state_bytes
+from chameleon_ft.plan import LayerRange, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
-from chameleon_ft.recovery.failure_rate import FailureRate
+from chameleon_ft.recovery.loss_risk import LossRisk, risk_of
 from chameleon_ft.recovery.proposal import Proposal
+from chameleon_ft.recovery.prospect import Prospect
 from chameleon_ft.recovery.situation import Situation
-from chameleon_ft.schedule import InFlightLimit, Program, default_limits
-from chameleon_ft.schedule._pipelines import PipelineSchedule
+from chameleon_ft.schedule import InFlightLimit, PipelineSchedule, Program, default_limits
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.transfer import Transfer, missing_between, transfer_s, transfer_to
 
-__all__ = ["Candidate", "Course", "Way", "fresh", "goes_on", "weighed"]
+__all__ = ["Candidate", "Course", "CourseDraft", "best_of", "is_noop", "measure", "remeasure", "score"]
+
+# Samples that differ by less are equal: sums were rounded in another order.
+_ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +47,8 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """What a course is made of; most are not taken, and to make a program takes its time."""
+class CourseDraft:
+    """Parts of a course. Most are not taken, and assembling a program takes time."""
 
     plan: Plan
     ceiling: Mapping[int, InFlightLimit]
@@ -72,11 +77,11 @@ class Candidate:
             step that is done again.
         transfer_s: seconds of these in which state moves; zero if it is read from a checkpoint.
         moved_bytes: parameters and optimizer state that workers receive, or read.
-        last_holders: workers that are the only ones to hold some layer, which is lost with them.
-        last_hosts: hosts whose workers are the only ones to hold some layer, likewise; zero if there is one host only.
-        return_s: seconds that a return to a checkpoint is to be expected to take after the next failure.
-        samples: samples that are trained until the next failure, B max(0, D - stall_s - return_s) / step_s; zero if not
-            feasible.
+        risk: which workers and hosts hold the layers.
+        fatal_share: probability that the next incident takes all holders of some layer, by `Prospect.fatal_share`.
+        return_s: expected seconds of a return to a checkpoint after the next incident.
+        samples: expected samples until the next incident, less those that it is expected to cost: B times
+            `Prospect.steps`. Negative if the cost is larger; zero if the candidate is not feasible.
         reason: why it cannot be chosen; None if it can.
     """
 
@@ -86,8 +91,8 @@ class Candidate:
     stall_s: float | None = None
     transfer_s: float | None = None
     moved_bytes: int | None = None
-    last_holders: int = 0
-    last_hosts: int = 0
+    risk: LossRisk | None = None
+    fatal_share: float = 0.0
     return_s: float = 0.0
     samples: float = 0.0
     reason: str | None = None
@@ -97,9 +102,19 @@ class Candidate:
         """Whether it can be chosen."""
         return self.reason is None
 
+    @property
+    def last_holders(self) -> int:
+        """How many workers are the only ones to hold some layer, which is lost with them."""
+        return 0 if self.risk is None else self.risk.workers.singles
 
-def weighed(proposal: Proposal, situation: Situation, rate: FailureRate) -> tuple[Candidate, Way | None]:
-    """What is predicted of a proposal, and the way to carry it out if it is feasible."""
+    @property
+    def last_hosts(self) -> int:
+        """How many hosts are the only ones to hold some layer; zero if there is one host only."""
+        return 0 if self.risk is None or self.risk.hosts is None else self.risk.hosts.singles
+
+
+def measure(proposal: Proposal, situation: Situation) -> tuple[Candidate, CourseDraft | None]:
+    """Return what is predicted of a proposal but for its samples, and the way to carry it out if it is feasible."""
     plan = proposal.plan
     if plan is None:
         return Candidate(policy=proposal.name, reason=proposal.reason), None
@@ -112,41 +127,36 @@ def weighed(proposal: Proposal, situation: Situation, rate: FailureRate) -> tupl
             transfer = transfer_to(situation.held, plan.placement, live=situation.live, layers=layers)
         except NoHolderError as error:
             return Candidate(policy=proposal.name, reason=str(error)), None
-    stays = goes_on(proposal, situation)
+    stays = is_noop(proposal, situation)
     scheduled = _under(proposal.ceiling, plan, situation) if stays else _scheduled(proposal, plan, situation)
     plan, estimate = scheduled.plan, scheduled.estimate
-    step_s = estimate.step_s * situation.step_factor
     moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, cluster) * situation.transfer_factor
-    stall_s = 0.0 if stays else _stall_s(proposal, situation, moves_s)
     # What is running already fits, whatever is estimated.
     reason = None if stays else _too_large(estimate, situation) or _too_large_meanwhile(transfer, situation)
-    hosts = cluster.hosts
     candidate = Candidate(
         policy=proposal.name,
-        step_s=step_s,
+        step_s=estimate.step_s * situation.step_factor,
         peak_bytes=max(estimate.peak_bytes.values()),
-        stall_s=stall_s,
+        stall_s=0.0 if stays else _stall_s(proposal, situation, moves_s),
         transfer_s=moves_s,
         moved_bytes=_all_bytes(plan, situation) if transfer is None else transfer.total_bytes,
-        last_holders=len(plan.placement.indispensable({worker: worker for worker in plan.workers})),
-        last_hosts=len(plan.placement.indispensable(hosts)) if len(set(hosts.values())) > 1 else 0,
+        risk=risk_of(plan.placement, cluster.hosts),
         reason=reason,
     )
     if reason:
         return candidate, None
-    return _until_next(candidate, situation, rate), Way(plan, scheduled.ceiling, scheduled.parts, transfer)
+    return candidate, CourseDraft(plan, scheduled.ceiling, scheduled.parts, transfer)
 
 
-def fresh(candidate: Candidate, *, before: Situation, now: Situation, rate: FailureRate) -> Candidate:
-    """What is predicted of a candidate by what is known now; what fits memory is not looked at again.
+def remeasure(candidate: Candidate, *, before: Situation, now: Situation) -> Candidate:
+    """Return the candidate with the times of now; what fits memory is not looked at again, samples are not updated.
 
     Steps are longer or shorter as the times of layers and `step_factor` are, transfers as `transfer_factor` is, and
     stalls by what differs in phases and in work that is done again.
 
     Args:
-        before: what it was weighed on, but for who is live.
+        before: what it was measured on, but for who is live.
         now: the situation with the same plan in force.
-        rate: how soon the next failure is to be expected by now.
     """
     if candidate.step_s is None or candidate.stall_s is None or candidate.transfer_s is None:
         return candidate
@@ -155,28 +165,50 @@ def fresh(candidate: Candidate, *, before: Situation, now: Situation, rate: Fail
     known_s = before.phases.total_s + before.repeat_s
     later_s = now.phases.total_s + now.repeat_s - known_s
     step_s, stall_s = candidate.step_s * slower, candidate.stall_s
-    # Not what comes from a checkpoint, or goes on without a stop.
+    # Not what comes from a checkpoint, or continues without a stop.
     if math.isclose(stall_s, known_s + candidate.transfer_s):
         stall_s = max(0.0, stall_s + later_s + candidate.transfer_s * (slower_transfer - 1))
-    later = replace(candidate, step_s=step_s, stall_s=stall_s, transfer_s=candidate.transfer_s * slower_transfer)
-    return _until_next(later, now, rate) if candidate.feasible else later
+    return replace(candidate, step_s=step_s, stall_s=stall_s, transfer_s=candidate.transfer_s * slower_transfer)
 
 
 def _work_s(situation: Situation) -> float:
     return math.fsum(layer.forward_s + layer.backward_s for layer in situation.costs.workload.layers)
 
 
-def _until_next(candidate: Candidate, situation: Situation, rate: FailureRate) -> Candidate:
-    """With what is trained until the next failure, and the return to a checkpoint that may follow it; see above."""
-    assert candidate.step_s is not None
-    assert candidate.stall_s is not None
-    cluster = situation.costs.cluster
-    return_s = situation.restart_s * rate.fatal_share(
-        last_holders=candidate.last_holders, last_hosts=candidate.last_hosts, cluster=cluster
-    )
-    gained_s = max(0.0, rate.horizon_s(len(cluster.workers)) - candidate.stall_s - return_s)
-    samples = situation.costs.workload.samples * gained_s / candidate.step_s
-    return replace(candidate, return_s=return_s, samples=samples)
+def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) -> tuple[Candidate, ...]:
+    """Return the candidates with what they are expected to train; see `Prospect.steps` for the rule.
+
+    Args:
+        candidates: those that are feasible have a step time, a stall and a risk.
+        prospect: what lies ahead, whichever is taken.
+        samples: of a step.
+    """
+
+    def scored(candidate: Candidate) -> Candidate:
+        if not candidate.feasible or candidate.step_s is None or candidate.stall_s is None or candidate.risk is None:
+            return candidate
+        fatal = prospect.failures.fatal_probability(candidate.risk)
+        fatal_share = prospect.fatal_share(candidate.stall_s, fatal)
+        steps = prospect.steps(step_s=candidate.step_s, stall_s=candidate.stall_s, fatal_share=fatal_share)
+        return replace(
+            candidate, fatal_share=fatal_share, return_s=fatal_share * prospect.restart_s, samples=samples * steps
+        )
+
+    return tuple(map(scored, candidates))
+
+
+def best_of(candidates: Sequence[Candidate], prospect: Prospect) -> int | None:
+    """Return the index of the candidate that is chosen; None if none is feasible. See `decide` for the rule."""
+    feasible = [index for index, candidate in enumerate(candidates) if candidate.feasible]
+    if not feasible:
+        return None
+    if not prospect.has_checkpoints:
+        feasible = [index for index in feasible if not candidates[index].last_holders] or feasible
+        if prospect.failures.host_share:
+            feasible = [i for i in feasible if candidates[i].samples > 0 and not candidates[i].last_hosts] or feasible
+    most = max(candidates[index].samples for index in feasible)
+    equals = [index for index in feasible if candidates[index].samples >= most - abs(most) * _ROUNDING]
+    return min(equals, key=lambda index: (candidates[index].moved_bytes or 0, index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,17 +222,47 @@ class _Scheduled:
 def _scheduled(proposal: Proposal, plan: Plan, situation: Situation) -> _Scheduled:
     """The program under the proposal's ceiling.
 
-    Where that does not fit, the one with as few in flight as 1F1B has, and if it does not either, the same with
-    recomputation on the workers that lack memory. So it is said of a plan what it would need at the least.
+    If that does not fit, the one with as few in flight as 1F1B has. If that does not fit either, the workers that lack
+    memory recompute as many layers as they need to. So the memory of a plan that cannot be chosen is what it needs at
+    the least.
     """
     found = _under(proposal.ceiling, plan, situation, proposal.schedules)
     if not found.estimate.over_capacity(situation.costs):
         return found
     few = {worker: InFlightLimit(limit.in_flight, limit.in_flight) for worker, limit in default_limits(plan).items()}
     found = _under(few, plan, situation)
-    if missing := found.estimate.over_capacity(situation.costs):
-        return _under(few, replace(plan, recompute=plan.recompute.union(missing)), situation)
+    while (recompute := _more_recomputed(found, situation)) is not None:
+        found = _under(few, replace(plan, recompute=recompute), situation)
     return found
+
+
+def _more_recomputed(found: _Scheduled, situation: Situation) -> dict[int, LayerRange] | None:
+    """Recomputation under which the workers that lack memory have enough, or recompute all their layers.
+
+    Of each worker the fewest layers, lowest first: backward goes downwards, so when it gets to them the activations of
+    the layers above are freed. The present order of operations is assumed. None if there is nothing to change: no
+    worker lacks memory, or all that do recompute everything already.
+    """
+    costs, parts = situation.costs, found.parts
+    recompute = dict(found.plan.recompute)
+    wider = {worker: _wider(found.plan, worker) for worker in found.estimate.over_capacity(costs)}
+    while wider := {worker: ranges for worker, ranges in wider.items() if ranges}:
+        for worker, ranges in wider.items():
+            recompute[worker] = ranges.popleft()
+        parts = [part for part in parts if not wider.keys().isdisjoint(part.component.workers)]
+        peak_bytes = peak_bytes_of(replace(found.plan, recompute=recompute), parts, costs)
+        wider = {
+            worker: left for worker, left in wider.items() if peak_bytes[worker] > _capacity(costs.cluster, worker)
+        }
+    return recompute if recompute != found.plan.recompute else None
+
+
+def _wider(plan: Plan, worker: int) -> deque[LayerRange]:
+    """Ranges from the lowest layer that `worker` holds on, each with one held layer more, that add to what it has."""
+    own, lowest = plan.recompute.get(worker), plan.placement.span(worker).start
+    stops = (layer + 1 for layers in plan.placement.ranges_of(worker) for layer in layers)
+    ranges = (LayerRange(lowest, stop) for stop in stops)
+    return deque(layers for layers in ranges if own is None or (layers != own and layers.covers(own)))
 
 
 def _under(
@@ -210,8 +272,8 @@ def _under(
     return _Scheduled(plan, ceiling, parts, estimate_parts(plan, parts, situation.costs))
 
 
-def goes_on(proposal: Proposal, situation: Situation) -> bool:
-    """Whether all goes on as before, so that there is nothing to stop for."""
+def is_noop(proposal: Proposal, situation: Situation) -> bool:
+    """Return whether the proposal is what runs already, so that there is nothing to stop for."""
     if proposal.plan != situation.plan or proposal.from_checkpoint or situation.lost:
         return False
     return all(proposal.ceiling.get(worker) == situation.ceiling.get(worker) for worker in situation.plan.workers)

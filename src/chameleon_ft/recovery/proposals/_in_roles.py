@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from chameleon_ft.errors import NoHolderError
-from chameleon_ft.plan import Placement
+from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import CostModel
@@ -47,6 +47,20 @@ def in_roles(name: str, plans: Sequence[FoundPlan], situation: Situation) -> lis
     ]
 
 
+def on_holders(plan: Plan, situation: Situation) -> Plan:
+    """Return the plan with workers of a kind exchanged within hosts, so that the least has to move."""
+    layers, cluster = situation.costs.workload.layers, situation.costs.cluster
+    kinds = worker_kinds(cluster)
+    at_home = {worker.id: (worker.host, kinds[worker.id]) for worker in cluster.workers}
+    wanted = {place: Holding(own, at_home[place]) for place, own in plan.placement.ranges.items()}
+    return plan_in_roles(plan, assign_roles(holdings_of(situation.held, at_home), wanted, layers))
+
+
+def fewest_holders(placement: Placement) -> int:
+    """Return how many workers hold the layer that the fewest hold."""
+    return min(len(placement.holders(layer)) for layer in range(placement.num_layers))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InRoles:
     """A plan on its workers.
@@ -57,6 +71,7 @@ class _InRoles:
         elsewhere: whether workers of any host were exchanged, so that a step may take longer.
         moved_bytes: what moves then.
         last_hosts: hosts that have all holders of some layer then.
+        holders: workers that hold the layer with the fewest, up to two.
     """
 
     found: FoundPlan
@@ -64,11 +79,12 @@ class _InRoles:
     elsewhere: bool
     moved_bytes: int
     last_hosts: int
+    holders: int
 
     @property
     def figures(self) -> tuple[float, ...]:
         """What another one may beat."""
-        return self.found.step_s, self.elsewhere, self.moved_bytes, self.last_hosts
+        return self.found.step_s, self.elsewhere, self.moved_bytes, self.last_hosts, -self.holders
 
 
 class _Roles:
@@ -101,6 +117,7 @@ class _Roles:
             elsewhere=elsewhere,
             moved_bytes=moved_bytes(self._current, placement, self._layers),
             last_hosts=len(placement.indispensable(self._hosts)),
+            holders=min(2, fewest_holders(placement)),
         )
 
 

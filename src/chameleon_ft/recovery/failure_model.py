@@ -1,0 +1,282 @@
+"""How failures come: how often, how many at a time, and how soon after each other.
+
+The model has three parts, each a conjugate estimate that starts from what was known before the run and is sharpened by
+what the run sees:
+
+- **Rate** of incidents: Gamma-Poisson, with a prior that gives way if it is wrong, see `FailureModel.horizon_s`.
+- **Size** of an incident, in failures at the same moment: a power law whose exponent is learned, `size_shares`. Each
+  failure of an incident takes one worker or, with probability `host_share`, a whole host.
+- **Gap** to the next incident: a mixture of bursts and quiet, `gap_after`. Right after an incident another one of the
+  same burst may follow; otherwise the wait is exponential.
+
+The prior of the exponent has its mean between two measured ones, 3.9 of a production cluster and 2.7 of spot instances;
+the prior share of bursts is that of the production cluster (docs/traces.md).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Final
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.recovery.loss_risk import LossRisk
+
+__all__ = ["FailureModel", "Gap"]
+
+# Incidents with shorter gaps may belong to one burst.
+_BURST_S: Final = 300.0
+
+_LARGEST: Final = 64
+_EXPONENTS: Final = tuple(2 + number / 4 for number in range(25))
+_EXPONENT_MEAN: Final = 3.3
+_EXPONENT_SPREAD: Final = 0.75
+_TOTALS: Final = tuple(math.fsum(size**-each for size in range(1, _LARGEST + 1)) for each in _EXPONENTS)
+# Of the prior of the rate: (weight, share of `prior_failures` that it counts like).
+_PRIORS: Final = ((0.9, 1.0), (0.1, 0.01))
+# Share of incidents that another one of the same burst follows: of the failures beyond the first of an incident of
+# InfiniteHBD, 0.13 on average, 0.35 come later than the first.
+_PRIOR_BURST_SHARE: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Distribution of the seconds until the next incident, a mixture of two exponentials.
+
+    Attributes:
+        burst_share: probability that the next incident belongs to the burst of the last one.
+        burst_s: mean seconds until it comes in that case.
+        quiet_s: mean seconds otherwise.
+    """
+
+    burst_share: float
+    burst_s: float
+    quiet_s: float
+
+    def within(self, seconds: float) -> float:
+        """Return the probability that the next incident comes in less than so many seconds."""
+        quiet = -math.expm1(-seconds / self.quiet_s)
+        return quiet + self.burst_share * (-math.expm1(-seconds / self.burst_s) - quiet)
+
+    def left_after(self, seconds: float) -> float:
+        """Return the expected seconds from that moment until the next incident; none if it has come before.
+
+        This is E[max(0, gap - seconds)], the integral of the survival function from `seconds` on.
+        """
+        quiet_s = self.quiet_s * math.exp(-seconds / self.quiet_s)
+        return quiet_s + self.burst_share * (self.burst_s * math.exp(-seconds / self.burst_s) - quiet_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureModel:
+    """What is known of failures; a value, to be updated by `observed`.
+
+    Attributes:
+        worker_mtbf_s: mean seconds between failures of one worker, as known beforehand.
+        prior_failures: how many failures that knowledge counts like; not necessarily whole.
+        prior_host_share: which share of failures takes a whole host, as known beforehand. A quarter is a guess.
+        failures: failures seen so far, the latest included. Workers of a host that are lost together are one failure.
+        host_failures: those of them that left no worker on a host.
+        worker_s: seconds that all workers together have been live.
+        together: how many incidents had two failures or more at the same moment, by that number; the failures that
+            these leave of `failures` were incidents of their own.
+        bursts: incidents that came less than 300 s after the one before.
+
+    Raises:
+        ConfigError: a prior that is not positive and finite, a share beyond 0 to 1, or counts that contradict each
+            other.
+    """
+
+    worker_mtbf_s: float
+    prior_failures: float
+    prior_host_share: float = 0.25
+    failures: int = 0
+    host_failures: int = 0
+    worker_s: float = 0.0
+    together: Mapping[int, int] = field(default_factory=lambda: FrozenMap({}))
+    bursts: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "together", FrozenMap(self.together))
+        for name in ("worker_mtbf_s", "prior_failures"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be a positive number; got {value}")
+        if not 0 <= self.prior_host_share <= 1:
+            raise ConfigError(f"prior_host_share must be between 0 and 1; got {self.prior_host_share}")
+        if self.failures < 0:
+            raise ConfigError(f"failures must be zero or more; got {self.failures}")
+        if not 0 <= self.host_failures <= self.failures:
+            raise ConfigError(
+                f"host_failures must be between 0 and the {self.failures} failures; got {self.host_failures}"
+            )
+        if not (math.isfinite(self.worker_s) and self.worker_s >= 0):
+            raise ConfigError(f"worker_s must be zero or a positive number of seconds; got {self.worker_s}")
+        if any(size < 2 or count < 1 for size, count in self.together.items()):
+            raise ConfigError(f"together must count incidents of two failures or more; got {dict(self.together)}")
+        if sum(size * count for size, count in self.together.items()) > self.failures:
+            raise ConfigError(f"together {dict(self.together)} has more than the {self.failures} failures")
+        if not 0 <= self.bursts <= self.incidents:
+            raise ConfigError(f"bursts must be between 0 and the {self.incidents} incidents; got {self.bursts}")
+
+    def observed(
+        self, *, failures: int = 0, host_failures: int = 0, worker_s: float = 0.0, gap_s: float = math.inf
+    ) -> FailureModel:
+        """Return the model after one more incident, if there are failures, and more worker-seconds.
+
+        Args:
+            failures: failures of the incident; zero if there was none.
+            host_failures: those of them that took a whole host.
+            worker_s: seconds that all workers together have been live since.
+            gap_s: seconds between this incident and the one before; infinite if it is the first.
+        """
+        together = self.together
+        if failures > 1:
+            together = FrozenMap({**together, failures: together.get(failures, 0) + 1})
+        return replace(
+            self,
+            failures=self.failures + failures,
+            host_failures=self.host_failures + host_failures,
+            worker_s=self.worker_s + worker_s,
+            together=together,
+            bursts=self.bursts + (failures > 0 and gap_s < _BURST_S),
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Return all of it as JSON values; `from_json` is the inverse."""
+        return {
+            "failures": self.failures,
+            "host_failures": self.host_failures,
+            "worker_s": self.worker_s,
+            "together": {str(size): count for size, count in sorted(self.together.items())},
+            "bursts": self.bursts,
+            "prior_failures": self.prior_failures,
+            "prior_host_share": self.prior_host_share,
+            "worker_mtbf_s": self.worker_mtbf_s,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> FailureModel:
+        """Return the model that `to_json` was asked for."""
+        return cls(**{**values, "together": {int(size): count for size, count in values["together"].items()}})
+
+    @property
+    def incidents(self) -> int:
+        """Return how many incidents there have been; failures at the same moment are one."""
+        return self.failures - sum((size - 1) * count for size, count in self.together.items())
+
+    @property
+    def host_share(self) -> float:
+        """Return the expected share of failures to come that take a whole host: the mean of a Beta distribution."""
+        return (self.prior_failures * self.prior_host_share + self.host_failures) / (
+            self.prior_failures + self.failures
+        )
+
+    def horizon_s(self, workers: int) -> float:
+        """Return D, the expected seconds until the next incident among so many live workers.
+
+        A prior that counts like w incidents seen in w `worker_mtbf_s` (m) worker-seconds is a Gamma distribution of the
+        rate of a worker with shape 1 + w and rate w m. With k incidents seen in T worker-seconds, the wait until the
+        next one among n workers has a Lomax distribution with the mean
+
+            D = (w m + T) / (n (w + k)).
+
+        The mean of the wait is taken, not the wait at the mean rate, because samples until the next incident grow in
+        proportion to the wait. The prior is a mixture of two: w = `prior_failures` with a weight of 0.9, and a
+        hundredth of it for the case that what was known beforehand is wrong for this cluster. A cluster of spot
+        instances that fails a thousand times as often as was thought makes the second one take over after two or
+        three incidents; a single Gamma prior would go on for thousands of worker-hours. D is the mean over both, by
+        their posterior weights ("robust" priors: Schmidli et al., Biometrics 70, 2014). Before anything is seen, it is
+        m / n.
+
+        Raises ConfigError if there is no worker.
+        """
+        if workers < 1:
+            raise ConfigError(f"there is no worker that could fail; got {workers} workers")
+        logs, means_s = [], []
+        for weight, share in _PRIORS:
+            prior = share * self.prior_failures
+            prior_s = prior * self.worker_mtbf_s
+            seen, seen_s = prior + self.incidents, prior_s + self.worker_s
+            means_s.append(seen_s / seen)
+            # The probability of what was seen: negative binomial, without the factors that both have in common.
+            logs.append(
+                math.log(weight)
+                + math.lgamma(1 + seen)
+                - math.lgamma(1 + prior)
+                + (1 + prior) * math.log(prior_s)
+                - (1 + seen) * math.log(seen_s)
+            )
+        largest = max(logs)
+        weights = [math.exp(each - largest) for each in logs]
+        mean_s = math.fsum(map(operator.mul, weights, means_s)) / math.fsum(weights)
+        return mean_s / workers
+
+    def size_shares(self, most: int) -> tuple[float, ...]:
+        """Return the probabilities of 1, 2, ... failures in the next incident, up to `most`.
+
+        They fall as n ** -a, up to 64. Of the exponent a there is a normal prior, 3.3 with a standard deviation of
+        0.75, on a grid; the probabilities are means over its posterior. A heavy tail matters: large incidents are too
+        rare to be counted, and cost most. Larger incidents are left out, so the sum may be below 1.
+        """
+        logs = math.fsum(count * math.log(min(size, _LARGEST)) for size, count in self.together.items())
+        return _size_shares(self.incidents, logs)[:most]
+
+    def gap(self, workers: int, *, after_incident: bool) -> Gap:
+        """Return the distribution of the seconds until the next incident among so many live workers.
+
+        Right after an incident the next one belongs to the same burst with a probability b. Gaps below 300 s are b
+        and, of the others, as many as a Poisson process with mean D has; the share of such gaps among all is a Beta
+        estimate around the prior. The mean of the mixture stays D. At any other moment the wait is exponential.
+
+        Args:
+            workers: how many are live.
+            after_incident: whether the last incident was just now.
+        """
+        horizon_s = self.horizon_s(workers)
+        share, burst_s = self._burst_share(horizon_s), min(_BURST_S / 2, horizon_s)
+        if not after_incident:
+            return Gap(burst_share=0.0, burst_s=burst_s, quiet_s=horizon_s)
+        return Gap(burst_share=share, burst_s=burst_s, quiet_s=(horizon_s - share * burst_s) / (1 - share))
+
+    def _burst_share(self, horizon_s: float) -> float:
+        by_chance = -math.expm1(-_BURST_S / horizon_s)
+        expected = _PRIOR_BURST_SHARE + (1 - _PRIOR_BURST_SHARE) * by_chance
+        soon = (self.prior_failures * expected + self.bursts) / (self.prior_failures + self.incidents)
+        return max(0.0, (soon - by_chance) / (1 - by_chance)) if by_chance < 1 else 0.0
+
+    def fatal_probability(self, risk: LossRisk) -> float:
+        """Return an upper bound of the probability that the next incident takes all holders of some layer.
+
+        Incidents that take all hosts, or all workers, are left out: no plan survives them. The bound is exact where it
+        matters most, for layers with one holder; see `LossRisk`.
+        """
+        of_hosts = 0.0 if risk.hosts is None else self.host_share
+        total = 0.0
+        for sets, part in ((risk.workers, 1 - of_hosts), (risk.hosts, of_hosts)):
+            if sets is None or not part:
+                continue
+            shares = self.size_shares(sets.groups - 1)
+            total += part * math.fsum(share * sets.hit(size) for size, share in enumerate(shares, start=1))
+        return total
+
+
+@lru_cache(maxsize=64)
+def _size_shares(incidents: int, logs: float) -> tuple[float, ...]:
+    """Return the probabilities of each size, given the number of incidents and the sum of the logarithms of sizes."""
+    posterior_logs = [
+        -0.5 * ((each - _EXPONENT_MEAN) / _EXPONENT_SPREAD) ** 2 - each * logs - incidents * math.log(total)
+        for each, total in zip(_EXPONENTS, _TOTALS, strict=True)
+    ]
+    largest = max(posterior_logs)
+    weights = [math.exp(each - largest) for each in posterior_logs]
+    scaled = [weight / total for weight, total in zip(weights, _TOTALS, strict=True)]
+    whole = math.fsum(weights)
+    return tuple(
+        math.fsum(weight * size**-each for weight, each in zip(scaled, _EXPONENTS, strict=True)) / whole
+        for size in range(1, _LARGEST + 1)
+    )

@@ -1,0 +1,108 @@
+"""How probable it is that workers or hosts which are lost together hold the last copies of a layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Placement
+from chameleon_ft.plan.frozen_map import FrozenMap
+
+__all__ = ["HolderSets", "LossRisk", "risk_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class HolderSets:
+    """The sets of groups, single workers or hosts, that hold some layer, by how many groups they have.
+
+    A set that contains another one is left out: losing it loses the other one too.
+
+    Attributes:
+        groups: how many groups can be lost.
+        counts: size of a set -> how many different sets of that size there are.
+
+    Raises:
+        PlanError: a set that is empty, or larger than all groups together.
+    """
+
+    groups: int
+    counts: Mapping[int, int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counts", FrozenMap(self.counts))
+        if any(not 1 <= size <= self.groups or count < 1 for size, count in self.counts.items()):
+            raise PlanError(f"sets of 1 to {self.groups} groups hold a layer; got sizes {dict(self.counts)}")
+
+    @classmethod
+    def of(cls, layers: Iterable[Iterable[Hashable]], groups: int) -> HolderSets:
+        """Return those of the groups that hold each layer; `groups` counts those that hold nothing as well."""
+        kept: list[frozenset[Hashable]] = []
+        for each in sorted({frozenset(layer) for layer in layers}, key=len):
+            if not any(smaller <= each for smaller in kept):
+                kept.append(each)
+        return cls(groups, FrozenMap(Counter(map(len, kept))))
+
+    @property
+    def singles(self) -> int:
+        """Return how many groups are the only ones to hold some layer."""
+        return self.counts.get(1, 0)
+
+    def hit(self, lost: int) -> float:
+        """Return an upper bound of the probability that `lost` groups, drawn at random, include one of the sets.
+
+        Exact for sets of one group. If none of these is hit, the others are added up (the union bound), each with the
+        hypergeometric probability that all of its groups are among the lost ones:
+
+            P = 1 - a + a min(1, sum over sets of h groups of C(m - h, k - h) / C(m, k)),   a = C(m, k) / C(n, k)
+
+        for k lost of n groups, m of which are no set of their own. Exact too if sets do not overlap and k is smaller
+        than any two of them together.
+        """
+        others = self.groups - self.singles
+        if lost > others:
+            return 1.0 if self.counts else 0.0
+        spared = 1.0
+        for each in range(lost):
+            spared *= (others - each) / (self.groups - each)
+        rest = sum(count * _all_lost(size, lost, others) for size, count in self.counts.items() if size > 1)
+        return 1.0 - spared * (1.0 - min(1.0, rest))
+
+
+def _all_lost(size: int, lost: int, groups: int) -> float:
+    """Return the probability that `size` given groups are all among `lost` ones drawn at random."""
+    probability = 1.0
+    for each in range(min(size, lost + 1)):
+        probability *= (lost - each) / (groups - each)
+    return probability
+
+
+@dataclass(frozen=True, slots=True)
+class LossRisk:
+    """Who holds the layers of a plan, as far as it matters for losses.
+
+    Attributes:
+        workers: sets of workers that hold some layer.
+        hosts: sets of hosts that do; None if all workers are on one host, whose loss no plan survives.
+    """
+
+    workers: HolderSets
+    hosts: HolderSets | None
+
+    @classmethod
+    def of(cls, holders: Collection[Collection[int]], hosts: Mapping[int, str]) -> LossRisk:
+        """Return the risk of layers with these holders each.
+
+        Args:
+            holders: the workers that hold some layer, for each of them.
+            hosts: the host of each live worker, of those that hold nothing too.
+        """
+        groups = len(set(hosts.values()))
+        on_hosts = HolderSets.of(([hosts[each] for each in own] for own in holders), groups) if groups > 1 else None
+        return cls(workers=HolderSets.of(holders, len(hosts)), hosts=on_hosts)
+
+
+def risk_of(placement: Placement, hosts: Mapping[int, str]) -> LossRisk:
+    """Return the risk of a placement in which every layer has a holder; for `hosts` see `LossRisk.of`."""
+    return LossRisk.of({placement.holders(layer) for layer in range(placement.num_layers)}, hosts)

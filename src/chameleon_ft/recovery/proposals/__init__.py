@@ -1,0 +1,1 @@
+"""Kinds of plans on named workers. One file for each."""

@@ -1,0 +1,99 @@
+"""The fastest pipelines of all live workers, whatever has to move for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from chameleon_ft.recovery.layout import replicated_layout
+from chameleon_ft.recovery.proposal import Proposal
+from chameleon_ft.recovery.proposals._in_roles import fewest_holders, in_roles, numbered, on_holders
+from chameleon_ft.recovery.situation import Situation
+from chameleon_ft.schedule import default_limits
+from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, find_plan
+
+__all__ = ["proposed", "search"]
+
+_ANEW: Final = "checkpoint"
+# Numbers of copies that plans are made with, where those of the search have fewer; of two, the search has its own.
+_COPIES: Final = (3, 4, 6, 8)
+
+
+def search(situation: Situation) -> SearchResult | InfeasibleError:
+    """Return what `find_plan` finds, or why it finds nothing.
+
+    If there is no checkpoint, every layer has at least two holders, if that can be. If there is one, and some plan has
+    layers with one holder, plans without such layers are added.
+    """
+    costs, effort = situation.costs, situation.effort
+    current = None if _is_anew(situation) else situation.held
+    two_holders = not situation.has_checkpoints
+    try:
+        found = find_plan(costs, current=current, two_holders=two_holders, effort=effort)
+    except InfeasibleError as error:
+        return error
+    if two_holders or _fewest_holders(found.best) > 1:
+        return found
+    safer = find_plan(costs, current=current, two_holders=True, effort=effort)
+    others = (each for each in (safer.best, *safer.alternatives) if _fewest_holders(each) > 1)
+    return replace(found, alternatives=(*found.alternatives, *others))
+
+
+def proposed(name: str, found: SearchResult | InfeasibleError, situation: Situation) -> list[Proposal]:
+    """Propose the plan that was found, slower ones that move less, and slower ones with more copies of the layers.
+
+    If some layer has no holder any more and there is a checkpoint, all is read from it, and nothing has to move.
+    """
+    if isinstance(found, InfeasibleError):
+        return [Proposal(name=name, reason=str(found))]
+    plans = [found.best, *found.alternatives]
+    most = max(map(_fewest_holders, plans))
+    if not _is_anew(situation):
+        return [*in_roles(name, plans, situation), *_replicated(name, situation, most)]
+    return [
+        *(
+            Proposal(
+                name=numbered(_ANEW, number),
+                plan=each.plan,
+                ceiling=each.ceiling,
+                from_checkpoint=True,
+                schedules=each.schedules,
+            )
+            for number, each in enumerate(plans, start=1)
+        ),
+        *_replicated(_ANEW, situation, most),
+    ]
+
+
+def _replicated(prefix: str, situation: Situation, most: int) -> list[Proposal]:
+    """Propose pipelines side by side, each number of copies of the layers above `most`."""
+    anew, workload = _is_anew(situation), situation.costs.workload
+    if situation.held.unheld_layers and not anew:
+        return []
+    hosts = situation.costs.cluster.hosts
+    workers = sorted(situation.live, key=lambda worker: (hosts[worker], worker))
+    found: list[Proposal] = []
+    for copies in _COPIES:
+        if most < copies <= min(len(workers), workload.micro_batches):
+            plan = replicated_layout(
+                workers=workers,
+                layer_costs=[layer.forward_s + layer.backward_s for layer in workload.layers],
+                micro_batches=workload.micro_batches,
+                copies=copies,
+                split_backward=situation.plan.split_backward,
+            )
+            plan = plan if anew else on_holders(plan, situation)
+            found.append(
+                Proposal(
+                    name=f"{prefix}-{copies}-copies", plan=plan, ceiling=default_limits(plan), from_checkpoint=anew
+                )
+            )
+    return found
+
+
+def _fewest_holders(found: FoundPlan) -> int:
+    return fewest_holders(found.plan.placement)
+
+
+def _is_anew(situation: Situation) -> bool:
+    return situation.has_checkpoints and bool(situation.held.unheld_layers)

@@ -1,0 +1,168 @@
+"""All kinds of plans as layouts whose pipelines are counted by class; see `chameleon_ft.recovery.Proposer`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+from chameleon_ft.estimate import paper
+from chameleon_ft.recovery import PaperRepartition
+from chameleon_ft.simulate.fleet import Fleet, FleetPipeline, arranged
+from chameleon_ft.simulate.pipelines import PipelineClass
+from chameleon_ft.simulate.planner import Option, Outlook
+from chameleon_ft.simulate.published import estimated_mix, oobleck_mixes, paper_mixes, rerouted_s
+from chameleon_ft.simulate.world import World
+
+__all__ = ["ProposalsByClass"]
+
+
+class ProposalsByClass:
+    """A `Proposer` of options for a layout, with gaps where workers are lost.
+
+    Args:
+        model: costs of layouts and of changes.
+        layout: what the workers hold.
+        state: of the simulation.
+        is_intact: whether no worker of the layout has been lost since it was reached.
+    """
+
+    def __init__(self, model: World, layout: Fleet, state: Outlook, *, is_intact: bool) -> None:
+        self.model = model
+        self.layout = layout
+        self.state = state
+        self.is_intact = is_intact
+
+    def keep(self) -> list[Option]:
+        """The layout as it is, if no worker is lost: as in `recovery.decide`, whatever the policy proposes.
+
+        All other methods are those of `Proposer`.
+        """
+        return self._options("as-it-is", [self.layout]) if self.is_intact else []
+
+    def reroute(self, name: str) -> list[Option]:
+        return self._options(name, [self.layout])
+
+    def reroute_decoupled(self, name: str) -> list[Option]:
+        # Backward is split or fused in all layouts of a simulation by class.
+        return []
+
+    def rejoin(self, name: str) -> list[Option]:
+        idle = _idle(self.layout, self.state)
+        return self._options(name, [_filled(self.layout, idle)] if idle and self.layout.has_gaps else [])
+
+    def repair(self, name: str) -> list[Option]:
+        repaired = _repaired(self.model, self.layout, self.state)
+        return self._options(name, [] if repaired is None else [repaired])
+
+    def repartition(self, name: str) -> list[Option]:
+        return self._options(name, self.model.replicated_fleets(self.layout, self.state.speeds))
+
+    def drop_pipelines(self, name: str) -> list[Option]:
+        whole = [pipeline for pipeline in self.layout.pipelines if pipeline.whole]
+        if not whole:
+            return []
+        cut = whole[0].cut
+        idle = _idle(Fleet(tuple(whole)), self.state)
+        made = [FleetPipeline(cut, group) for group in zip(*[iter(idle)] * cut.depth, strict=False)]
+        return self._options(name, [Fleet((*whole, *made))])
+
+    def restart(self, name: str) -> list[Option]:
+        """Equal pipelines; if no worker is lost, a checkpoint is written first, and starting again has to pay."""
+        layout = self.model.equal_fleet(Fleet(()), self.state.speeds)
+        step_s = None if layout is None else self.model.step_s(layout, self.state.speeds)
+        if layout is None or step_s is None:
+            return []
+        return [self.model.from_checkpoint(name, layout, step_s, self.state)]
+
+    def oobleck(self, name: str) -> list[Option]:
+        """With recomputation, as the released code has it, and without."""
+        layouts: list[Fleet] = []
+        for recompute in (True, False):
+            mixes = self.model.noted(f"oobleck {recompute}", partial(oobleck_mixes, recompute=recompute))
+            found = estimated_mix(mixes, self.layout, self.state.speeds)
+            layouts += [] if found is None else self.model.placements(found[0])
+        return self._options(name, layouts)
+
+    def paper_repartition(self, name: str) -> PaperRepartition[Option]:
+        found = estimated_mix(self.model.noted("paper", paper_mixes), self.layout, self.state.speeds)
+        options = self._options(name, [] if found is None else self.model.placements(found[0]))
+        rate = None
+        if found is not None and options:
+            moves_s = max(0.0, options[0].stall_s - self.model.phases(self.state).total_s)
+            rate = self._paper_samples_per_s(found[1], moves_s)
+        detour_s = rerouted_s(self.model, self.layout)
+        return PaperRepartition(
+            proposals=options,
+            samples_per_s=rate,
+            rerouted_samples_per_s=self._paper_samples_per_s(detour_s, 0.0),
+        )
+
+    def _paper_samples_per_s(self, step_s: float, transition_s: float) -> float:
+        if step_s == float("inf"):
+            return 0.0
+        return paper.samples_per_second(
+            samples=self.model.costs.workload.samples,
+            step_s=step_s,
+            transition_s=transition_s,
+            until_failure_s=self.state.horizon_s,
+        )
+
+    def _options(self, name: str, layouts: Sequence[Fleet]) -> list[Option]:
+        same = set(self.layout.pipelines)
+        kept = (self.layout if set(each.pipelines) == same else each for each in layouts)
+        options = (self.model.option(name, each, self.layout, self.state, intact=self.is_intact) for each in kept)
+        return [option for option in options if option is not None]
+
+
+def _idle(layout: Fleet, state: Outlook) -> list[int]:
+    """Live workers that are not part of a layout."""
+    return sorted(worker for worker in state.speeds if worker not in layout.used)
+
+
+def _filled(layout: Fleet, idle: Sequence[int]) -> Fleet:
+    """The layout with idle workers in the gaps; pipelines that lack the fewest come first."""
+    waiting = list(idle)
+    gaps = sorted(
+        (index for index, pipeline in enumerate(layout.pipelines) if not pipeline.whole),
+        key=lambda index: (layout.pipelines[index].workers.count(None), index),
+    )
+    pipelines = list(layout.pipelines)
+    for index in gaps:
+        workers = tuple(waiting.pop(0) if worker is None and waiting else worker for worker in pipelines[index].workers)
+        pipelines[index] = FleetPipeline(pipelines[index].cut, workers)
+    return Fleet(tuple(pipelines))
+
+
+def _repaired(model: World, layout: Fleet, state: Outlook) -> Fleet | None:
+    """Whole pipelines stay; what is left of broken ones, and idle workers, are made into about equally deep ones.
+
+    Pipelines that are shorter than others are cut anew as well if there are idle workers for them. None if no pipeline
+    is whole.
+    """
+    whole = [pipeline for pipeline in layout.pipelines if pipeline.whole]
+    if not whole:
+        return None
+    depth = max(pipeline.cut.depth for pipeline in whole)
+    idle = len(_idle(layout, state))
+    broken = sum(len(pipeline.live) for pipeline in layout.pipelines if not pipeline.whole)
+    while idle > -broken % depth and len(whole) > 1:
+        shortest = min(whole, key=lambda pipeline: pipeline.cut.depth)
+        if shortest.cut.depth == depth:
+            break
+        whole.remove(shortest)
+        broken += shortest.cut.depth
+    left = _idle(Fleet(tuple(whole)), state)
+    cuts = [pipeline.cut for pipeline in whole]
+    counts = Counter(cuts)
+    average = sum(cut.depth for cut in cuts) / len(cuts)
+    number = max(1, round(len(left) / average)) if left else 0
+    for each in range(number):
+        size = min(len(left) // number + (each < len(left) % number), model.pipelines.num_layers)
+        share = max(1, model.times.micro_batches * size // len(state.speeds))
+        fitting = model.pipelines.fitting(PipelineClass(model.pipelines.even_cut(size)), share)
+        # What is left may be too little to hold the model.
+        if fitting is not None:
+            counts[fitting.cut] += 1
+    kept = sorted(worker for pipeline in whole for worker in pipeline.workers if worker is not None)
+    return arranged(counts, sorted({*kept, *left}), Fleet(tuple(whole))) if left else Fleet(tuple(whole))

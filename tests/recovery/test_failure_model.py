@@ -1,0 +1,202 @@
+"""The model of failures against scipy's distributions."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from scipy.stats import beta, expon, lomax, nbinom  # type: ignore[import-untyped]
+
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.recovery import FailureModel, HolderSets, LossRisk
+from chameleon_ft.recovery.failure_model import Gap
+
+positive = st.floats(0.1, 1e6)
+rates = st.builds(
+    FailureModel,
+    worker_mtbf_s=positive,
+    prior_failures=st.floats(0.1, 20.0),
+    failures=st.integers(0, 30),
+    worker_s=st.floats(0.0, 1e8),
+)
+
+
+@given(rate=rates, workers=st.integers(1, 1000))
+def test_it_is_the_mean_of_waits_by_both_priors(rate: FailureModel, workers: int) -> None:
+    mean_s, total = 0.0, 0.0
+    for weight, prior in ((0.9, rate.prior_failures), (0.1, rate.prior_failures / 100)):
+        prior_s = prior * rate.worker_mtbf_s
+        wait = lomax(c=1 + prior + rate.failures, scale=(prior_s + rate.worker_s) / workers)
+        # In so many worker-seconds, as many failures, if the rate has the distribution of the prior.
+        seen = 1.0 if not rate.worker_s else nbinom(1 + prior, prior_s / (prior_s + rate.worker_s)).pmf(rate.failures)
+        if not rate.worker_s:
+            seen = gamma_ratio(1 + prior, rate.failures, prior_s)
+        mean_s += weight * seen * wait.mean()
+        total += weight * seen
+    assume(total > 1e-250)
+    assert rate.horizon_s(workers) == pytest.approx(mean_s / total, rel=1e-6)
+
+
+def gamma_ratio(shape: float, failures: int, rate_s: float) -> float:
+    """The limit of the negative binomial for no time, without the factors that do not depend on the prior."""
+    return math.exp(math.lgamma(shape + failures) - math.lgamma(shape) - failures * math.log(rate_s))
+
+
+def test_a_prior_that_is_wrong_gives_way() -> None:
+    # Thought to fail every 5,000 hours, a worker fails every two.
+    rate = FailureModel(worker_mtbf_s=5_000 * 3600.0, prior_failures=1.0)
+    for _ in range(6):
+        rate = rate.observed(failures=1, worker_s=7200.0)
+    assert 7200 < rate.horizon_s(1) < 12 * 7200
+    # Thought to fail every two hours, it does not in 5,000.
+    calm = FailureModel(worker_mtbf_s=7200.0, prior_failures=1.0).observed(worker_s=5_000 * 3600.0)
+    assert calm.horizon_s(1) > 5_000 * 3600
+
+
+@given(
+    sizes=st.lists(st.integers(1, 80), max_size=30),
+    workers=st.integers(1, 200),
+)
+def test_sizes_of_incidents_are_probabilities_that_fall(sizes: list[int], workers: int) -> None:
+    model = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0)
+    for size in sizes:
+        model = model.observed(failures=size)
+    assert model.incidents == len(sizes)
+    assert model.failures == sum(sizes)
+    shares = model.size_shares(workers)
+    assert len(shares) == min(workers, 64)
+    assert all(before > after > 0 for before, after in pairwise(shares))
+    assert math.fsum(model.size_shares(64)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("exponent", [2.7, 3.9])
+def test_the_exponent_of_sizes_is_learned(exponent: float) -> None:
+    weights = [size**-exponent for size in range(1, 65)]
+    counts = {size: round(4_000 * weight / sum(weights)) for size, weight in enumerate(weights, start=1)}
+    together = {size: count for size, count in counts.items() if size > 1 and count}
+    failures = sum(size * count for size, count in counts.items())
+    model = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0, failures=failures, together=together)
+    shares = model.size_shares(64)
+    for size in (1, 2, 4, 8):
+        assert shares[size - 1] == pytest.approx(weights[size - 1] / sum(weights), rel=0.25)
+
+
+gaps = st.builds(Gap, burst_share=st.floats(0, 0.99), burst_s=st.floats(0.1, 300.0), quiet_s=st.floats(1.0, 1e6))
+
+
+@given(gap=gaps, seconds=st.floats(0, 1e4))
+def test_a_gap_is_a_mixture_of_two_exponentials(gap: Gap, seconds: float) -> None:
+    parts = ((gap.burst_share, expon(scale=gap.burst_s)), (1 - gap.burst_share, expon(scale=gap.quiet_s)))
+    assert gap.within(seconds) == pytest.approx(sum(share * part.cdf(seconds) for share, part in parts), abs=1e-9)
+    left_s = sum(share * part.sf(seconds) * part.mean() for share, part in parts)
+    assert gap.left_after(seconds) == pytest.approx(left_s, rel=1e-9)
+
+
+@given(rate=rates, workers=st.integers(1, 100), data=st.data())
+def test_the_mean_gap_is_the_horizon(rate: FailureModel, workers: int, data: st.DataObject) -> None:
+    model = replace(rate, bursts=data.draw(st.integers(0, rate.failures)))
+    for after_incident in (False, True):
+        gap = model.gap(workers, after_incident=after_incident)
+        assert gap.left_after(0.0) == pytest.approx(model.horizon_s(workers), rel=1e-9)
+        assert 0 <= gap.burst_share < 1
+
+
+def test_bursts_make_another_loss_during_a_recovery_more_probable() -> None:
+    calm = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0, failures=40, worker_s=4e7)
+    bursts = replace(calm, bursts=20)
+    within = [each.gap(10, after_incident=True).within(60.0) for each in (calm, bursts)]
+    assert within[0] < 0.02
+    assert within[1] > 0.15
+    assert bursts.gap(10, after_incident=False).within(60.0) < 0.01
+
+
+def test_before_anything_is_seen_it_is_what_was_known() -> None:
+    rate = FailureModel(worker_mtbf_s=3200.0, prior_failures=2.5)
+    assert rate.horizon_s(32) == pytest.approx(100.0)
+
+
+def test_what_is_seen_outweighs_it_in_time() -> None:
+    known = FailureModel(worker_mtbf_s=1e9, prior_failures=1.0)
+    seen = replace(known, failures=59_999).observed(worker_s=3e6).observed(failures=1, worker_s=3e6)
+    assert (seen.failures, seen.worker_s) == (60_000, 6e6)
+    # So many failures would not have come in that time if what was known were right.
+    assert seen.horizon_s(10) == pytest.approx((1e7 + 6e6) / 60_000.01 / 10)
+    assert known.horizon_s(10) == 1e8
+
+
+@given(rate=rates, workers=st.integers(1, 100), worker_s=positive)
+def test_a_failure_makes_it_shorter_and_quiet_time_longer(rate: FailureModel, workers: int, worker_s: float) -> None:
+    assert rate.observed(failures=1).horizon_s(workers) < rate.horizon_s(workers)
+    assert rate.observed(worker_s=worker_s).horizon_s(workers) >= rate.horizon_s(workers)
+    assert rate.horizon_s(workers + 1) < rate.horizon_s(workers)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"worker_mtbf_s": 0.0}, "worker_mtbf_s must be a positive number"),
+        ({"prior_failures": float("inf")}, "prior_failures must be a positive number"),
+        ({"failures": -1}, "failures must be zero or more"),
+        ({"failures": 1, "host_failures": 2}, "host_failures must be between 0 and the 1 failures"),
+        ({"prior_host_share": 1.5}, "prior_host_share must be between 0 and 1"),
+        ({"failures": 3, "together": {1: 2}}, "together must count incidents of two failures or more"),
+        ({"failures": 3, "together": {2: 2}}, "has more than the 3 failures"),
+        ({"failures": 3, "together": {2: 1}, "bursts": 3}, "bursts must be between 0 and the 2 incidents"),
+        ({"worker_s": -1.0}, "worker_s must be zero or a positive number"),
+    ],
+)
+def test_what_cannot_be_is_refused(changed: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        FailureModel(**({"worker_mtbf_s": 1.0, "prior_failures": 1.0} | changed))
+
+
+@given(
+    share=st.sampled_from([0.0, 1e-3, 0.25, 0.7, 1.0]),
+    weight=st.floats(0.1, 20.0),
+    failures=st.integers(0, 50),
+    data=st.data(),
+)
+def test_the_share_of_hosts_is_the_mean_of_a_beta_distribution(
+    share: float, weight: float, failures: int, data: st.DataObject
+) -> None:
+    hosts = data.draw(st.integers(0, failures))
+    rate = FailureModel(worker_mtbf_s=1.0, prior_failures=weight, prior_host_share=share)
+    seen = rate.observed(failures=failures, host_failures=hosts)
+    assert rate.host_share == pytest.approx(share)
+    if 0 < share < 1:
+        mean = beta(weight * share + hosts, weight * (1 - share) + failures - hosts).mean()
+        assert seen.host_share == pytest.approx(mean)
+    assert 0 <= seen.host_share <= 1 + 1e-12
+
+
+def test_the_only_holders_must_not_be_lost() -> None:
+    rate = FailureModel(worker_mtbf_s=1.0, prior_failures=1.0, prior_host_share=0.2)
+    none = LossRisk(workers=HolderSets(8, {}), hosts=HolderSets(4, {}))
+    assert rate.fatal_probability(none) == 0
+    some = LossRisk(workers=HolderSets(8, {1: 3}), hosts=HolderSets(4, {1: 2}))
+    of_workers = rate.fatal_probability(LossRisk(workers=some.workers, hosts=None))
+    first = rate.size_shares(1)[0]
+    assert first * 3 / 8 < of_workers < 3 / 8 + 1 - first
+    certain = replace(rate, failures=1_000_000)
+    assert certain.fatal_probability(some) == pytest.approx(3 / 8, rel=0.03), "hosts hardly ever fail by now"
+    assert replace(certain, host_failures=1_000_000).fatal_probability(some) == pytest.approx(2 / 4, rel=0.03)
+    assert replace(certain, host_failures=1_000_000).fatal_probability(
+        LossRisk(workers=some.workers, hosts=None)
+    ) == pytest.approx(3 / 8, rel=0.03), "the only host is left out"
+
+
+def test_it_can_be_written_down() -> None:
+    model = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0).observed(failures=3, host_failures=1, worker_s=5.0)
+    model = model.observed(failures=1, gap_s=10.0)
+    assert FailureModel.from_json(json.loads(json.dumps(model.to_json()))) == model
+
+
+def test_without_workers_nothing_can_fail() -> None:
+    with pytest.raises(ConfigError, match="no worker that could fail"):
+        FailureModel(worker_mtbf_s=1.0, prior_failures=1.0).horizon_s(0)

@@ -1,0 +1,73 @@
+"""Plans by class of pipelines: how many copies of each layer are kept, by how failures come."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from chameleon_ft.recovery import POLICIES, FailureModel
+from chameleon_ft.search import equal_layouts
+from chameleon_ft.simulate.class_planner import ClassPlanner
+from chameleon_ft.simulate.fleet import Fleet
+from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.planner import Outlook
+from chameleon_ft.simulate.world import World, world_of
+from tests.simulate.clusters import costs
+
+WORKERS = 12
+SPEEDS = dict.fromkeys(range(WORKERS), 1.0)
+RARE = FailureModel(worker_mtbf_s=1e9, prior_failures=1.0)
+SINGLE = replace(RARE, failures=200, worker_s=WORKERS * 200 * 200.0)
+TOGETHER = replace(SINGLE, failures=800, together={4: 200})
+
+
+def outlook(rate: FailureModel) -> Outlook:
+    return Outlook(
+        speeds=SPEEDS,
+        lost=frozenset(),
+        horizon_s=rate.horizon_s(WORKERS),
+        repeat_s=0.0,
+        rollback_s=0.0,
+        running_s=1e6,
+        interrupted=False,
+        next_restart_s=2_000.0,
+        rate=rate,
+    )
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return world_of(costs(WORKERS, state_bytes=2 * 10**9), Parameters())
+
+
+def pipelines_of(world: World, policy: str, rate: FailureModel) -> int:
+    planner = ClassPlanner(POLICIES[policy], world)
+    assert planner.start(SPEEDS) is not None
+    chosen = planner.decide(outlook(rate))
+    assert chosen is not None
+    return len(chosen.option.plan.pipelines)
+
+
+@pytest.mark.parametrize("policy", ["chameleon", "repartition"])
+def test_the_more_are_lost_together_the_more_copies_are_kept(world: World, policy: str) -> None:
+    copies = [pipelines_of(world, policy, rate) for rate in (RARE, SINGLE, TOGETHER)]
+    assert copies == sorted(copies)
+    assert copies[0] < 4 < copies[-1]
+
+
+def test_fleets_with_more_copies_are_candidates(world: World) -> None:
+    fleets = world.replicated_fleets(Fleet(()), SPEEDS)
+    counts = [len(fleet.pipelines) for fleet in fleets]
+    assert min(counts) < max(counts)
+    assert len(set(fleets)) == len(fleets)
+
+
+def test_policies_of_fixed_depth_begin_with_equal_pipelines_of_each_depth_too(world: World) -> None:
+    starts = [Counter(pipeline.cut.depth for pipeline in fleet.pipelines) for fleet in world.several_starts(SPEEDS)]
+    equal = equal_layouts(world.costs, split_backward=world.pipelines.split_backward)
+    assert len(equal) > 2
+    for each in equal:
+        depths = Counter(len(hops) for hops in {route.hops for route in each.plan.routes})
+        assert depths in starts

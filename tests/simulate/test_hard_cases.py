@@ -1,0 +1,167 @@
+"""Models that hardly fit, clusters that are partly or wholly down, and what is kept while a simulation runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.recovery import FailureModel, Situation
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.search import find_plan
+from chameleon_ft.simulate import exact_planner
+from chameleon_ft.simulate.exact_planner import Decisions
+from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.pipelines import PipelineClass, Pipelines, ceilings
+from chameleon_ft.simulate.results import Results
+from chameleon_ft.simulate.run import simulate
+from chameleon_ft.simulate.trace import Fault, Trace
+from chameleon_ft.simulate.world import world_of
+from tests.recovery.situations import after, rate_of, situation
+from tests.simulate.clusters import cluster, workload
+
+BY_CLASS = Parameters(exact_up_to=0)
+HOUR_S = 3600.0
+
+
+def simulated(model: str, workers: int, faults: list[Fault], *policies: str) -> Results:
+    rates = device("h100-80g")
+    work = derive_workload(model_shape(model), rates, micro_batch_size=1, micro_batches=4 * workers)
+    trace = Trace.from_faults(faults, workers=workers, duration_s=10 * HOUR_S, workers_per_host=8)
+    return simulate(trace, work, rates.cluster(workers, workers_per_host=8), policies, parameters=BY_CLASS)
+
+
+def of_preset(model: str, workers: int) -> CostModel:
+    rates = device("h100-80g")
+    work = derive_workload(model_shape(model), rates, micro_batch_size=1, micro_batches=4 * workers)
+    return CostModel(work, rates.cluster(workers, workers_per_host=8))
+
+
+def test_a_model_that_has_to_recompute_is_simulated() -> None:
+    results = simulated("qwen2.5-32b", 64, [Fault(tuple(range(8)), HOUR_S, 3 * HOUR_S)], "recycle", "oracle")
+    assert results.policies["recycle"].down_s == 0
+    assert "recomputing" in results.start
+
+
+def test_a_large_model_goes_on_with_fewer_hosts() -> None:
+    results = simulated("llama2-70b", 64, [Fault(tuple(range(16)), HOUR_S)], "chameleon", "restart")
+    for result in results.policies.values():
+        assert result.down_s == 0
+        assert "wait" not in result.decisions_by_kind
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    depth=st.integers(2, 6), share=st.integers(1, 200), memory_gb=st.sampled_from([4, 6, 9, 24]), split=st.booleans()
+)
+def test_the_period_of_a_pipeline_is_never_below_the_work_of_a_layer(
+    depth: int, share: int, memory_gb: int, split: bool
+) -> None:
+    model = CostModel(workload(), cluster(6, memory_bytes=memory_gb * 10**9))
+    pipelines = Pipelines(model, split_backward=split)
+    for cut in pipelines.cuts(depth):
+        own = PipelineClass(cut)
+        line = pipelines.line(own, share)
+        if line is None:
+            continue
+        # Weight gradients of the last micro-batch may be computed while other stages work.
+        assert line[1] >= (0.02 if split else 0.03) * (1 - 1e-9)
+        run = pipelines.run(own, share)
+        assert run is not None
+        assert line[0] + share * line[1] == pytest.approx(run.program_s)
+
+
+def test_nothing_is_scheduled_where_the_state_alone_does_not_fit() -> None:
+    pipelines = Pipelines(of_preset("llama2-70b", 512), split_backward=True)
+    for depth in (1, 2, 4, 8):
+        for cut in pipelines.cuts(depth):
+            assert pipelines.fitting(PipelineClass(cut), 100) is None
+    assert not pipelines._scheduled
+
+
+@settings(max_examples=25, deadline=None)
+@given(depth=st.integers(1, 6), share=st.integers(1, 16), memory_gb=st.integers(2, 12), split=st.booleans())
+def test_a_pipeline_keeps_as_much_in_flight_as_its_memory_holds(
+    depth: int, share: int, memory_gb: int, split: bool
+) -> None:
+    pipelines = Pipelines(CostModel(workload(), cluster(6, memory_bytes=memory_gb * 10**9)), split_backward=split)
+    own = PipelineClass(pipelines.even_cut(depth))
+    assert pipelines.memory_bytes is not None
+    levels = len(ceilings(pipelines._plan(own, share)))
+    runs = [pipelines._run(own, share, level) for level in range(levels)]
+    fitting = [run for run in runs if run.peak_bytes <= pipelines.memory_bytes]
+    assert pipelines.run(own, share) == (fitting[0] if fitting else None)
+    assert pipelines.fits(own, share) == bool(fitting)
+
+
+def test_a_layout_that_nearly_fills_the_memory_is_as_fast_as_the_plan_that_is_found() -> None:
+    model = of_preset("llama2-7b", 12)
+    world = world_of(model, BY_CLASS)
+    speeds = dict.fromkeys(world.workers, 1.0)
+    steps_s = [world.step_s(layout, speeds) for layout in world.several_starts(speeds)]
+    best = find_plan(model).best
+    assert best.ceiling
+    assert min(step_s for step_s in steps_s if step_s is not None) == pytest.approx(best.step_s, rel=0.01)
+
+
+def test_large_shares_are_not_scheduled() -> None:
+    pipelines = Pipelines(CostModel(workload(), cluster(4, memory_bytes=None)), split_backward=False)
+    own = PipelineClass(pipelines.even_cut(4))
+    one, two = pipelines.run(own, 10_000), pipelines.run(own, 20_000)
+    assert one is not None
+    assert two is not None
+    assert two.program_s == pytest.approx(2 * one.program_s, rel=0.01)
+    assert max(share for _, share, _ in pipelines._scheduled) <= 64
+
+
+def test_the_roomiest_cut_needs_least_memory() -> None:
+    pipelines = Pipelines(of_preset("llama2-13b", 8), split_backward=False)
+    *timed, roomy = pipelines.cuts(5)
+
+    def needed(stops: tuple[int, ...]) -> int:
+        own = PipelineClass(replace(roomy, stops=stops, recompute=True))
+        return pipelines._least_bytes(own, 100)
+
+    assert all(needed(roomy.stops) <= needed(cut.stops) for cut in timed)
+
+
+@pytest.mark.parametrize("exact_up_to", [0, 32])
+def test_a_job_begins_when_the_first_workers_are_there(exact_up_to: int) -> None:
+    down = [Fault(tuple(range(4)), 0.0, 1_000.0)]
+    trace = Trace.from_faults(down, workers=4, duration_s=5_000.0)
+    parameters = Parameters(exact_up_to=exact_up_to)
+    results = simulate(trace, workload(), cluster(4), ["chameleon", "recycle", "restart"], parameters=parameters)
+    for result in results.policies.values():
+        assert result.down_s == 1_000.0
+        # It has not failed, so there is nothing to restart.
+        assert result.stall_s == 0
+        assert result.samples > 0
+
+
+@pytest.mark.parametrize("exact_up_to", [0, 32])
+def test_it_waits_for_workers_and_goes_on_as_soon_as_the_model_fits(exact_up_to: int) -> None:
+    # State of 7.2 GB: two workers of 5 GB hold it, one does not.
+    faults = [Fault((0, 1, 2), 1_000.0, 4_000.0), Fault((3,), 1_000.0, 3_000.0), Fault((2,), 4_000.0)]
+    trace = Trace.from_faults(faults, workers=4, duration_s=10_000.0)
+    own = cluster(4, memory_bytes=6 * 10**9)
+    parameters = Parameters(exact_up_to=exact_up_to)
+    result = simulate(trace, workload(), own, ["chameleon"], parameters=parameters).policies["chameleon"]
+    assert result.down_s == 3_000.0
+    assert result.timeline[-1].samples_per_s > 0
+
+
+def test_few_decisions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_planner, "_REMEMBERED", 3)
+    remembered = Decisions()
+    before = situation(dp=3, pp=2)
+
+    def decided(now: Situation, rate: FailureModel) -> None:
+        remembered.decide(now, "drop-replica", rate)
+        remembered.classes(replace(now, plan=before.plan, costs=before.costs))
+
+    for lost in range(6):
+        decided(after(before, lost), rate_of(1e5, before))
+    assert len(remembered._known) == 3
