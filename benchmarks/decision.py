@@ -35,7 +35,7 @@ from chameleon_ft.control.forethought import Forethought, decide_and_check
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.presets import derive_workload, device, model_shape
-from chameleon_ft.recovery import FailureRate, Situation, in_flight_ceiling, warm_up
+from chameleon_ft.recovery import FailureModel, Situation, in_flight_ceiling, warm_up
 from chameleon_ft.schedule import CostModel
 
 __all__ = ["Timed", "losses_of", "rate", "situation"]
@@ -159,9 +159,9 @@ def situation(lost: Sequence[int]) -> Situation:
     )
 
 
-def rate(failures: int) -> FailureRate:
+def rate(failures: int) -> FailureModel:
     """As expected after so many failures."""
-    return FailureRate(worker_mtbf_s=5000 * 3600.0, prior_failures=1, failures=failures)
+    return FailureModel(worker_mtbf_s=5000 * 3600.0, prior_failures=1, failures=failures)
 
 
 def _time(part: str, repeats: int, _: Path) -> Timed:

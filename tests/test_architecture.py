@@ -123,6 +123,13 @@ def test_the_check_of_a_run_shares_no_code_with_what_ran_it() -> None:
     assert not parts_imported(ROOT / "verify.py") & {"runtime", "control", "plan", "schedule", "sync", "recovery"}
 
 
+@pytest.mark.parametrize(("module", "path"), [m for m in MODULES if m[0].startswith("search.baselines")])
+def test_published_planners_share_no_code_with_our_search(module: str, path: Path) -> None:
+    ours = {name for name in imports(path) if name.startswith("chameleon_ft.search.")}
+    allowed = ("chameleon_ft.search.baselines", "chameleon_ft.search.result")
+    assert all(name.startswith(allowed) for name in ours), module
+
+
 def test_the_parts_depend_on_each_other_in_one_direction() -> None:
     for module, path in MODULES:
         if part(module) in PURE:
@@ -216,6 +223,7 @@ SURFACE = {
         "FoundPlan",
         "InfeasibleError",
         "SearchResult",
+        "equal_layouts",
         "find_plan",
         "oobleck_plan",
         "paper_plan",
@@ -278,12 +286,24 @@ SURFACE = {
     ],
     "workload": ["LayerCost", "TiedParameters", "Workload", "is_recomputed"],
     "cluster": ["Cluster", "Link", "Worker"],
-    "plan": ["Hop", "LayerRange", "Placement", "Plan", "Route", "data_pipeline_plan", "split_layers"],
+    "plan": [
+        "Hop",
+        "LayerRange",
+        "PipelineLayout",
+        "Placement",
+        "Plan",
+        "Route",
+        "data_pipeline_plan",
+        "pipelines_plan",
+        "split_layers",
+    ],
     "schedule": [
         "CostModel",
         "InFlightLimit",
         "Operation",
         "OperationKind",
+        "PipelineSchedule",
+        "PipelineTimes",
         "Preference",
         "Program",
         "ScheduledProgram",
@@ -293,6 +313,7 @@ SURFACE = {
         "check_program",
         "default_limits",
         "list_schedule",
+        "pipeline_schedule",
         "replay",
     ],
     "presets": [
@@ -344,6 +365,7 @@ SURFACE = {
         "estimate_sync",
         "one_f_one_b_bound_s",
         "one_f_one_b_period_s",
+        "peak_bytes_of",
         "pipeline_bound_s",
         "pipeline_times",
         "plan_bound_s",
@@ -378,12 +400,19 @@ SURFACE = {
         "Candidate",
         "Course",
         "Decision",
-        "FailureRate",
+        "FailureModel",
+        "HolderSets",
+        "LossRisk",
         "POLICIES",
+        "PaperRepartition",
+        "Policy",
         "PreparedDecisions",
         "Proposal",
+        "Proposer",
+        "Prospect",
         "STAY",
         "Situation",
+        "best_of",
         "decide",
         "decide_on_class",
         "exchanged",
@@ -392,6 +421,8 @@ SURFACE = {
         "prepare_decisions",
         "refreshed",
         "reroute",
+        "risk_of",
+        "score",
         "warm_up",
     ],
 }

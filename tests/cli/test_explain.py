@@ -21,8 +21,8 @@ STORY = """\
 Decision 1 of 1: in step 40, 2026-01-01 12:00:00 UTC
 lost       worker 5: SIGKILL; its supervisor saw the process end
 in force   4 pipelines of 2 stages; 7 workers are left
-expected   the next failure in 16.7 min = (3.8 h + 240.0 s) / (7 workers x (1 + 1 failure)), the prior first, then what
-           was seen; 25% of failures take a whole host
+expected   the next failure in 16.7 min, by 1 failure in 240.0 s of work by all workers together, 7 of which are live;
+           expected beforehand: one per worker in 3.8 h, which counts like 1; 25% of failures take a whole host
 stall      0.500 s = repeat 0.250 + detect 0.125 + stop 0.025 + decide 0.050 + regroup 0.050; transfers on top
 corrected  operations x 3.50, worker 3 at 0.50 of the speed of others
 weighed in 20 ms

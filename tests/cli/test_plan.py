@@ -96,6 +96,20 @@ def test_the_split_backward_can_be_asked_for(capsys: pytest.CaptureFixture[str])
     assert split["program_s"] < fused["program_s"]
 
 
+def test_the_table_says_how_many_layers_are_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
+    size = ("--workers", "7", "--micro-batches", "16", "--micro-batch-size", "8")
+    arguments = ("--model", "llama2-7b", "--device", "h100-80g", *size, "--planner", "chameleon")
+    layout = Plan.from_json(json.dumps(predicted(capsys, *arguments)["plan"]))
+
+    table = plan(capsys, *arguments)
+
+    assert layout.recompute
+    for worker, layers in layout.recompute.items():
+        (held,) = layout.placement.ranges_of(worker)
+        again = sum(0 < layer < layout.placement.num_layers - 1 for layer in layers)
+        assert re.search(rf"\| {held.start}-{held.stop - 1} +\| {again} of {len(held)} ", table)
+
+
 def test_picture_and_trace_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = ("--picture", tmp_path / "a.svg", "--trace", tmp_path / "a.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, OperationKind, best_program
 from chameleon_ft.workload import LayerCost, Workload
+from tests.strategies import recomputing
 
 
 def costs(workers: int = 4) -> CostModel:
@@ -39,10 +41,10 @@ def planned(
     lost: tuple[int, ...] = (),
     costs_from: CostsFrom = "profile",
     split: bool = False,
-    recompute: frozenset[int] = frozenset(),
+    recompute: Iterable[int] = (),
 ) -> GenerationPlan:
     plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=2, pp=2, micro_batches=6, split_backward=split)
-    plan = dataclasses.replace(plan, recompute=recompute)
+    plan = recomputing(plan, recompute)
     plan = reroute(plan, lost, costs()) if lost else plan
     return GenerationPlan(
         generation=generation,
@@ -81,7 +83,7 @@ def recorded(plan: GenerationPlan, step: int, *, factor: float = 1.0, overhead_s
 
 @pytest.mark.parametrize(
     "plan",
-    [planned(), planned(2, lost=(1,)), planned(split=True, costs_from="assumed"), planned(recompute=frozenset({1, 2}))],
+    [planned(), planned(2, lost=(1,)), planned(split=True, costs_from="assumed"), planned(recompute={1, 2})],
 )
 def test_a_plan_is_read_as_it_was_written(plan: GenerationPlan, tmp_path: Path) -> None:
     plan.write(tmp_path / "generation-00001.json")

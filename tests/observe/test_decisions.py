@@ -38,6 +38,7 @@ def weighed(
         "reason": reason,
         "last_holders": 0,
         "last_hosts": 0,
+        "fatal_share": 0.0,
         "return_s": 0.0,
         **more,
     }
@@ -66,6 +67,9 @@ def decided(
             "prior_failures": 1.0,
             "worker_mtbf_s": 13_760.0,
             "host_share": 0.25,
+            "incidents": 1,
+            "together": {},
+            "bursts": 0,
         },
         "stall": {
             "repeat_s": 0.25,

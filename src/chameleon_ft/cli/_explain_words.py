@@ -90,13 +90,15 @@ def alone_in_words(each: WeighedCandidate) -> str:
 
 
 def rate_in_words(rate: ObservedRate, *, live: int, horizon_s: float) -> str:
-    """Say when the next failure is expected, and how that came: D = (w m + T) / (n (w + k))."""
-    before_s = rate.prior_failures * rate.worker_mtbf_s
+    """Say when the next failure is expected, and from what; see `FailureModel.horizon_s` for the formula."""
+    incidents = rate.failures if rate.incidents is None else rate.incidents
+    several = f", {incidents} incident{'' if incidents == 1 else 's'}" if incidents < rate.failures else ""
     of_hosts = "" if rate.host_share is None else f"; {rate.host_share:.0%} of failures take a whole host"
     return (
-        f"the next failure in {duration(horizon_s)} = ({duration(before_s)} + {duration(rate.worker_s)}) / "
-        f"({live} workers x ({rate.prior_failures:g} + {rate.failures} failure{'' if rate.failures == 1 else 's'})), "
-        f"the prior first, then what was seen{of_hosts}"
+        f"the next failure in {duration(horizon_s)}, by {rate.failures} failure{'' if rate.failures == 1 else 's'}"
+        f"{several} in {duration(rate.worker_s)} of work by all workers together, {live} of which are live; expected "
+        f"beforehand: one per worker in {duration(rate.worker_mtbf_s)}, which counts like {rate.prior_failures:g}"
+        f"{of_hosts}"
     )
 
 

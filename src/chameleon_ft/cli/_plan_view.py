@@ -13,6 +13,7 @@ from chameleon_ft.cli._prediction import Prediction, Searched
 from chameleon_ft.observe.console import output
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import data_size, duration, in_ranges, rate
+from chameleon_ft.workload import is_recomputed
 
 __all__ = ["show"]
 
@@ -51,7 +52,7 @@ def _facts(prediction: Prediction) -> Table:
     facts.add_row("bound", f"{duration(estimate.bound_s)} for the operations of this plan in any order: {above}")
     backward = "split" if prediction.plan.split_backward else "fused"
     if prediction.plan.recompute:
-        facts.add_row("", f"workers {in_ranges(prediction.plan.recompute)} recompute, to save memory")
+        facts.add_row("", f"workers {in_ranges(list(prediction.plan.recompute))} recompute, to save memory")
     facts.add_row("", f"{duration(prediction.cluster_bound_s)} for those of any pipelines with {backward} backward")
     facts.add_row("bubble", f"{estimate.bubble:.1%} of the workers' time is idle")
     return facts
@@ -97,15 +98,15 @@ def _backward(plan: Plan) -> str:
 
 def _workers(prediction: Prediction, shape: box.Box) -> Table:
     table = Table(box=shape)
-    for column in ("workers", "layers", "operations"):
+    for column in ("workers", "layers", *(("recompute",) if prediction.plan.recompute else ()), "operations"):
         table.add_column(column)
     for column in ("busy", "peak memory", "capacity"):
         table.add_column(column, justify="right")
-    for (layers, *rest), workers in _alike(prediction):
-        table.add_row(in_ranges(workers), layers, *rest)
+    for row, workers in _alike(prediction):
+        table.add_row(in_ranges(workers), *row)
     for others, what in ((prediction.idle, "idle"), (prediction.dead, "lost")):
         if others:
-            table.add_row(in_ranges(others), what, "", "", "", "")
+            table.add_row(in_ranges(others), what)
     return table
 
 
@@ -121,6 +122,7 @@ def _alike(prediction: Prediction) -> list[tuple[tuple[str, ...], list[int]]]:
         memory = estimate.memory[worker].peak_bytes
         row = (
             ", ".join(f"{part.start}-{part.stop - 1}" for part in prediction.plan.placement.ranges_of(worker)),
+            *((_recomputed(prediction.plan, worker),) if prediction.plan.recompute else ()),
             str(operations.get(worker, 0)),
             f"{estimate.busy_s[worker] / estimate.program_s:.0%}" if estimate.program_s else "-",
             data_size(memory),
@@ -129,6 +131,14 @@ def _alike(prediction: Prediction) -> list[tuple[tuple[str, ...], list[int]]]:
         rows.append((row, worker))
     rows.sort(key=lambda pair: (_first_layer(pair[0][0]), pair))
     return [(row, [worker for _, worker in same]) for row, same in groupby(rows, key=lambda pair: pair[0])]
+
+
+def _recomputed(plan: Plan, worker: int) -> str:
+    """How many of the worker's layers are run again in the backward."""
+    held = [layer for layers in plan.placement.ranges_of(worker) for layer in layers]
+    again = plan.recompute.get(worker, ())
+    count = sum(layer in again and is_recomputed(layer, plan.placement.num_layers) for layer in held)
+    return f"{count} of {len(held)}" if count else ""
 
 
 def _first_layer(layers: str) -> int:

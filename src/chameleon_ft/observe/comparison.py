@@ -143,7 +143,9 @@ class _ObservedCosts(CostModel):
         """Every worker has its own."""
         return worker
 
-    def compute_s(self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: bool = False) -> float:
+    def compute_s(
+        self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: LayerRange | None = None
+    ) -> float:
         observed: Mapping[tuple[int, OperationKind, LayerRange], float] = self.observed  # type: ignore[attr-defined]
         found = observed.get((worker, kind, layers))
         return CostModel.compute_s(self, worker, kind, layers, recompute=recompute) if found is None else found

@@ -37,6 +37,7 @@ class WeighedCandidate(_Part):
     moved_bytes: int | None = Field(alias="bytes")
     last_holders: int = 0
     last_hosts: int = 0
+    fatal_share: float = 0.0
     return_s: float = 0.0
     samples: float
     feasible: bool
@@ -44,13 +45,16 @@ class WeighedCandidate(_Part):
 
 
 class ObservedRate(_Part):
-    """What the time to the next failure was estimated from; see `FailureRate`."""
+    """What the time to the next failure was estimated from; see `FailureModel`."""
 
     failures: int
     worker_s: float
     prior_failures: float
     worker_mtbf_s: float
     host_share: float | None = None
+    incidents: int | None = None
+    together: dict[int, int] = {}
+    bursts: int = 0
 
 
 class StallParts(_Part):
