@@ -63,7 +63,7 @@ class Symmetric:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What was found for a case, and the best symmetric layout, in seconds; infinite where nothing was found."""
+    """Step times of the plan found for a case and of its best symmetric layout, in seconds; infinite without one."""
 
     name: str
     tight: bool

@@ -159,7 +159,7 @@ def _simulated(programs: str, interval: str, seed: int, *, returns: bool) -> Fou
 
 @cache
 def _starts(programs: str, costs: CostModel) -> list[tuple[Plan, Mapping[int, InFlightLimit]]]:
-    """What the rivals begin with, each with what its workers can keep at most."""
+    """The starts of the rivals, each with the limits of its workers."""
     split = programs == "ours"
     found = equal_layouts(costs, split_backward=split)
     if (chosen := oobleck_plan(costs, split_backward=split)) is not None:

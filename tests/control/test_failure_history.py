@@ -1,4 +1,4 @@
-"""What a run has seen of failures, for the next decision."""
+"""Failures that a run has seen, for the next decision."""
 
 from __future__ import annotations
 

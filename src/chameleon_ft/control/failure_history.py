@@ -113,7 +113,7 @@ class FailureHistory:
 
     @property
     def rate(self) -> FailureModel:
-        """What is known of failures by now."""
+        """The failure model as of now."""
         latest = self._latest
         if latest is None:
             return self._settled

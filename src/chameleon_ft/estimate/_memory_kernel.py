@@ -32,7 +32,7 @@ _HELD: Final = np.dtype(
     ],
     align=True,
 )
-"""What a worker holds, in bytes; the numbers of its first send and of the next; the most it ever held."""
+"""Bytes that a worker holds; the numbers of its first send and of the next; the most bytes it ever held."""
 
 
 class _Walk(NamedTuple):

@@ -45,7 +45,7 @@ class WeighedCandidate(_Part):
 
 
 class ObservedRate(_Part):
-    """What the time to the next failure was estimated from; see `FailureModel`."""
+    """Figures that the time to the next failure was estimated from; see `FailureModel`."""
 
     failures: int
     worker_s: float

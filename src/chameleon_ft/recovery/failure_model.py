@@ -73,7 +73,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureModel:
-    """What is known of failures; a value, to be updated by `observed`.
+    """Knowledge of failures as a value; `observed` updates it.
 
     Attributes:
         worker_mtbf_s: mean seconds between failures of one worker, as known beforehand.

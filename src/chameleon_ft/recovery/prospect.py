@@ -12,7 +12,7 @@ __all__ = ["Prospect"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """What lies ahead of a decision, whatever is decided.
+    """The outlook of a decision, whatever is decided.
 
     Attributes:
         failures: what is known of failures.

@@ -81,7 +81,7 @@ class Schedule:
 
     @property
     def limits(self) -> Integers:
-        """What each worker was allowed to have in flight, to keep and to defer; int64 [3, workers]."""
+        """Micro-batches that each worker may have in flight, keep and defer; int64 [3, workers]."""
         return self.rules.limits
 
     @property

@@ -50,7 +50,7 @@ class PipelineSchedule:
         return tuple(self.ends_s[last].tolist())
 
     def replayed(self, times: PipelineTimes) -> PipelineSchedule:
-        """The same orders under other times of as many stages, such as those of other links."""
+        """These orders under other times of as many stages, such as those of other links."""
         from chameleon_ft.schedule._kernels.replay import longest_path
 
         network = pipeline_network(times, self.micro_batches, split_backward=self.split_backward)

@@ -58,7 +58,7 @@ _REMEMBERED: Final = 8_000_000
 
 
 class _Rows(NamedTuple):
-    """What `fill_bounds` fills in: float64 [stages + 1, L + 1] each."""
+    """Arrays that `fill_bounds` fills in: float64 [stages + 1, L + 1] each."""
 
     first_s: Floats
     returned_s: Floats

@@ -117,7 +117,7 @@ def reconfigured_depths(depths: Sequence[int], fewest: int) -> list[int]:
 def _layouts(
     costs: CostModel, *, fault_tolerance: int, live_nodes: Sequence[int] | None, recompute: bool
 ) -> Iterator[Layout]:
-    """What is best by Oobleck's estimate, with or without recomputation."""
+    """The best choice by Oobleck's estimate, with or without recomputation."""
     templates = pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute)
     cluster = costs.cluster
     estimate = _Estimate(
