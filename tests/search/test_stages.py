@@ -1,4 +1,4 @@
-"""What stages hold and may keep, against the operations of programs."""
+"""Memory and recomputation of stages, compared with the operations of programs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from chameleon_ft.estimate.bounds import (
 )
 from chameleon_ft.estimate.cluster_bound import cluster_bound_s
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync, reduction_s
-from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory
+from chameleon_ft.estimate.layer_memory import MemoryUse
+from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory
 from chameleon_ft.estimate.parts import PartsEstimate, estimate_parts, peak_bytes_of
 from chameleon_ft.estimate.stages import PipelineTimes, pipeline_times
 from chameleon_ft.estimate.step import StepEstimate, estimate_step

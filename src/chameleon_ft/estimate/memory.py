@@ -32,10 +32,9 @@ working bytes of the last layer. With tensor parallelism all bytes are those of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -51,13 +50,14 @@ from chameleon_ft.estimate._memory_records import (
     WEIGHT_GRAD,
     WORST,
 )
+from chameleon_ft.estimate.layer_memory import LayerMemory, MemoryUse
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import Operation, OperationKind, Program
 from chameleon_ft.schedule._records import Integers, Records
 from chameleon_ft.schedule.list_scheduler import Schedule
-from chameleon_ft.workload import LayerCost, Workload, is_recomputed
+from chameleon_ft.workload import Workload
 
-__all__ = ["MemoryUse", "MessageBuffers", "Stages", "WorkerMemory", "program_memory", "schedule_bytes", "stages_of"]
+__all__ = ["MessageBuffers", "Stages", "WorkerMemory", "program_memory", "schedule_bytes", "stages_of"]
 
 _KINDS: Final = {
     OperationKind.FORWARD: FORWARD,
@@ -89,34 +89,6 @@ class MessageBuffers:
         for name in ("receives_ahead", "sends_kept"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
-    """Bytes that a worker holds at one moment, by what they are for; the module's text says what counts as what."""
-
-    param_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    sample_bytes: int = 0
-    activation_bytes: int = 0
-    weight_grad_bytes: int = 0
-    message_bytes: int = 0
-    working_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return (
-            self.param_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + self.sample_bytes
-            + self.activation_bytes
-            + self.weight_grad_bytes
-            + self.message_bytes
-            + self.working_bytes
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +206,7 @@ class Stages:
     """The ranges of layers that operations are on, by number."""
 
     def __init__(self, workload: Workload) -> None:
-        self._layers = _Layers(workload)
+        self._layers = LayerMemory(workload)
         self._numbers: dict[tuple[LayerRange, LayerRange | None], int] = {}
         self._state_bytes: dict[tuple[object, ...], int] = {}
         self._stages = np.empty(0, STAGE)
@@ -303,124 +275,3 @@ class Stages:
             ),
             [(own.activation_bytes, own.weight_grad_bytes, own.message_bytes, own.working_bytes) for own in worst],
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    """What an operation needs while one of its layers runs, the activations of its hop included."""
-
-    activation_bytes: int = 0
-    weight_grad_bytes: int = 0
-    message_bytes: int = 0
-    working_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        return self.activation_bytes + self.weight_grad_bytes + self.message_bytes + self.working_bytes
-
-
-class _Layers:
-    """Bytes that ranges of layers need, of which a worker may recompute some (`again`)."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._costs, recomputed = workload.layers, workload.recomputed().layers
-        self._whole, self._inputs = _Kept(self._costs), _Kept(recomputed)
-        # Of the activations of each layer, those that only its own F and backward need if it is recomputed.
-        self._rest = [
-            max(0, layer.activation_bytes - cost.activation_bytes)
-            for layer, cost in zip(self._costs, recomputed, strict=True)
-        ]
-        self.weight_grads = _summed(layer.weight_grad_bytes for layer in self._costs)
-        self._params = _summed(layer.param_bytes for layer in self._costs)
-        self._gradients = _summed(layer.gradient_bytes for layer in self._costs)
-        self._optimizer = _summed(layer.optimizer_bytes for layer in self._costs)
-
-    def activations(self, layers: LayerRange, again: LayerRange | None) -> int:
-        """Bytes of activations that are kept of these layers."""
-        return self._kept(layers, again)[0]
-
-    def kept_output(self, layers: LayerRange, again: LayerRange | None) -> int:
-        """Bytes of the output of these layers, if they keep it: the graph of the last layer does, if there is one."""
-        last = layers.stop - 1
-        return 0 if self._runs_again(last, again) else self.output(last)
-
-    def _runs_again(self, layer: int, again: LayerRange | None) -> bool:
-        return again is not None and layer in again and is_recomputed(layer, len(self._costs))
-
-    def _kept(self, layers: LayerRange, again: LayerRange | None) -> tuple[int, int]:
-        """Bytes of activations that are kept of these layers, and those of them that are in what I leaves for W."""
-        part = None if again is None else again.intersection(layers)
-        kept, left = self._whole.activations(layers), self._whole.left(layers)
-        if part is not None:
-            kept += self._inputs.activations(part) - self._whole.activations(part)
-            left += self._inputs.left(part) - self._whole.left(part)
-        return kept, left
-
-    def output(self, layer: int) -> int:
-        """Bytes of a layer's output and of its gradient; none before the first, and the last one's is a loss."""
-        return self._costs[layer].output_bytes if 0 <= layer < len(self._costs) - 1 else 0
-
-    def worst(self, kind: OperationKind, layers: LayerRange, again: LayerRange | None) -> _Moment:
-        """The worst moment of an operation, without messages that come in or wait."""
-        moments = (self._moment(kind, layers, again, running) for running in layers)
-        return max(moments, key=lambda moment: moment.total_bytes)
-
-    def state_of(self, placement: Placement, worker: int) -> MemoryUse:
-        held = placement.ranges_of(worker)
-        return MemoryUse(
-            param_bytes=sum(map(self._params, held)),
-            gradient_bytes=sum(map(self._gradients, held)),
-            optimizer_bytes=sum(map(self._optimizer, held)),
-            # Inputs and targets are kept together, by whoever needs one of them.
-            sample_bytes=max((self._costs[layer].sample_bytes for layers in held for layer in layers), default=0),
-        )
-
-    def _moment(self, kind: OperationKind, layers: LayerRange, again: LayerRange | None, running: int) -> _Moment:
-        cost = self._costs[running]
-        below, through = LayerRange(layers.start, running + 1), LayerRange(running, layers.stop)
-        made = self.output(running - 1)  # the gradient of its input
-        outgoing = made if running == layers.start else 0
-        # Of the layer that runs, if it is recomputed: its output, which is made once more, and its other activations.
-        is_again = self._runs_again(running, again)
-        output_again, rest = (cost.output_bytes, self._rest[running]) if is_again else (0, 0)
-        kept_output = self.kept_output(layers, again)
-        match kind:
-            case OperationKind.FORWARD:
-                activations = self.activations(below, again) + self.output(running)
-                return _Moment(activation_bytes=activations, working_bytes=cost.working_bytes + rest)
-            case OperationKind.BACKWARD:
-                from_above = 0 if running + 1 == layers.stop else self.output(running)
-                return _Moment(
-                    activation_bytes=self.activations(below, again) + kept_output,
-                    message_bytes=outgoing,
-                    working_bytes=cost.working_bytes + output_again + rest + from_above + made - outgoing,
-                )
-            case OperationKind.INPUT_GRAD:
-                apart = self.activations(layers, again) - self._kept(through, again)[1]
-                if cost.weight_grad_bytes >= cost.activation_bytes:
-                    rest = 0
-                return _Moment(
-                    activation_bytes=apart + kept_output,
-                    weight_grad_bytes=self.weight_grads(through),
-                    message_bytes=outgoing,
-                    working_bytes=cost.working_bytes + output_again + rest + made - outgoing,
-                )
-            case OperationKind.WEIGHT_GRAD:
-                return _Moment(weight_grad_bytes=self.weight_grads(layers), working_bytes=cost.working_bytes)
-
-
-class _Kept:
-    """Sums over ranges of layers with these costs: of activations, and of those among them that I leaves for W."""
-
-    def __init__(self, costs: Sequence[LayerCost]) -> None:
-        kept = [layer.activation_bytes for layer in costs]
-        self.activations = _summed(kept)
-        self.left = _summed(
-            own if layer.weight_grad_bytes >= own else 0 for layer, own in zip(costs, kept, strict=True)
-        )
-
-
-def _summed(amounts: Iterable[int]) -> Callable[[LayerRange], int]:
-    """Sums over ranges of layers, of the amounts of each."""
-    until = list(accumulate(amounts, initial=0))
-    return lambda layers: until[layers.stop] - until[layers.start]

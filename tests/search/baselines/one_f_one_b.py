@@ -1,4 +1,4 @@
-"""What pipelines hold under 1F1B, by going through the orders as they are defined."""
+"""Memory of pipelines under 1F1B, from orders written out by the definition of 1F1B."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
 def one_f_one_b(
     route: Route, hop: int, in_flight: int, micro_batches: int, recompute: Mapping[int, LayerRange] | None = None
 ) -> tuple[Operation, ...]:
-    """What a worker runs that has as many micro-batches in flight as it may, as soon and as long as it can."""
+    """The order of a worker: `in_flight` forwards, then backward and forward in turn, then the backwards left."""
     routes = [Route(number, route.hops) for number in range(micro_batches)]
     order: list[Operation] = []
     ahead = min(in_flight, micro_batches)
@@ -26,7 +26,7 @@ def one_f_one_b(
 
 
 def peak_bytes(costs: CostModel, cut_points: tuple[int, ...], micro_batches: int, *, recompute: bool = False) -> int:
-    """Of the worker that needs most."""
+    """Peak bytes of the worker that needs most."""
     depth = len(cut_points)
     pipeline = PipelineLayout(cut_points, tuple(range(depth)), micro_batches)
     plan = pipelines_plan([pipeline], recompute=recompute)
