@@ -97,7 +97,16 @@ def fill_bounds(
                 if returned_s[stage - 1, stop] == math.inf:
                     continue
                 once_s, own_s, done_s, _ = _stage_s(
-                    tables, kind, count, to_end, start, stop, first_s[stage - 1, stop], returned_s[stage - 1, stop]
+                    tables,
+                    kind,
+                    count,
+                    to_end,
+                    start,
+                    stop,
+                    first_s[stage - 1, stop],
+                    returned_s[stage - 1, stop],
+                    least_s,
+                    least_end_s - sync_s[start, stop],
                 )
                 done_s = max(done_s + sync_s[start, stop], forward + tables.message_s[stop] + ended_s[stage - 1, stop])
                 least_first_s = min(least_first_s, once_s)
@@ -107,11 +116,21 @@ def fill_bounds(
 
 @lean_part
 def _stage_s(
-    tables: Tables, kind: int, count: int, to_end: int, start: int, stop: int, first_s: float, rest_s: float
+    tables: Tables,
+    kind: int,
+    count: int,
+    to_end: int,
+    start: int,
+    stop: int,
+    first_s: float,
+    rest_s: float,
+    enough_s: float,
+    enough_end_s: float,
 ) -> tuple[float, float, float, int]:
     """For one stage the least `_option_s` over its options, each for itself, and the option that ends first.
 
-    Infinite, and a negative option, where not even one micro-batch fits.
+    Infinite, and a negative option, where not even one micro-batch fits. Options that are below neither of the times
+    that are enough, until the last gradient has gone out and until the worker has ended, are left out.
     """
     least_first_s = least_s = least_end_s = math.inf
     best = -1
@@ -119,50 +138,70 @@ def _stage_s(
     for option in range(begin, end):
         if option + 1 < end and tables.options[option, IN_FLIGHT] < tables.roomy * to_end:
             continue
-        once_s, own_s, done_s = _option_s(tables, kind, count, start, stop, option, first_s, rest_s)
-        least_first_s, least_s = min(least_first_s, once_s), min(least_s, own_s)
+        once_s, own_s, done_s = _unlimited_s(tables, kind, count, start, stop, option, first_s, rest_s)
+        least_first_s = min(least_first_s, once_s)
+        # Each further option recomputes more.
+        if own_s >= min(least_s, enough_s) and done_s >= min(least_end_s, enough_end_s):
+            break
+        own_s, done_s = _option_s(tables, kind, count, start, stop, option, first_s, rest_s)
+        least_s = min(least_s, own_s)
         if done_s < least_end_s:
             least_end_s, best = done_s, option
     return least_first_s, least_s, least_end_s, best
 
 
 @lean_part
-def _option_s(
+def _stage_option_s(tables: Tables, kind: int, start: int, stop: int, option: int) -> tuple[float, float, float]:
+    """Seconds of F, of B or I, and of W."""
+    again_s = tables.again_s[option]
+    backward, weight = tables.backward_s[kind, start, stop], tables.weight_s[kind, start, stop]
+    # A first hop has no input gradient to make: its W is the backward in one go.
+    if tables.split and start == 0:
+        return tables.forward_s[kind, start, stop], backward, weight + again_s
+    return tables.forward_s[kind, start, stop], backward + again_s, weight
+
+
+@lean_part
+def _unlimited_s(
     tables: Tables, kind: int, count: int, start: int, stop: int, option: int, first_s: float, rest_s: float
 ) -> tuple[float, float, float]:
-    """Seconds of one micro-batch, until the last gradient of all has gone out, and until the worker has ended.
+    """As `first_s` and `_option_s`, if memory held all micro-batches at once."""
+    forward, backward, weight = _stage_option_s(tables, kind, start, stop, option)
+    through_s = forward + 2 * tables.message_s[stop] + backward
+    own_s = max(count * (forward + backward), through_s + rest_s)
+    return through_s + first_s, own_s, max(count * (forward + backward + weight), own_s + weight)
+
+
+@lean_part
+def _option_s(
+    tables: Tables, kind: int, count: int, start: int, stop: int, option: int, first_s: float, rest_s: float
+) -> tuple[float, float]:
+    """Seconds until the last gradient of all micro-batches has gone out, and until the worker has ended.
 
     Args:
         option: of the stage.
         first_s, rest_s: until the gradient of one micro-batch, and of all, is back from the stages after it.
     """
-    forward, backward = tables.forward_s[kind, start, stop], tables.backward_s[kind, start, stop]
-    weight, away_s = tables.weight_s[kind, start, stop], 2 * tables.message_s[stop] + first_s
-    # A first hop has no input gradient to make: its W is the backward in one go.
+    once_s, own_s, done_s = _unlimited_s(tables, kind, count, start, stop, option, first_s, rest_s)
+    forward, backward, weight = _stage_option_s(tables, kind, start, stop, option)
     whole_in_weight = tables.split and start == 0
-    if whole_in_weight:
-        weight += tables.again_s[option]
-    else:
-        backward += tables.again_s[option]
-    once_s = forward + away_s + backward
-    room = min(tables.options[option, IN_FLIGHT], count)
-    idle_s = max(0.0, forward + away_s - room * forward)
-    waited = max(0, count - tables.options[option, DEFERRED])
+    bytes_of = tables.options[option]
+    room = min(bytes_of[IN_FLIGHT], count)
+    idle_s = max(0.0, once_s - backward - room * forward)
+    waited = max(0, count - bytes_of[DEFERRED])
     # Every micro-batch takes one of so many places from its F until its backward, and bytes of memory while it is away;
-    # while an operation runs, all others have only what that leaves.
-    # Where that is nothing, micro-batches have no bytes either.
-    bytes_of, spare = tables.options[option], max(1, tables.options[option, SPARE])
+    # while an operation runs, all others have only what that leaves. Where that is nothing, micro-batches have no bytes
+    # either.
+    away_s, spare = once_s - forward - backward, max(1, bytes_of[SPARE])
     byte_s = away_s * bytes_of[EACH] + forward * bytes_of[FORWARD] + backward * bytes_of[BACKWARD]
     taken_s = count * (once_s + (weight if whole_in_weight else 0.0)) / room
     own_byte_s, byte_s = count * byte_s / spare, count * (byte_s + weight * bytes_of[WEIGHT]) / spare
-    own_s = max(
-        count * (forward + backward) + waited * weight + idle_s,
-        forward + 2 * tables.message_s[stop] + rest_s + backward,
-    )
+    done_s = max(done_s, count * (forward + backward + weight) + idle_s, byte_s)
+    own_s = max(own_s, count * (forward + backward) + waited * weight + idle_s)
     if whole_in_weight:
-        return once_s, own_s, max(count * (forward + backward + weight) + idle_s, own_s + weight, taken_s, byte_s)
+        return own_s, max(done_s, own_s + weight, taken_s)
     own_s = max(own_s, taken_s, own_byte_s)
-    return once_s, own_s, max(count * (forward + backward + weight) + idle_s, own_s + weight, byte_s)
+    return own_s, max(done_s, own_s + weight)
 
 
 @lean_kernel
@@ -185,11 +224,13 @@ def cut_s(
         start = stops[position - 1] if position else 0
         options[position] = chosen[position]
         if chosen[position] >= 0:
-            once_s, own_s, done_s = _option_s(tables, kind, count, start, stop, chosen[position], first_s, returned_s)
+            at = kind, count, start, stop, chosen[position]
+            once_s, _, _ = _unlimited_s(tables, *at, first_s, returned_s)
+            own_s, done_s = _option_s(tables, *at, first_s, returned_s)
         else:
             to_end = min(len(shape) - position, count)
             once_s, own_s, done_s, options[position] = _stage_s(
-                tables, kind, count, to_end, start, stop, first_s, returned_s
+                tables, kind, count, to_end, start, stop, first_s, returned_s, math.inf, math.inf
             )
         if done_s == math.inf:
             return math.inf
@@ -302,7 +343,9 @@ def _allowed(
         rest_s = wanted.returned_s[position, stop]
         if rest_s == math.inf:
             continue
-        _, own_s, done_s, _ = _stage_s(tables, kind, count, to_end, start, stop, wanted.first_s[position, stop], rest_s)
+        _, own_s, done_s, _ = _stage_s(
+            tables, kind, count, to_end, start, stop, wanted.first_s[position, stop], rest_s, math.inf, math.inf
+        )
         down_s = tables.forward_s[kind, start, stop] + tables.message_s[stop]
         done_s = max(done_s + wanted.sync_s[start, stop], down_s + wanted.ended_s[position, stop], own_s + after_s)
         if done_s < math.inf and done_s <= limit_s - before_s:
