@@ -38,7 +38,7 @@ class Problem:
         found = []
         for place, share in enumerate(shares):
             workers = tuple(range(place * depth, (place + 1) * depth))
-            _, options = self.search.estimates.bound_s((0,) * depth, stops, share)
+            _, options = self.search.estimates.chosen((0,) * depth, stops, share)
             if min(options) < 0:
                 return None
             spec = PipelineSpec((0,) * depth, stops, options, share)

@@ -28,14 +28,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from chameleon_ft.schedule._records import Floats
+from chameleon_ft.schedule._records import Floats, Integers
 from chameleon_ft.search.cuts import Choice, Cuts
 from chameleon_ft.search.gradient_sync import SyncCost
 from chameleon_ft.search.stages import Stages, gradient_bytes, timeless_gradient_bytes
@@ -50,9 +50,13 @@ Stops: TypeAlias = tuple[int, ...]
 """Where each stage of a pipeline stops."""
 
 _ROUNDING: Final = 1e-12
+# Relative precision of bounds and of options that are found by bisection.
+_PRECISION: Final = 2e-3
 # By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
 _SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
 _EVEN: Final = 0.04
+# Limits under which options are chosen, as shares above the least bound.
+_LIMITS: Final = (*(0.005 * 1.4**step for step in range(18)), math.inf)
 # Numbers that the remembered times of stages may have together.
 _REMEMBERED: Final = 8_000_000
 
@@ -77,9 +81,12 @@ class PipelineBounds:
         self.sync = sync
         self.tables = stages.roomy_tables(roomy)
         self._rows: dict[tuple[Shape, int, int], _Rows] = {}
+        self._limited_rows: dict[tuple[Shape, int, int], _Rows] = {}
+        self._limit_s = math.inf
         self._remembered = 0
-        self._least_s: dict[tuple[Shape, int, int], list[float]] = {}
-        self._last_most: dict[Shape, int] = {}
+        self._quick_s: dict[tuple[Shape, int, int], list[float]] = {}
+        self._known_s: dict[tuple[Shape, int], tuple[float, float]] = {}
+        self._last_most: dict[tuple[Shape, bool], int] = {}
         edge = np.full(stages.num_layers + 1, np.inf)
         edge[-1] = 0.0
         self._end = _Rows(edge, edge, edge)
@@ -93,63 +100,102 @@ class PipelineBounds:
         sync_s = sync.fixed_s + sync.per_byte_s * num_bytes + sync.beyond_s * beyond
         return np.where(num_bytes > 0, sync_s, 0.0)
 
-    def least_s(self, shape: Shape, micro_batches: int) -> float:
-        """Seconds below which no pipeline of this shape can be; infinite if none fits."""
+    def quick_s(self, shape: Shape, micro_batches: int) -> float:
+        """As `least_s`, or less, and known much sooner: each time is minimized for itself."""
         kind, count, after = _front(shape)
-        known = self._least_s.setdefault((after, kind, micro_batches), [])
+        known = self._quick_s.setdefault((after, kind, micro_batches), [])
         if count >= len(known):
             known[:] = self._rows_of(after, kind, count, micro_batches).ended_s[:, 0].tolist()
         return known[count]
 
-    def most(self, shape: Shape, time_s: float, enough: int) -> int:
-        """The most micro-batches, up to `enough`, that the bound does not rule out; zero if it rules out one."""
+    def least_s(self, shape: Shape, micro_batches: int) -> float:
+        """Seconds below which no pipeline of this shape can be; infinite if none fits."""
+        high_s = self.quick_s(shape, micro_batches)
+        share = _PRECISION
+        while high_s < math.inf and not self.holds(shape, micro_batches, high_s):
+            high_s, share = high_s * (1 + share), 2 * share
+        low_s, high_s = self._between(shape, micro_batches)
+        while low_s * (1 + _PRECISION) < high_s < math.inf:
+            self.holds(shape, micro_batches, (low_s + high_s) / 2)
+            low_s, high_s = self._between(shape, micro_batches)
+        return low_s
+
+    def holds(self, shape: Shape, micro_batches: int, limit_s: float) -> bool:
+        """Whether there may be a pipeline of this shape that takes no longer than a limit."""
+        low_s, high_s = self._between(shape, micro_batches)
+        if limit_s < low_s:
+            return False
+        # Of times that differ by less, it is not worth while to know which can be reached.
+        if limit_s >= high_s or (low_s * (1 + _PRECISION) >= high_s and limit_s > low_s):
+            return True
+        kind, count, after = _front(shape)
+        rows = self._rows_of(after, kind, count, micro_batches, limit_s)
+        found = bool(rows.ended_s[count, 0] <= limit_s)
+        self._known_s[shape, micro_batches] = (low_s, limit_s) if found else (limit_s, high_s)
+        return found
+
+    def _between(self, shape: Shape, micro_batches: int) -> tuple[float, float]:
+        """The longest time that is known to be too short, and the shortest one that is known to hold a pipeline."""
+        key = shape, micro_batches
+        if key not in self._known_s:
+            quick_s = self.quick_s(*key)
+            self._known_s[key] = quick_s, math.inf if self.stages.limited else quick_s
+        return self._known_s[key]
+
+    def most(self, shape: Shape, time_s: float, enough: int, *, quick: bool) -> int:
+        """The most micro-batches, up to `enough`, that the bound, or the quick one, does not rule out; zero if it rules
+        out one."""
         # Where memory forbids it, it takes infinitely long.
         limit_s = min(time_s * (1 + _ROUNDING), sys.float_info.max)
-        low, high = 0, enough
-        at, step = min(max(self._last_most.get(shape, enough), 1), enough), 1
-        passed = failed = False
-        # Times grow with micro-batches: gallop to where they pass the limit, then bisect.
-        while low < high:
-            if self.least_s(shape, at) <= limit_s:
-                low, passed = at, True
-            else:
-                high, failed = at - 1, True
-            step *= 2
-            at = (
-                (low + high + 1) // 2 if passed and failed else min(low + step, high) if passed else max(high - step, 1)
-            )
-        self._last_most[shape] = low
-        return low
+        at = self._last_most.get((shape, quick), enough)
+        found = _last(
+            lambda count: self.quick_s(shape, count) <= limit_s if quick else self.holds(shape, count, limit_s),
+            enough,
+            at,
+        )
+        self._last_most[shape, quick] = found
+        return found
 
-    def bound_s(
-        self, shape: Shape, stops: Stops, micro_batches: int, options: Sequence[int] = ()
-    ) -> tuple[float, tuple[int, ...]]:
-        """Seconds below which no order of operations can be on this cut, and the options of its stages.
+    def bound_s(self, shape: Shape, stops: Stops, micro_batches: int, options: Sequence[int]) -> float:
+        """Seconds below which no order of operations can be on this cut with these options; infinite if one is
+        negative."""
+        return self._cut_s(shape, stops, micro_batches, math.inf, np.array(options))
 
-        Args:
-            shape: classes of the workers.
-            stops: the cut.
-            micro_batches: of the pipeline.
-            options: of the stages; those of the least bound where there are none. Infinite where one does not fit.
+    def chosen(self, shape: Shape, stops: Stops, micro_batches: int) -> tuple[float, tuple[int, ...]]:
+        """Options of the stages of this cut for which the bound is about the least, and the bound for these.
+
+        Infinite, and one of them negative, where a stage does not fit.
         """
+        best_s, best = math.inf, (-1,)
+        least_s = self.quick_s(shape, micro_batches)
+        # In a step that may take longer stages recompute less, so that those in front need to hold fewer micro-batches,
+        # but their gradients take longer.
+        for slack in _LIMITS if self.stages.limited else (math.inf,):
+            options = np.full(len(shape), -1)
+            if self._cut_s(shape, stops, micro_batches, least_s * (1 + slack), options) < math.inf:
+                own_s = self._cut_s(shape, stops, micro_batches, math.inf, options)
+                if own_s < best_s:
+                    best_s, best = own_s, tuple(options.tolist())
+            if best_s <= least_s * (1 + slack):
+                break
+        return best_s, best
+
+    def _cut_s(self, shape: Shape, stops: Stops, micro_batches: int, limit_s: float, options: Integers) -> float:
         from chameleon_ft.search._kernels.pipeline_bounds import cut_s
 
-        found = np.empty(len(shape), np.int64)
-        chosen = np.array(options) if options else np.full(len(shape), -1)
-        own_s = cut_s(self.tables, np.array(shape), np.array(stops), chosen, micro_batches, self.sync_s, found)
-        return own_s, tuple(found.tolist())
+        return cut_s(self.tables, np.array(shape), np.array(stops), micro_batches, limit_s, self.sync_s, options)
 
     def candidates(self, shape: Shape, micro_batches: int) -> Iterator[Stops]:
         """Cuts of the least bound, or of one little larger: with stages as equal as can be, or filled."""
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
             return
-        cuts = self.cuts(shape, micro_batches)
         found: list[Stops] = []
         for slack in _SLACKS:
+            cuts = self.cuts(shape, micro_batches, limit_s=least_s * (1 + slack))
             # Nearly equal stages, or small ones first, have room in memory where the least bound would have them full.
             for choice in (Choice.NEAREST, Choice.EARLIEST) if found else Choice:
-                stops = cuts.greedy(least_s * (1 + slack), choice)
+                stops = cuts.greedy(choice)
                 if stops is not None and stops not in found:
                     found.append(stops)
                     yield stops
@@ -161,18 +207,19 @@ class PipelineBounds:
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
             return None
-        return self.cuts(shape, micro_batches, wishes).greedy(least_s * (1 + slack), Choice.NEAREST)
+        return self.cuts(shape, micro_batches, wishes, limit_s=least_s * (1 + slack)).greedy(Choice.NEAREST)
 
-    def cuts(self, shape: Shape, micro_batches: int, wishes: Sequence[int] = ()) -> Cuts:
-        """The cuts of a shape, by their bounds."""
-        return Cuts(self.tables, self._wanted(shape, micro_batches), self.stages.speeds, wishes)
+    def cuts(self, shape: Shape, micro_batches: int, wishes: Sequence[int] = (), *, limit_s: float) -> Cuts:
+        """The cuts of a shape whose bounds are within a limit."""
+        limit_s = min(limit_s * (1 + _ROUNDING), sys.float_info.max)
+        return Cuts(self.tables, self._wanted(shape, micro_batches, limit_s), limit_s, self.stages.speeds, wishes)
 
     def sync_s_of(self, stops: Stops) -> Floats:
         """Seconds of gradient sync of each stage, as the bounds have it."""
         found: Floats = self.sync_s[[0, *stops[:-1]], list(stops)]
         return found
 
-    def _wanted(self, shape: Shape, micro_batches: int) -> Pipeline:
+    def _wanted(self, shape: Shape, micro_batches: int, limit_s: float) -> Pipeline:
         from chameleon_ft.search._kernels.pipeline_bounds import Pipeline
 
         after: list[_Rows] = []
@@ -181,36 +228,61 @@ class PipelineBounds:
                 after.append(self._end)
                 continue
             kind, count, behind = _front(shape[position:])
-            rows = self._rows_of(behind, kind, count, micro_batches)
+            rows = self._rows_of(behind, kind, count, micro_batches, limit_s)
             after.append(_Rows(*(each[count] for each in rows)))
         return Pipeline(
             np.array(shape), micro_batches, self.sync_s, *(np.stack(own) for own in zip(*after, strict=True))
         )
 
-    def _rows_of(self, after: Shape, kind: int, count: int, micro_batches: int) -> _Rows:
-        """The times of 0, 1, ... and at least `count` stages on workers of a class in front of others."""
+    def _rows_of(self, after: Shape, kind: int, count: int, micro_batches: int, limit_s: float = math.inf) -> _Rows:
+        """The times of 0, 1, ... and at least `count` stages on workers of a class in front of others.
+
+        Those within a limit are remembered until the next limit.
+        """
         from chameleon_ft.search._kernels.pipeline_bounds import fill_bounds
 
+        limit_s = limit_s if self.stages.limited else math.inf
+        if limit_s < math.inf and limit_s != self._limit_s:
+            self._limit_s = limit_s
+            self._limited_rows.clear()
+        known = self._rows if limit_s == math.inf else self._limited_rows
         key = after, kind, micro_batches
-        found = self._rows.get(key)
+        found = known.get(key)
         if found is None or len(found.ended_s) <= count:
             last = self._end
             if after:
                 own_kind, own_count, behind = _front(after)
-                last = _Rows(*(each[own_count] for each in self._rows_of(behind, own_kind, own_count, micro_batches)))
+                rows = self._rows_of(behind, own_kind, own_count, micro_batches, limit_s)
+                last = _Rows(*(each[own_count] for each in rows))
             size = self.stages.num_layers + 1
             # Deeper pipelines are likely to be asked for next.
-            rows = min(max(count + 1, 0 if found is None else 2 * len(found.ended_s)), size - len(after))
-            found = _Rows(*np.empty((3, rows, size)))
+            number = min(max(count + 1, 0 if found is None else 2 * len(found.ended_s)), size - len(after))
+            found = _Rows(*np.empty((3, number, size)))
             for own, given in zip(found, last, strict=True):
                 own[0] = given
-            fill_bounds(self.tables, kind, len(after), micro_batches, self.sync_s, *found)
-            self._remembered += 3 * found.ended_s.size
-            if self._remembered > _REMEMBERED:
-                self._rows.clear()
-                self._remembered = 3 * found.ended_s.size
-            self._rows[key] = found
+            fill_bounds(self.tables, kind, len(after), micro_batches, limit_s, self.sync_s, *found)
+            if limit_s == math.inf:
+                self._remembered += 3 * found.ended_s.size
+                if self._remembered > _REMEMBERED:
+                    self._rows.clear()
+                    self._remembered = 3 * found.ended_s.size
+            known[key] = found
         return found
+
+
+def _last(fits: Callable[[int], bool], most: int, at: int) -> int:
+    """The last number from 1 to `most` that fits, as all below it do; 0 if none does. By galloping from `at`."""
+    low, high, step = 0, most, 1
+    at = min(max(at, 1), most)
+    passed = failed = False
+    while low < high:
+        if fits(at):
+            low, passed = at, True
+        else:
+            high, failed = at - 1, True
+        step *= 2
+        at = (low + high + 1) // 2 if passed and failed else min(low + step, high) if passed else max(high - step, 1)
+    return low
 
 
 # The shapes of a search are asked for over and over.

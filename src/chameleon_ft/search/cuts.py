@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from chameleon_ft.search._kernels.pipeline_bounds import Pipeline, Tables
 
 __all__ = ["Choice", "Cuts"]
-
-_ROUNDING: Final = 1e-12
 
 
 class Choice(IntEnum):
@@ -32,24 +30,27 @@ class Cuts:
     Args:
         tables: stages of the model.
         pipeline: what is cut.
+        limit_s: what the bound may be.
         speeds: of the classes of workers.
         wishes: where stages are wished to stop; none for where they would if all that is left had equal work.
     """
 
-    def __init__(self, tables: Tables, pipeline: Pipeline, speeds: Floats, wishes: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tables: Tables, pipeline: Pipeline, limit_s: float, speeds: Floats, wishes: Sequence[int] = ()
+    ) -> None:
         self._tables = tables
         self._pipeline = pipeline
+        self._limit_s = limit_s
         self._speeds = speeds
         self._wishes = np.array(wishes, np.float64)
         self._room = np.empty(len(pipeline.sync_s), np.int64)
 
     def each(
-        self, limit_s: float, position: int = 0, start: int = 0, before_s: float = 0.0, after_s: float = 0.0
+        self, position: int = 0, start: int = 0, before_s: float = 0.0, after_s: float = 0.0
     ) -> Iterator[tuple[int, ...]]:
         """All cuts whose bound is within the limit, and some whose bound is a little larger.
 
         Args:
-            limit_s: what the bound may be.
             position: of the next stage, which starts at layer `start`.
             before_s: until its first activation comes in.
             after_s: from when its last gradient has gone out, until all workers before it have ended.
@@ -62,15 +63,13 @@ class Cuts:
                 yield ()
             return
         at = position, start
-        count = fill_allowed(
-            self._tables, self._pipeline, limit_s * (1 + _ROUNDING), *at, before_s, after_s, self._room
-        )
+        count = fill_allowed(self._tables, self._pipeline, self._limit_s, *at, before_s, after_s, self._room)
         for stop in self._room[:count].tolist():
             until = passed(self._tables, self._pipeline, *at, stop, before_s, after_s)
-            for stops in self.each(limit_s, position + 1, stop, *until):
+            for stops in self.each(position + 1, stop, *until):
                 yield (stop, *stops)
 
-    def greedy(self, limit_s: float, choice: Choice) -> tuple[int, ...] | None:
+    def greedy(self, choice: Choice) -> tuple[int, ...] | None:
         """The cut of a choice at every stage; None where that leads nowhere."""
         from chameleon_ft.search._kernels.pipeline_bounds import greedy_cut
 
@@ -78,7 +77,7 @@ class Cuts:
         found = greedy_cut(
             self._tables,
             self._pipeline,
-            limit_s * (1 + _ROUNDING),
+            self._limit_s,
             self._speeds,
             self._wishes,
             int(choice),

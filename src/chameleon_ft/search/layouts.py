@@ -79,8 +79,8 @@ def _numbers(workers: int, depth: int, layers: int, micro_batches: int) -> list[
 def _estimate_s(pipelines: PipelineSearch, depth: int, share: float) -> float:
     """The estimate of the mean share, interpolated between whole numbers of micro-batches."""
     estimates, low = pipelines.estimates, math.floor(share)
-    low_s = estimates.least_s((0,) * depth, low)
+    low_s = estimates.quick_s((0,) * depth, low)
     if share == low or low_s == math.inf:
         return low_s
     # Pipelines one stage deeper, of workers that are left over, take some of the work.
-    return low_s + (share - low) * (estimates.least_s((0,) * depth, low + 1) - low_s)
+    return low_s + (share - low) * (estimates.quick_s((0,) * depth, low + 1) - low_s)

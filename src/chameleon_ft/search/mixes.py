@@ -224,8 +224,8 @@ class MixSearch:
         for count, own_s in self._scheduled_s.get(shape, {}).items():
             if own_s > time_s:
                 enough = min(enough, count - 1)
-        most = self.pipelines.bounds.most(shape, time_s, enough)
-        return self._bounds.most(shape, time_s, most) if shape in self._opened else most
+        most = self.pipelines.bounds.most(shape, time_s, enough, quick=True)
+        return self._bounds.most(shape, time_s, most, quick=False) if shape in self._opened else most
 
     def _trimmed(self, mix: Sequence[Share]) -> list[Share]:
         """The mix without the micro-batches that are too many; the pipelines that would end last give them up."""
@@ -244,7 +244,7 @@ class MixSearch:
 
     def _time_s(self, shape: Shape, micro_batches: int) -> float:
         known = self._known.get((shape, micro_batches))
-        return self._bounds.least_s(shape, micro_batches) if known is None else known[0]
+        return self._bounds.quick_s(shape, micro_batches) if known is None else known[0]
 
     def _timed(self, mix: Sequence[Share]) -> tuple[bool, TimedMix | None]:
         """Whether any of the mix was not scheduled before, and the mix with schedules; None where it does not fit."""

@@ -22,7 +22,7 @@ _ENOUGH: Final = 0.005
 _LEAST_GAIN: Final = 0.003
 # Where memory is limited, stages are given room for these shares of the micro-batches that 1F1B has in flight there,
 # and then for as many as the bound takes. With less room they recompute less, but are idle more.
-_ROOMY: Final = (1.0, 0.85, 0.7, 0.0)
+_ROOMY: Final = (1.25, 1.0, 0.85, 0.7, 0.0)
 # Cuts in a row without an improvement that end the search among those of one estimate.
 _IN_VAIN: Final = 2
 # Pipelines that take longer by no more than this share are similar; so many of them are kept.
@@ -68,7 +68,7 @@ class PipelineSearch:
                 break
             in_vain = 0
             for stops in bounds.candidates(shape, micro_batches):
-                estimate_s, options = bounds.bound_s(shape, stops, micro_batches)
+                estimate_s, options = bounds.chosen(shape, stops, micro_batches)
                 if estimate_s < best[0] * (1 - (_LEAST_GAIN if sync == SyncCost() else -_SIMILAR)):
                     found = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
                     in_vain = 0 if found is not best else in_vain + 1
@@ -93,7 +93,7 @@ class PipelineSearch:
     ) -> tuple[float, TimedPipeline | None]:
         best: tuple[float, TimedPipeline | None] = math.inf, None
         for stops in bounds.candidates(shape, micro_batches):
-            _, options = bounds.bound_s(shape, stops, micro_batches)
+            _, options = bounds.chosen(shape, stops, micro_batches)
             best = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
         if best[0] > bounds.least_s(shape, micro_batches) * (1 + _ROUNDING):
             for bound_s, stops, options in sorted(self._all(shape, micro_batches, bounds, best[0])):
@@ -106,9 +106,9 @@ class PipelineSearch:
         self, shape: Shape, micro_batches: int, bounds: PipelineBounds, limit_s: float
     ) -> Iterator[tuple[float, Stops, tuple[int, ...]]]:
         """All cuts with all options, with bounds up to the limit."""
-        for stops in bounds.cuts(shape, micro_batches).each(min(limit_s, 1e300)):
+        for stops in bounds.cuts(shape, micro_batches, limit_s=limit_s).each():
             for options in product(*bounds.stages.options_of(shape, stops)):
-                own_s, _ = bounds.bound_s(shape, stops, micro_batches, options)
+                own_s = bounds.bound_s(shape, stops, micro_batches, options)
                 if own_s <= limit_s * (1 + _ROUNDING):
                     yield own_s, stops, options
 

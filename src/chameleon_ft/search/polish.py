@@ -135,14 +135,14 @@ class Polish:
                 low, high, shift = min(less, more), max(less, more), 1 if more < less else -1
                 stops = (*spec.stops[:low], *(stop + shift for stop in spec.stops[low:high]), *spec.stops[high:])
                 if all(start < stop for start, stop in pairwise((0, *stops))):
-                    own_s, options = estimates.bound_s(spec.shape, stops, spec.micro_batches)
+                    own_s, options = estimates.chosen(spec.shape, stops, spec.micro_batches)
                     if min(options) >= 0:
                         yield own_s, replace(spec, stops=stops, options=options)
         for stage, options_of in enumerate(estimates.stages.options_of(spec.shape, spec.stops)):
             for option in (spec.options[stage] - 1, spec.options[stage] + 1):
                 if option in options_of:
                     options = (*spec.options[:stage], option, *spec.options[stage + 1 :])
-                    own_s, _ = estimates.bound_s(spec.shape, spec.stops, spec.micro_batches, options)
+                    own_s = estimates.bound_s(spec.shape, spec.stops, spec.micro_batches, options)
                     yield own_s, replace(spec, options=options)
 
     def _shifted(self, pipelines: PlacedPipelines, slowest: TimedPipeline) -> PlacedPipelines | None:

@@ -303,7 +303,7 @@ class _Shares:
         if not count:
             return -math.inf, ()
         if (cut, count) not in self._known:
-            self._known[cut, count] = self._search.estimates.bound_s(*cut, count)
+            self._known[cut, count] = self._search.estimates.chosen(*cut, count)
         return self._known[cut, count]
 
     def _scheduled(self, cut: _Cut, count: int, workers: tuple[int, ...]) -> TimedPipeline | None:

@@ -48,7 +48,25 @@ class Stages:
         from chameleon_ft.search._kernels.pipeline_bounds import Tables
 
         first, options, again_s = self._options()
-        return Tables(*self._seconds(), self.message_s, first, options, again_s, self.split_backward, 0.0)
+        seconds = self._seconds()
+        forward_s, backward_s, _ = (own[:, -2, -1].min() for own in seconds)
+        layers, fastest = self.costs.workload.layers, self.speeds.max()
+        # The first hop, whose I computes nothing, ends with the whole backward.
+        behind_s = [
+            min(layer.backward_s, layer.input_grad_s) if self.split_backward else layer.backward_s for layer in layers
+        ]
+        return Tables(
+            *seconds,
+            self.message_s,
+            before_s=np.cumsum([0.0, *(layer.forward_s for layer in layers)]) / fastest,
+            behind_s=np.cumsum([0.0, *behind_s]) / fastest,
+            first=first,
+            options=options,
+            again_s=again_s,
+            apart_s=float(forward_s + backward_s),
+            split=self.split_backward,
+            roomy=0.0,
+        )
 
     def roomy_tables(self, share: float) -> Tables:
         """The stages as kernels read them, for estimates: with room for this share of 1F1B wherever possible."""

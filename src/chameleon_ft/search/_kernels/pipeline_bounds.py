@@ -21,9 +21,11 @@ class Tables(NamedTuple):
         forward_s, backward_s, weight_s: seconds of F, of B or I, and of W (zero with fused backward), without
             recomputation; float64 [C, L + 1, L + 1], by class, start and stop.
         message_s: seconds of the message over the boundary before a layer, float64 [L + 1].
+        before_s, behind_s: seconds of F, and of B or I, of all layers before a layer, at least; float64 [L + 1].
         first: the place of the stage's first option, int64 [C, L + 1, L + 2]; those of stop end where stop + 1 begins.
         options: as in `stage_memory`, int64 [options, columns].
         again_s: seconds of recomputation by option, float64 [options].
+        apart_s: seconds between two gradients that leave a last stage, at least.
         split: whether backward is split in two.
         roomy: the share of the micro-batches that 1F1B has in flight on a stage that the stage has to have room for,
             or for as many as it can have if that is fewer. With 0 times are bounds, else they are estimates.
@@ -33,9 +35,12 @@ class Tables(NamedTuple):
     backward_s: Floats
     weight_s: Floats
     message_s: Floats
+    before_s: Floats
+    behind_s: Floats
     first: Integers
     options: Integers
     again_s: Floats
+    apart_s: float
     split: bool
     roomy: float
 
@@ -64,6 +69,7 @@ def fill_bounds(
     kind: int,
     behind: int,
     count: int,
+    limit_s: float,
     sync_s: Floats,
     first_s: Floats,
     returned_s: Floats,
@@ -71,11 +77,14 @@ def fill_bounds(
 ) -> None:
     """Fill in the bounds of one stage after the other, on workers of one class, each in front of those before it.
 
+    Stages with which the step would take longer than `limit_s` are left out.
+
     Args:
         tables: of all classes.
         kind: class of these workers.
         behind: stages that follow all of them.
         count: micro-batches.
+        limit_s: what the step may take.
         sync_s: seconds of gradient sync by start and stop, float64 [L + 1, L + 1].
         first_s: until the gradient of a single micro-batch has gone out again, by number of stages and first layer,
             float64 [stages + 1, L + 1]. Row 0, of the stages that follow, is given; the other rows are filled in.
@@ -105,8 +114,11 @@ def fill_bounds(
                     stop,
                     first_s[stage - 1, stop],
                     returned_s[stage - 1, stop],
+                    least_first_s,
                     least_s,
                     least_end_s - sync_s[start, stop],
+                    limit_s - tables.before_s[start] - tables.behind_s[start],
+                    limit_s - tables.before_s[start] - sync_s[start, stop],
                 )
                 done_s = max(done_s + sync_s[start, stop], forward + tables.message_s[stop] + ended_s[stage - 1, stop])
                 least_first_s = min(least_first_s, once_s)
@@ -124,13 +136,17 @@ def _stage_s(
     stop: int,
     first_s: float,
     rest_s: float,
+    enough_first_s: float,
     enough_s: float,
     enough_end_s: float,
+    limit_s: float,
+    limit_end_s: float,
 ) -> tuple[float, float, float, int]:
-    """For one stage the least `_option_s` over its options, each for itself, and the option that ends first.
+    """For one stage the least `_unlimited_s` of one micro-batch, and the least `_option_s`, each for itself, over its
+    options within the limits; and the option of them that recomputes least.
 
-    Infinite, and a negative option, where not even one micro-batch fits. Options that are below neither of the times
-    that are enough, until the last gradient has gone out and until the worker has ended, are left out.
+    Infinite, and a negative option, where there is none. Options that are below none of the times that are enough are
+    left out.
     """
     least_first_s = least_s = least_end_s = math.inf
     best = -1
@@ -139,14 +155,19 @@ def _stage_s(
         if option + 1 < end and tables.options[option, IN_FLIGHT] < tables.roomy * to_end:
             continue
         once_s, own_s, done_s = _unlimited_s(tables, kind, count, start, stop, option, first_s, rest_s)
-        least_first_s = min(least_first_s, once_s)
         # Each further option recomputes more.
-        if own_s >= min(least_s, enough_s) and done_s >= min(least_end_s, enough_end_s):
+        is_first_known = best >= 0 or once_s >= enough_first_s
+        if is_first_known and own_s >= min(least_s, enough_s) and done_s >= min(least_end_s, enough_end_s):
             break
         own_s, done_s = _option_s(tables, kind, count, start, stop, option, first_s, rest_s)
-        least_s = min(least_s, own_s)
-        if done_s < least_end_s:
-            least_end_s, best = done_s, option
+        if own_s <= limit_s and done_s <= limit_end_s:
+            least_first_s, least_s, least_end_s = (
+                min(least_first_s, once_s),
+                min(least_s, own_s),
+                min(least_end_s, done_s),
+            )
+            if best < 0:
+                best = option
     return least_first_s, least_s, least_end_s, best
 
 
@@ -194,7 +215,10 @@ def _option_s(
     # either.
     away_s, spare = once_s - forward - backward, max(1, bytes_of[SPARE])
     byte_s = away_s * bytes_of[EACH] + forward * bytes_of[FORWARD] + backward * bytes_of[BACKWARD]
-    taken_s = count * (once_s + (weight if whole_in_weight else 0.0)) / room
+    # Micro-batches go through in so many rounds at least: when one begins, all but room - 1 of those before are back.
+    rounds = (count + room - 1) // room
+    rest = count - rounds - (rounds - 1) * (room - 1)
+    taken_s = rounds * (once_s + (weight if whole_in_weight else 0.0)) + rest * tables.apart_s
     own_byte_s, byte_s = count * byte_s / spare, count * (byte_s + weight * bytes_of[WEIGHT]) / spare
     done_s = max(done_s, count * (forward + backward + weight) + idle_s, byte_s)
     own_s = max(own_s, count * (forward + backward) + waited * weight + idle_s)
@@ -206,34 +230,52 @@ def _option_s(
 
 @lean_kernel
 def cut_s(
-    tables: Tables, shape: Integers, stops: Integers, chosen: Integers, count: int, sync_s: Floats, options: Integers
+    tables: Tables,
+    shape: Integers,
+    stops: Integers,
+    count: int,
+    limit_s: float,
+    sync_s: Floats,
+    options: Integers,
 ) -> float:
     """Seconds that no order of operations beats on this cut; infinite where a stage does not fit.
 
     Args:
         tables: of all classes.
         shape, stops: class of each worker and end of each stage, int64 [stages].
-        chosen: the option of each stage, int64 [stages]; negative for the one that ends first.
         count: micro-batches.
+        limit_s: what the step may take where options are chosen.
         sync_s: seconds of gradient sync by start and stop, float64 [L + 1, L + 1].
-        options: int64 [stages], filled in with the options.
+        options: the option of each stage, int64 [stages]. Negative ones are replaced by those that recompute least of
+            the ones within the limit.
     """
     first_s = returned_s = ended_s = 0.0
     for position in range(len(shape) - 1, -1, -1):
         kind, stop = shape[position], stops[position]
         start = stops[position - 1] if position else 0
-        options[position] = chosen[position]
-        if chosen[position] >= 0:
-            at = kind, count, start, stop, chosen[position]
-            once_s, _, _ = _unlimited_s(tables, *at, first_s, returned_s)
-            own_s, done_s = _option_s(tables, *at, first_s, returned_s)
-        else:
+        if options[position] < 0:
             to_end = min(len(shape) - position, count)
-            once_s, own_s, done_s, options[position] = _stage_s(
-                tables, kind, count, to_end, start, stop, first_s, returned_s, math.inf, math.inf
+            limit_end_s = limit_s - tables.before_s[start]
+            _, _, _, options[position] = _stage_s(
+                tables,
+                kind,
+                count,
+                to_end,
+                start,
+                stop,
+                first_s,
+                returned_s,
+                math.inf,
+                math.inf,
+                math.inf,
+                limit_end_s - tables.behind_s[start],
+                limit_end_s - sync_s[start, stop],
             )
-        if done_s == math.inf:
-            return math.inf
+            if options[position] < 0:
+                return math.inf
+        at = kind, count, start, stop, options[position]
+        once_s, _, _ = _unlimited_s(tables, *at, first_s, returned_s)
+        own_s, done_s = _option_s(tables, *at, first_s, returned_s)
         down_s = tables.forward_s[kind, start, stop] + tables.message_s[stop]
         first_s, returned_s, ended_s = once_s, own_s, max(done_s + sync_s[start, stop], down_s + ended_s)
     return ended_s
@@ -344,7 +386,19 @@ def _allowed(
         if rest_s == math.inf:
             continue
         _, own_s, done_s, _ = _stage_s(
-            tables, kind, count, to_end, start, stop, wanted.first_s[position, stop], rest_s, math.inf, math.inf
+            tables,
+            kind,
+            count,
+            to_end,
+            start,
+            stop,
+            wanted.first_s[position, stop],
+            rest_s,
+            math.inf,
+            math.inf,
+            math.inf,
+            limit_s - before_s - tables.behind_s[start],
+            limit_s - before_s - wanted.sync_s[start, stop],
         )
         down_s = tables.forward_s[kind, start, stop] + tables.message_s[stop]
         done_s = max(done_s + wanted.sync_s[start, stop], down_s + wanted.ended_s[position, stop], own_s + after_s)
