@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,28 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
         ((*PRESET, "--micro-batches", "0"), "--micro-batches 0: should be 1 or more"),
         ((*PRESET, "--dp", "0"), "--dp 0: should be 1 or more"),
         ((*PRESET, "--micro-batch-size", "0"), "--micro-batch-size 0: should be 1 or more"),
+        ((*PRESET, "--micro-batch-size", "two"), "--micro-batch-size two: should be 1 or more, a whole number"),
+        ((*PRESET, "--micro-batch-size", "1,x"), "--micro-batch-size x of a list such as 1,2,4: should be 1 or more"),
+        ((*PRESET, "--micro-batch-size", "1,1"), "--micro-batch-size 1,1: has a size twice"),
+        ((*PRESET, "--micro-batch-size", "1,2"), "say how many by --global-batch-size"),
+        (
+            (*PRESET, "--global-batch-size", "32", "--micro-batches", "32"),
+            "--micro-batches 32: follow from the samples",
+        ),
+        (
+            (*PRESET, "--global-batch-size", "32", "--micro-batch-size", "1,3"),
+            "a micro-batch size of 3 does not divide",
+        ),
+        ((*PRESET, "--global-batch-size", "32", "--micro-batch-size", "64"), "take 32, or another number of samples"),
+        ((*PRESET, "--global-batch-size", "4", "--micro-batch-size", "2,4"), "must divide evenly over parallel.dp = 2"),
+        (
+            (*PRESET, "--global-batch-size", "8", "--micro-batch-size", "1,2", "--dead", "1"),
+            "keeps its micro-batch size",
+        ),
+        (
+            (*PRESET, "--global-batch-size", "8", "--micro-batch-size", "auto", "--planner", "paper"),
+            "--planner paper: a micro-batch size is chosen for a layout",
+        ),
         (("--state", "bf16", "--dp", "1", "--pp", "1"), "--state bf16: is for a published --model; name one"),
         (
             (ROOT / "examples" / "quickstart.toml", "--device", "h100", "--state", "bf16"),
@@ -299,6 +322,61 @@ def test_any_number_of_workers_can_be_planned_for_some_of_them_slow(capsys: pyte
     assert "to move" not in printed, "nothing is in force that could be moved"
     assert "| to move |" in re.sub(" +", " ", plan(capsys, *PRESET, "--dead", "5", "--planner", "chameleon"))
     assert not re.search(" $", printed, re.MULTILINE)
+
+
+SIZED = ("--model", "llama2-7b", "--device", "h100-80g", "--global-batch-size", "32", "--micro-batch-size")
+
+
+def test_the_best_micro_batch_size_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = predicted(capsys, *SIZED, "1", "--workers", "8")
+    found = predicted(capsys, *SIZED, "4,1,2", "--workers", "8")
+    printed = plan(capsys, *SIZED, "auto", "--workers", "8")
+    assert (found["micro_batch_size"], len(found["plan"]["routes"])) == (1, 32)
+    assert (found["plan"], found["step_s"]) == (alone["plan"], alone["step_s"])
+    assert found["search_bound_s"] == alone["search_bound_s"]
+    assert [each["micro_batch_size"] for each in found["micro_batch_sizes"]] == [1, 2, 4]
+    assert alone["micro_batch_sizes"] == []
+    assert re.search(r"sizes +micro-batches of 1: [\d.]+ s, chosen\n +micro-batches of 2: not searched, takes", printed)
+    assert "which no plan of the family pipelines, of any of these sizes, can beat" in printed
+    assert "derived costs grow with the micro-batch" in printed
+
+
+def test_the_best_size_for_a_layout_is_that_of_the_least_step_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ("--dp", "2", "--pp", "4")
+    alone = {size: predicted(capsys, *SIZED, str(size), *layout, code=int(size > 2)) for size in (1, 2, 16)}
+    found = predicted(capsys, *SIZED, "1,2,16", *layout)
+    assert found["step_s"] == min(each["step_s"] for each in alone.values() if each["fits"])
+    assert [each["step_s"] for each in found["micro_batch_sizes"]] == [
+        each["step_s"] if each["fits"] else None for each in alone.values()
+    ]
+    assert "micro-batches of 16: does not fit into memory" in plan(capsys, *SIZED, "1,2,16", *layout)
+    sizes = predicted(capsys, *SIZED, "auto", *layout)["micro_batch_sizes"]
+    assert [each["micro_batch_size"] for each in sizes] == [1, 2, 4, 8, 16], "32 is none for the second pipeline"
+
+
+def test_profiles_of_several_sizes_are_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = {size: tmp_path / f"{size}.json" for size in (1, 2, 4)}
+    for size, file in files.items():
+        derived = derived_profile(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=size)
+        # As on a device that needs two samples for its full rate.
+        profile = replace(derived, layers=tuple(layer.slowed(1.0 if size > 1 else 1.5) for layer in derived.layers))
+        write_profile(profile, file)
+    given = [argument for file in files.values() for argument in ("--profile", file)]
+    batch = ("--workers", "8", "--global-batch-size", "32")
+    found = predicted(capsys, *given, *batch)
+    assert found["micro_batch_size"] == 2
+    assert found["plan"] == predicted(capsys, "--profile", files[2], *batch)["plan"]
+
+    config = tmp_path / "run.toml"
+    example = (ROOT / "examples" / "emulated.toml").read_text()
+    batch_of = "[batch]\nmicro_batches = 32\nmicro_batch_size = 1\n"
+    config.write_text(re.sub(r"\[batch\]\n(.+\n)*", batch_of, re.sub(r"profile = .*", "", example)))
+    assert predicted(capsys, config, *given, "--workers", "8")["micro_batch_size"] == 2
+
+    error = plan(capsys, *given, *given[:2], *batch, code=2)
+    assert "is of micro-batches of 1, as" in error
+    error = plan(capsys, *given[:2], "--profile", ROOT / "profiles" / "llama2-7b-h100-80g.json", *batch, code=2)
+    assert "give one of each size" in error
 
 
 @pytest.mark.parametrize("planner", ["paper", "oobleck"])

@@ -106,6 +106,11 @@ def test_a_model_by_its_hugging_face_file_printed_as_json(chameleon: CommandLine
         (("--model", "llama2-7b", "--device", "h100-80g", "--peer", "a:1"), "--peer a:1"),
         (("mine.py", "--model", "llama2-7b", "--device", "h100-80g"), "leave one of them out"),
         (("mine.py", "--device", "h100-80g"), "--device h100-80g: is for --model"),
+        (("mine.py", "--micro-batch-size", "1,2"), "--micro-batch-size 1,2: give one"),
+        (
+            ("--model", "llama2-7b", "--device", "h100-80g", "--micro-batch-size", "auto"),
+            "--micro-batch-size auto: give",
+        ),
         (("mine.py", "--recompute", "full"), "--recompute full: is for --model, and mine.py says what is measured"),
         (("--model", "llama2-7b", "--device", "h100", "--micro-batch-size", "0"), "--micro-batch-size 0: should be 1"),
         (("--serve", "127.0.0.1:1", "--state", "bf16"), "only answers"),
@@ -158,7 +163,7 @@ def test_a_job_is_measured_and_the_link_to_another_host(own_model: Path, tmp_pat
     out = tmp_path / "p.json"
     with Command("profile", "--serve", hosts.address, prefix=hosts.second) as server:
         address = server.read_until(r"answering on (\S+:\d+);")[1]
-        arguments = ("profile", own_model, "--repeats", "3", "--peer", address, "--out", out)
+        arguments = ("profile", own_model, "--repeats", "3", "--peer", address, "--micro-batch-size", "2", "--out", out)
         with Command(*arguments, prefix=hosts.first) as measuring:
             assert measuring.wait() == 0, measuring.printed
         server.read_until(r"\S+ has measured the link to here")
@@ -166,8 +171,10 @@ def test_a_job_is_measured_and_the_link_to_another_host(own_model: Path, tmp_pat
             server.signal(signal.SIGINT)
             assert server.wait() == 130
     profile = read_profile(out)
-    config = load_config(own_model.with_suffix(".toml")).model_copy(update={"job": str(own_model)})
-    profile.require({"model": inspect_job(config).fingerprint, "micro_batch_size": 3, "dtype": "float32", "threads": 1})
+    config = load_config(own_model.with_suffix(".toml"))
+    batch = config.batch.model_copy(update={"micro_batch_size": 2})
+    config = config.model_copy(update={"job": str(own_model), "batch": batch})
+    profile.require({"model": inspect_job(config).fingerprint, "micro_batch_size": 2, "dtype": "float32", "threads": 1})
     assert profile.source == "measured"
     assert len(profile.layers) == len(profile.times) == 3
     assert [layer.param_bytes for layer in profile.layers] == [80] * 3

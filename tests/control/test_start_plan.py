@@ -46,7 +46,12 @@ def test_with_a_plan_the_layout_of_equal_pipelines_does_not_matter(tmp_path: Pat
         (None, {}, "cannot be read"),
         ("no json", {}, "a plan must be JSON"),
         ("{}", {}, 'must have "format"'),
-        (plan(6).to_json(), {}, "is of 6 micro-batches, and batch.micro_batches is 4"),
+        (plan(6).to_json(), {}, r"is of 6 micro-batches, and \[batch\] says 4; set batch.micro_batches"),
+        (
+            json.dumps({"micro_batch_size": 4, "plan": json.loads(plan().to_json())}),
+            {},
+            r"is of 4 micro-batches of 4, and \[batch\] says 4 of 2; set batch.micro_batches and",
+        ),
         (plan().to_json(), {"workers": 3}, "needs worker 3, and workers = 3, numbered from 0; take at least 4"),
     ],
 )

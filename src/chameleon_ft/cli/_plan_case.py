@@ -132,7 +132,9 @@ def case_of_profile(
     """The case of a layout of what a profile is of. Raises ConfigError with what to change."""
     if layout.workers is not None:
         if layout.micro_batches is None:
-            raise ConfigError(f"--workers {layout.workers}: needs --micro-batches, how many a step has")
+            raise ConfigError(
+                f"--workers {layout.workers}: needs --micro-batches, how many a step has, or its --global-batch-size"
+            )
         parallel, workers, micro_batches = None, layout.workers, layout.micro_batches
     else:
         if layout.dp is None or layout.pp is None:

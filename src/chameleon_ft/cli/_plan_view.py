@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import groupby
 
@@ -18,11 +19,19 @@ from chameleon_ft.workload import is_recomputed
 __all__ = ["show"]
 
 
+_DERIVED = (
+    "derived costs grow with the micro-batch as its samples do; what larger ones save in time only profiles say that "
+    "are measured for each size"
+)
+
+
 def show(prediction: Prediction) -> None:
     """Print it."""
     console, shape = output()
     console.print(prediction.title, style="bold", soft_wrap=True)
     console.print(_facts(prediction))
+    if prediction.sizes and prediction.case.profile.source == "derived":
+        console.print(_DERIVED, soft_wrap=True)
     console.print(_workers(prediction, shape))
     if prediction.searched is not None:
         console.print(_proof(prediction.searched), soft_wrap=True)
@@ -39,6 +48,15 @@ def _facts(prediction: Prediction) -> Table:
     facts.add_row(
         "", f"= {duration(estimate.program_s)} of operations + {duration(estimate.sync.exposed_s)} of gradient sync"
     )
+    for number, own in enumerate(prediction.sizes):
+        if own.step_s is not None:
+            chosen = own.micro_batch_size == prediction.costs.workload.micro_batch_size
+            what = duration(own.step_s) + (", chosen" if chosen else "")
+        elif own.bound_s == math.inf:
+            what = "does not fit into memory"
+        else:
+            what = f"not searched, takes at least {duration(own.bound_s)}"
+        facts.add_row("" if number else "sizes", f"micro-batches of {own.micro_batch_size}: {what}")
     if prediction.dead and prediction.before is not None and prediction.before_step_s is not None:
         before_s = prediction.before_step_s
         live = len(prediction.before.workers) - len(prediction.dead)
@@ -61,9 +79,10 @@ def _facts(prediction: Prediction) -> Table:
 def _proof(searched: Searched) -> str:
     result = searched.result
     above = f"{max(0.0, searched.gap):.1%} above {duration(result.bound_s)}"
+    sizes = ", of any of these sizes," if result.sizes else ""
     return (
         f"{searched.planner}, in {duration(searched.search_s)}: {above}, "
-        f"which no plan of the family {result.family} can beat"
+        f"which no plan of the family {result.family}{sizes} can beat"
     )
 
 

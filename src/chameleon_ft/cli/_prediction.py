@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from chameleon_ft.cli._plan_case import PlanCase
@@ -17,9 +18,18 @@ from chameleon_ft.plan.detours import disjoint_pipelines
 from chameleon_ft.quantities import in_ranges
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search import FoundPlan, SearchResult, find_plan, oobleck_plan, paper_plan, pareto_front
+from chameleon_ft.search import (
+    FoundPlan,
+    SearchResult,
+    SizeFigures,
+    find_plan,
+    find_plan_of_sizes,
+    oobleck_plan,
+    paper_plan,
+    pareto_front,
+)
 
-__all__ = ["BASELINES", "Candidate", "Prediction", "Searched", "predict_layout", "predict_searched"]
+__all__ = ["BASELINES", "Candidate", "Prediction", "Searched", "predict_layouts", "predict_searched"]
 
 BASELINES: Final = {"paper": paper_plan, "oobleck": oobleck_plan}
 """Published planners to compare with, by name; their backward is fused."""
@@ -92,6 +102,7 @@ class Prediction:
         before: the plan before anything failed, and its step; None where there was none.
         cluster_bound_s: seconds below which no plan of pipelines over these workers gets, whatever their depths.
         searched: how the plan was found; None for a layout that was asked for.
+        sizes: the micro-batch sizes of which `case` is the best; empty if there is no choice.
     """
 
     case: PlanCase
@@ -104,6 +115,7 @@ class Prediction:
     cluster_bound_s: float
     misfit: Misfit | None
     searched: Searched | None
+    sizes: tuple[SizeFigures, ...] = ()
 
     @property
     def title(self) -> str:
@@ -136,6 +148,13 @@ class Prediction:
         """How many hosts have workers that are not dead."""
         return len({host for worker, host in self.costs.cluster.hosts.items() if worker not in self.dead})
 
+    @property
+    def figures(self) -> SizeFigures:
+        """What is said of its micro-batch size where it is one of several."""
+        size = self.costs.workload.micro_batch_size
+        fits = self.misfit is None
+        return SizeFigures(size, self.estimate.bound_s if fits else math.inf, self.estimate.step_s if fits else None)
+
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         estimate = self.estimate
@@ -144,6 +163,15 @@ class Prediction:
             "device": self.case.profile.fingerprint.device,
             "profile": self.case.profile.source,
             "planner": "layout",
+            "micro_batch_size": self.costs.workload.micro_batch_size,
+            "micro_batch_sizes": [
+                {
+                    "micro_batch_size": each.micro_batch_size,
+                    "step_s": each.step_s,
+                    "bound_s": None if each.bound_s == math.inf else each.bound_s,
+                }
+                for each in self.sizes
+            ],
             "plan": json.loads(self.plan.to_json()),
             "dead": list(self.dead),
             "step_s": estimate.step_s,
@@ -162,6 +190,16 @@ class Prediction:
             "fits": self.misfit is None,
             **({} if self.searched is None else self.searched.to_json()),
         }
+
+
+def predict_layouts(cases: Sequence[PlanCase], dead: tuple[int, ...]) -> Prediction:
+    """Predict the layout of each case, which differ in the micro-batch size, and return the fastest that fits.
+
+    Raises ConfigError as `predict_layout` does.
+    """
+    predictions = [predict_layout(case, dead) for case in cases]
+    best = min(predictions, key=lambda each: (each.misfit is not None, each.estimate.step_s))
+    return best if len(cases) == 1 else replace(best, sizes=tuple(each.figures for each in predictions))
 
 
 def predict_layout(case: PlanCase, dead: tuple[int, ...]) -> Prediction:
@@ -184,19 +222,25 @@ def predict_layout(case: PlanCase, dead: tuple[int, ...]) -> Prediction:
     return _prediction(case, costs, dead, before, ceiling, plan, _estimate(plan, costs, ceiling), searched=None)
 
 
-def predict_searched(case: PlanCase, dead: tuple[int, ...], *, planner: str) -> Prediction:
-    """Have a planner find the plan of the workers that are not dead; where `case` has a layout, from that one on.
+def predict_searched(cases: Sequence[PlanCase], dead: tuple[int, ...], *, planner: str) -> Prediction:
+    """Have a planner find the plan of the workers that are not dead; where the case has a layout, from that one on.
+
+    Several cases differ in the micro-batch size, and have no layout and no dead workers; the best of all is found.
 
     The bound is always that of the search. Raises PlanError where no plan fits into their memory, ConfigError where
     the planner finds none.
     """
+    started = time.perf_counter()
+    case, result = cases[0], None
+    if len(cases) > 1:
+        result = find_plan_of_sizes([each.costs for each in cases])
+        case = next(each for each in cases if each.micro_batches == result.best.plan.micro_batches)
     costs = case.costs
     live = CostModel(costs.workload, costs.cluster.without(dead))
     before = None if case.parallel is None else case.layout(case.parallel)
     before_ceiling = {} if case.parallel is None else case.ceiling(case.parallel)
     current = None if before is None else before.placement.without(dead)
-    started = time.perf_counter()
-    result = find_plan(
+    result = result or find_plan(
         live,
         current=current,
         others={} if before is None else _detours(before, dead, costs, before_ceiling),
@@ -216,7 +260,8 @@ def predict_searched(case: PlanCase, dead: tuple[int, ...], *, planner: str) -> 
     front = pareto_front(candidates, lambda each: (each.estimate.step_s, each.found.moved_bytes, each.found.last_hosts))
     searched = Searched(planner, result, tuple(front), search_s)
     best = searched.candidates[0]
-    return _prediction(case, costs, dead, before, before_ceiling, best.found.plan, best.estimate, searched=searched)
+    found = _prediction(case, costs, dead, before, before_ceiling, best.found.plan, best.estimate, searched=searched)
+    return replace(found, sizes=result.sizes)
 
 
 def _detours(

@@ -26,7 +26,10 @@ from chameleon_ft.presets import (
 )
 from chameleon_ft.profiles import Profile, derived_profile, read_profile
 
-__all__ = ["NO_PRESET", "Preset", "PresetArguments", "WorkersPerHost", "hosts_of", "profile_of"]
+__all__ = ["AUTO", "NO_PRESET", "Preset", "PresetArguments", "WorkersPerHost", "hosts_of", "profile_of"]
+
+AUTO = "auto"
+"""In place of micro-batch sizes: choose."""
 
 _STATE = "bf16-master"
 
@@ -47,8 +50,12 @@ class PresetArguments:
         optional_argument("NAME", f"Device that it runs on: {', '.join(DEVICES)}; h100 for short."),
     ] = None
     micro_batch_size: Annotated[
-        Optional[int],  # noqa: UP045
-        optional_argument("INT", "Samples of a micro-batch; with --model 1 if not given."),
+        Optional[str],  # noqa: UP045
+        optional_argument(
+            "INT",
+            "Samples of a micro-batch; with --model 1 if not given. `chameleon plan` chooses among several, with "
+            "commas between them, or auto: all powers of two that divide the batch.",
+        ),
     ] = None
     state: Annotated[
         Optional[str],  # noqa: UP045
@@ -65,6 +72,34 @@ class PresetArguments:
         ),
     ] = None
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes that are given, ascending; none if that is left out, or left to the command.
+
+        Raises ConfigError for one that is no whole number above 0, or that is there twice.
+        """
+        if self.micro_batch_size in (None, AUTO):
+            return ()
+        assert self.micro_batch_size is not None
+        sizes = []
+        for part in self.micro_batch_size.split(","):
+            if not part.strip().isdecimal() or not int(part):
+                several = " of a list such as 1,2,4" if "," in self.micro_batch_size else ""
+                raise ConfigError(f"--micro-batch-size {part.strip()}{several}: should be 1 or more, a whole number")
+            sizes.append(int(part))
+        if len(set(sizes)) < len(sizes):
+            raise ConfigError(f"--micro-batch-size {self.micro_batch_size}: has a size twice")
+        return tuple(sorted(sizes))
+
+    @property
+    def size(self) -> int | None:
+        """The micro-batch size. Raises ConfigError where it is not one."""
+        if self.micro_batch_size == AUTO or len(self.sizes) > 1:
+            raise ConfigError(
+                f"--micro-batch-size {self.micro_batch_size}: give one; `chameleon plan` chooses the best of several"
+            )
+        return self.sizes[0] if self.sizes else None
+
     def profile(self) -> Profile:
         """Derive the profile of the model on the device.
 
@@ -74,13 +109,10 @@ class PresetArguments:
         shape = _shape(self.model)
         if self.device is None:
             raise ConfigError(f"--model {self.model}: needs the --device that it runs on, such as h100-80g")
-        size = 1 if self.micro_batch_size is None else self.micro_batch_size
-        if size < 1:
-            raise ConfigError(f"--micro-batch-size {size}: should be 1 or more")
         return derived_profile(
             shape,
             device(self.device),
-            micro_batch_size=size,
+            micro_batch_size=self.size or 1,
             execution=Execution(recompute=_recompute(self.recompute or Recompute.NONE)),
             state=state_policy(self.state or _STATE),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
@@ -12,7 +12,8 @@ import tyro
 
 from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
 from chameleon_ft.cli._plan_case import Layout, PlanCase, case_of_config, case_of_profile
-from chameleon_ft.cli._prediction import predict_layout, predict_searched
+from chameleon_ft.cli._plan_sizes import layouts_by_size
+from chameleon_ft.cli._prediction import predict_layouts, predict_searched
 from chameleon_ft.cli._presets import NO_PRESET, Preset, WorkersPerHost, profile_of
 from chameleon_ft.cli._written import require_places, tell_written
 from chameleon_ft.errors import ConfigError
@@ -41,9 +42,13 @@ class PlanArguments:
         ),
     ] = None
     profile: Annotated[
-        Optional[Path],  # noqa: UP045
-        optional_argument("PATH", "Profile of the model of CONFIG; or without it, in place of --model and --device."),
-    ] = None
+        tyro.conf.UseAppendAction[tuple[Path, ...]],
+        optional_argument(
+            "PATH",
+            "Profile of the model of CONFIG; or without it, in place of --model and --device. Given once for each of "
+            "several micro-batch sizes, the best of these is chosen.",
+        ),
+    ] = ()
     preset: Preset = NO_PRESET
     dp: Annotated[Optional[int], optional_argument("INT", "Pipelines.")] = None  # noqa: UP045
     pp: Annotated[Optional[int], optional_argument("INT", "Stages of a pipeline.")] = None  # noqa: UP045
@@ -52,6 +57,10 @@ class PlanArguments:
         optional_argument(
             "INT", "Micro-batches of a step, over all pipelines; without CONFIG 16 a pipeline if not given."
         ),
+    ] = None
+    global_batch_size: Annotated[
+        Optional[int],  # noqa: UP045
+        optional_argument("INT", "Samples of a step, in place of --micro-batches, which differ by micro-batch size."),
     ] = None
     split_backward: Annotated[
         Switch, optional_argument("", "Run the halves of the backward apart, whatever CONFIG says.")
@@ -91,15 +100,15 @@ def main(arguments: Sequence[str]) -> int:
     if given.picture is not None:
         require_picture(given.picture)
     require_places(picture=given.picture, trace=given.trace)
-    case = _case(given)
-    dead = _dead_workers(given.dead, case)
-    planner = _planner(given, case)
+    cases = _cases(given)
+    dead = _dead_workers(given.dead, cases[0])
+    planner = _planner(given, cases)
     from chameleon_ft.cli._waiting import compile_kernels, waiting
 
     compile_kernels()
     with waiting("planning"):
         searched = planner != "layout"
-        prediction = predict_searched(case, dead, planner=planner) if searched else predict_layout(case, dead)
+        prediction = predict_searched(cases, dead, planner=planner) if searched else predict_layouts(cases, dead)
     lanes = [Lane.predicted(prediction.estimate)]
     if given.picture is not None:
         from chameleon_ft.observe.picture import draw_schedule
@@ -125,8 +134,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if prediction.misfit is None else 1
 
 
-def _case(given: PlanArguments) -> PlanCase:
-    layout = _layout(given)
+def _cases(given: PlanArguments) -> list[PlanCase]:
+    """What is to be predicted, at each micro-batch size that there is to choose from."""
+    sized = layouts_by_size(_layout(given), given.preset, given.profile, given.config, given.global_batch_size)
+    return [_case(given, *each) for each in sized]
+
+
+def _case(given: PlanArguments, layout: Layout, profile_file: Path | None) -> PlanCase:
     speeds = _speeds(given.slow)
     if given.config is not None:
         given.preset.refuse(
@@ -135,13 +149,16 @@ def _case(given: PlanArguments) -> PlanCase:
         case = case_of_config(
             given.config,
             layout,
-            profile=given.profile,
+            profile=profile_file,
             device_name=given.preset.device,
             workers_per_host=given.workers_per_host,
             speeds=speeds,
         )
     else:
-        profile = profile_of(given.preset, given.profile, missing=_NOTHING)
+        preset = given.preset
+        if preset.micro_batch_size is not None and profile_file is None:
+            preset = replace(preset, micro_batch_size=str(layout.micro_batch_size))
+        profile = profile_of(preset, profile_file, missing=_NOTHING)
         case = case_of_profile(profile, layout, workers_per_host=given.workers_per_host, speeds=speeds)
     for worker in speeds:
         _require_worker(worker, case, f"--slow {given.slow}")
@@ -149,7 +166,7 @@ def _case(given: PlanArguments) -> PlanCase:
 
 
 def _layout(given: PlanArguments) -> Layout:
-    for name in ("workers", "dp", "pp", "micro_batches"):
+    for name in ("workers", "dp", "pp", "micro_batches", "global_batch_size"):
         if (value := getattr(given, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: should be 1 or more")
     if given.workers is not None and (given.dp is not None or given.pp is not None):
@@ -159,15 +176,24 @@ def _layout(given: PlanArguments) -> Layout:
         dp=given.dp,
         pp=given.pp,
         micro_batches=given.micro_batches,
-        micro_batch_size=given.preset.micro_batch_size,
         split_backward=given.split_backward or None,
     )
 
 
-def _planner(given: PlanArguments, case: PlanCase) -> str:
-    if given.planner == "layout" and case.parallel is None:
+def _planner(given: PlanArguments, cases: Sequence[PlanCase]) -> str:
+    searched = cases[0].parallel is None
+    if given.planner == "layout" and searched:
         raise ConfigError(f"--planner layout: --workers {given.workers} leaves the layout open; give --dp and --pp")
-    return given.planner or ("chameleon" if case.parallel is None else "layout")
+    planner = given.planner or ("chameleon" if searched else "layout")
+    if len(cases) > 1:
+        if given.dead:
+            raise ConfigError(f"--dead {given.dead}: a run keeps its micro-batch size; give one")
+        if planner not in ("layout", "chameleon") or (planner == "chameleon" and not searched):
+            raise ConfigError(
+                f"--planner {planner}: a micro-batch size is chosen for a layout of --dp and --pp or by a search with "
+                "--workers; give one size, or --workers and no other planner"
+            )
+    return planner
 
 
 def _dead_workers(text: str, case: PlanCase) -> tuple[int, ...]:

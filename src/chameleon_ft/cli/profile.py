@@ -85,7 +85,10 @@ def _check(given: ProfileArguments) -> None:
     if given.repeats < 1:
         raise ConfigError(f"--repeats {given.repeats}: should be 1 or more")
     if given.config is not None:
-        given.preset.refuse(f"is for --model, and {given.config} says what is measured; leave one of them out")
+        given.preset.refuse(
+            f"is for --model, and {given.config} says what is measured; leave one of them out",
+            but=("micro_batch_size",),
+        )
     elif given.preset.model is None:
         raise ConfigError("nothing to profile: give a CONFIG, or a published --model and its --device")
     if given.config is None and given.peer is not None:
@@ -103,7 +106,7 @@ def _free(out: Path | None) -> Path:
 
 
 def _measured(given: ProfileArguments, file: Path, arguments: Sequence[str]) -> Profile:
-    config = _config(file)
+    config = _config(file, given.preset.size)
     # Loads torch.
     from chameleon_ft.runtime.profiling import Measuring, measure_profile
 
@@ -121,9 +124,14 @@ def _measured(given: ProfileArguments, file: Path, arguments: Sequence[str]) -> 
     return profile
 
 
-def _config(file: Path) -> RunConfig:
-    """Read the configuration that `file` is, or the one beside it if it is a job. Raises ConfigError."""
+def _config(file: Path, size: int | None) -> RunConfig:
+    """Read the configuration that `file` is, or the one beside it if it is a job. Raises ConfigError.
+
+    A micro-batch `size` goes over the one that it says.
+    """
     values = config_values(file)
+    if size is not None:
+        values["batch"] = {**values.get("batch", {}), "micro_batch_size": size}
     values.pop("failures", None)  # they are for a run
     config = parse_config(config_type(values), values, source=str(file))
     return config.model_copy(update={"job": absolute_job(config.job)})

@@ -15,7 +15,7 @@ def read_start_plan(config: RunConfig) -> Plan | None:
     """Read the plan that `config` names; None where it names none.
 
     Raises:
-        ConfigError: it cannot be read, or is of another number of micro-batches, or of workers that the run lacks.
+        ConfigError: it cannot be read, or is of other micro-batches, or of workers that the run lacks.
     """
     if config.plan is None:
         return None
@@ -23,14 +23,17 @@ def read_start_plan(config: RunConfig) -> Plan | None:
         text = config.plan.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"plan {config.plan}: cannot be read: {error}") from None
+    inner, size = _inner(text)
     try:
-        plan = Plan.from_json(_inner(text))
+        plan = Plan.from_json(inner)
     except PlanError as error:
         raise ConfigError(f"plan {config.plan}: {error}") from None
-    if plan.micro_batches != config.batch.micro_batches:
+    batch = config.batch
+    if plan.micro_batches != batch.micro_batches or size not in (None, batch.micro_batch_size):
+        of_size, own_size = ("", "") if size is None else (f" of {size}", f" of {batch.micro_batch_size}")
         raise ConfigError(
-            f"plan {config.plan}: is of {plan.micro_batches} micro-batches, and batch.micro_batches is "
-            f"{config.batch.micro_batches}; make them equal"
+            f"plan {config.plan}: is of {plan.micro_batches} micro-batches{of_size}, and [batch] says "
+            f"{batch.micro_batches}{own_size}; set batch.micro_batches and batch.micro_batch_size as the plan has them"
         )
     if (most := max(plan.workers)) >= config.workers:
         raise ConfigError(
@@ -40,10 +43,15 @@ def read_start_plan(config: RunConfig) -> Plan | None:
     return plan
 
 
-def _inner(text: str) -> str:
-    """The plan itself, also where it is one of the things that `chameleon plan --json` says."""
+def _inner(text: str) -> tuple[str, int | None]:
+    """The plan itself, also where it is one of the things that `chameleon plan --json` says; and its micro-batch size.
+
+    The size is None where the file does not say it.
+    """
     try:
         document = json.loads(text)
     except ValueError:
-        return text
-    return json.dumps(document["plan"]) if isinstance(document, dict) and "plan" in document else text
+        return text, None
+    if not (isinstance(document, dict) and "plan" in document):
+        return text, None
+    return json.dumps(document["plan"]), document.get("micro_batch_size")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from chameleon_ft.search.baselines import BaselinePlan, equal_layouts, oobleck_plan, paper_plan
 from chameleon_ft.search.detours import reroute
-from chameleon_ft.search.find import find_plan
+from chameleon_ft.search.find import find_plan, find_plan_of_sizes
 from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.infeasible import InfeasibleError
 from chameleon_ft.search.options import DEFAULT_EFFORT
 from chameleon_ft.search.recut import recut_plan
-from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult
+from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult, SizeFigures
 
 __all__ = [
     "DEFAULT_EFFORT",
@@ -18,8 +18,10 @@ __all__ = [
     "FoundPlan",
     "InfeasibleError",
     "SearchResult",
+    "SizeFigures",
     "equal_layouts",
     "find_plan",
+    "find_plan_of_sizes",
     "oobleck_plan",
     "paper_plan",
     "pareto_front",

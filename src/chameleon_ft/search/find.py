@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final
 
-from chameleon_ft.errors import PlanError
+from chameleon_ft.cluster import Cluster
+from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search.candidates import Candidate, evaluated, figures
 from chameleon_ft.search.front import pareto_front
-from chameleon_ft.search.infeasible import infeasible_error
+from chameleon_ft.search.infeasible import InfeasibleError, infeasible_error
 from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
 from chameleon_ft.search.plan_search import PlanSearch
-from chameleon_ft.search.result import FoundPlan, SearchResult
+from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult, SizeFigures
 from chameleon_ft.search.worker_classes import merged_clusters
 
-__all__ = ["find_plan"]
+__all__ = ["find_plan", "find_plan_of_sizes"]
+
+_ROUNDING: Final = 1e-9
 
 
 def find_plan(
@@ -50,8 +56,7 @@ def find_plan(
         PlanError: no worker is left.
         ConfigError: one of `others` has a worker that the cluster does not.
     """
-    if not costs.cluster.workers:
-        raise PlanError("no worker is left to plan for; start at least one")
+    _require_workers(costs)
     others_found, too_large = evaluated(others or {}, costs, current, others_ceiling)
     for cluster in merged_clusters(costs.cluster):
         search = PlanSearch(costs, cluster, current, SearchOptions(effort, two_holders))
@@ -76,6 +81,81 @@ def find_plan(
         recuts=tuple(_as_found_plan(each) for each in plans if each.name == "recut"),
         too_large=FrozenMap(too_large),
     )
+
+
+def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAULT_EFFORT) -> SearchResult:
+    """The fastest plan that is found for any of several micro-batch sizes of one global batch, by branch and bound.
+
+    Sizes are searched by `find_plan`, the one of least bound first. A size whose bound is not below the best step found
+    so far is ruled out.
+
+    Args:
+        costs: costs of the workload at each micro-batch size, on the same live workers.
+        effort: as in `find_plan`, for each size.
+
+    Raises:
+        InfeasibleError: no plan of any size fits the memory of the workers; the message is about the smallest size.
+        PlanError: no worker is left.
+        ConfigError: no costs, two of one size, or costs of another model, global batch or other workers.
+    """
+    workloads = [each.workload for each in costs]
+    by_size = {each.workload.micro_batch_size: each for each in costs}
+    if len(set(map(_common, costs))) != 1 or len(by_size) < len(costs):
+        raise ConfigError(
+            "micro-batch sizes are compared for one model, the same workers and the same samples in a step, each size "
+            f"once; got {', '.join(f'{own.micro_batch_size} of {own.samples}' for own in workloads) or 'none'}"
+        )
+    bounds_s = {size: _bound_of_best_workers_s(each) for size, each in sorted(by_size.items())}
+    found: dict[int, SearchResult] = {}
+    best_s = math.inf
+    for size in sorted(bounds_s, key=bounds_s.__getitem__):
+        if bounds_s[size] < best_s:
+            try:
+                found[size] = find_plan(by_size[size], effort=effort)
+            except InfeasibleError:
+                bounds_s[size] = math.inf
+                continue
+            bounds_s[size] = found[size].bound_s
+            best_s = min(best_s, found[size].best.step_s)
+    if not found:
+        return find_plan(by_size[min(by_size)], effort=effort)  # says what is missing
+    families = [found[size].family if size in found else BoundFamily.PIPELINES for size in bounds_s]
+    return replace(
+        min(found.values(), key=lambda each: each.best.step_s),
+        bound_s=min(bounds_s.values()),
+        # What holds for pipelines of any memory holds for those that fit.
+        family=min(families, key=list(BoundFamily).index),
+        complete=all(each.complete for each in found.values()),
+        mixes=sum(each.mixes for each in found.values()),
+        sizes=tuple(
+            SizeFigures(size, bound_s, found[size].best.step_s if size in found else None)
+            for size, bound_s in bounds_s.items()
+        ),
+    )
+
+
+def _common(costs: CostModel) -> object:
+    """What the costs of several micro-batch sizes have in common. Links may be measured anew for each of them."""
+    workload = costs.workload
+    return workload.samples, tuple(costs.cluster.hosts.items()), tuple(each.param_bytes for each in workload.layers)
+
+
+def _bound_of_best_workers_s(costs: CostModel) -> float:
+    """A bound on all pipelines, as if each worker had the speed of the fastest and the memory of the largest."""
+    _require_workers(costs)
+    workers = costs.cluster.workers
+    speed = max(worker.speed for worker in workers)
+    sizes = [worker.memory_bytes for worker in workers if worker.memory_bytes is not None]
+    memory = max(sizes) if len(sizes) == len(workers) else None
+    equals = tuple(replace(worker, speed=speed, memory_bytes=memory) for worker in workers)
+    cluster = Cluster(equals, costs.cluster.intra_host, costs.cluster.inter_host)
+    bound_s = PlanSearch(CostModel(costs.workload, cluster), cluster, None, SearchOptions()).bound(math.inf)
+    return bound_s * (1 - _ROUNDING)
+
+
+def _require_workers(costs: CostModel) -> None:
+    if not costs.cluster.workers:
+        raise PlanError("no worker is left to plan for; start at least one")
 
 
 def _as_found_plan(found: Candidate | FoundPlan) -> FoundPlan:

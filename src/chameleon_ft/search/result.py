@@ -9,7 +9,7 @@ from enum import StrEnum
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import InFlightLimit, PipelineSchedule
 
-__all__ = ["BoundFamily", "FoundPlan", "SearchResult"]
+__all__ = ["BoundFamily", "FoundPlan", "SearchResult", "SizeFigures"]
 
 
 class BoundFamily(StrEnum):
@@ -53,6 +53,21 @@ class FoundPlan:
     schedules: tuple[PipelineSchedule, ...] = field(default=(), compare=False, repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class SizeFigures:
+    """One micro-batch size among several.
+
+    Attributes:
+        micro_batch_size: samples of one micro-batch.
+        bound_s: seconds below which no plan of this size can be; infinite if none fits the memory of the workers.
+        step_s: of the best plan of this size; None if none was made, because the bound rules the size out.
+    """
+
+    micro_batch_size: int
+    bound_s: float
+    step_s: float | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """The best plan that was found, how good that is, and what else there is.
@@ -67,6 +82,8 @@ class SearchResult:
         alternatives: the other plans that none beats in step time, bytes to move and `last_hosts`, by step time.
         too_large: bytes that are missing on some worker, for plans handed in that do not fit, by name.
         recuts: what `recut_plan` gives, with split and with fused backward, as far as that was looked at.
+        sizes: the micro-batch sizes that were compared, ascending; empty for a search with one. `bound_s`, `family` and
+            `complete` are of all of them, and the plans are of the size of `best`.
     """
 
     best: FoundPlan
@@ -77,6 +94,7 @@ class SearchResult:
     alternatives: tuple[FoundPlan, ...]
     too_large: Mapping[str, int]
     recuts: tuple[FoundPlan, ...] = ()
+    sizes: tuple[SizeFigures, ...] = ()
 
     @property
     def gap(self) -> float:
