@@ -22,7 +22,7 @@ from chameleon_ft.schedule import (
 )
 from chameleon_ft.schedule._network import builder_of
 from chameleon_ft.schedule._orders import build_program
-from chameleon_ft.schedule.components import different_ways
+from chameleon_ft.schedule.components import Component, different_ways
 from chameleon_ft.schedule.heuristics import ListSchedules, Problem
 from chameleon_ft.schedule.list_scheduler import Rules, Schedule, schedule
 from chameleon_ft.schedule.local_search import reordered, reprioritized
@@ -97,12 +97,14 @@ def test_each_search_says_what_its_orders_take(case: Planned) -> None:
     found = listed(case)
     assume(not found.beyond_limits)
 
+    plan = case.plan
+    every = Component(workers=plan.workers, routes=plan.routes, ways=(), taken=())
     for better in (
         reprioritized(found, enough_s=0.0, effort=EFFORT),
         reordered(found, found.limits, enough_s=0.0, effort=EFFORT),
     ):
-        program = build_program(case.plan, better.orders)
-        check_program(program, case.plan)
+        program = build_program(plan, [(every, better.orders)])
+        check_program(program, plan)
         assert better.step_s <= found.step_s
         assert better.step_s == replay(program, case.costs).step_s
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import estimate_sync
-from chameleon_ft.plan import LayerRange, Placement, Route
+from chameleon_ft.plan import LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import CostModel, Operation, Program, replay
 from chameleon_ft.schedule._orders import records_by_code
 from chameleon_ft.schedule.program import operations_from
@@ -108,7 +108,8 @@ def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: b
     for timed, workers in placed:
         hops = hops_of(workers, timed.stops)
         routes = [Route(number, hops) for number in range(timed.spec.micro_batches)]
-        by_code = records_by_code(routes, split_backward=split, recompute={})
+        alone = Plan(Placement(layers, {hop.worker: (hop.layers,) for hop in hops}), tuple(routes), split)
+        by_code = records_by_code(alone, routes)
         programs = [operations_from(by_code[order]) for order in timed.schedule.orders]
         for hop, program in zip(hops, programs, strict=True):
             held[hop.worker] = (hop.layers,)

@@ -31,7 +31,7 @@ class Problem:
         scheduler = PipelineScheduler(self.costs, pool, OPTIONS, split_backward=rng.random() < 0.7)
         self.search = PipelineSearch(scheduler, OPTIONS)
         self.sync = GradientSync(self.costs)
-        self.polish = Polish(self.search, self.sync, self.costs.cluster, OPTIONS)
+        self.polish = Polish([self.search], self.sync, self.costs.cluster, OPTIONS)
 
     def pipelines(self, stops: tuple[int, ...], shares: list[int]) -> PlacedPipelines | None:
         depth = len(stops)

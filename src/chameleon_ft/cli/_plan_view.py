@@ -112,6 +112,8 @@ def _found(searched: Searched, shape: box.Box, *, moves: bool, hosts: int) -> Ta
 
 def _backward(plan: Plan) -> str:
     kind = "split" if plan.split_backward else "fused"
+    if plan.fused_workers:
+        kind += f", fused on {len(plan.fused_workers)} of {len(plan.workers)} workers"
     return f"{kind}, {len(plan.recompute)} recompute" if plan.recompute else kind
 
 

@@ -15,6 +15,7 @@ from chameleon_ft.estimate.stages import PipelineTimes
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._network import builder_of
+from chameleon_ft.schedule.components import components
 from chameleon_ft.sync import Segment, gradient_segments
 
 __all__ = [
@@ -94,7 +95,13 @@ def plan_bound_s(plan: Plan, costs: CostModel) -> float:
         PlanError: the workload has another number of layers than the plan.
         ConfigError: the plan has a worker that the cluster does not.
     """
-    return builder_of(plan, costs).network_of(route.hops for route in plan.routes).lower_bound_s()
+    builder = builder_of(plan, costs)
+    return max(
+        builder.part(own.workers, split_backward=plan.splits(own.workers[0]))
+        .network(own.ways, own.taken)
+        .lower_bound_s()
+        for own in components(plan.routes)
+    )
 
 
 def rerouting_bound_s(

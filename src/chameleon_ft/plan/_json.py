@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,7 +21,7 @@ class PlanRecord:
     """The numbers of a plan: ranges are (start, stop), hops are (worker, start, stop), routes in micro-batch order.
 
     `recompute` is left out of a file if no worker recomputes. Older files list the workers that recompute all that they
-    hold; here such a worker has None for a range.
+    hold; here such a worker has None for a range. `fused_workers` is left out if there are none.
     """
 
     num_layers: int
@@ -29,6 +29,7 @@ class PlanRecord:
     routes: list[list[tuple[int, int, int]]]
     split_backward: bool
     recompute: Mapping[int, tuple[int, int] | None] = field(default_factory=dict)
+    fused_workers: Sequence[int] = ()
 
 
 def dump(record: PlanRecord) -> str:
@@ -41,6 +42,8 @@ def dump(record: PlanRecord) -> str:
     }
     if record.recompute:
         fields["recompute"] = {str(worker): layers for worker, layers in record.recompute.items()}
+    if record.fused_workers:
+        fields["fused_workers"] = record.fused_workers
     return json.dumps(fields, separators=(",", ":"))
 
 
@@ -54,7 +57,7 @@ def load(text: str) -> PlanRecord:
     if (found := fields.get("format")) != FORMAT:
         raise PlanError(f'a plan must have "format" {FORMAT!r}; got {found!r}')
     expected = {"format", "num_layers", "placement", "routes", "split_backward"}
-    if fields.keys() - {"recompute"} != expected:
+    if fields.keys() - {"recompute", "fused_workers"} != expected:
         raise PlanError(f"a plan must have the fields {sorted(expected)}; got {sorted(fields)}")
     split_backward = fields["split_backward"]
     if not isinstance(split_backward, bool):
@@ -77,6 +80,10 @@ def load(text: str) -> PlanRecord:
         routes=routes,
         split_backward=split_backward,
         recompute=_recompute(fields.get("recompute", {})),
+        fused_workers=[
+            _integer(worker, "a worker in fused_workers of a plan")
+            for worker in _list(fields.get("fused_workers", []), "fused_workers of a plan")
+        ],
     )
 
 

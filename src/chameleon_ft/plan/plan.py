@@ -57,6 +57,8 @@ class Plan:
         placement: which layers each worker holds.
         routes: the route of micro-batch m at index m.
         split_backward: whether workers run the two halves of a backward as operations of their own.
+        fused_workers: those that run it in one go nevertheless: all workers of some pipelines, on whose routes there is
+            no other worker.
         recompute: worker -> the layers by which it trades time for memory: it keeps only the input of each, and runs
             the layer's forward again just before its backward. A range may span several held ranges; the model's first
             and last layer are never run again. A worker that is not in the mapping keeps everything. Losses and
@@ -64,16 +66,19 @@ class Plan:
 
     Raises:
         PlanError: no routes; micro-batches not numbered 0, 1, ... in order; a route that ends before the last layer, or
-            with a hop whose worker does not hold its layers; or a worker that is to recompute a range whose first or
-            last layer it does not hold.
+            with a hop whose worker does not hold its layers; a worker that is to recompute a range whose first or
+            last layer it does not hold; or a route on which only some workers are to split their backward.
     """
 
     placement: Placement
     routes: tuple[Route, ...]
     split_backward: bool = False
     recompute: Mapping[int, LayerRange] = FrozenMap({})
+    fused_workers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        if self.fused_workers and not self.split_backward:
+            raise PlanError("fused_workers are named only in a plan with split backward; without it all workers are")
         object.__setattr__(self, "recompute", FrozenMap(dict(sorted(self.recompute.items()))))
         for worker, layers in self.recompute.items():
             ranges = self.placement.ranges_of(worker)
@@ -109,6 +114,11 @@ class Plan:
                             f"which holds {' '.join(map(str, self.placement.ranges_of(hop.worker))) or 'none'}"
                         )
                     held.add(hop)
+            if self.fused_workers and len({hop.worker in self.fused_workers for hop in route.hops}) > 1:
+                raise PlanError(
+                    f"on the route of micro-batch {index} some workers split their backward and others do not; "
+                    "name all of them in fused_workers, or none"
+                )
 
     @property
     def micro_batches(self) -> int:
@@ -120,6 +130,10 @@ class Plan:
         """The workers of the placement, ascending; one may hold layers and yet be on no route."""
         return self.placement.workers
 
+    def splits(self, worker: int) -> bool:
+        """Whether a worker runs the two halves of a backward as operations of their own."""
+        return self.split_backward and worker not in self.fused_workers
+
     def to_json(self) -> str:
         """The plan as one line of JSON; `from_json` reads it back to an equal plan."""
         return _json.dump(
@@ -129,6 +143,7 @@ class Plan:
                 routes=[[(hop.worker, hop.layers.start, hop.layers.stop) for hop in r.hops] for r in self.routes],
                 split_backward=self.split_backward,
                 recompute={worker: (own.start, own.stop) for worker, own in self.recompute.items()},
+                fused_workers=sorted(self.fused_workers),
             )
         )
 
@@ -147,4 +162,4 @@ class Plan:
             worker: placement.span(worker) if own is None else LayerRange(*own)
             for worker, own in record.recompute.items()
         }
-        return cls(placement, routes, record.split_backward, recompute)
+        return cls(placement, routes, record.split_backward, recompute, frozenset(record.fused_workers))

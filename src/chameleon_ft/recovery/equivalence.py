@@ -149,8 +149,11 @@ class _Structure:
                 plan.placement.ranges_of(worker.id),
                 worker.speed,
                 -1 if worker.memory_bytes is None else worker.memory_bytes,
-                () if limit is None else (limit.in_flight, limit.kept),
+                ()
+                if limit is None
+                else (limit.in_flight, limit.kept, -1 if limit.deferred is None else limit.deferred),
                 () if again is None else (again.start, again.stop),
+                plan.splits(worker.id),
             )
         self._ways = Counter(route.hops for route in plan.routes)
         self._on_ways: dict[int, list[tuple[int, int]]] = defaultdict(list)

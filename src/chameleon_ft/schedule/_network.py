@@ -111,9 +111,12 @@ class NetworkBuilder:
         self._times = _Times(costs, recompute, split_backward=split_backward)
         self._start(workers)
 
-    def part(self, workers: tuple[int, ...]) -> NetworkBuilder:
+    def part(self, workers: tuple[int, ...], *, split_backward: bool) -> NetworkBuilder:
         """A builder for routes between some of the workers, which are numbered in the order in which they are given."""
         part = copy(self)
+        if split_backward != self.split_backward:
+            part.split_backward = split_backward
+            part._times = _Times(*self._times.of, split_backward=split_backward)
         part._start(workers)
         return part
 
@@ -197,6 +200,7 @@ class _Times:
     """Remembers the few different times that operations and messages have, and whose they are."""
 
     def __init__(self, costs: CostModel, recompute: Mapping[int, LayerRange], *, split_backward: bool) -> None:
+        self.of = costs, recompute
         self._costs = costs
         self._recompute = recompute
         self._kinds = _SPLIT if split_backward else _FUSED

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from chameleon_ft.plan.placement import LayerRange
 from chameleon_ft.plan.plan import Plan, Route
-from chameleon_ft.schedule._records import Integers, Records
-from chameleon_ft.schedule.components import different_ways
+from chameleon_ft.schedule._records import PROGRAM_RECORD, Integers, Records
+from chameleon_ft.schedule.components import Component, different_ways
 from chameleon_ft.schedule.program import Operation, OperationKind, Program, records_from
 
 
-def build_program(plan: Plan, orders: Iterable[Integers]) -> Program:
-    """The program whose operations have these codes, by worker in ascending order of ids."""
-    by_code = records_by_code(plan.routes, split_backward=plan.split_backward, recompute=plan.recompute)
-    return Program.of_records(dict(zip(plan.workers, map(by_code.__getitem__, orders), strict=True)))
+def build_program(plan: Plan, orders: Iterable[tuple[Component, Sequence[Integers]]]) -> Program:
+    """What each worker of the plan runs: for each component the codes of its workers' operations, in order."""
+    records = dict.fromkeys(plan.workers, np.empty(0, PROGRAM_RECORD))
+    for component, own in orders:
+        by_code = records_by_code(plan, component.routes)
+        records.update(zip(component.workers, map(by_code.__getitem__, own), strict=True))
+    return Program.of_records(records)
 
 
-def records_by_code(routes: Sequence[Route], *, split_backward: bool, recompute: Mapping[int, LayerRange]) -> Records:
-    """The operations of these routes by their codes, as an array of `PROGRAM_RECORD`."""
-    kinds = kinds_by_phase(split_backward=split_backward)
+def records_by_code(plan: Plan, routes: Sequence[Route]) -> Records:
+    """The operations of these routes by their codes, as an array of `PROGRAM_RECORD`.
+
+    If only some of them split their backward, the B of the others has the code of I, and the plan asks for no operation
+    with their codes of W.
+    """
     ways, taken = different_ways(route.hops for route in routes)
+    split = [plan.splits(hops[0].worker) for hops in ways]
+    kinds = kinds_by_phase(split_backward=any(split))
     # The fields that do not depend on the micro-batch: by phase, and way after way by hop.
     common = [
-        records_from(Operation.of(kind, Route(0, hops), hop, recompute) for hops in ways for hop in range(len(hops)))
-        for kind in kinds
+        records_from(
+            Operation.of(
+                kind if is_split or phase != 1 else OperationKind.BACKWARD, Route(0, hops), hop, plan.recompute
+            )
+            for hops, is_split in zip(ways, split, strict=True)
+            for hop in range(len(hops))
+        )
+        for phase, kind in enumerate(kinds)
     ]
     lengths = np.array([len(hops) for hops in ways])
     begins = np.cumsum(lengths) - lengths

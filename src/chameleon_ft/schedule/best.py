@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-import numpy as np
-
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.plan import Plan
 from chameleon_ft.schedule._network import NetworkBuilder, builder_of
-from chameleon_ft.schedule._orders import records_by_code
-from chameleon_ft.schedule._records import PROGRAM_RECORD, Integers
+from chameleon_ft.schedule._orders import build_program
+from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.components import Component, components
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.heuristics import ListSchedules, Problem
@@ -123,22 +121,18 @@ def best_parts(
             return best_schedule(Problem.of(builder, component.ways, component.taken, ceiling), effort=effort)
         times, micro_batches = builder.times(component.ways[0]), len(component.taken)
         most = limits_array(component.workers, ceiling or {})
-        one = found.get(_problem_key(times, plan.split_backward, micro_batches, most))
+        split = builder.split_backward
+        one = found.get(_problem_key(times, split, micro_batches, most))
         if one is not None:
             return one
-        return pipeline_schedule(times, micro_batches, split_backward=plan.split_backward, ceiling=most, effort=effort)
+        return pipeline_schedule(times, micro_batches, split_backward=split, ceiling=most, effort=effort)
 
     return [ScheduledPart(*each) for each in _for_components(plan, costs, ceiling, scheduled)]
 
 
 def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
     """What each worker of the plan runs."""
-    records = dict.fromkeys(plan.workers, np.empty(0, PROGRAM_RECORD))
-    for part in parts:
-        component = part.component
-        by_code = records_by_code(component.routes, split_backward=plan.split_backward, recompute=plan.recompute)
-        records.update(zip(component.workers, map(by_code.__getitem__, part.schedule.orders), strict=True))
-    return Program.of_records(records)
+    return build_program(plan, ((part.component, part.schedule.orders) for part in parts))
 
 
 def step_s_of(parts: Iterable[ScheduledPart]) -> float:
@@ -187,9 +181,10 @@ def _for_components(
     decided: dict[tuple[object, ...], _T] = {}
     found: list[tuple[Component, _T]] = []
     for component in components(plan.routes):
-        own = builder.part(component.workers)
+        split = plan.splits(component.workers[0])
+        own = builder.part(component.workers, split_backward=split)
         limits = limits_array(component.workers, ceiling or {})
-        key = component.taken, tuple(own.slots(hops).tobytes() for hops in component.ways), limits.tobytes()
+        key = split, component.taken, tuple(own.slots(hops).tobytes() for hops in component.ways), limits.tobytes()
         if key not in decided:
             decided[key] = decide(component, own)
         found.append((component, decided[key]))

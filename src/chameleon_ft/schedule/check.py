@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import numpy as np
 
 from chameleon_ft.errors import ProgramError
 from chameleon_ft.plan.plan import Plan
-from chameleon_ft.schedule._orders import kinds_by_phase, records_by_code
+from chameleon_ft.schedule._orders import records_by_code
 from chameleon_ft.schedule._records import Booleans, Integers, Records
-from chameleon_ft.schedule.program import KINDS, Program, operations_from
+from chameleon_ft.schedule.program import Program, operations_from
 
 __all__ = ["check_program"]
 
 _FORWARD = 0  # as records have it
+# By the number of a kind: F, B and I, W.
+_PHASES: Final = np.array([0, 1, 1, 2])
 
 
 def check_program(program: Program, plan: Plan) -> None:
@@ -43,7 +45,7 @@ class _Wanted:
         before: in two rows, the codes of what its worker must have run before, or -1.
         first: for each route the number of its first hop.
         lengths: for each route how many it has.
-        phases: by number of a kind its phase, or -1.
+        is_asked: whether the plan asks for it: not for the W of a backward that is not split.
     """
 
     records: Records
@@ -51,15 +53,14 @@ class _Wanted:
     before: Integers
     first: Integers
     lengths: Integers
-    phases: Integers
+    is_asked: Booleans
 
     @classmethod
     def of(cls, plan: Plan) -> _Wanted:
-        kinds = kinds_by_phase(split_backward=plan.split_backward)
-        records = records_by_code(plan.routes, split_backward=plan.split_backward, recompute=plan.recompute)
+        records = records_by_code(plan, plan.routes)
         lengths = np.array([len(route.hops) for route in plan.routes])
         count = int(lengths.sum())
-        workers = np.tile(np.array([hop.worker for route in plan.routes for hop in route.hops]), len(kinds))
+        workers = np.tile(np.array([hop.worker for route in plan.routes for hop in route.hops]), len(records) // count)
         codes = np.arange(len(records))
         phase = codes // count
         # What others must have run is a matter of messages; a tensor that is handed over on the worker must be there.
@@ -72,15 +73,15 @@ class _Wanted:
             before=np.stack([np.where(phase == 0, -1, codes - count), np.where(handed_over & ~is_end, comes_from, -1)]),
             first=np.cumsum(lengths) - lengths,
             lengths=lengths,
-            phases=np.array([kinds.index(kind) if kind in kinds else -1 for kind in KINDS]),
+            is_asked=(phase < 2) | ~np.isin(workers, list(plan.fused_workers)),
         )
 
     def codes_of(self, records: Records) -> Integers:
         """The codes of these operations, or -1 for those of no hop or phase of the plan."""
-        phase, micro_batch, hop = self.phases[records["kind"]], records["micro_batch"], records["hop"]
+        phase, micro_batch, hop = _PHASES[records["kind"]], records["micro_batch"], records["hop"]
         is_route = (micro_batch >= 0) & (micro_batch < len(self.first))
         route = np.where(is_route, micro_batch, 0)
-        known = is_route & (phase >= 0) & (hop >= 0) & (hop < self.lengths[route])
+        known = is_route & (phase < len(self.records) // self.lengths.sum()) & (hop >= 0) & (hop < self.lengths[route])
         return np.where(known, phase * int(self.lengths.sum()) + self.first[route] + hop, -1)
 
 
@@ -88,15 +89,17 @@ def _check_operations(program: Program, wanted: _Wanted) -> None:
     records, workers = program.records, _workers_of(program)
     codes = wanted.codes_of(records)
     places = np.arange(len(records))
-    alike = (codes >= 0) & (wanted.workers[codes] == workers) & (wanted.records[codes] == records)
+    alike = (
+        (codes >= 0) & wanted.is_asked[codes] & (wanted.workers[codes] == workers) & (wanted.records[codes] == records)
+    )
     place = np.full(len(wanted.records) + 1, len(records))  # the last one stands for what is needed of nobody
     np.minimum.at(place, codes[alike], places[alike])
     place[-1] = -1
     repeated = alike & (place[codes] != places)
     too_late = place[wanted.before[:, codes]] > places
     if not (wrong := ~alike | repeated | too_late.any(0)).any():
-        if (place[:-1] == len(records)).any():
-            _complain_of_missing(place[:-1] == len(records), wanted)
+        if (missing := (place[:-1] == len(records)) & wanted.is_asked).any():
+            _complain_of_missing(missing, wanted)
         return
     index = int(wrong.argmax())
     (operation,) = operations_from(records[index : index + 1])

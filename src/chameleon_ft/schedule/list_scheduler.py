@@ -15,6 +15,7 @@ from chameleon_ft.plan.plan import Plan
 from chameleon_ft.schedule._network import Network, builder_of
 from chameleon_ft.schedule._orders import build_program
 from chameleon_ft.schedule._records import Floats, Integers
+from chameleon_ft.schedule.components import Component, components
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit, default_limits, limits_array
 from chameleon_ft.schedule.program import Program
@@ -127,9 +128,13 @@ def list_schedule(
     limits = default_limits(plan) if limits is None else limits
     if missing := [worker for worker in plan.workers if worker not in limits]:
         raise PlanError(f"the limits say nothing about worker {missing[0]}; give one for every worker of the plan")
-    network = builder_of(plan, costs).network_of(route.hops for route in plan.routes)
-    rules = Rules(limits=limits_array(plan.workers, limits), forward_first=prefer is Preference.FORWARD)
-    return build_program(plan, schedule(network, rules).orders)
+    builder = builder_of(plan, costs)
+    orders: list[tuple[Component, list[Integers]]] = []
+    for component in components(plan.routes):
+        own = builder.part(component.workers, split_backward=plan.splits(component.workers[0]))
+        rules = Rules(limits=limits_array(own.workers, limits), forward_first=prefer is Preference.FORWARD)
+        orders.append((component, schedule(own.network(component.ways, component.taken), rules).orders))
+    return build_program(plan, orders)
 
 
 def schedule(network: Network, rules: Rules, ways: Integers | None = None) -> Schedule:

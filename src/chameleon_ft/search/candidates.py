@@ -14,7 +14,7 @@ from chameleon_ft.schedule import CostModel, InFlightLimit, PipelineSchedule, de
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.schedule.limits import limits_of_array
 from chameleon_ft.search.result import FoundPlan
-from chameleon_ft.search.schedules import PipelineScheduler, TimedPipeline, hops_of
+from chameleon_ft.search.schedules import TimedPipeline, hops_of
 from chameleon_ft.transfer import moved_bytes
 
 __all__ = ["Candidate", "PlacedPipelines", "evaluated", "figures"]
@@ -63,11 +63,6 @@ class Candidate:
         # More pipelines than a host has workers are never all on one host.
         return len(self.pipelines) > self.costs.cluster.host_sizes[0] or not self.last_hosts
 
-    @property
-    def scheduler(self) -> PipelineScheduler:
-        """The scheduler that made its schedules."""
-        return self.pipelines[0][0].scheduler
-
     def found_on(self, costs: CostModel) -> FoundPlan:
         """The plan with its predictions for `costs`, whose workers may be faster than those of `self.costs`."""
         found = self.found()
@@ -82,7 +77,7 @@ class Candidate:
         recompute: dict[int, LayerRange] = {}
         for timed, workers in self.pipelines:
             hops = hops_of(workers, timed.stops)
-            limits = self.scheduler.limits(timed.spec)
+            limits = timed.scheduler.limits(timed.spec)
             assert limits is not None
             ceiling.update(zip(workers, limits_of_array(limits), strict=True))
             for hop, count in zip(hops, timed.recomputed, strict=True):
@@ -91,13 +86,15 @@ class Candidate:
             first = len(routes)
             routes += [Route(number, hops) for number in range(first, first + timed.spec.micro_batches)]
         different = list({id(timed): timed for timed, _ in self.pipelines}.values())
+        fused = frozenset(w for timed, own in self.pipelines if not timed.scheduler.split_backward for w in own)
+        split = any(timed.scheduler.split_backward for timed in different)
         return FoundPlan(
             name=self.name,
-            plan=Plan(self.placement, tuple(routes), self.scheduler.split_backward, FrozenMap(recompute)),
+            plan=Plan(self.placement, tuple(routes), split, FrozenMap(recompute), fused if split else frozenset()),
             ceiling=FrozenMap(ceiling),
             step_s=self.step_s,
             program_s=max(timed.program_s for timed in different),
-            peak_bytes=max(map(self.scheduler.peak_bytes, different)),
+            peak_bytes=max(timed.scheduler.peak_bytes(timed) for timed in different),
             moved_bytes=self.moved_bytes,
             last_hosts=self.last_hosts,
             schedules=tuple(timed.schedule for timed in different),

@@ -85,7 +85,11 @@ def _spreads(losses: Losses, *, cuts: Iterable[bool]) -> list[Spread]:
 def _with_routes(losses: Losses, routes: tuple[Route, ...]) -> Plan:
     placement = losses.placement
     recompute = {worker: own for worker, own in losses.plan.recompute.items() if worker in placement.ranges}
-    return Plan(placement, routes, losses.plan.split_backward, recompute)
+    # All pipelines that detours join split their backward if one of them does.
+    fused = losses.plan.fused_workers
+    joined = (own.workers for own in components(routes) if not fused.issuperset(own.workers)) if fused else ()
+    fused = fused.intersection(placement.ranges).difference(*joined)
+    return Plan(placement, routes, losses.plan.split_backward, recompute, fused)
 
 
 def _routes(plan: Plan, spread: Spread) -> tuple[Route, ...]:

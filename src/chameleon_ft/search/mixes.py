@@ -55,10 +55,10 @@ class TimedMix:
 
 
 class MixSearch:
-    """The search over mixes of pipelines with fused, or with split backward.
+    """The search over mixes of pipelines.
 
     Args:
-        pipelines: cuts and schedules them.
+        pipelines: cut and schedule them, with split and with fused backward; each pipeline takes what is faster.
         counts: workers of each class.
         micro_batches: of the global batch.
         work_s: seconds of the step if no worker were ever idle.
@@ -75,7 +75,7 @@ class MixSearch:
 
     def __init__(
         self,
-        pipelines: PipelineSearch,
+        pipelines: Sequence[PipelineSearch],
         counts: tuple[int, ...],
         micro_batches: int,
         work_s: float,
@@ -89,13 +89,12 @@ class MixSearch:
         self.numbers = numbers
         self.sync = sync
         self.complete = False
-        self._bounds = pipelines.bounds_with(sync)
         self._micro_batches = micro_batches
         self._work_s = work_s
         self._options = options
         self._precision = _ROUNDING / 10 if options.complete else _COARSE
         self._counts = counts
-        self.shapes, self.all_shapes = shapes_of(self._counts, pipelines.scheduler.stages.num_layers)
+        self.shapes, self.all_shapes = shapes_of(self._counts, pipelines[0].scheduler.stages.num_layers)
         if shapes is not None:
             self.shapes, self.all_shapes = tuple(shapes), False
         elif numbers is not None:
@@ -123,10 +122,9 @@ class MixSearch:
         if not self._options.complete:
             self._drop_expensive(bound_s)
         low, best_s, in_vain = bound_s, upper_s, 0
-        scheduler = self.pipelines.scheduler
-        most = math.inf if self._options.effort is None else scheduler.spent + self._options.effort
+        most = math.inf if self._options.effort is None else self._spent() + self._options.effort
         first = True
-        while first or scheduler.spent < most:
+        while first or self._spent() < most:
             found = self._next(low, best_s)
             if found is None:
                 self.complete = self._options.complete
@@ -144,6 +142,9 @@ class MixSearch:
             if in_vain == _IN_VAIN and not self._options.complete:
                 return
             best_s = min(best_s, timed.time_s)
+
+    def _spent(self) -> int:
+        return sum(each.scheduler.spent for each in self.pipelines)
 
     def _bounded(self) -> tuple[float, list[Share]]:
         if self._bound is None:
@@ -224,8 +225,13 @@ class MixSearch:
         for count, own_s in self._scheduled_s.get(shape, {}).items():
             if own_s > time_s:
                 enough = min(enough, count - 1)
-        most = self.pipelines.bounds.most(shape, time_s, enough, quick=True)
-        return self._bounds.most(shape, time_s, most, quick=False) if shape in self._opened else most
+        most = 0
+        for each in self.pipelines:
+            own = each.bounds.most(shape, time_s, enough, quick=True)
+            if shape in self._opened and own > most:
+                own = each.bounds_with(self.sync).most(shape, time_s, own, quick=False)
+            most = max(most, own)
+        return most
 
     def _trimmed(self, mix: Sequence[Share]) -> list[Share]:
         """The mix without the micro-batches that are too many; the pipelines that would end last give them up."""
@@ -244,7 +250,19 @@ class MixSearch:
 
     def _time_s(self, shape: Shape, micro_batches: int) -> float:
         known = self._known.get((shape, micro_batches))
-        return self._bounds.quick_s(shape, micro_batches) if known is None else known[0]
+        return self._quick_s(shape, micro_batches)[0][0] if known is None else known[0]
+
+    def _quick_s(self, shape: Shape, micro_batches: int) -> list[tuple[float, int]]:
+        """Quick bounds with split and with fused backward, by number of `pipelines`, the least first."""
+        bounds = (each.bounds_with(self.sync) for each in self.pipelines)
+        return sorted((own.quick_s(shape, micro_batches), number) for number, own in enumerate(bounds))
+
+    def _best(self, shape: Shape, micro_batches: int) -> tuple[float, TimedPipeline | None]:
+        best: tuple[float, TimedPipeline | None] = math.inf, None
+        for bound_s, number in self._quick_s(shape, micro_batches):
+            if bound_s < best[0]:
+                best = min(best, self.pipelines[number].best(shape, micro_batches, self.sync), key=lambda own: own[0])
+        return best
 
     def _timed(self, mix: Sequence[Share]) -> tuple[bool, TimedMix | None]:
         """Whether any of the mix was not scheduled before, and the mix with schedules; None where it does not fit."""
@@ -255,7 +273,7 @@ class MixSearch:
             key = share.shape, share.micro_batches
             if key not in self._known:
                 is_new = True
-                self._known[key] = self.pipelines.best(*key, self.sync)
+                self._known[key] = self._best(*key)
                 self._scheduled_s.setdefault(share.shape, {})[share.micro_batches] = self._known[key][0]
             own_s, pipeline = self._known[key]
             if pipeline is None:

@@ -93,6 +93,7 @@ class PlanSearch:
         self._with_sync = has_gradients(costs.workload) and len(costs.cluster.workers) > 1
         self._sync = GradientSync(costs)
         self._placement = PlacementSearch(self._pool, costs.cluster, with_sync=self._with_sync)
+        self._polish = Polish(self._searches, self._sync, costs.cluster, self._options)
         self._work_s = total_work_bound_s(costs)
         self.family = BoundFamily.PIPELINES
         self.bound_s = math.inf
@@ -133,15 +134,15 @@ class PlanSearch:
     @property
     def _is_exact(self) -> bool:
         """Whether every order of classes in a pipeline is looked at, and every mix of them."""
-        search = self._mix_search(self._searches[0])
+        search = self._mix_search(self._searches)
         return search.all_shapes and (len(self._pool.counts) == 1 or is_exact(self._pool.counts, 1))
 
     def _found(self) -> list[Candidate]:
         """Plans on workers; the bound is known afterwards."""
         if not self._with_sync:
-            searches = [self._mix_search(each) for each in self._searches]
-            self.bound_s = min(search.bound_s() for search in searches)
-            return self._run(sorted(searches, key=lambda search: search.bound_s()))
+            search = self._mix_search(self._searches)
+            self.bound_s = search.bound_s()
+            return self._run([search])
         found: list[Candidate] = []
         if len(self._pool.classes) == 1 and not self._options.complete:
             found = self._of_layouts()
@@ -166,17 +167,17 @@ class PlanSearch:
     def _bounding_searches(self, most_s: float) -> list[MixSearch]:
         """Searches whose mixes are all pipelines that take no longer than `most_s`."""
         if not self._with_sync:
-            return [self._mix_search(each) for each in self._searches]
+            return [self._mix_search(self._searches)]
         least = LeastSync(self._costs, most_s)
         most = min(len(self._costs.cluster.workers), self._costs.workload.micro_batches)
         numbers = [(1, 1), *numbers_of_pipelines(most)]
         if len(self._pool.classes) > 1:
             numbers = [(1, 1), *([(2, most)] if most > 1 else [])]
-        return [self._mix_search(each, least.of(own[0]), own) for each in self._searches for own in numbers]
+        return [self._mix_search(self._searches, least.of(own[0]), own) for own in numbers]
 
     def _mix_search(
         self,
-        pipelines: PipelineSearch,
+        pipelines: Sequence[PipelineSearch],
         sync: SyncCost = SyncCost(),  # noqa: B008 - frozen
         numbers: tuple[int, int] | None = None,
         shapes: Sequence[Shape] | None = None,
@@ -212,7 +213,7 @@ class PlanSearch:
             tried += 1
             for mixed in (False, True):
                 numbers = layout.number, layout.number
-                search = self._mix_search(layout.pipelines, layout.sync, numbers, layout.shapes(mixed=mixed))
+                search = self._mix_search([layout.pipelines], layout.sync, numbers, layout.shapes(mixed=mixed))
                 if mixed and layout.depth * layout.number == len(self._costs.cluster.workers):
                     break
                 found += self._run([search], best_s)
@@ -269,12 +270,11 @@ class PlanSearch:
         """
         fastest, *survivor = self._on_workers([each for each, count in mix.pipelines for _ in range(count)])
         if self._with_sync and len(mix.pipelines) <= _FEW_PROGRAMS and len(fastest.pipelines) > 1:
-            search = self._search_of(fastest.pipelines)
-            for cuts in product(*(search.similar(each) for each, _ in mix.pipelines)):
+            for cuts in product(*(self._search_of(each).similar(each) for each, _ in mix.pipelines)):
                 counted = zip(cuts, mix.pipelines, strict=True)
                 other, *_ = self._on_workers([each for each, (_, count) in counted for _ in range(count)])
                 fastest = min(fastest, other, key=lambda each: each.step_s)
-        better = self._polish_of(fastest.pipelines).exchanged(fastest.pipelines)
+        better = self._polish.exchanged(fastest.pipelines)
         return [fastest if better is fastest.pipelines else self._candidate(better), *survivor]
 
     def _on_workers(self, timed: Sequence[TimedPipeline]) -> list[Candidate]:
@@ -317,23 +317,20 @@ class PlanSearch:
         if self._options.complete and not self._with_sync:
             return found
         survives = found.survives_hosts
-        better = self._candidate(self._polish_of(found.pipelines).improved(found.pipelines, exchange=not survives))
+        better = self._candidate(self._polish.improved(found.pipelines, exchange=not survives))
         if survives:
             return better if better.survives_hosts else found
         # Where stages stop decides which workers should share a host.
         again, *_ = self._on_workers([timed for timed, _ in better.pipelines])
         if again.step_s < better.step_s:
-            better = self._candidate(self._polish_of(again.pipelines).improved(again.pipelines))
+            better = self._candidate(self._polish.improved(again.pipelines))
         return better
 
     def _finished(self, pipelines: PlacedPipelines) -> PlacedPipelines:
-        return self._polish_of(pipelines).with_best_programs(pipelines)
+        return self._polish.with_best_programs(pipelines)
 
-    def _polish_of(self, pipelines: PlacedPipelines) -> Polish:
-        return Polish(self._search_of(pipelines), self._sync, self._costs.cluster, self._options)
-
-    def _search_of(self, pipelines: PlacedPipelines) -> PipelineSearch:
-        return self._searches[0 if pipelines[0][0].scheduler.split_backward else 1]
+    def _search_of(self, timed: TimedPipeline) -> PipelineSearch:
+        return self._searches[0 if timed.scheduler.split_backward else 1]
 
     def _assigned(self, few: Sequence[Candidate]) -> Iterator[Candidate]:
         """The plans on the workers that hold most of them, with stages on their hosts and on any."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
-from typing import Final
+from typing import Any, Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.search.candidates import PlacedPipelines
@@ -34,12 +34,13 @@ _SLOW_STAGES: Final = 3
 class Polish:
     """Improves pipelines on workers, step by step, as long as the step becomes shorter."""
 
-    def __init__(self, pipelines: PipelineSearch, sync: GradientSync, cluster: Cluster, options: SearchOptions) -> None:
-        self._search = pipelines
-        self._scheduler = pipelines.scheduler
+    def __init__(
+        self, pipelines: Sequence[PipelineSearch], sync: GradientSync, cluster: Cluster, options: SearchOptions
+    ) -> None:
+        self._searches = {each.scheduler: each for each in pipelines}
         self._sync = sync
         self._options = options
-        self._class_of = pipelines.scheduler.pool.class_of()
+        self._class_of = pipelines[0].scheduler.pool.class_of()
         self._hosts = cluster.hosts
         self._equal_links = links_are_equal(cluster)
 
@@ -51,7 +52,7 @@ class Polish:
         for key, (timed, workers) in sorted(different.items(), key=lambda item: -item[1][0].program_s):
             if timed.program_s <= last_s:
                 break
-            found = self._scheduler.scheduled(timed.spec, effort=self._options.polish_effort, workers=workers)
+            found = timed.scheduler.scheduled(timed.spec, effort=self._options.polish_effort, workers=workers)
             if found is not None:
                 best[key] = found
                 last_s = max(last_s, found.program_s)
@@ -77,9 +78,9 @@ class Polish:
         self, pipelines: PlacedPipelines, neighbours: Callable[[PlacedPipelines], Iterator[PlacedPipelines]]
     ) -> PlacedPipelines:
         best, best_s = pipelines, self._sync.step_s(pipelines)
-        most = math.inf if self._options.effort is None else self._scheduler.spent + _EFFORT * self._options.effort
+        most = math.inf if self._options.effort is None else self._spent() + _EFFORT * self._options.effort
         for _ in range(_ROUNDS):
-            if self._scheduler.spent > most:
+            if self._spent() > most:
                 break
             found = min(neighbours(best), key=self._sync.step_s, default=best)
             found_s = self._sync.step_s(found)
@@ -88,12 +89,15 @@ class Polish:
             best, best_s = found, found_s
         return best
 
+    def _spent(self) -> int:
+        return sum(each.spent for each in self._searches)
+
     def _recut_or_shifted(self, pipelines: PlacedPipelines) -> Iterator[PlacedPipelines]:
         different = {id(timed): timed for timed, _ in pipelines}
         # Others than the slowest may hold up gradient sync.
         slowest, *others = sorted(different.values(), key=lambda timed: -timed.program_s)[:_PIPELINES]
         for timed in (slowest, *others):
-            recut = self._recut(timed.spec)
+            recut = self._recut(timed)
             by_estimate = sorted(recut, key=lambda found: (found[0], found[1].stops, found[1].options))
             for _, other in by_estimate[:_TRIES]:
                 # All pipelines that are cut alike, so that they go on to reduce gradients together; or this one alone.
@@ -116,11 +120,11 @@ class Polish:
                 if self._class_of[one] == self._class_of[other] and self._hosts[one] != self._hosts[other]:
                     exchange = {one: other, other: one}
                     placed = [(timed, tuple(exchange.get(own, own) for own in each)) for timed, each in pipelines]
-                    yield tuple((self._scheduler.replayed(timed, each), each) for timed, each in placed)
+                    yield tuple((timed.scheduler.replayed(timed, each), each) for timed, each in placed)
 
-    def _recut(self, spec: PipelineSpec) -> Iterator[tuple[float, PipelineSpec]]:
+    def _recut(self, timed: TimedPipeline) -> Iterator[tuple[float, PipelineSpec]]:
         """Cuts with a layer moved from a slow stage to another one, and other options of a stage, with estimates."""
-        estimates = self._search.estimates
+        spec, estimates = timed.spec, self._searches[timed.scheduler].estimates
         starts = (0, *spec.stops[:-1])
         work_s = [
             float(estimates.tables.forward_s[kind, start, stop] + estimates.tables.backward_s[kind, start, stop])
@@ -160,7 +164,7 @@ class Polish:
                 found.append((timed, workers))
                 continue
             left[id(timed)] = number - 1, share
-            other = self._scheduled(replace(timed.spec, micro_batches=share), workers)
+            other = self._scheduled(timed, workers, micro_batches=share)
             if other is None:
                 return None
             found.append((other, workers))
@@ -182,14 +186,17 @@ class Polish:
         for timed, workers in pipelines:
             own = timed.spec
             is_alike = (own.shape, own.stops, own.options) == (spec.shape, spec.stops, spec.options)
+            is_alike = is_alike and timed.scheduler is like.scheduler
             if left and (timed is like if alone else is_alike):
                 left -= 1
-                changed = self._scheduled(replace(own, stops=other.stops, options=other.options), workers)
+                changed = self._scheduled(timed, workers, stops=other.stops, options=other.options)
                 if changed is None:
                     return None
                 timed = changed
             found.append((timed, workers))
         return tuple(found)
 
-    def _scheduled(self, spec: PipelineSpec, workers: Iterable[int]) -> TimedPipeline | None:
-        return self._scheduler.scheduled(spec, effort=self._options.look_effort, workers=tuple(workers))
+    def _scheduled(self, timed: TimedPipeline, workers: Iterable[int], **changes: Any) -> TimedPipeline | None:
+        """A pipeline with these changes of what it is; None if it does not fit then."""
+        spec = replace(timed.spec, **changes)
+        return timed.scheduler.scheduled(spec, effort=self._options.look_effort, workers=tuple(workers))

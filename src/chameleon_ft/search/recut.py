@@ -69,7 +69,7 @@ def recut_plan(
     pipelines = recut(current, search, merged, options)
     if pipelines is None:
         return None
-    pipelines = Polish(search, sync, merged.cluster, options).with_best_programs(pipelines)
+    pipelines = Polish([search], sync, merged.cluster, options).with_best_programs(pipelines)
     return Candidate("recut", pipelines, sync.step_s(pipelines), merged, current).found_on(costs)
 
 

@@ -191,7 +191,11 @@ class World:
         def pipelines(_: World) -> list[Mapping[Cut, int]]:
             costs = CostModel(self.costs.workload, Cluster(workers, links.intra_host, links.inter_host))
             plans = [each.plan for each in find(costs)]
-            fleets = [fleet_of_plan(plan) for plan in plans if plan.split_backward == self.pipelines.split_backward]
+            fleets = [
+                fleet_of_plan(plan)
+                for plan in plans
+                if not plan.fused_workers and plan.split_backward == self.pipelines.split_backward
+            ]
             return [Counter(pipeline.cut for pipeline in fleet.pipelines) for fleet in fleets]
 
         return self.noted(f"{name} for {on_hosts}", pipelines)

@@ -78,6 +78,7 @@ def plan_in_roles(plan: Plan, roles: Mapping[int, int]) -> Plan:
         placement=placement_in_roles(plan.placement, roles),
         routes=routes,
         recompute={roles[worker]: layers for worker, layers in plan.recompute.items()},
+        fused_workers=frozenset(map(roles.__getitem__, plan.fused_workers)),
     )
 
 

@@ -43,6 +43,7 @@ def propose(name: str, situation: Situation) -> list[Proposal]:
     # A worker of a pipeline that was idle recomputes as its counterpart in the pipeline that its own is like.
     like = {hop.worker: whole[0][stage] for hops in pipelines[len(whole) :] for stage, hop in enumerate(hops)}
     recompute: dict[int, LayerRange] = {}
+    fused = frozenset(own for own in held if (like[own].worker if own in like else own) in plan.fused_workers)
     for worker in held:
         if worker not in like:
             again = plan.recompute.get(worker)
@@ -52,7 +53,7 @@ def propose(name: str, situation: Situation) -> list[Proposal]:
             recompute[worker] = again
     routes = tuple(map(Route, range(len(taken)), taken))
     ceiling = {worker: limit for worker, limit in situation.ceiling.items() if worker in held}
-    return [Proposal(name=name, plan=Plan(placement, routes, plan.split_backward, recompute), ceiling=ceiling)]
+    return [Proposal(name=name, plan=Plan(placement, routes, plan.split_backward, recompute, fused), ceiling=ceiling)]
 
 
 def _stages(hops: _Hops) -> tuple[LayerRange, ...]:
