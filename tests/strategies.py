@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
 from chameleon_ft.schedule import CostModel
+from chameleon_ft.schedule.components import components
 from chameleon_ft.workload import LayerCost, Workload
 
 # Equal times are common on purpose: ties are where orders go wrong.
@@ -181,10 +182,25 @@ def plans(draw: st.DrawFn, *, several_ranges: bool = True, max_micro_batches: in
 
 
 @st.composite
+def some_fused(draw: st.DrawFn, plan: Plan) -> Plan:
+    """The plan with backward in one go in any of its components, if it splits backward."""
+    every = components(plan.routes) if plan.split_backward else []
+    fused = [worker for own in every if draw(st.booleans()) for worker in own.workers]
+    return dataclasses.replace(plan, fused_workers=frozenset(fused))
+
+
+@st.composite
 def planned(draw: st.DrawFn, *, several_ranges: bool = True) -> Planned:
     """Any plans with cost models that fit."""
     plan = draw(plans(several_ranges=several_ranges))
     return Planned(plan, draw(cost_models(plan)))
+
+
+@st.composite
+def mixed(draw: st.DrawFn, cases: st.SearchStrategy[Planned]) -> Planned:
+    """These, in some of whose components backward may not be split though it is in others."""
+    case = draw(cases)
+    return dataclasses.replace(case, plan=draw(some_fused(case.plan)))
 
 
 @st.composite

@@ -16,7 +16,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program, list_schedule
 from chameleon_ft.workload import LayerCost, Workload
-from tests.strategies import Planned, Shape, equal_costs, pipelines, planned, recomputing, some_recompute
+from tests.strategies import Planned, Shape, equal_costs, mixed, pipelines, planned, recomputing, some_recompute
 
 sizes = st.integers(0, 1000)
 buffers = st.builds(MessageBuffers, receives_ahead=st.integers(1, 5), sends_kept=st.integers(1, 5))
@@ -25,7 +25,7 @@ buffers = st.builds(MessageBuffers, receives_ahead=st.integers(1, 5), sends_kept
 @st.composite
 def sized(draw: st.DrawFn) -> Planned:
     """Any plans with any recomputation; layers have bytes of every kind, and activations with their input."""
-    case = draw(planned())
+    case = draw(mixed(planned()))
     plan = draw(some_recompute(case.plan))
     layers: list[LayerCost] = []
     for layer in case.costs.workload.layers:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from tests.strategies import Shape, pipelines, plans, recomputing, some_recompute
+from tests.strategies import Shape, pipelines, plans, recomputing, some_fused, some_recompute
 
 PLACEMENT = Placement(3, {0: (LayerRange(0, 2),), 1: (LayerRange(2, 3),), 2: (LayerRange(0, 3),)})
 
@@ -81,6 +81,18 @@ def test_a_range_that_is_recomputed_may_span_several_that_are_held() -> None:
         dataclasses.replace(plan, recompute={0: LayerRange(2, 4)})
 
 
+def test_the_workers_of_a_route_all_split_their_backward_or_none_does() -> None:
+    plan = pipelines(Shape(dp=2, pp=2, share=1), split_backward=True)
+    fused = plan.routes[1].hops[0].worker
+    one = frozenset(hop.worker for hop in plan.routes[1].hops)
+
+    assert [dataclasses.replace(plan, fused_workers=one).splits(own) for own in plan.workers].count(False) == 2
+    with pytest.raises(PlanError, match="on the route of micro-batch 1 some workers split their backward"):
+        dataclasses.replace(plan, fused_workers=frozenset({fused}))
+    with pytest.raises(PlanError, match="only in a plan with split backward"):
+        dataclasses.replace(plan, split_backward=False, fused_workers=one)
+
+
 def test_a_file_says_what_is_recomputed_only_if_something_is() -> None:
     plan = pipelines(Shape(dp=1, pp=3, share=1))
     some = recomputing(plan, (2, 0))
@@ -97,7 +109,7 @@ def test_a_list_of_workers_in_an_older_file_means_all_their_layers(plan: Plan, d
     assert Plan.from_json(older) == recomputing(plan, workers)
 
 
-@given(plans().flatmap(some_recompute))
+@given(plans().flatmap(some_recompute).flatmap(some_fused))
 def test_json_gives_back_the_plan(plan: Plan) -> None:
     text = plan.to_json()
 

@@ -30,7 +30,7 @@ from chameleon_ft.schedule import Operation, best_program, check_program
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from tests.runtime.ranks import Ranks, opened
 from tests.runtime.toy import SEED, PlainStep, toy_job, train_plainly
-from tests.strategies import equal_costs, plans, some_recompute
+from tests.strategies import equal_costs, plans, some_fused, some_recompute
 
 pytestmark = pytest.mark.multiprocess
 
@@ -208,12 +208,13 @@ def renumbered(plan: Plan) -> Plan:
         ),
         plan.split_backward,
         {number[worker]: layers for worker, layers in plan.recompute.items()},
+        frozenset(map(number.__getitem__, plan.fused_workers)),
     )
 
 
 @settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
-    plan=plans(max_micro_batches=8).flatmap(some_recompute),
+    plan=plans(max_micro_batches=8).flatmap(some_recompute).flatmap(some_fused),
     clip=st.booleans(),
     tied=st.booleans(),
 )

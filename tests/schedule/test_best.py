@@ -35,7 +35,7 @@ from chameleon_ft.schedule.best import (
     program_of,
     step_s_of,
 )
-from tests.strategies import Planned, Shape, cost_models, equal_costs, pipelined, pipelines, planned, shapes
+from tests.strategies import Planned, Shape, cost_models, equal_costs, mixed, pipelined, pipelines, planned, shapes
 
 QUICK = 1_000  # one or two list schedules of a pipeline
 
@@ -104,11 +104,13 @@ def apart(plan: Plan) -> Iterator[Plan]:
     for workers in nx.connected_components(graph):
         ways = [route.hops for route in plan.routes if route.hops[0].worker in workers]
         gone = set(plan.workers) - workers
-        yield Plan(plan.placement.without(gone), tuple(map(Route, range(len(ways)), ways)), plan.split_backward)
+        yield Plan(
+            plan.placement.without(gone), tuple(map(Route, range(len(ways)), ways)), plan.splits(ways[0][0].worker)
+        )
 
 
 @settings(max_examples=60)
-@given(st.one_of(side_by_side(), planned(), pipelined()), st.sampled_from([0, 500, DEFAULT_EFFORT]), st.data())
+@given(mixed(st.one_of(side_by_side(), planned(), pipelined())), st.sampled_from([0, 500, DEFAULT_EFFORT]), st.data())
 def test_a_plan_takes_as_long_as_the_slowest_of_its_parts_alone(
     case: Planned, effort: int, data: st.DataObject
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chameleon_ft.errors import ProgramError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import Operation, OperationKind, Program, check_program, list_schedule, replay
-from tests.strategies import Planned, Shape, equal_costs, pipelines, planned
+from tests.strategies import Planned, Shape, equal_costs, mixed, pipelines, planned
 
 F, B, I, W = OperationKind  # noqa: E741
 
@@ -29,7 +29,7 @@ def spots(draw: st.DrawFn, program: Program) -> tuple[int, int]:
     return worker, draw(st.integers(0, len(program.of(worker)) - 1))
 
 
-@given(planned(), st.data())
+@given(mixed(planned()), st.data())
 def test_a_dropped_operation_is_missed(case: Planned, data: st.DataObject) -> None:
     program = list_schedule(case.plan, case.costs)
     worker, index = data.draw(spots(program))
@@ -40,7 +40,7 @@ def test_a_dropped_operation_is_missed(case: Planned, data: st.DataObject) -> No
         check_program(changed(program, worker, operations), case.plan)
 
 
-@given(planned(), st.data())
+@given(mixed(planned()), st.data())
 def test_a_repeated_operation_is_refused(case: Planned, data: st.DataObject) -> None:
     program = list_schedule(case.plan, case.costs)
     worker, index = data.draw(spots(program))
@@ -50,7 +50,7 @@ def test_a_repeated_operation_is_refused(case: Planned, data: st.DataObject) -> 
         check_program(changed(program, worker, operations), case.plan)
 
 
-@given(planned(), st.data())
+@given(mixed(planned()), st.data())
 def test_an_operation_on_another_worker_is_refused(case: Planned, data: st.DataObject) -> None:
     assume(len(case.plan.workers) > 1)
     program = list_schedule(case.plan, case.costs)
@@ -64,7 +64,7 @@ def test_an_operation_on_another_worker_is_refused(case: Planned, data: st.DataO
         check_program(corrupt, case.plan)
 
 
-@given(planned(), st.data())
+@given(mixed(planned()), st.data())
 def test_an_operation_in_another_form_is_refused(case: Planned, data: st.DataObject) -> None:
     program = list_schedule(case.plan, case.costs)
     worker, index = data.draw(spots(program))
@@ -89,7 +89,7 @@ def test_an_operation_in_another_form_is_refused(case: Planned, data: st.DataObj
         check_program(changed(program, worker, operations), case.plan)
 
 
-@given(planned(), st.data())
+@given(mixed(planned()), st.data())
 def test_messages_of_one_channel_may_not_be_swapped(case: Planned, data: st.DataObject) -> None:
     program = list_schedule(case.plan, case.costs)
     pairs = [
@@ -223,7 +223,7 @@ def comes_to_its_end(program: Program) -> bool:
     return not any(todo.values())
 
 
-@given(planned(), st.randoms(use_true_random=False))
+@given(mixed(planned()), st.randoms(use_true_random=False))
 def test_what_comes_to_its_end_is_found_out(case: Planned, random: Random) -> None:
     program = list_schedule(case.plan, case.costs)
     for _ in range(random.randrange(4)):

@@ -26,7 +26,7 @@ from chameleon_ft.schedule import (
     list_schedule,
     replay,
 )
-from tests.strategies import Planned, Shape, cost_models, equal_costs, pipelined, pipelines, planned, plans
+from tests.strategies import Planned, Shape, cost_models, equal_costs, mixed, pipelined, pipelines, planned, plans
 
 FORWARD = OperationKind.FORWARD
 preferences = st.sampled_from(list(Preference))
@@ -51,7 +51,6 @@ def assert_times_are_possible(timeline: Timeline, plan: Plan, costs: CostModel) 
     for worker in plan.workers:
         own = timeline.of(worker)
         assert all(one.end_s <= next_.start_s for one, next_ in pairwise(own))
-    turned = OperationKind.INPUT_GRAD if plan.split_backward else OperationKind.BACKWARD
     for timed in timeline.operations:
         operation = timed.operation
         boundary = operation.layers.stop - 1
@@ -65,14 +64,14 @@ def assert_times_are_possible(timeline: Timeline, plan: Plan, costs: CostModel) 
             case _ if operation.last:
                 before = FORWARD, operation.hop
             case _:
-                before = turned, operation.hop + 1
+                before = operation.kind, operation.hop + 1
         kind, hop = before
         made_s, maker = end_s[kind, operation.micro_batch, hop]
         message_s = costs.message_s(maker, timed.worker, costs.message_bytes(boundary))
         assert timed.start_s >= made_s + message_s - 1e-9
 
 
-@given(planned(), preferences, st.integers(0, 20))
+@given(mixed(planned()), preferences, st.integers(0, 20))
 def test_any_plan_gets_a_program_that_runs(case: Planned, prefer: Preference, extra: int) -> None:
     limits = {
         worker: InFlightLimit(limit.in_flight + extra, limit.kept + extra)

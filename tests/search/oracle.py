@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, pairwise, permutations, product
+from itertools import chain, combinations, pairwise, permutations, product
 
 from chameleon_ft.cluster import Worker
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
@@ -42,11 +42,7 @@ class Exhaustive:
     costs: CostModel
 
     def least_s(self) -> float:
-        """Seconds of the fastest plan with fused or with split backward; infinite if none fits."""
-        return min(self.least_of_kind_s(split) for split in (False, True))
-
-    def least_of_kind_s(self, split: bool) -> float:
-        """Seconds of the fastest plan with one of them."""
+        """Seconds of the fastest plan, each pipeline with fused or with split backward; infinite if none fits."""
         workload = self.costs.workload
         by_kind: dict[Kind, list[int]] = {}
         for worker in self.costs.cluster.workers:
@@ -59,7 +55,8 @@ class Exhaustive:
             size = tuple(sum(worker in by_kind[kind] for worker in workers) for kind in kinds)
             for stops in cuts(len(workload.layers), len(workers)):
                 for share in range(1, workload.micro_batches + 1):
-                    time_s = min(self.pipelines_s(workers, stops, share, split), default=math.inf)
+                    every = (self.pipelines_s(workers, stops, share, split) for split in (False, True))
+                    time_s = min(chain(*every), default=math.inf)
                     times[size, share] = min(time_s, times.get((size, share), math.inf))
         sizes = sorted({size for size, _ in times})
 
