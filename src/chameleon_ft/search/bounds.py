@@ -256,7 +256,8 @@ class PipelineBounds:
                 last = _Rows(*(each[own_count] for each in rows))
             size = self.stages.num_layers + 1
             # Deeper pipelines are likely to be asked for next.
-            number = min(max(count + 1, 0 if found is None else 2 * len(found.ended_s)), size - len(after))
+            more = 0 if found is None or limit_s < math.inf else 2 * len(found.ended_s)
+            number = min(max(count + 1, more), size - len(after))
             found = _Rows(*np.empty((3, number, size)))
             for own, given in zip(found, last, strict=True):
                 own[0] = given

@@ -101,8 +101,6 @@ class MixSearch:
             # Every other pipeline has a worker at least.
             self.shapes = tuple(shape for shape in self.shapes if len(shape) <= sum(counts) - numbers[0] + 1)
         self._sizes = {shape: size_of(shape, len(counts)) for shape in self.shapes}
-        # Bounds without gradient sync are worked out once; those with it only for shapes that a best mix is made of.
-        self._opened: set[Shape] = set()
         self._known: dict[tuple[Shape, int], tuple[float, TimedPipeline | None]] = {}
         self._scheduled_s: dict[Shape, dict[int, float]] = {}
         self._bound: tuple[float, list[Share]] | None = None
@@ -187,7 +185,11 @@ class MixSearch:
     def _drop_expensive(self, time_s: float) -> None:
         """With little effort, go on without pipelines that take long to schedule, if others finish soon enough."""
         shapes = self.shapes
-        few = [shape for shape in shapes if not self._options.is_expensive(len(shape), self._most(shape, time_s))]
+        few = [
+            shape
+            for shape in shapes
+            if not self._options.is_expensive(len(shape), self._most(shape, time_s, quick=True))
+        ]
         if len(few) < len(shapes):
             self.shapes = tuple(few)
             if self._at(time_s * _NOT_MUCH_LONGER)[0] < self._micro_batches:
@@ -198,7 +200,9 @@ class MixSearch:
 
         With `bounding`, a number that no mix passes, and a mix that comes close to it.
         """
-        counts = {shape: self._most(shape, time_s) for shape in self.shapes}
+        counts = {shape: self._most(shape, time_s, quick=True) for shape in self.shapes}
+        # Bounds that take longer to work out are needed only of shapes that a best mix is made of.
+        known: set[Shape] = set()
         while True:
             best: dict[Size, Shape] = {}
             for shape, count in counts.items():
@@ -209,17 +213,17 @@ class MixSearch:
             total = found.bound if bounding else self._worth(found, best, counts)
             if total < self._micro_batches:
                 return total, []
-            unopened = {best[size] for size in found.made_of} - self._opened
-            if not unopened:
+            unknown = {best[size] for size in found.made_of} - known
+            if not unknown:
                 return total, [Share(best[size], counts[best[size]], number) for size, number in found.mix.items()]
-            self._opened |= unopened
-            counts.update({shape: self._most(shape, time_s) for shape in unopened})
+            known |= unknown
+            counts.update({shape: self._most(shape, time_s, quick=False) for shape in unknown})
 
     @staticmethod
     def _worth(found: BoundedMix, best: dict[Size, Shape], counts: dict[Shape, int]) -> int:
         return sum(counts[best[size]] * number for size, number in found.mix.items())
 
-    def _most(self, shape: Shape, time_s: float) -> int:
+    def _most(self, shape: Shape, time_s: float, *, quick: bool) -> int:
         """The most micro-batches that a pipeline may finish: fewer than one that was scheduled and took longer."""
         enough = self._micro_batches
         for count, own_s in self._scheduled_s.get(shape, {}).items():
@@ -227,8 +231,10 @@ class MixSearch:
                 enough = min(enough, count - 1)
         most = 0
         for each in self.pipelines:
+            if most == enough or (most and each.bounds.quick_s(shape, most + 1) > time_s * (1 + _ROUNDING)):
+                continue
             own = each.bounds.most(shape, time_s, enough, quick=True)
-            if shape in self._opened and own > most:
+            if own > most and not quick:
                 own = each.bounds_with(self.sync).most(shape, time_s, own, quick=False)
             most = max(most, own)
         return most
