@@ -12,8 +12,14 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.baselines.knapsack import LeastMix, Mix, shared_out
-from chameleon_ft.search.baselines.layouts import Layout, ends_of, fastest_layout, memory_of, smallest_memory_bytes
-from chameleon_ft.search.baselines.result import BaselinePlan
+from chameleon_ft.search.baselines.layouts import (
+    BaselinePlan,
+    Layout,
+    ends_of,
+    fastest_layout,
+    memory_of,
+    smallest_memory_bytes,
+)
 from chameleon_ft.search.baselines.templates import PipelineTemplate, pipeline_templates
 from chameleon_ft.workload import Workload
 
