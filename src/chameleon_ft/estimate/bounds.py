@@ -11,9 +11,8 @@ import math
 from collections.abc import Sequence
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate.stages import PipelineTimes
 from chameleon_ft.plan import Placement, Plan
-from chameleon_ft.schedule import CostModel
+from chameleon_ft.schedule import CostModel, PipelineTimes
 from chameleon_ft.schedule._network import builder_of
 from chameleon_ft.sync import Segment, gradient_segments
 
