@@ -20,7 +20,7 @@ from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_m
 from chameleon_ft.estimate.parts import PartsEstimate, estimate_parts, peak_bytes_of
 from chameleon_ft.estimate.step import StepEstimate, estimate_step
 from chameleon_ft.estimate.transition import StallModel, TransitionEstimate, state_bytes
-from chameleon_ft.schedule import PipelineTimes, pipeline_times
+from chameleon_ft.schedule.pipeline_times import PipelineTimes, pipeline_times
 
 __all__ = [
     "MemoryUse",

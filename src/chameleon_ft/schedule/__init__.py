@@ -7,7 +7,7 @@ from chameleon_ft.schedule.check import check_program
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.limits import InFlightLimit, default_limits
 from chameleon_ft.schedule.list_scheduler import Preference, list_schedule
-from chameleon_ft.schedule.pipeline_times import PipelineTimes, pipeline_times
+from chameleon_ft.schedule.pipeline_times import PipelineTimes
 from chameleon_ft.schedule.pipelines import PipelineSchedule, pipeline_schedule
 from chameleon_ft.schedule.program import Operation, OperationKind, Program
 from chameleon_ft.schedule.timeline import TimedOperation, Timeline, replay
@@ -29,6 +29,5 @@ __all__ = [
     "default_limits",
     "list_schedule",
     "pipeline_schedule",
-    "pipeline_times",
     "replay",
 ]
