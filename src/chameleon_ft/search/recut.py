@@ -204,18 +204,13 @@ def _shared_out(
         """Seconds, infinite if a stage does not fit, and the options of the stages."""
         return search.estimates.bound_s(*cut, count)
 
-    def scheduled(shares: Sequence[int]) -> PlacedPipelines | None:
-        found: list[tuple[TimedPipeline, tuple[int, ...]]] = []
-        for (cut, workers), count in zip(cuts, shares, strict=True):
-            if count:
-                own_s, recompute = estimate(cut, count)
-                spec = PipelineSpec(*cut, recompute, count)
-                if own_s == math.inf or (
-                    (timed := search.scheduler.scheduled(spec, effort=options.look_effort, workers=workers)) is None
-                ):
-                    return None
-                found.append((timed, workers))
-        return tuple(found)
+    def scheduled(place: int, count: int) -> TimedPipeline | None:
+        cut, workers = cuts[place]
+        own_s, recompute = estimate(cut, count)
+        if own_s == math.inf:
+            return None
+        spec = PipelineSpec(*cut, recompute, count)
+        return search.scheduler.scheduled(spec, effort=options.look_effort, workers=workers)
 
     # Each micro-batch goes to the pipeline that would end first with it.
     shares = [0] * len(cuts)
@@ -225,15 +220,20 @@ def _shared_out(
         _, place = ends[0]
         shares[place] += 1
         heapreplace(ends, (estimate(cuts[place][0], shares[place] + 1)[0], place))
-    best = scheduled(shares)
-    # And then, as long as that makes the step shorter, one from the pipeline that ends last to the one that ends first.
-    for _ in range(_SHIFTS if best is not None else 0):
-        used = [place for place, count in enumerate(shares) if count]
-        ends_s = {place: timed.program_s for place, (timed, _) in zip(used, best or (), strict=True)}
-        shares[max(used, key=ends_s.__getitem__)] -= 1
-        shares[min(used, key=ends_s.__getitem__)] += 1
-        shifted = scheduled(shares)
-        if shifted is None or max(timed.program_s for timed, _ in shifted) >= max(ends_s.values()):
+    timed = {place: scheduled(place, count) for place, count in enumerate(shares) if count}
+    found = {place: each for place, each in timed.items() if each is not None}
+    if len(found) < len(timed):
+        return None
+    # Then one at a time from the pipeline that ends last to the one that ends first, as long as both end earlier.
+    for _ in range(_SHIFTS):
+        slowest = max(found, key=lambda place: found[place].program_s)
+        quickest = min(found, key=lambda place: found[place].program_s)
+        if shares[slowest] < 2 or slowest == quickest:
             break
-        best = shifted
-    return best
+        fewer, more = scheduled(slowest, shares[slowest] - 1), scheduled(quickest, shares[quickest] + 1)
+        if fewer is None or more is None or max(fewer.program_s, more.program_s) >= found[slowest].program_s:
+            break
+        found |= {slowest: fewer, quickest: more}
+        shares[slowest] -= 1
+        shares[quickest] += 1
+    return tuple((each, cuts[place][1]) for place, each in found.items())
