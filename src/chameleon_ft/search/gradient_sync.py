@@ -64,7 +64,6 @@ class LeastSync:
         self._costs = costs
         self._most_s = most_s
         self._known: dict[int, SyncCost] = {}
-        self._inside: dict[float, float] = {}
 
     def of(self, pipelines: int) -> SyncCost:
         """The least cost with this number of pipelines."""
@@ -107,13 +106,8 @@ class LeastSync:
         if self._most_s == math.inf:
             return sum(size for _, size in self._busy)
         speed = max((own for count, own in self._hosts if count >= pipelines), default=0.0)
-        if speed not in self._inside:
-            self._inside[speed] = self._inside_of(speed)
-        return self._inside[speed]
-
-    def _inside_of(self, speed: float) -> float:
-        """A fractional knapsack: no more than parts of layers, those with most bytes for their time, fit the time of
-        the host; and no more layers than of those that take least."""
+        # A fractional knapsack: no more than parts of layers, those with most bytes for their time, fit the time of the
+        # host; and no more layers than of those that take least.
         busy = self._busy
         budget_s = self._most_s * speed / self._costs.workload.micro_batches * (1 + _ROUNDING)
         count = sum(until_s <= budget_s for until_s in accumulate(sorted(own_s for own_s, _ in busy)))
