@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from chameleon_ft.estimate.gradient_sync import sync_after
 from chameleon_ft.estimate.memory import schedule_bytes, stages_of
@@ -100,16 +99,10 @@ def _made_s(schedule: Schedule | PipelineSchedule, layers: Sequence[LayerRange])
     """
     if isinstance(schedule, PipelineSchedule):
         return [{(own.start, own.stop): end_s} for own, end_s in zip(layers, schedule.last_s, strict=True)]
-    slots, count = schedule.network.slots, len(schedule.network.slots)
-    # One number for each of worker, start and stop: to sort rows takes many times as long.
-    width = int(slots["stop"].max()) + 1
-    keys, which = np.unique((slots["worker"] * width + slots["start"]) * width + slots["stop"], return_inverse=True)
-    last_s = np.zeros(len(keys))
+    slots = schedule.network.slots
+    found: list[_Made] = [defaultdict(float) for _ in schedule.network.workers]
+    workers, starts, stops = (slots[name].tolist() for name in ("worker", "start", "stop"))
     # B, or W, which are the last of the codes.
-    np.maximum.at(last_s, which, schedule.ends_s[-count:])
-    found: list[_Made] = [{} for _ in schedule.network.workers]
-    for key, end_s in zip(keys.tolist(), last_s.tolist(), strict=True):
-        before, stop = divmod(key, width)
-        worker, start = divmod(before, width)
-        found[worker][start, stop] = end_s
+    for worker, start, stop, end_s in zip(workers, starts, stops, schedule.ends_s[-len(slots) :].tolist(), strict=True):
+        found[worker][start, stop] = max(found[worker][start, stop], end_s)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import Final
 
@@ -15,7 +15,7 @@ from chameleon_ft.schedule.best import best_step_s
 from chameleon_ft.schedule.components import Way, different_ways
 from chameleon_ft.schedule.heuristics import ROUNDING, ListSchedules, Problem
 from chameleon_ft.schedule.list_scheduler import schedule
-from chameleon_ft.search.reroute_balance import Losses, Piece, Spread, joined_hops
+from chameleon_ft.search.reroute_balance import Losses, Spread, joined_hops
 
 __all__ = ["reroute"]
 
@@ -119,37 +119,28 @@ def _improved(start: Spread, losses: Losses, costs: CostModel, ceiling: Mapping[
     return best
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A piece by where it is in a spread."""
-
-    micro_batch: int
-    index: int
-    piece: Piece
-
-
 def _neighbours(spread: Spread) -> Iterator[Spread]:
     """Spreads that differ in the worker of one piece, or in those of two that have changed places."""
-    places = [
-        _Place(micro_batch, index, piece)
-        for micro_batch, pieces in sorted(spread.items())
-        for index, piece in enumerate(pieces)
+    pieces = {
+        (micro_batch, index): piece
+        for micro_batch, own in sorted(spread.items())
+        for index, piece in enumerate(own)
         if piece.holders
-    ]
-    for place in places:
-        for worker in place.piece.holders:
-            if worker != place.piece.worker:
-                yield _changed(spread, (place, worker))
-    for one, other in combinations(places, 2):
-        a, b = one.piece, other.piece
+    }
+    for place, piece in pieces.items():
+        for worker in piece.holders:
+            if worker != piece.worker:
+                yield _changed(spread, {place: worker})
+    for (one, a), (other, b) in combinations(pieces.items(), 2):
         if a.worker != b.worker and b.worker in a.holders and a.worker in b.holders:
-            yield _changed(spread, (one, b.worker), (other, a.worker))
+            yield _changed(spread, {one: b.worker, other: a.worker})
 
 
-def _changed(spread: Spread, *changes: tuple[_Place, int]) -> Spread:
+def _changed(spread: Spread, workers: Mapping[tuple[int, int], int]) -> Spread:
+    """The spread with other workers for some pieces, given by their micro-batch and place."""
     changed = dict(spread)
-    for place, worker in changes:
-        pieces = list(changed[place.micro_batch])
-        pieces[place.index] = replace(place.piece, worker=worker)
-        changed[place.micro_batch] = tuple(pieces)
+    for (micro_batch, index), worker in workers.items():
+        pieces = list(changed[micro_batch])
+        pieces[index] = replace(pieces[index], worker=worker)
+        changed[micro_batch] = tuple(pieces)
     return changed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -12,6 +13,8 @@ __all__ = ["LeastMix", "Mix", "shared_out"]
 # Sums were rounded in another order.
 _ROUNDING: Final = 1e-12
 _FOREVER_S: Final = 1e300
+# Of mixes that an estimate finds equal, the fewest pipelines have least to reduce, and the most the fewest messages.
+_FROM_EACH_END: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +52,24 @@ class LeastMix:
         self._sync_s = sync_s
 
     def mixes(self) -> list[Mix]:
-        """One for every number of pipelines with which the least time can be had, the fewest first; none if there is no
+        """Mixes of least time with different numbers of pipelines, the two fewest and the two most; none if there is no
         mix at all.
         """
-        most = ((depth, self._most(depth, _FOREVER_S)) for depth in self._shares)
-        longest_s = max((self._time_s(*own) for own in most if own[1] >= self._shares[own[0]]), default=0.0)
+        largest = {depth: self._most(depth, _FOREVER_S) for depth in self._shares}
+        longest_s = max(
+            (self._time_s(depth, share) for depth, share in largest.items() if share >= self._shares[depth]),
+            default=0.0,
+        )
         pipelines_s = self._least_s(0.0, longest_s, self._least_pipelines, or_more=True)
         if pipelines_s == math.inf:
             return []
-        found = self._at(pipelines_s)
+        most = min(self._workers, self._micro_batches)
+        table = self._table(pipelines_s, most, or_more=False)
+        numbers = [n for n in range(self._least_pipelines, most + 1) if self._is_whole(table[n])]
+        found = [self._mix(table, number, pipelines_s) for number in numbers]
         least_s = min(mix.time_s for mix in found)
         # Fewer pipelines take longer, but may gain as much in gradient sync; most do not, which one table shows.
-        fewer = range(self._least_pipelines, len(found[0].pipelines))
+        fewer = range(self._least_pipelines, numbers[0])
         table = self._table(least_s - self._sync_s(fewer[0]), fewer[-1], or_more=False) if fewer else []
         for number in reversed(fewer):
             if self._is_whole(table[number]):
@@ -69,7 +78,8 @@ class LeastMix:
                     found.append(self._mix(self._table(own_s, number, or_more=False), number, own_s))
                     least_s = min(least_s, found[-1].time_s)
         fastest = [mix for mix in found if mix.time_s <= least_s * (1 + _ROUNDING)]
-        return sorted(fastest, key=lambda mix: len(mix.pipelines))
+        fastest.sort(key=lambda mix: len(mix.pipelines))
+        return [mix for place, mix in enumerate(fastest) if min(place, len(fastest) - 1 - place) < _FROM_EACH_END]
 
     def _least_s(self, low: float, high: float, pipelines: int, *, or_more: bool) -> float:
         """The least time up to `high` at which there is a mix of so many pipelines; infinite if there is none."""
@@ -86,16 +96,9 @@ class LeastMix:
 
     def _most(self, depth: int, time_s: float) -> int:
         """The most micro-batches by then, or one less than the least share."""
-        low, high = self._shares[depth] - 1, self._micro_batches + 1
-        stride = 1
-        while low + 1 < high:
-            # Most depths cannot do much more than their share.
-            middle = min(low + stride, (low + high) // 2)
-            if self._time_s(depth, middle) <= time_s:
-                low, stride = middle, 2 * stride
-            else:
-                high = middle
-        return low
+        least = self._shares[depth]
+        shares = range(least, self._micro_batches + 1)
+        return least - 1 + bisect_right(shares, time_s, key=lambda share: self._time_s(depth, share))
 
     def _is_whole(self, row: list[int]) -> bool:
         """Whether a row of the table has all micro-batches on all workers."""
@@ -124,25 +127,10 @@ class LeastMix:
             table.append(row)
         return table
 
-    def _at(self, time_s: float) -> list[Mix]:
-        most = min(self._workers, self._micro_batches)
-        table = self._table(time_s, most, or_more=False)
-        return [
-            self._mix(table, number, time_s)
-            for number in range(self._least_pipelines, most + 1)
-            if self._is_whole(table[number])
-        ]
-
     def _mix(self, table: list[list[int]], pipelines: int, time_s: float) -> Mix:
         """So many pipelines that end by then, back through the table."""
-        depths = self._depths(table, pipelines, time_s)
-        shares = shared_out(depths, self._micro_batches, self._time_s, least_share=self._shares.__getitem__)
-        slowest_s = max(map(self._time_s, depths, shares))
-        return Mix(tuple(zip(depths, shares, strict=True)), slowest_s + self._sync_s(pipelines))
-
-    def _depths(self, table: list[list[int]], pipelines: int, time_s: float) -> list[int]:
         workers, left = self._workers, self._micro_batches
-        found: list[int] = []
+        depths: list[int] = []
         for number in reversed(range(pipelines)):
             depth, share = next(
                 (depth, share)
@@ -151,9 +139,12 @@ class LeastMix:
                 for share in range(low, min(left, self._most(depth, time_s)) + 1)
                 if table[number][workers - depth] >> left - share & 1
             )
-            found.append(depth)
+            depths.append(depth)
             workers, left = workers - depth, left - share
-        return sorted(found, reverse=True)
+        depths.sort(reverse=True)
+        shares = shared_out(depths, self._micro_batches, self._time_s, least_share=self._shares.__getitem__)
+        slowest_s = max(map(self._time_s, depths, shares))
+        return Mix(tuple(zip(depths, shares, strict=True)), slowest_s + self._sync_s(pipelines))
 
 
 def shared_out(

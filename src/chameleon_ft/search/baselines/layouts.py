@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate.memory import MessageBuffers, stages_of
@@ -27,21 +27,16 @@ __all__ = [
     "CutPoints",
     "Layout",
     "OneFOneBMemory",
-    "ends_of",
     "fastest_layout",
     "memory_of",
     "smallest_memory_bytes",
 ]
-
-MixT = TypeVar("MixT")
 
 CutPoints: TypeAlias = tuple[int, ...]
 """Of a pipeline, for each stage the layer after its last one."""
 
 # Operations that may be scheduled for each part of a plan that is only compared with others.
 _COMPARE_EFFORT: Final = 10_000
-# Of mixes that an estimate finds equal, the fewest pipelines have least to reduce, and the most the fewest messages.
-_FROM_EACH_END: Final = 2
 # Steady 1F1B repeats itself, so a stage holds no more with more micro-batches than it has in flight and in buffers.
 _BUFFERED: Final = MessageBuffers().receives_ahead + MessageBuffers().sends_kept
 
@@ -125,11 +120,6 @@ def memory_of(workload: Workload, capacity_bytes: int | None, *, recompute: bool
 def smallest_memory_bytes(cluster: Cluster) -> int | None:
     """The least known capacity; None if no worker's is known."""
     return min((each.memory_bytes for each in cluster.workers if each.memory_bytes is not None), default=None)
-
-
-def ends_of(mixes: Sequence[MixT]) -> Sequence[MixT]:
-    """Of many mixes of equal time, by number of pipelines, the first two and the last two."""
-    return mixes if len(mixes) <= 2 * _FROM_EACH_END else [*mixes[:_FROM_EACH_END], *mixes[-_FROM_EACH_END:]]
 
 
 def fastest_layout(

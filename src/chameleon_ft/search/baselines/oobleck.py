@@ -15,7 +15,6 @@ from chameleon_ft.search.baselines.knapsack import LeastMix, Mix, shared_out
 from chameleon_ft.search.baselines.layouts import (
     BaselinePlan,
     Layout,
-    ends_of,
     fastest_layout,
     memory_of,
     smallest_memory_bytes,
@@ -137,7 +136,7 @@ def _layouts(
         mixes = _best_mixes(estimate, workers=len(cluster.workers), least_pipelines=fault_tolerance + 1)
     else:
         mixes = estimate.given(reconfigured_depths(live_nodes, min(templates, default=0)))
-    for mix in ends_of(mixes):
+    for mix in mixes:
         pipelines = tuple((templates[nodes].cut_points, share) for nodes, share in mix.pipelines)
         yield Layout(pipelines, recompute, mix.time_s)
 

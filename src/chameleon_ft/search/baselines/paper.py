@@ -17,7 +17,6 @@ from chameleon_ft.search.baselines.layouts import (
     CutPoints,
     Layout,
     OneFOneBMemory,
-    ends_of,
     fastest_layout,
     memory_of,
     smallest_memory_bytes,
@@ -70,8 +69,7 @@ def paper_plan(
         least_share=lambda depth: micro_batches * depth // workers,
     ).mixes()
     layouts = (
-        Layout(tuple((cuts.best(*each)[1], each[1]) for each in mix.pipelines), False, mix.time_s)
-        for mix in ends_of(mixes)
+        Layout(tuple((cuts.best(*each)[1], each[1]) for each in mix.pipelines), False, mix.time_s) for mix in mixes
     )
     return fastest_layout("paper", layouts, costs, split_backward=split_backward, current=current)
 
