@@ -1,4 +1,4 @@
-"""What a plan costs: time, memory, gradient sync and the way to it, with bounds that say how good that is.
+"""The cost of a plan: time, memory, gradient sync and the transition to it, with bounds that certify it.
 
 The paper's own closed forms are in `chameleon_ft.estimate.paper`, apart from these.
 """

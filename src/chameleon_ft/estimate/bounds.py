@@ -156,7 +156,7 @@ def _work(costs: CostModel, segment: Segment, first: Segment, *, split_backward:
 
 
 def _least_makespan(pieces: int, piece_s: float, speeds: Sequence[float]) -> float:
-    """Least time in which workers of these speeds do so many equal pieces: each to who would be done with it first."""
+    """Least time in which workers of these speeds do equal pieces: each goes to the worker that would end first."""
     ends = [(piece_s / speed, piece_s / speed) for speed in speeds]
     heapq.heapify(ends)
     last_s = 0.0

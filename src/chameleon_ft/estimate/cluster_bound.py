@@ -45,7 +45,7 @@ def cluster_bound_s(costs: CostModel, *, micro_batches: int | None = None, split
 
 
 class _Pipelines:
-    """What pipelines of any depth can do at best."""
+    """Upper bounds on the micro-batches that pipelines of each depth finish."""
 
     def __init__(self, costs: CostModel, *, split_backward: bool) -> None:
         layers = costs.workload.layers

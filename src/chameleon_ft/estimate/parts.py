@@ -1,4 +1,4 @@
-"""What is predicted of a plan whose parts are scheduled, without a program: enough to compare it with others."""
+"""Step time and memory of a plan from the schedules of its parts, without a program: enough to compare plans."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PartsEstimate:
 
 
 def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> PartsEstimate:
-    """What `estimate_step` says of the program of these parts, which need not be made for it; see there for errors."""
+    """The figures of `estimate_step` for the program of these parts, without making it; raises the same errors."""
     # By schedule and layers, which parts that are alike share, the figures of each worker index.
     known: dict[tuple[object, ...], list[_Made]] = {}
     made_s: dict[int, _Made] = {}

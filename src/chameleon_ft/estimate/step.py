@@ -19,7 +19,7 @@ __all__ = ["StepEstimate", "estimate_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEstimate:
-    """What a step takes: time, gradient sync and memory.
+    """Time, gradient sync and memory of a step.
 
     Attributes:
         timeline: when each operation starts and ends.

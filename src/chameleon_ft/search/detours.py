@@ -1,4 +1,4 @@
-"""Plans with detours: the lost workers' share of the micro-batches goes to the other holders of their layers."""
+"""Plans with detours: other holders of the lost workers' layers take over their micro-batches."""
 
 from __future__ import annotations
 
@@ -39,18 +39,17 @@ def reroute(
 ) -> Plan:
     """The plan without the lost workers: same placement otherwise, and only micro-batches that have lost one move.
 
-    They are spread in several ways, and that with the fastest list schedules is taken. Either the lost hops alone go to
-    live holders of their layers, shared out so that the one with most to do has as little as can be: a hop may be cut
-    between several. Or whole micro-batches go to other pipelines, and to new ones of workers that are left idle. In
-    plans of up to a few hundred operations, hops then move and change places as long as that makes the step shorter.
-    So it is good, not proven optimal. Works on any plan, also one that was rerouted before, or with pipelines of
-    different depths. Deterministic. Workers that `plan` does not have are ignored.
+    Several ways to spread them are scheduled, and the fastest is taken: either the lost hops alone go to live holders
+    of their layers, so that the largest load is least, and a hop may be cut between several; or whole micro-batches go
+    to other pipelines, and to new ones of workers that are left idle. In plans of up to a few hundred operations, hops
+    then move and change places as long as that makes the step shorter. Good, not proven optimal; deterministic. Works
+    on any plan, also one that was rerouted before. Workers that `plan` does not have are ignored.
 
     Args:
         plan: what was running.
-        lost: the workers that are gone.
+        lost: ids of the lost workers.
         costs: how long operations and messages take.
-        ceiling: what each worker can keep at most; the same that `best_program` is going to get.
+        ceiling: what each worker can keep at most; pass the same to `best_program`.
 
     Raises:
         NoHolderError: layers whose last holder is lost.

@@ -1,6 +1,6 @@
-"""Between rerouting and new pipelines: whole pipelines stay as they are, and only the broken ones are cut anew.
+"""Between rerouting and new pipelines: whole pipelines stay, and only broken ones are cut anew.
 
-So only the workers of broken pipelines receive layers, while the shares of the micro-batches change for all.
+Only workers of broken pipelines receive layers; the shares of the micro-batches change for all pipelines.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def recut(
 
 
 def _filling(idle: Sequence[int], wishes: dict[int, _Bounds], stages: Sequence[_Bounds]) -> dict[int, _Bounds]:
-    """For each idle worker the stage of a whole pipeline that the fewest of the others stand for."""
+    """For each idle worker the stage of a whole pipeline whose layers the fewest other workers are to hold."""
     layers = Counter(layer for start, stop in wishes.values() for layer in range(start, stop))
     found: dict[int, _Bounds] = {}
     for worker in idle:

@@ -1,4 +1,4 @@
-"""Where the layers of lost workers are run instead: on the live workers that hold them, as evenly as can be."""
+"""Balance the load of lost workers over the live workers that hold the same layers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from chameleon_ft.schedule.components import different_ways
 
 __all__ = ["Losses", "Piece", "Spread", "joined_hops"]
 
-# So many workers at most share the micro-batches of a lost one, for each of these. What more of them could take off
-# each other is little, and all pipelines that take part wait for each other.
+# At most this many workers for each lost micro-batch share them: more would gain little, and all pipelines that take
+# part wait for each other.
 _HELPERS: Final = 2
 _BISECTIONS: Final = 30
 _ROUNDING: Final = 1e-9
@@ -22,7 +22,7 @@ _ROUNDING: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Layers of a route on a worker; `holders` are all that could run them, where they have lost their own."""
+    """Layers of a route on a worker; `holders` are all workers that could run them, where their own is lost."""
 
     layers: LayerRange
     worker: int
@@ -45,7 +45,7 @@ def joined_hops(pieces: Iterable[Piece]) -> tuple[Hop, ...]:
 
 
 class Losses:
-    """What is lost of a plan.
+    """The losses of a plan.
 
     Attributes:
         plan: what was running.
@@ -97,7 +97,7 @@ class Losses:
         return {micro_batch: tuple(sorted(own, key=lambda piece: piece.layers)) for micro_batch, own in pieces.items()}
 
     def parts(self, *, whole_holders: bool) -> dict[LayerRange, list[tuple[LayerRange, tuple[int, ...]]]]:
-        """For the layers of each lost hop what they are cut into, with the workers that hold all of that."""
+        """For the layers of each lost hop, the ranges they are cut into, with the workers that hold all of each."""
         lost = {hop.layers for hops in self._ways for hop in hops if hop.worker not in self._live}
         return {
             layers: [(part, self._holders(part)) for part in self._gaps(layers, whole_holders=whole_holders)]
@@ -167,7 +167,7 @@ class Losses:
         *,
         cut: bool,
     ) -> Iterator[tuple[int, Piece]]:
-        """Who runs `layers` of which micro-batch, with as little as can be for the one that has most to do then.
+        """The workers that run `layers` of each micro-batch, so that the largest load is least.
 
         The micro-batches are laid end to end and dealt out: each worker takes the next layers, up to a common level.
         """
@@ -191,7 +191,7 @@ class Losses:
             yield micro_batches[order[number]], Piece(part, worker, holders)
 
     def _chains(self, idle: Sequence[int]) -> Iterator[tuple[Hop, ...]]:
-        """Pipelines that idle workers can make, each in one; at every layer, by whoever holds most of what follows."""
+        """Pipelines of idle workers, each in one; at every layer, the worker that holds most of the next layers."""
         left = set(idle)
         while True:
             hops: list[Hop] = []
