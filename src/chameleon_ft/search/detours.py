@@ -11,7 +11,7 @@ from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import Plan, Route
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule._network import builder_of
-from chameleon_ft.schedule.best import best_step_s
+from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_step_s
 from chameleon_ft.schedule.components import Way, different_ways
 from chameleon_ft.schedule.heuristics import ROUNDING, ListSchedules, Problem
 from chameleon_ft.schedule.list_scheduler import schedule
@@ -24,8 +24,6 @@ __all__ = ["reroute"]
 _COMPARE: Final = 6_000
 _SEARCH: Final = 8_000
 _LEAST_TRIALS: Final = 25
-# In others, operations that may be scheduled to compare a spread, by those of the plan.
-_TRIALS: Final = 6
 # F, and B or I and W.
 _OPERATIONS: Final = 3
 
@@ -67,7 +65,7 @@ def reroute(
     if is_small:
         spreads += [_improved(spread, losses, costs, ceiling) for spread in spreads[:2]]
     plans = [_with_routes(losses, _routes(plan, spread)) for spread in spreads]
-    effort = _COMPARE if is_small else _TRIALS * operations
+    effort = _COMPARE if is_small else DEFAULT_EFFORT
     return min(plans, key=lambda each: best_step_s(each, costs, ceiling=ceiling, effort=effort))
 
 
