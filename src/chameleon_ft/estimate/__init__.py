@@ -1,4 +1,4 @@
-"""What a plan costs: time, memory, gradient sync and the way to it, with bounds that say how good that is.
+"""The cost of a plan: time, memory, gradient sync and the transition to it, with bounds that certify it.
 
 The paper's own closed forms are in `chameleon_ft.estimate.paper`, apart from these.
 """
@@ -18,9 +18,9 @@ from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, es
 from chameleon_ft.estimate.layer_memory import MemoryUse
 from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory
 from chameleon_ft.estimate.parts import PartsEstimate, estimate_parts, peak_bytes_of
-from chameleon_ft.estimate.stages import PipelineTimes, pipeline_times
 from chameleon_ft.estimate.step import StepEstimate, estimate_step
 from chameleon_ft.estimate.transition import StallModel, TransitionEstimate, state_bytes
+from chameleon_ft.schedule.pipeline_times import PipelineTimes, pipeline_times
 
 __all__ = [
     "MemoryUse",

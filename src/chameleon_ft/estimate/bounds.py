@@ -11,9 +11,8 @@ import math
 from collections.abc import Sequence
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate.stages import PipelineTimes
 from chameleon_ft.plan import Placement, Plan
-from chameleon_ft.schedule import CostModel
+from chameleon_ft.schedule import CostModel, PipelineTimes
 from chameleon_ft.schedule._network import builder_of
 from chameleon_ft.schedule.components import components
 from chameleon_ft.sync import Segment, gradient_segments
@@ -164,7 +163,7 @@ def _work(costs: CostModel, segment: Segment, first: Segment, *, split_backward:
 
 
 def _least_makespan(pieces: int, piece_s: float, speeds: Sequence[float]) -> float:
-    """Least time in which workers of these speeds do so many equal pieces: each to who would be done with it first."""
+    """Least time in which workers of these speeds do equal pieces: each goes to the worker that would end first."""
     ends = [(piece_s / speed, piece_s / speed) for speed in speeds]
     heapq.heapify(ends)
     last_s = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from itertools import accumulate
 from typing import Final
 
@@ -45,7 +45,7 @@ def cluster_bound_s(costs: CostModel, *, micro_batches: int | None = None, split
 
 
 class _Pipelines:
-    """What pipelines of any depth can do at best."""
+    """Upper bounds on the micro-batches that pipelines of each depth finish."""
 
     def __init__(self, costs: CostModel, *, split_backward: bool) -> None:
         layers = costs.workload.layers
@@ -64,26 +64,18 @@ class _Pipelines:
         return micro_batches * self._work_s[-1]
 
     def most(self, time_s: float, workers: int, enough: int) -> int:
-        """The most micro-batches, up to `enough`, that these workers finish in `time_s`."""
+        """The most micro-batches, up to `enough`, that these workers finish in `time_s`: an unbounded knapsack."""
         deepest = min(workers, len(self._work_s) - 1)
-        of_depth = [0] * (deepest + 1)
-        for depth in range(1, deepest + 1):
-            of_depth[depth] = self._finished(time_s, depth, enough)
-        best = [0] * (workers + 1)
+        finished = [self._finished(time_s, depth, enough) for depth in range(deepest + 1)]
+        best = [0]
         for used in range(1, workers + 1):
-            best[used] = max(best[used - depth] + of_depth[depth] for depth in range(1, min(used, deepest) + 1))
+            best.append(max(best[used - depth] + finished[depth] for depth in range(1, min(used, deepest) + 1)))
         return min(best[workers], enough)
 
     def _finished(self, time_s: float, depth: int, enough: int) -> int:
         """m_P(T), up to `enough`."""
-        low, high = 0, enough + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._can_finish(time_s, depth, middle):
-                low = middle
-            else:
-                high = middle
-        return low
+        counts = range(1, enough + 1)
+        return bisect_left(counts, True, key=lambda count: not self._can_finish(time_s, depth, count))
 
     def _can_finish(self, time_s: float, depth: int, micro_batches: int) -> bool:
         """Whether some cut into `depth` stages, or fewer, may do so many micro-batches in `time_s`.

@@ -66,9 +66,7 @@ def estimate_sync(placement: Placement, timeline: Timeline, costs: CostModel) ->
 
 
 def sync_after(placement: Placement, made_s: MadeAt, program_s: float, costs: CostModel) -> SyncEstimate:
-    """The same, given for each worker and range of layers that it runs the end of the last operation that makes
-    gradients, and the end of all.
-    """
+    """`estimate_sync` from when gradients are made, and the end of the last operation of all."""
     rounds = gradient_rounds(placement, costs.workload.tied_layers)
     free_s: dict[int, float] = {}
     reductions: list[TimedReduction] = []

@@ -40,23 +40,17 @@ def pipeline_step_s(*, forward_s: Sequence[float], backward_s: Sequence[float], 
     depth = len(forward_s)
     if depth < 1 or len(backward_s) != depth:
         raise PlanError(f"every stage needs a forward and a backward time; got {depth} and {len(backward_s)}")
-    orders = [_one_f_one_b(depth - stage - 1, micro_batches) for stage in range(depth)]
-    done: dict[tuple[bool, int, int], float] = {}
+    # In wave k, stage i of P runs the forward of micro-batch k + P - 1 - i, whose input the stage before has made in
+    # wave k - 1, and then the backward of micro-batch k.
     free_s = [0.0] * depth
-    position = [0] * depth
-    remaining = sum(map(len, orders))
-    while remaining:
-        for stage in range(depth):
-            while position[stage] < len(orders[stage]):
-                forward, micro_batch = orders[stage][position[stage]]
-                needs = _predecessor(forward, stage, micro_batch, depth)
-                if needs is not None and needs not in done:
-                    break
-                start_s = max(free_s[stage], 0.0 if needs is None else done[needs])
-                free_s[stage] = start_s + (forward_s if forward else backward_s)[stage]
-                done[forward, stage, micro_batch] = free_s[stage]
-                position[stage] += 1
-                remaining -= 1
+    made_s = [0.0] * (depth + 1)  # by the stage before
+    for wave in range(1 - depth, micro_batches):
+        for stage in range(min(depth, wave + depth) - 1, max(0, wave + depth - micro_batches) - 1, -1):
+            free_s[stage] = made_s[stage + 1] = max(free_s[stage], made_s[stage]) + forward_s[stage]
+        if wave >= 0:
+            done_s = 0.0
+            for stage in reversed(range(depth)):
+                done_s = free_s[stage] = max(free_s[stage], done_s) + backward_s[stage]
     return max(free_s)
 
 
@@ -111,20 +105,3 @@ def samples_per_second(*, samples: int, step_s: float, transition_s: float, unti
     `samples` (B) are those of a step, `until_failure_s` (D) the time until the next failure. Never negative.
     """
     return samples / step_s * max(0.0, until_failure_s - transition_s) / until_failure_s
-
-
-def _one_f_one_b(warm_up: int, micro_batches: int) -> list[tuple[bool, int]]:
-    """(whether it is a forward, micro-batch) in the order of 1F1B after so many forwards."""
-    first = min(warm_up, micro_batches)
-    order = [(True, m) for m in range(first)]
-    for m in range(micro_batches):
-        if first + m < micro_batches:
-            order.append((True, first + m))
-        order.append((False, m))
-    return order
-
-
-def _predecessor(forward: bool, stage: int, micro_batch: int, depth: int) -> tuple[bool, int, int] | None:
-    if forward:
-        return (True, stage - 1, micro_batch) if stage else None
-    return (False, stage + 1, micro_batch) if stage < depth - 1 else (True, stage, micro_batch)

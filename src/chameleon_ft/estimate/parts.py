@@ -1,11 +1,10 @@
-"""What is predicted of a plan whose parts are scheduled, without a program: enough to compare it with others."""
+"""Step time and memory of a plan from the schedules of its parts, without a program: enough to compare plans."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from chameleon_ft.estimate.gradient_sync import sync_after
 from chameleon_ft.estimate.memory import schedule_bytes, stages_of
@@ -16,7 +15,7 @@ from chameleon_ft.schedule.best import ScheduledPart, step_s_of
 from chameleon_ft.schedule.list_scheduler import Schedule
 from chameleon_ft.schedule.pipelines import PipelineSchedule
 
-__all__ = ["PartsEstimate", "estimate_parts", "peak_bytes_of"]
+__all__ = ["PartsEstimate", "bytes_over_capacity", "estimate_parts", "peak_bytes_of"]
 
 # By range of layers, the first and the one after the last, the end of the last operation that makes gradients.
 _Made = dict[tuple[int, int], float]
@@ -38,16 +37,11 @@ class PartsEstimate:
 
     def over_capacity(self, costs: CostModel) -> dict[int, int]:
         """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
-        capacity = {worker.id: worker.memory_bytes for worker in costs.cluster.workers}
-        return {
-            worker: peak - limit
-            for worker, peak in self.peak_bytes.items()
-            if (limit := capacity[worker]) is not None and peak > limit
-        }
+        return bytes_over_capacity(self.peak_bytes, costs)
 
 
 def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> PartsEstimate:
-    """What `estimate_step` says of the program of these parts, which need not be made for it; see there for errors."""
+    """The figures of `estimate_step` for the program of these parts, without making it; raises the same errors."""
     # By schedule and layers, which parts that are alike share, the figures of each worker index.
     known: dict[tuple[object, ...], list[_Made]] = {}
     made_s: dict[int, _Made] = {}
@@ -56,10 +50,7 @@ def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel)
         layers = [hop.layers for hop in part.component.ways[0]]
         key = id(schedule), *layers
         if key not in known:
-            if isinstance(schedule, PipelineSchedule):
-                known[key] = _last_s(schedule, layers)
-            else:
-                known[key] = _made_s(schedule)
+            known[key] = _made_s(schedule, layers)
         made_s.update(zip(part.component.workers, known[key], strict=True))
     sync = sync_after(plan.placement, made_s, step_s_of(parts), costs)
     # The same sum as in `StepEstimate`, so that both round alike.
@@ -91,23 +82,27 @@ def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) 
     return peak_bytes
 
 
-def _last_s(schedule: PipelineSchedule, layers: Sequence[LayerRange]) -> list[_Made]:
-    """As `_made_s`: each stage has one range, and its last operation makes gradients."""
-    return [{(own.start, own.stop): end_s} for own, end_s in zip(layers, schedule.last_s, strict=True)]
+def bytes_over_capacity(peak_bytes: Mapping[int, int], costs: CostModel) -> dict[int, int]:
+    """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
+    found: dict[int, int] = {}
+    for worker, peak in peak_bytes.items():
+        capacity = costs.cluster.worker(worker).memory_bytes
+        if capacity is not None and peak > capacity:
+            found[worker] = peak - capacity
+    return found
 
 
-def _made_s(schedule: Schedule) -> list[_Made]:
-    """By worker index and range of layers, the end of the last operation that makes gradients."""
-    slots, count = schedule.network.slots, len(schedule.network.slots)
-    # One number for each of worker, start and stop: to sort rows takes many times as long.
-    width = int(slots["stop"].max()) + 1
-    keys, which = np.unique((slots["worker"] * width + slots["start"]) * width + slots["stop"], return_inverse=True)
-    last_s = np.zeros(len(keys))
+def _made_s(schedule: Schedule | PipelineSchedule, layers: Sequence[LayerRange]) -> list[_Made]:
+    """By worker index and range of layers, the end of the last operation that makes gradients.
+
+    A stage of a pipeline has one range, of `layers`, and its last operation makes gradients.
+    """
+    if isinstance(schedule, PipelineSchedule):
+        return [{(own.start, own.stop): end_s} for own, end_s in zip(layers, schedule.last_s, strict=True)]
+    slots = schedule.network.slots
+    found: list[_Made] = [defaultdict(float) for _ in schedule.network.workers]
+    workers, starts, stops = (slots[name].tolist() for name in ("worker", "start", "stop"))
     # B, or W, which are the last of the codes.
-    np.maximum.at(last_s, which, schedule.ends_s[-count:])
-    found: list[_Made] = [{} for _ in schedule.network.workers]
-    for key, end_s in zip(keys.tolist(), last_s.tolist(), strict=True):
-        before, stop = divmod(key, width)
-        worker, start = divmod(before, width)
-        found[worker][start, stop] = end_s
+    for worker, start, stop, end_s in zip(workers, starts, stops, schedule.ends_s[-len(slots) :].tolist(), strict=True):
+        found[worker][start, stop] = max(found[worker][start, stop], end_s)
     return found

@@ -25,7 +25,7 @@ def pipeline_bytes(
     *,
     recompute: Sequence[LayerRange | None],
 ) -> list[int]:
-    """As `schedule_bytes` has it, by stage; `layers`, and those of them that are recomputed, are by stage too."""
+    """`schedule_bytes` of a pipeline, by stage; `layers` and `recompute` are by stage too."""
     depth = schedule.times.depth
     numbers = [stages.number(own, recompute=again) for own, again in zip(layers, recompute, strict=True)]
     kind, slot = np.divmod(schedule.codes, depth * schedule.micro_batches)

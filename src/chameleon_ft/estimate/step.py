@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from chameleon_ft.estimate.bounds import plan_bound_s
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, estimate_sync
 from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory
+from chameleon_ft.estimate.parts import bytes_over_capacity
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, Program, Timeline, replay
@@ -18,7 +19,7 @@ __all__ = ["StepEstimate", "estimate_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEstimate:
-    """What a step takes: time, gradient sync and memory.
+    """Time, gradient sync and memory of a step.
 
     Attributes:
         timeline: when each operation starts and ends.
@@ -57,12 +58,7 @@ class StepEstimate:
 
     def over_capacity(self, costs: CostModel) -> dict[int, int]:
         """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
-        missing: dict[int, int] = {}
-        for worker, memory in self.memory.items():
-            capacity = costs.cluster.worker(worker).memory_bytes
-            if capacity is not None and memory.peak_bytes > capacity:
-                missing[worker] = memory.peak_bytes - capacity
-        return missing
+        return bytes_over_capacity({worker: memory.peak_bytes for worker, memory in self.memory.items()}, costs)
 
 
 def estimate_step(

@@ -1,4 +1,4 @@
-"""What it costs to go from one plan to another: the stall, and the work that is done twice."""
+"""The cost of going from one plan to another: the stall, and the work that is done twice."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StallModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionEstimate:
-    """What a change of plans costs.
+    """The cost of a change of plans.
 
     Attributes:
         phases: those of the stall that are there whatever moves.

@@ -14,7 +14,6 @@ from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Final
 
 import numpy as np
 
@@ -25,11 +24,7 @@ from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._records import CHANNEL, OPERATION, SLOT, Integers, Records
 from chameleon_ft.schedule.components import different_ways
 from chameleon_ft.schedule.costs import CostModel
-from chameleon_ft.schedule.pipeline_times import PipelineTimes
-from chameleon_ft.schedule.program import OperationKind
-
-_FUSED: Final = (OperationKind.FORWARD, OperationKind.BACKWARD)
-_SPLIT: Final = (OperationKind.FORWARD, OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD)
+from chameleon_ft.schedule.pipeline_times import PipelineTimes, pipeline_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,15 +103,14 @@ class NetworkBuilder:
         workers: tuple[int, ...] = (),
     ) -> None:
         self.split_backward = split_backward
-        self._times = _Times(costs, recompute, split_backward=split_backward)
+        self._costs = costs
+        self._recompute = recompute
         self._start(workers)
 
     def part(self, workers: tuple[int, ...], *, split_backward: bool) -> NetworkBuilder:
         """A builder for routes between some of the workers, which are numbered in the order in which they are given."""
         part = copy(self)
-        if split_backward != self.split_backward:
-            part.split_backward = split_backward
-            part._times = _Times(*self._times.of, split_backward=split_backward)
+        part.split_backward = split_backward
         part._start(workers)
         return part
 
@@ -161,13 +155,7 @@ class NetworkBuilder:
 
     def times(self, hops: Sequence[Hop]) -> PipelineTimes:
         """Seconds of the operations and messages of a route."""
-        forward_s, backward_s, weight_grad_s = zip(*map(self._times.stage_s, hops), strict=True)
-        return PipelineTimes(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            weight_grad_s=weight_grad_s,
-            message_s=tuple(map(self._times.message_s, hops, hops[1:])),
-        )
+        return pipeline_times(hops, self._costs, split_backward=self.split_backward, recompute=self._recompute)
 
     def _slots(self, hops: tuple[Hop, ...]) -> Records:
         workers = [self._index[hop.worker] for hop in hops]
@@ -194,51 +182,6 @@ def builder_of(plan: Plan, costs: CostModel) -> NetworkBuilder:
             f"{len(costs.workload.layers)}; use the workload of the model that is planned"
         )
     return NetworkBuilder(costs, split_backward=plan.split_backward, recompute=plan.recompute, workers=plan.workers)
-
-
-class _Times:
-    """Remembers the few different times that operations and messages have, and whose they are."""
-
-    def __init__(self, costs: CostModel, recompute: Mapping[int, LayerRange], *, split_backward: bool) -> None:
-        self.of = costs, recompute
-        self._costs = costs
-        self._recompute = recompute
-        self._kinds = _SPLIT if split_backward else _FUSED
-        self._worker = costs.cluster.worker
-        self._of_hop: dict[tuple[int, int, int], tuple[float, float, float]] = {}
-        self._stage_s: dict[tuple[float, LayerRange | None, int, int], tuple[float, float, float]] = {}
-        self._of_pair: dict[tuple[int, int, int], float] = {}
-        self._between_s: dict[tuple[bool, int], float] = {}
-
-    def stage_s(self, hop: Hop) -> tuple[float, float, float]:
-        """Of F, of B or I, and of W (zero where there is none)."""
-        layers = hop.layers
-        own = hop.worker, layers.start, layers.stop
-        found = self._of_hop.get(own)
-        if found is None:
-            recompute = self._recompute.get(hop.worker)
-            key = self._costs.pace(hop.worker), recompute, layers.start, layers.stop
-            if key not in self._stage_s:
-                forward_s, backward_s, *weight_s = [
-                    self._costs.compute_s(hop.worker, kind, layers, recompute=recompute) for kind in self._kinds
-                ]
-                self._stage_s[key] = forward_s, backward_s, sum(weight_s)
-            found = self._of_hop[own] = self._stage_s[key]
-        return found
-
-    def message_s(self, hop: Hop, after: Hop) -> float:
-        """The activation from one hop to the next, and its gradient back: links are the same both ways."""
-        sender, receiver, layer = hop.worker, after.worker, hop.layers.stop
-        if sender == receiver:
-            return 0.0
-        found = self._of_pair.get((sender, receiver, layer))
-        if found is None:
-            key = self._worker(sender).host == self._worker(receiver).host, layer
-            if key not in self._between_s:
-                num_bytes = self._costs.message_bytes(layer - 1)
-                self._between_s[key] = self._costs.message_s(sender, receiver, num_bytes)
-            found = self._of_pair[sender, receiver, layer] = self._between_s[key]
-        return found
 
 
 def _by_priority(

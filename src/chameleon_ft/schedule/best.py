@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.plan import Plan
@@ -13,7 +13,7 @@ from chameleon_ft.schedule._orders import build_program
 from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.components import Component, components
 from chameleon_ft.schedule.costs import CostModel
-from chameleon_ft.schedule.heuristics import ListSchedules, Problem
+from chameleon_ft.schedule.heuristics import Problem
 from chameleon_ft.schedule.limits import InFlightLimit, limits_array, limits_of_array
 from chameleon_ft.schedule.list_scheduler import Schedule
 from chameleon_ft.schedule.local_search import best_schedule
@@ -28,15 +28,12 @@ __all__ = [
     "best_parts",
     "best_program",
     "best_step_s",
-    "listed_step_s",
     "program_of",
     "step_s_of",
 ]
 
 # Some milliseconds.
 DEFAULT_EFFORT: Final = 100_000
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +112,28 @@ def best_parts(
     Pipelines with the times, micro-batches and ceiling of one that is `known` get its schedule.
     """
     found = {_problem_key(one.times, one.split_backward, one.micro_batches, one.ceiling): one for one in known}
+    builder = builder_of(plan, costs)
 
-    def scheduled(component: Component, builder: NetworkBuilder) -> Schedule | PipelineSchedule:
+    def scheduled(component: Component, own: NetworkBuilder, most: Integers) -> Schedule | PipelineSchedule:
         if not component.is_pipeline:
-            return best_schedule(Problem.of(builder, component.ways, component.taken, ceiling), effort=effort)
-        times, micro_batches = builder.times(component.ways[0]), len(component.taken)
-        most = limits_array(component.workers, ceiling or {})
-        split = builder.split_backward
-        one = found.get(_problem_key(times, split, micro_batches, most))
-        if one is not None:
+            return best_schedule(Problem.of(own, component.ways, component.taken, ceiling), effort=effort)
+        times, micro_batches, split = own.times(component.ways[0]), len(component.taken), own.split_backward
+        if (one := found.get(_problem_key(times, split, micro_batches, most))) is not None:
             return one
         return pipeline_schedule(times, micro_batches, split_backward=split, ceiling=most, effort=effort)
 
-    return [ScheduledPart(*each) for each in _for_components(plan, costs, ceiling, scheduled)]
+    # Components that are alike are scheduled once.
+    schedules: dict[tuple[object, ...], Schedule | PipelineSchedule] = {}
+    parts: list[ScheduledPart] = []
+    for component in components(plan.routes):
+        split = plan.splits(component.workers[0])
+        own = builder.part(component.workers, split_backward=split)
+        most = limits_array(component.workers, ceiling or {})
+        key = split, component.taken, tuple(own.slots(hops).tobytes() for hops in component.ways), most.tobytes()
+        if key not in schedules:
+            schedules[key] = scheduled(component, own, most)
+        parts.append(ScheduledPart(component, schedules[key]))
+    return parts
 
 
 def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
@@ -145,50 +151,6 @@ def best_step_s(
 ) -> float:
     """`step_s` of `best_program`, without the program."""
     return step_s_of(best_parts(plan, costs, ceiling=ceiling, effort=effort))
-
-
-def listed_step_s(
-    plan: Plan,
-    costs: CostModel,
-    *,
-    ceiling: Mapping[int, InFlightLimit] | None = None,
-    effort: float = DEFAULT_EFFORT,
-    enough_s: float = 0.0,
-) -> float:
-    """Seconds of the best list schedules that the effort allows, without a local search and without a program.
-
-    For a component no further ones are tried if the best takes `enough_s` or less.
-    """
-
-    def listed_s(component: Component, builder: NetworkBuilder) -> float:
-        problem = Problem.of(builder, component.ways, component.taken, ceiling)
-        return ListSchedules(problem).search(effort, enough_s=enough_s).step_s
-
-    return max(step_s for _, step_s in _for_components(plan, costs, ceiling, listed_s))
-
-
-def _for_components(
-    plan: Plan,
-    costs: CostModel,
-    ceiling: Mapping[int, InFlightLimit] | None,
-    decide: Callable[[Component, NetworkBuilder], _T],
-) -> list[tuple[Component, _T]]:
-    """The components of a plan with what `decide` finds for each, called once for those that are alike.
-
-    `decide` gets a builder for the component's workers.
-    """
-    builder = builder_of(plan, costs)
-    decided: dict[tuple[object, ...], _T] = {}
-    found: list[tuple[Component, _T]] = []
-    for component in components(plan.routes):
-        split = plan.splits(component.workers[0])
-        own = builder.part(component.workers, split_backward=split)
-        limits = limits_array(component.workers, ceiling or {})
-        key = split, component.taken, tuple(own.slots(hops).tobytes() for hops in component.ways), limits.tobytes()
-        if key not in decided:
-            decided[key] = decide(component, own)
-        found.append((component, decided[key]))
-    return found
 
 
 def _problem_key(

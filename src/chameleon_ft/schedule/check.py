@@ -1,4 +1,4 @@
-"""What every program must keep to before anybody runs it."""
+"""The conditions that every program must meet before it is run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Wanted:
 
     Attributes:
         records: as an array of `PROGRAM_RECORD`.
-        workers: who runs each.
+        workers: the worker that runs each.
         before: in two rows, the codes of what its worker must have run before, or -1.
         first: for each route the number of its first hop.
         lengths: for each route how many it has.
@@ -89,10 +89,9 @@ def _check_operations(program: Program, wanted: _Wanted) -> None:
     records, workers = program.records, _workers_of(program)
     codes = wanted.codes_of(records)
     places = np.arange(len(records))
-    alike = (
-        (codes >= 0) & wanted.is_asked[codes] & (wanted.workers[codes] == workers) & (wanted.records[codes] == records)
-    )
-    place = np.full(len(wanted.records) + 1, len(records))  # the last one stands for what is needed of nobody
+    alike = (codes >= 0) & wanted.is_asked[codes]
+    alike &= (wanted.workers[codes] == workers) & (wanted.records[codes] == records)
+    place = np.full(len(wanted.records) + 1, len(records))  # the last one stands for "nothing is needed"
     np.minimum.at(place, codes[alike], places[alike])
     place[-1] = -1
     repeated = alike & (place[codes] != places)
@@ -112,7 +111,7 @@ def _check_operations(program: Program, wanted: _Wanted) -> None:
 
 
 def _complain_of_missing(missing: Booleans, wanted: _Wanted) -> NoReturn:
-    """Of those of the first hop that lacks some, the first."""
+    """Name the first missing operation of the first hop that lacks one."""
     by_hop = missing.reshape(-1, int(wanted.lengths.sum()))
     hop = int(by_hop.any(0).argmax())
     code = hop + int(by_hop[:, hop].argmax()) * by_hop.shape[1]
@@ -169,7 +168,7 @@ def _check_order(sent: _Messages, received: _Messages) -> None:
 
 
 def _check_blocking(program: Program, sent: _Messages, received: _Messages) -> None:
-    # Here, because to import a kernel loads numba, and most who import this check nothing.
+    # Imported here: importing a kernel loads numba, and most users of this module check nothing.
     from chameleon_ft.schedule._kernels.blocking import run_blocking
 
     # Both ends have the same channels, as their order was checked.

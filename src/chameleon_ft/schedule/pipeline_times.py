@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from chameleon_ft.errors import PlanError
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.plan.placement import LayerRange
+from chameleon_ft.plan.plan import Hop
+from chameleon_ft.schedule.costs import CostModel
+from chameleon_ft.schedule.program import OperationKind
 
-__all__ = ["PipelineTimes"]
+__all__ = ["PipelineTimes", "pipeline_times"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,3 +51,31 @@ class PipelineTimes:
     def depth(self) -> int:
         """Stages (p)."""
         return len(self.forward_s)
+
+
+def pipeline_times(
+    hops: Sequence[Hop],
+    costs: CostModel,
+    *,
+    split_backward: bool = False,
+    recompute: Mapping[int, LayerRange] = FrozenMap({}),
+) -> PipelineTimes:
+    """The times of a route's hops, each on its worker; `recompute` is that of the plan.
+
+    Raises:
+        PlanError: no hops, or unknown layers.
+        ConfigError: the cluster lacks a worker.
+    """
+
+    def times_s(kind: OperationKind) -> tuple[float, ...]:
+        return tuple(costs.compute_s(hop.worker, kind, hop.layers, recompute=recompute.get(hop.worker)) for hop in hops)
+
+    return PipelineTimes(
+        forward_s=times_s(OperationKind.FORWARD),
+        backward_s=times_s(OperationKind.INPUT_GRAD if split_backward else OperationKind.BACKWARD),
+        weight_grad_s=times_s(OperationKind.WEIGHT_GRAD) if split_backward else (0.0,) * len(hops),
+        message_s=tuple(
+            costs.message_s(hop.worker, after.worker, costs.message_bytes(hop.layers.stop - 1))
+            for hop, after in pairwise(hops)
+        ),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -94,13 +95,19 @@ def _needs(workers: list[int], operations: list[Operation], costs: CostModel) ->
         for number, operation in enumerate(operations)
         if operation.kind is not weight_grad
     }
-    times = _Times(costs)
+    # Operations and messages have few different times.
+    compute_s = cache(costs.compute_s)
+
+    @cache
+    def message_s(maker: int, worker: int, layer: int) -> float:
+        return costs.message_s(maker, worker, costs.message_bytes(layer))
+
     needs = [-1] * len(operations)
     delay_s = [0.0] * len(operations)
     duration_s = [0.0] * len(operations)
     for number, operation in enumerate(operations):
         kind, micro_batch, hop, worker = operation.kind, operation.micro_batch, operation.hop, workers[number]
-        duration_s[number] = times.operation_s(worker, operation)
+        duration_s[number] = compute_s(worker, kind, operation.layers, recompute=operation.recompute)
         if kind is forward:
             if operation.first:
                 continue
@@ -113,35 +120,8 @@ def _needs(workers: list[int], operations: list[Operation], costs: CostModel) ->
             made_by = (True, micro_batch, hop + 1)
         needs[number] = needed = makers.get(made_by, number)
         if workers[needed] != worker:
-            delay_s[number] = times.message_s(workers[needed], worker, operation)
+            last_before = (operation.layers.start if kind is forward else operation.layers.stop) - 1
+            delay_s[number] = message_s(workers[needed], worker, last_before)
     found = np.empty(len(operations), OPERATION)
     found["needs"], found["delay_s"], found["duration_s"] = needs, delay_s, duration_s
     return found
-
-
-class _Times:
-    """Caches the few different times of a program."""
-
-    def __init__(self, costs: CostModel) -> None:
-        self._costs = costs
-        self._operation_s: dict[tuple[int, OperationKind, int, int], float] = {}
-        self._message_s: dict[tuple[int, int, int], float] = {}
-
-    def operation_s(self, worker: int, operation: Operation) -> float:
-        layers = operation.layers
-        key = (worker, operation.kind, layers.start, layers.stop)
-        found = self._operation_s.get(key)
-        if found is None:
-            found = self._operation_s[key] = self._costs.operation_s(worker, operation)
-        return found
-
-    def message_s(self, maker: int, worker: int, operation: Operation) -> float:
-        """Of the message that `operation` on `worker` needs."""
-        layers = operation.layers
-        last_before = (layers.start if operation.kind is OperationKind.FORWARD else layers.stop) - 1
-        key = (maker, worker, last_before)
-        found = self._message_s.get(key)
-        if found is None:
-            found = self._costs.message_s(maker, worker, self._costs.message_bytes(last_before))
-            self._message_s[key] = found
-        return found

@@ -11,13 +11,14 @@ from chameleon_ft.estimate import estimate_parts
 from chameleon_ft.plan import LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, PipelineSchedule, default_limits
+from chameleon_ft.schedule.best import DEFAULT_EFFORT as PROGRAM_EFFORT
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.schedule.limits import limits_of_array
 from chameleon_ft.search.result import FoundPlan
 from chameleon_ft.search.schedules import TimedPipeline, hops_of
 from chameleon_ft.transfer import moved_bytes
 
-__all__ = ["Candidate", "PlacedPipelines", "evaluated", "figures"]
+__all__ = ["Candidate", "PlacedPipelines", "evaluated", "figures", "predicted"]
 
 PlacedPipelines: TypeAlias = tuple[tuple[TimedPipeline, tuple[int, ...]], ...]
 """Pipelines, each with its workers."""
@@ -68,7 +69,7 @@ class Candidate:
         found = self.found()
         if costs.cluster == self.costs.cluster:
             return found
-        return _predicted(found.name, found.plan, costs, self.current, found.ceiling)[0]
+        return predicted(found.name, found.plan, costs, self.current, found.ceiling)[0]
 
     def found(self) -> FoundPlan:
         """The plan, with all that is predicted of it."""
@@ -121,20 +122,26 @@ def evaluated(
     too_large: dict[str, int] = {}
     for name, plan in others.items():
         for ceiling in (None, default_limits(plan)) if given is None else (_of_workers(given, plan.workers),):
-            predicted, missing_bytes = _predicted(name, plan, costs, current, ceiling or {})
-            if not missing_bytes:
+            other, missing = predicted(name, plan, costs, current, ceiling or {})
+            if not missing:
                 too_large.pop(name, None)
-                found.append(predicted)
+                found.append(other)
                 break
-            too_large[name] = missing_bytes
+            too_large[name] = max(missing.values())
     return found, too_large
 
 
-def _predicted(
-    name: str, plan: Plan, costs: CostModel, current: Placement | None, ceiling: Mapping[int, InFlightLimit]
-) -> tuple[FoundPlan, int]:
-    """The plan with its predictions, and the bytes that some worker lacks for it."""
-    parts = best_parts(plan, costs, ceiling=ceiling)
+def predicted(
+    name: str,
+    plan: Plan,
+    costs: CostModel,
+    current: Placement | None,
+    ceiling: Mapping[int, InFlightLimit],
+    *,
+    effort: float = PROGRAM_EFFORT,
+) -> tuple[FoundPlan, Mapping[int, int]]:
+    """The plan with its predictions, and the bytes that workers lack for it, by worker."""
+    parts = best_parts(plan, costs, ceiling=ceiling, effort=effort)
     estimate = estimate_parts(plan, parts, costs)
     found = FoundPlan(
         name=name,
@@ -147,7 +154,7 @@ def _predicted(
         last_hosts=len(plan.placement.indispensable(costs.cluster.hosts)),
         schedules=tuple(part.schedule for part in parts if isinstance(part.schedule, PipelineSchedule)),
     )
-    return found, max(estimate.over_capacity(costs).values(), default=0)
+    return found, estimate.over_capacity(costs)
 
 
 def _of_workers(ceiling: Mapping[int, InFlightLimit], workers: Sequence[int]) -> dict[int, InFlightLimit]:

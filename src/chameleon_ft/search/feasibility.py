@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from chameleon_ft.schedule._records import Booleans
 from chameleon_ft.search.bounds import Stops
 from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import Shape
 
 __all__ = ["fitting_pipeline"]
+
+# Workers of each class that are used, and at which layers as many stages can stop; bool [L + 1].
+_Reached = dict[tuple[int, ...], Booleans]
 
 
 def fitting_pipeline(stages: Stages, counts: Sequence[int]) -> tuple[Shape, Stops] | None:
@@ -21,57 +27,38 @@ def fitting_pipeline(stages: Stages, counts: Sequence[int]) -> tuple[Shape, Stop
         stages: of the model.
         counts: workers of each class.
     """
-    num_layers = stages.num_layers
-    fits = stages.fits
-    # By class and first layer, the layers where a stage may stop as bits.
-    until = [
-        [sum(1 << stop for stop in range(start + 1, num_layers + 1) if own[start, stop]) for start in range(num_layers)]
-        for own in fits
-    ]
-    most = [min(count, num_layers) for count in counts]
-    start = (0,) * len(most)
-    reached = {start: 1}
-    layers = [start]
+    fits, num_layers = stages.fits, stages.num_layers
+    reached: _Reached = {(0,) * len(counts): np.arange(num_layers + 1) == 0}
+    newest = reached
     for _ in range(num_layers):
-        following: dict[tuple[int, ...], int] = {}
-        for used in layers:
-            for kind, count in enumerate(most):
+        following: _Reached = {}
+        for used, stops in newest.items():
+            for kind, count in enumerate(counts):
                 if used[kind] < count:
-                    more = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
-                    following[more] = following.get(more, 0) | _extended(reached[used], until[kind])
+                    more = _with(used, kind, 1)
+                    following[more] = following.get(more, False) | (stops @ fits[kind])
         reached |= following
-        for used, bits in following.items():
-            if bits >> num_layers:
-                return _traced(used, reached, until, num_layers)
-        layers = list(following)
+        for used, stops in following.items():
+            if stops[-1]:
+                return _traced(used, reached, fits)
+        newest = following
     return None
 
 
-def _extended(bits: int, until: Sequence[int]) -> int:
-    """The layers up to which one more stage gets from these."""
-    found = 0
-    while bits:
-        lowest = bits & -bits
-        if lowest.bit_length() <= len(until):
-            found |= until[lowest.bit_length() - 1]
-        bits ^= lowest
-    return found
-
-
-def _traced(
-    used: tuple[int, ...], reached: dict[tuple[int, ...], int], until: Sequence[Sequence[int]], num_layers: int
-) -> tuple[Shape, Stops]:
-    """The pipeline that ends in a state."""
+def _traced(used: tuple[int, ...], reached: Mapping[tuple[int, ...], Booleans], fits: Booleans) -> tuple[Shape, Stops]:
+    """The pipeline of these workers."""
     shape: list[int] = []
-    stops = [num_layers]
+    stops = [fits.shape[-1] - 1]
     while any(used):
-        for kind, count in enumerate(used):
-            before = (*used[:kind], count - 1, *used[kind + 1 :])
-            bits = reached.get(before, 0) if count else 0
-            starts = [start for start in range(stops[-1]) if bits >> start & 1 and until[kind][start] >> stops[-1] & 1]
-            if starts:
+        for kind in range(len(used)):
+            before = _with(used, kind, -1)
+            if before in reached and (starts := reached[before] & fits[kind, :, stops[-1]]).any():
                 shape.append(kind)
-                stops.append(starts[0])
+                stops.append(int(starts.argmax()))
                 used = before
                 break
     return tuple(reversed(shape)), tuple(reversed(stops[:-1]))
+
+
+def _with(used: tuple[int, ...], kind: int, more: int) -> tuple[int, ...]:
+    return (*used[:kind], used[kind] + more, *used[kind + 1 :])

@@ -10,8 +10,6 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Final
 
-import numpy as np
-
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import CostModel
@@ -66,7 +64,6 @@ class LeastSync:
         self._costs = costs
         self._most_s = most_s
         self._known: dict[int, SyncCost] = {}
-        self._inside: dict[float, float] = {}
 
     def of(self, pipelines: int) -> SyncCost:
         """The least cost with this number of pipelines."""
@@ -109,13 +106,8 @@ class LeastSync:
         if self._most_s == math.inf:
             return sum(size for _, size in self._busy)
         speed = max((own for count, own in self._hosts if count >= pipelines), default=0.0)
-        if speed not in self._inside:
-            self._inside[speed] = self._inside_of(speed)
-        return self._inside[speed]
-
-    def _inside_of(self, speed: float) -> float:
-        """A fractional knapsack: no more than parts of layers, those with most bytes for their time, fit the time of
-        the host; and no more layers than of those that take least."""
+        # A fractional knapsack: no more than parts of layers, those with most bytes for their time, fit the time of the
+        # host; and no more layers than of those that take least.
         busy = self._busy
         budget_s = self._most_s * speed / self._costs.workload.micro_batches * (1 + _ROUNDING)
         count = sum(until_s <= budget_s for until_s in accumulate(sorted(own_s for own_s, _ in busy)))
@@ -142,10 +134,7 @@ class GradientSync:
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
         self._is_free = not has_gradients(costs.workload)
-        self._until = np.cumsum([0.0, *(float(layer.gradient_bytes) for layer in costs.workload.layers)])
-        hosts = costs.cluster.hosts
-        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
-        self.host_numbers = {worker: numbers[host] for worker, host in hosts.items()}
+        self._hosts = costs.cluster.hosts
         self._known: dict[tuple[tuple[TimedPipeline, tuple[int, ...]], ...], float] = {}
         self._reductions: dict[tuple[tuple[int, ...], ...], list[tuple[tuple[int, ...], int]]] = {}
 
@@ -157,52 +146,17 @@ class GradientSync:
         """
         key = tuple(pipelines)
         if key not in self._known:
-            self._known[key] = self._step_s(pipelines)
+            program_s = max(timed.program_s for timed, _ in pipelines)
+            self._known[key] = program_s if self._is_free else max(program_s, self._reduced_s(pipelines))
         return self._known[key]
 
-    def _step_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
-        program_s = max(timed.program_s for timed, _ in pipelines)
-        tied = self._costs.workload.tied
-        if self._is_free or (len(pipelines) < 2 and not tied):
-            return program_s
-        return max(program_s, self._tied_s(pipelines) if tied else self._untied_s(pipelines))
-
-    def _untied_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
-        """Workers with equal stages of equal programs do everything at the same time, so a few stand for all."""
-        from chameleon_ft.search._kernels.gradient_sync import Classes, Links, Room, last_reduced_s
-
-        classes: dict[int, tuple[TimedPipeline, list[tuple[int, ...]]]] = {}
-        for timed, workers in pipelines:
-            classes.setdefault(id(timed), (timed, []))[1].append(workers)
-        own = list(classes.values())
-        near, far = self._costs.cluster.intra_host, self._costs.cluster.inter_host
-        layers, hosts = len(self._until) - 1, self.host_numbers
-        return last_reduced_s(
-            Classes(
-                depths=np.array([len(timed.stops) for timed, _ in own]),
-                members=np.array([len(members) for _, members in own]),
-                stops=np.array([stop for timed, _ in own for stop in timed.stops]),
-                ends_s=np.array([end_s for timed, _ in own for end_s in timed.ends_s]),
-                hosts=np.array([hosts[w] for _, members in own for stage in zip(*members, strict=True) for w in stage]),
-            ),
-            self._until,
-            Links(near.latency_s, 1 / near.bytes_per_s, far.latency_s, 1 / far.bytes_per_s),
-            Room(
-                place=np.empty(len(own), np.int64),
-                seen=np.zeros(len(self._costs.cluster.host_sizes), np.int64),
-                last=np.empty(layers, np.int64),
-                rounds=np.empty(layers, np.int64),
-                taken=np.zeros(layers, np.int64),
-            ),
-        )
-
-    def _tied_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
-        """With tied parameters, whose holders may be of any pipelines: reduction by reduction."""
+    def _reduced_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
+        """Seconds until the last gradients are reduced; zero if no two workers hold the same parameters."""
         stops = tuple(timed.stops for timed, _ in pipelines)
         if stops not in self._reductions:
             self._reductions[stops] = _reductions(stops, self._costs.workload)
         cluster = self._costs.cluster
-        hosts = [self.host_numbers[worker] for _, workers in pipelines for worker in workers]
+        hosts = [self._hosts[worker] for _, workers in pipelines for worker in workers]
         free_s = [end_s for timed, _ in pipelines for end_s in timed.ends_s]
         last_s = 0.0
         for holders, num_bytes in self._reductions[stops]:
@@ -210,10 +164,11 @@ class GradientSync:
             links = [cluster.inter_host] if different > 1 else []
             links += [cluster.intra_host] if different < len(holders) else []
             ring_s = max(link.ring_all_reduce_s(num_bytes, len(holders)) for link in links)
-            last_s = max(free_s[slot] for slot in holders) + ring_s
+            end_s = max(free_s[slot] for slot in holders) + ring_s
             for slot in holders:
-                free_s[slot] = last_s
-        return max([last_s, *free_s])
+                free_s[slot] = end_s
+            last_s = max(last_s, end_s)
+        return last_s
 
 
 def _reductions(stops: Sequence[Sequence[int]], workload: Workload) -> list[tuple[tuple[int, ...], int]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
 from dataclasses import replace
+from functools import partial
+
+import numpy as np
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.quantities import data_size
@@ -35,22 +38,21 @@ class InfeasibleError(PlanError):
         self.workers_needed = workers_needed
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restored, (str(self), self.layer, self.missing_bytes, self.workers_needed)
-
-
-def _restored(message: str, layer: int | None, missing_bytes: int, workers_needed: int | None) -> InfeasibleError:
-    return InfeasibleError(message, layer=layer, missing_bytes=missing_bytes, workers_needed=workers_needed)
+        figures = {"layer": self.layer, "missing_bytes": self.missing_bytes, "workers_needed": self.workers_needed}
+        return partial(InfeasibleError, **figures), (str(self),)  # type: ignore[arg-type]
 
 
 def infeasible_error(costs: CostModel) -> InfeasibleError:
     """The error for a workload that the cluster's workers cannot hold; there must be workers, with known memory."""
     cluster, layers = costs.cluster, costs.workload.layers
     capacity = max(worker.memory_bytes or 0 for worker in cluster.workers)
-    missing = _missing_bytes(costs, capacity)
-    # A capacity that no stage of one layer exceeds.
-    ample = [Stages(costs, [WorkerClass(1.0, 2**60)], split_backward=split).least_bytes(0) for split in (False, True)]
+    # Bytes of each stage, by first layer and the one after the last, with a capacity that none exceeds.
+    needed_bytes = np.minimum(
+        *(Stages(costs, [WorkerClass(1.0, 2**60)], split_backward=split).least_bytes(0) for split in (False, True))
+    )
+    missing = _missing_bytes(costs, capacity, most=int(needed_bytes[0, -1]))
     for number, layer in enumerate(layers):
-        alone = min(int(each[number, number + 1]) for each in ample)
+        alone = int(needed_bytes[number, number + 1])
         if alone > capacity:
             return InfeasibleError(
                 f"layer {number} ({layer.name!r}) needs {data_size(alone)} for one micro-batch, "
@@ -76,24 +78,22 @@ def infeasible_error(costs: CostModel) -> InfeasibleError:
     )
 
 
-def _missing_bytes(costs: CostModel, capacity: int) -> int:
-    """Bytes that every worker would need more for one pipeline, to the nearest 2^-20 of the capacity above."""
+def _missing_bytes(costs: CostModel, capacity: int, *, most: int) -> int:
+    """Bytes that every worker would need more for one pipeline, to the nearest 2^-20 of the capacity above.
+
+    `most` are the bytes of the whole model on one worker.
+    """
     pool = WorkerPool.of(costs.cluster)
+    step = max(1, capacity >> 20)
 
-    def fit(more: int) -> bool:
-        classes = [replace(own, memory_bytes=(own.memory_bytes or 0) + more) for own in pool.classes]
-        return _fit(costs, classes, pool.counts)
+    def fit(steps: int) -> bool:
+        classes = [replace(own, memory_bytes=(own.memory_bytes or 0) + steps * step) for own in pool.classes]
+        return any(
+            fitting_pipeline(Stages(costs, classes, split_backward=split), pool.counts) is not None
+            for split in (False, True)
+        )
 
-    low, high = 0, max(capacity, 1)
-    while not fit(high):
-        low, high = high, 2 * high
-    while high - low > max(1, capacity >> 20):
-        middle = (low + high) // 2
-        if fit(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    return step * bisect_left(range(most // step + 1), True, key=fit)
 
 
 def _workers_needed(costs: CostModel, capacity: int) -> int | None:
@@ -104,9 +104,3 @@ def _workers_needed(costs: CostModel, capacity: int) -> int | None:
         if found is not None:
             return len(found[0])
     return None
-
-
-def _fit(costs: CostModel, classes: Sequence[WorkerClass], counts: Sequence[int]) -> bool:
-    return any(
-        fitting_pipeline(Stages(costs, classes, split_backward=split), counts) is not None for split in (False, True)
-    )

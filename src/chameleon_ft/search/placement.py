@@ -22,7 +22,6 @@ __all__ = ["PlacementSearch", "assigned_workers", "smaller_clusters"]
 _ORDERS: Final = 4
 # Up to this many assignments of stages to hosts, all are tried.
 _FEW_WAYS: Final = 300
-_FEW_WORKERS: Final = 64
 
 
 class PlacementSearch:
@@ -36,21 +35,22 @@ class PlacementSearch:
         self._pool = pool
         self._cluster = cluster
         self._with_sync = with_sync
-        self._orders: dict[int, list[list[list[int]]]] = {}
 
     def ways(self, shapes: Sequence[Shape], cuts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
-        """Workers for each pipeline: with neighbours on one host; and where gradients are reduced, also with holders of
-        the same layers on one host, in several ways where a host has room for them; all ways where they are few."""
+        """Workers for each pipeline: all ways if links matter and there are few, else the usual ones."""
         if self._with_sync and not links_are_equal(self._cluster):
             every = _every_way(shapes, self._pool, self._cluster)
             if every:
                 return every
+        return self.usual_ways(shapes, cuts)
+
+    def usual_ways(self, shapes: Sequence[Shape], cuts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
+        """Workers for each pipeline: with neighbours on one host; and where gradients are reduced, also with holders of
+        the same layers on one host, in several ways where a host has room for them."""
         ways = [_by_pipeline(shapes, self._pool, self._cluster)]
         if len(shapes) > 1 and self._with_sync:
             most = _ORDERS if len(shapes) <= self._cluster.host_sizes[0] else 1
-            if most not in self._orders:
-                self._orders[most] = _orders_of_hosts(self._pool, self._cluster, most=most)
-            ways += _by_stage(shapes, cuts, self._orders[most])
+            ways += _by_stage(shapes, cuts, _orders_of_hosts(self._pool, self._cluster, most=most))
         return [way for number, way in enumerate(ways) if way not in ways[:number]]
 
 
@@ -96,13 +96,25 @@ def _by_pipeline(shapes: Sequence[Shape], pool: WorkerPool, cluster: Cluster) ->
     Deep pipelines choose first: of the hosts with room for all workers of a class that they need, the fullest; if there
     is none, the emptiest, and the next one for the rest. Not proven to cross hosts the fewest times.
     """
-    free = [_FreeWorkers(members, cluster) for members in pool.members]
+    free: list[dict[str, list[int]]] = []
+    for members in pool.members:
+        by_host: dict[str, list[int]] = defaultdict(list)
+        for worker in members:
+            by_host[cluster.worker(worker).host].append(worker)
+        free.append(by_host)
+
+    def take(by_host: dict[str, list[int]], count: int) -> list[int]:
+        # Hosts of many workers come last in a pool, and go first among equals.
+        hosts = list(reversed(by_host.values()))
+        own = min((host for host in hosts if len(host) >= count), key=len, default=max(hosts, key=len))
+        taken = own[:count]
+        del own[:count]
+        return taken if len(taken) == count else [*taken, *take(by_host, count - len(taken))]
+
     found: list[tuple[int, ...]] = [()] * len(shapes)
     for index in sorted(range(len(shapes)), key=lambda index: (-len(shapes[index]), shapes[index], index)):
-        workers: list[int] = []
-        for kind, run in groupby(shapes[index]):
-            workers += free[kind].take(len(list(run)))
-        found[index] = tuple(workers)
+        runs = [(kind, len(list(run))) for kind, run in groupby(shapes[index])]
+        found[index] = tuple(worker for kind, count in runs for worker in take(free[kind], count))
     return found
 
 
@@ -150,16 +162,13 @@ def _orders_of_hosts(pool: WorkerPool, cluster: Cluster, *, most: int) -> list[l
 def _every_way(shapes: Sequence[Shape], pool: WorkerPool, cluster: Cluster) -> list[list[tuple[int, ...]]]:
     """Every way to choose the host of each stage, if the workers are of one class and there are few ways; else none."""
     sizes = cluster.host_sizes
-    ways = (
-        math.factorial(sum(sizes)) // math.prod(map(math.factorial, sizes)) if sum(sizes) <= _FEW_WORKERS else math.inf
-    )
+    ways = math.factorial(sum(sizes)) // math.prod(map(math.factorial, sizes))
     if len(pool.classes) > 1 or ways > _FEW_WAYS:
         return []
     hosts_of = cluster.hosts
     by_host = [[worker for worker in hosts_of if hosts_of[worker] == host] for host in dict.fromkeys(hosts_of.values())]
-    slots = sum(map(len, shapes))
     found: list[list[tuple[int, ...]]] = []
-    for hosts in sorted(set(_host_orders([len(own) for own in by_host], slots))):
+    for hosts in _host_orders([len(own) for own in by_host], sum(map(len, shapes))):
         left = [iter(own) for own in by_host]
         workers = iter([next(left[host]) for host in hosts])
         found.append([tuple(islice(workers, len(shape))) for shape in shapes])
@@ -176,29 +185,3 @@ def _host_orders(free: list[int], slots: int) -> Iterator[tuple[int, ...]]:
             rest = [*free[:host], count - 1, *free[host + 1 :]]
             for order in _host_orders(rest, slots - 1):
                 yield (host, *order)
-
-
-class _FreeWorkers:
-    """Workers of a class that are not taken yet, by host."""
-
-    def __init__(self, members: Sequence[int], cluster: Cluster) -> None:
-        by_host: dict[str, list[int]] = defaultdict(list)
-        for worker in reversed(members):
-            by_host[cluster.worker(worker).host].append(worker)
-        # Hosts by the number of free workers, each a list whose last worker goes first.
-        self._by_room: dict[int, list[list[int]]] = defaultdict(list)
-        for host in reversed(by_host.values()):
-            self._by_room[len(host)].append(host)
-
-    def take(self, count: int) -> list[int]:
-        taken: list[int] = []
-        while len(taken) < count:
-            wanted = count - len(taken)
-            rooms = [room for room, hosts in self._by_room.items() if hosts]
-            room = min((room for room in rooms if room >= wanted), default=max(rooms))
-            host = self._by_room[room].pop()
-            for _ in range(min(wanted, room)):
-                taken.append(host.pop())
-            if host:
-                self._by_room[len(host)].append(host)
-        return taken

@@ -1,13 +1,14 @@
-"""Between rerouting and new pipelines: whole pipelines stay as they are, and only the broken ones are cut anew.
+"""Between rerouting and new pipelines: whole pipelines stay, and only broken ones are cut anew.
 
-So only the workers of broken pipelines receive layers, while the shares of the micro-batches change for all.
+Only workers of broken pipelines receive layers; the shares of the micro-batches change for all pipelines.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from heapq import heapify, heapreplace
 from typing import Final
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import state_bytes
-from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.bounds import Stops
 from chameleon_ft.search.candidates import Candidate, PlacedPipelines
@@ -33,8 +34,6 @@ __all__ = ["recut", "recut_plan"]
 _NEAR: Final = 0.02
 # How often a micro-batch goes from the pipeline that ends last to one that would then end earlier.
 _SHIFTS: Final = 8
-_PRECISION: Final = 1e-4
-_FOREVER_S: Final = 1e12
 
 # First layer, and the one after the last.
 _Bounds = tuple[int, int]
@@ -79,45 +78,46 @@ def recut(
     """The pipelines of such a plan, as `search` schedules them."""
     class_of = search.scheduler.pool.class_of()
     live = current.without([worker for worker in current.workers if worker not in class_of])
-    chains = _chains(live, costs.cluster)
-    if chains is None:
+    if any(len(ranges) != 1 for ranges in live.ranges.values()):
         return None
-    whole = [chain for chain in chains if _covers(live, chain)]
+    held = {worker: (layers.start, layers.stop) for worker, (layers,) in live.ranges.items()}
+    whole: list[tuple[int, ...]] = []
+    wishes: dict[int, _Bounds] = {}
+    for chain in _chains(held, costs.cluster):
+        if held[chain[0]][0] == 0 and held[chain[-1]][1] == live.num_layers:
+            whole.append(chain)
+        else:
+            wishes |= {worker: held[worker] for worker in chain}
     if not whole:
         return None
     depth = max(map(len, whole))
-    wishes = {worker: _bounds_of(live, worker) for chain in chains if not _covers(live, chain) for worker in chain}
-    idle = sorted(class_of.keys() - set(live.workers))
-    # Where workers are there for it, pipelines that have become short grow again.
-    while len(idle) > _gaps(wishes, depth) and len(whole) > 1 and len(shortest := min(whole, key=len)) < depth:
+    idle = sorted(class_of.keys() - held.keys())
+    # Pipelines that have become short grow again while more workers are idle than fill up the broken ones.
+    while len(idle) > -len(wishes) % depth and len(whole) > 1 and len(shortest := min(whole, key=len)) < depth:
         whole.remove(shortest)
-        wishes |= {worker: _bounds_of(live, worker) for worker in shortest}
-    wishes |= _filling(idle, wishes, [_bounds_of(live, worker) for worker in max(whole, key=len)])
+        wishes |= {worker: held[worker] for worker in shortest}
+    wishes |= _filling(idle, wishes, [held[worker] for worker in max(whole, key=len)])
     left = sorted(wishes, key=lambda worker: (sum(wishes[worker]), worker))
-    number = max(1, round(len(left) * len(whole) / sum(map(len, whole)))) if left else 0
+    workers_used = len(left) + sum(map(len, whole))
+    number = max(1, round(len(left) * len(whole) / (workers_used - len(left)))) if left else 0
     micro_batches = costs.workload.micro_batches
     cuts: list[tuple[_Cut, tuple[int, ...]]] = []
     for workers in whole:
         shape = tuple(class_of[worker] for worker in workers)
-        cuts.append(((shape, tuple(_bounds_of(live, worker)[1] for worker in workers)), workers))
+        cuts.append(((shape, tuple(held[worker][1] for worker in workers)), workers))
     for first in range(number):
         workers = tuple(left[first::number])
         shape = tuple(class_of[worker] for worker in workers)
-        share = max(1, micro_batches * len(workers) // (len(left) + sum(map(len, whole))))
-        stops = _nearest_cut(live, wishes, workers, shape, share, search)
+        share = max(1, micro_batches * len(workers) // workers_used)
+        stops = _nearest_cut(held, wishes, workers, shape, share, search)
         # Workers that cannot hold a model together stay idle.
         if stops is not None:
             cuts.append(((shape, stops), workers))
-    return _Shares(search, options).even(cuts, micro_batches)
-
-
-def _gaps(wishes: dict[int, _Bounds], depth: int) -> int:
-    """Workers that lack to make whole pipelines of what is left."""
-    return -len(wishes) % depth
+    return _shared_out(cuts, micro_batches, search, options)
 
 
 def _filling(idle: Sequence[int], wishes: dict[int, _Bounds], stages: Sequence[_Bounds]) -> dict[int, _Bounds]:
-    """For each idle worker the stage of a whole pipeline that the fewest of the others stand for."""
+    """For each idle worker the stage of a whole pipeline whose layers the fewest other workers are to hold."""
     layers = Counter(layer for start, stop in wishes.values() for layer in range(start, stop))
     found: dict[int, _Bounds] = {}
     for worker in idle:
@@ -126,34 +126,38 @@ def _filling(idle: Sequence[int], wishes: dict[int, _Bounds], stages: Sequence[_
     return found
 
 
-def _chains(live: Placement, cluster: Cluster) -> list[tuple[int, ...]] | None:
-    """Workers whose layers follow each other, each in one chain; None if a worker holds several ranges.
+def _chains(held: Mapping[int, _Bounds], cluster: Cluster) -> list[tuple[int, ...]]:
+    """Workers whose layers follow each other, each in one chain.
 
     Chains from the first layer on go before others, so that as many as can be are whole; where there is a choice,
     neighbours by host and by number are joined.
     """
+    # Here, because it takes long to import, and most searches do without.
+    from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+
     starts: dict[int, list[int]] = defaultdict(list)
     stops: dict[int, list[int]] = defaultdict(list)
-    for worker, ranges in live.ranges.items():
-        if len(ranges) != 1:
-            return None
-        starts[ranges[0].start].append(worker)
-        stops[ranges[0].stop].append(worker)
-    hosts = {worker.id: worker.host for worker in cluster.workers}
+    for worker, (start, stop) in held.items():
+        starts[start].append(worker)
+        stops[stop].append(worker)
+    hosts = cluster.hosts
     after: dict[int, int] = {}
-    from_first = set(starts.get(0, ()))
+    from_first = set(starts[0])
+    # More than the sum of the distances between the numbers of all workers.
+    far = float(1 + len(held) * max(held, default=0))
     for boundary, before in sorted(stops.items()):
-        behind = starts.get(boundary, [])
-        joined: dict[int, int] = {}
-        for a, b in _nearest_pairs(before, behind, hosts, from_first):
-            if a not in after and b not in joined:
-                after[a], joined[b] = b, a
-                if len(joined) == min(len(before), len(behind)):
-                    break
-        from_first.update(b for b, a in joined.items() if a in from_first)
-    firsts = sorted(set(live.workers) - set(after.values()))
+        behind = starts[boundary]
+        if not behind:
+            continue
+        broken = np.array([[worker not in from_first] for worker in before])
+        apart = np.not_equal.outer([hosts[worker] for worker in before], [hosts[worker] for worker in behind])
+        distance = np.abs(np.subtract.outer(before, behind) + 1)
+        rows, columns = linear_sum_assignment(far**2 * broken + far * apart + distance)
+        joined = {before[row]: behind[column] for row, column in zip(rows, columns, strict=True)}
+        after |= joined
+        from_first.update(b for a, b in joined.items() if a in from_first)
     chains: list[tuple[int, ...]] = []
-    for worker in firsts:
+    for worker in sorted(held.keys() - set(after.values())):
         chain = [worker]
         while chain[-1] in after:
             chain.append(after[chain[-1]])
@@ -161,40 +165,8 @@ def _chains(live: Placement, cluster: Cluster) -> list[tuple[int, ...]] | None:
     return chains
 
 
-def _nearest_pairs(
-    before: Sequence[int], behind: Sequence[int], hosts: Mapping[int, str], from_first: Collection[int]
-) -> Iterator[tuple[int, int]]:
-    """All pairs of the two, as they are to be joined: first from chains that begin at the first layer."""
-    if not before or not behind:
-        return iter(())
-    a, b = (each.ravel() for each in np.meshgrid(before, behind, indexing="ij"))
-    numbers = {host: number for number, host in enumerate(set(hosts.values()))}
-    apart = np.not_equal(
-        *(
-            each.ravel()
-            for each in np.meshgrid(
-                [numbers[hosts[worker]] for worker in before],
-                [numbers[hosts[worker]] for worker in behind],
-                indexing="ij",
-            )
-        )
-    )
-    broken = np.repeat([worker not in from_first for worker in before], len(behind))
-    order = np.lexsort((b, a, np.abs(b - a - 1), apart, broken))
-    return zip(a[order].tolist(), b[order].tolist(), strict=True)
-
-
-def _bounds_of(placement: Placement, worker: int) -> _Bounds:
-    (layers,) = placement.ranges_of(worker)
-    return layers.start, layers.stop
-
-
-def _covers(placement: Placement, chain: Sequence[int]) -> bool:
-    return _bounds_of(placement, chain[0])[0] == 0 and _bounds_of(placement, chain[-1])[1] == placement.num_layers
-
-
 def _nearest_cut(
-    live: Placement,
+    held: Mapping[int, _Bounds],
     wishes: Mapping[int, _Bounds],
     workers: Sequence[int],
     shape: Shape,
@@ -205,110 +177,63 @@ def _nearest_cut(
     layers = search.scheduler.stages.costs.workload.layers
     if len(shape) > len(layers):
         return None
-    state = [state_bytes(layer) for layer in layers]
-    ends = [wishes[worker][1] for worker in workers]
 
     def lacking(stops: Stops) -> int:
-        starts = (0, *stops[:-1])
         return sum(
-            state[layer]
-            for worker, start, stop in zip(workers, starts, stops, strict=True)
-            for layer in LayerRange(start, stop)
-            if not any(layer in held for held in live.ranges.get(worker, ()))
+            state_bytes(layers[layer])
+            for worker, start, stop in zip(workers, (0, *stops), stops, strict=False)
+            for layer in set(range(start, stop)) - set(range(*held.get(worker, (0, 0))))
         )
 
     cuts = list(search.estimates.candidates(shape, micro_batches))
+    ends = [wishes[worker][1] for worker in workers]
     as_now = search.estimates.nearest(shape, micro_batches, ends, slack=_NEAR)
     return min(cuts if as_now is None else [*cuts, as_now], key=lambda stops: (lacking(stops), stops), default=None)
 
 
-class _Shares:
-    """Shares the micro-batches out over pipelines that are cut, so that the last of them ends first."""
+def _shared_out(
+    cuts: Sequence[tuple[_Cut, tuple[int, ...]]], micro_batches: int, search: PipelineSearch, options: SearchOptions
+) -> PlacedPipelines | None:
+    """The pipelines with shares for which the last of them ends first, by estimates and then by schedules.
 
-    def __init__(self, search: PipelineSearch, options: SearchOptions) -> None:
-        self._search = search
-        self._options = options
-        self._known: dict[tuple[_Cut, int], tuple[float, tuple[int, ...]]] = {}
+    None where they do not fit.
+    """
 
-    def even(self, cuts: Sequence[tuple[_Cut, tuple[int, ...]]], micro_batches: int) -> PlacedPipelines | None:
-        """The pipelines with their shares, by estimates and then by schedules; None where they do not fit."""
-        alike = Counter(cut for cut, _ in cuts)
-        low, high = 0.0, 1.0
-        while self._total(alike, high, micro_batches) < micro_batches:
-            low, high = high, 2 * high
-            if high > _FOREVER_S:
-                return None
-        while high - low > _PRECISION * high:
-            middle = (low + high) / 2
-            if self._total(alike, middle, micro_batches) >= micro_batches:
-                high = middle
-            else:
-                low = middle
-        most = {cut: self._most(cut, high, micro_batches) for cut in alike}
-        shares = [most[cut] for cut, _ in cuts]
-        # Those that would end last, the last of equals first.
-        slowest = [(-self._estimate(cut, most[cut])[0], -place) for place, (cut, _) in enumerate(cuts)]
-        heapify(slowest)
-        for _ in range(sum(shares) - micro_batches):
-            place = -slowest[0][1]
-            shares[place] -= 1
-            heapreplace(slowest, (-self._estimate(cuts[place][0], shares[place])[0], -place))
-        pipelines = [
-            (self._scheduled(cut, count, workers), workers)
-            for (cut, workers), count in zip(cuts, shares, strict=True)
-            if count
-        ]
-        if any(timed is None for timed, _ in pipelines):
+    @cache
+    def estimate(cut: _Cut, count: int) -> tuple[float, tuple[int, ...]]:
+        """Seconds, infinite if a stage does not fit, and the options of the stages."""
+        return search.estimates.chosen(*cut, count)
+
+    def scheduled(place: int, count: int) -> TimedPipeline | None:
+        cut, workers = cuts[place]
+        own_s, recompute = estimate(cut, count)
+        if own_s == math.inf:
             return None
-        return self._shifted(tuple((timed, workers) for timed, workers in pipelines if timed is not None))
+        spec = PipelineSpec(*cut, recompute, count)
+        return search.scheduler.scheduled(spec, effort=options.look_effort, workers=workers)
 
-    def _shifted(self, pipelines: PlacedPipelines) -> PlacedPipelines:
-        """Micro-batches go one at a time from the last to end to the first, as long as that makes the step shorter."""
-        for _ in range(_SHIFTS):
-            times_s = [timed.program_s for timed, _ in pipelines]
-            places = [times_s.index(max(times_s)), times_s.index(min(times_s))]
-            changed = list(pipelines)
-            for place, change in zip(places, (-1, 1), strict=True):
-                timed, workers = pipelines[place]
-                spec = timed.spec
-                if not spec.micro_batches + change:
-                    return pipelines
-                other = self._scheduled((spec.shape, spec.stops), spec.micro_batches + change, workers)
-                if other is None:
-                    return pipelines
-                changed[place] = other, workers
-            if max(changed[place][0].program_s for place in places) >= max(times_s):
-                return pipelines
-            pipelines = tuple(changed)
-        return pipelines
-
-    def _total(self, alike: Mapping[_Cut, int], time_s: float, enough: int) -> int:
-        return sum(count * self._most(cut, time_s, enough) for cut, count in alike.items())
-
-    def _most(self, cut: _Cut, time_s: float, enough: int) -> int:
-        low, high = 0, enough
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._estimate(cut, middle)[0] <= time_s:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def _estimate(self, cut: _Cut, count: int) -> tuple[float, tuple[int, ...]]:
-        """Estimated seconds of so many micro-batches, infinite if a stage does not fit, and options of the stages.
-
-        A pipeline without micro-batches ends before all others, even if they take no time.
-        """
-        if not count:
-            return -math.inf, ()
-        if (cut, count) not in self._known:
-            self._known[cut, count] = self._search.estimates.chosen(*cut, count)
-        return self._known[cut, count]
-
-    def _scheduled(self, cut: _Cut, count: int, workers: tuple[int, ...]) -> TimedPipeline | None:
-        estimate_s, options = self._estimate(cut, count)
-        if estimate_s == math.inf:
-            return None
-        spec = PipelineSpec(*cut, options, count)
-        return self._search.scheduler.scheduled(spec, effort=self._options.look_effort, workers=workers)
+    # Each micro-batch goes to the pipeline that would end first with it.
+    shares = [0] * len(cuts)
+    ends = [(estimate(cut, 1)[0], place) for place, (cut, _) in enumerate(cuts)]
+    heapify(ends)
+    for _ in range(micro_batches):
+        _, place = ends[0]
+        shares[place] += 1
+        heapreplace(ends, (estimate(cuts[place][0], shares[place] + 1)[0], place))
+    timed = {place: scheduled(place, count) for place, count in enumerate(shares) if count}
+    found = {place: each for place, each in timed.items() if each is not None}
+    if len(found) < len(timed):
+        return None
+    # Then one at a time from the pipeline that ends last to the one that ends first, as long as both end earlier.
+    for _ in range(_SHIFTS):
+        slowest = max(found, key=lambda place: found[place].program_s)
+        quickest = min(found, key=lambda place: found[place].program_s)
+        if shares[slowest] < 2 or slowest == quickest:
+            break
+        fewer, more = scheduled(slowest, shares[slowest] - 1), scheduled(quickest, shares[quickest] + 1)
+        if fewer is None or more is None or max(fewer.program_s, more.program_s) >= found[slowest].program_s:
+            break
+        found |= {slowest: fewer, quickest: more}
+        shares[slowest] -= 1
+        shares[quickest] += 1
+    return tuple((each, cuts[place][1]) for place, each in found.items())

@@ -1,20 +1,20 @@
-"""Where the layers of lost workers are run instead: on the live workers that hold them, as evenly as can be."""
+"""Balance the load of lost workers over the live workers that hold the same layers."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import Final
 
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan
 from chameleon_ft.schedule import CostModel, OperationKind
+from chameleon_ft.schedule.components import different_ways
 
 __all__ = ["Losses", "Piece", "Spread", "joined_hops"]
 
-# So many workers at most share the micro-batches of a lost one, for each of these. What more of them could take off
-# each other is little, and all pipelines that take part wait for each other.
+# At most this many workers for each lost micro-batch share them: more would gain little, and all pipelines that take
+# part wait for each other.
 _HELPERS: Final = 2
 _BISECTIONS: Final = 30
 _ROUNDING: Final = 1e-9
@@ -22,7 +22,7 @@ _ROUNDING: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Layers of a route on a worker; `holders` are all that could run them, where they have lost their own."""
+    """Layers of a route on a worker; `holders` are all workers that could run them, where their own is lost."""
 
     layers: LayerRange
     worker: int
@@ -44,28 +44,8 @@ def joined_hops(pieces: Iterable[Piece]) -> tuple[Hop, ...]:
     return tuple(hops)
 
 
-class _Seconds(dict[tuple[int, int], float]):
-    """That a worker computes for the layers from one to before another, worked out when they are asked for."""
-
-    def __init__(self, plan: Plan, costs: CostModel, worker: int) -> None:
-        super().__init__()
-        halves = OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD
-        self._kinds = (OperationKind.FORWARD, *(halves if plan.split_backward else (OperationKind.BACKWARD,)))
-        self._costs = costs
-        self._worker = worker
-        self._recompute = plan.recompute.get(worker)
-
-    def __missing__(self, key: tuple[int, int]) -> float:
-        layers = LayerRange(*key)
-        found = sum(
-            self._costs.compute_s(self._worker, kind, layers, recompute=self._recompute) for kind in self._kinds
-        )
-        self[key] = found
-        return found
-
-
 class Losses:
-    """What is lost of a plan.
+    """The losses of a plan.
 
     Attributes:
         plan: what was running.
@@ -77,28 +57,20 @@ class Losses:
         self.plan = plan
         self.placement = placement
         self._costs = costs
-        self._seconds: dict[int, _Seconds] = {}
-        self._by_kind: dict[tuple[float, LayerRange | None], _Seconds] = {}
-        self._ways = Counter[tuple[Hop, ...]]()
-        self._live = live = frozenset(placement.workers)
-        # By identity, for hops are slow to hash.
-        ways: dict[int, tuple[tuple[Hop, ...], bool, list[int]]] = {}
+        self._live = frozenset(placement.workers)
+        self._work_s: dict[tuple[float, LayerRange | None, int, int], float] = {}
+        ways, taken = different_ways(route.hops for route in plan.routes)
+        # Micro-batches of each way.
+        self._ways = {ways[way]: count for way, count in Counter(taken).items()}
+        self._intact = [hops for hops in ways if self._live.issuperset(hop.worker for hop in hops)]
+        is_broken = [not self._live.issuperset(hop.worker for hop in hops) for hops in ways]
         passed = Counter[int]()
         broken: list[tuple[int, int]] = []
-        for route in plan.routes:
-            hops = route.hops
-            if id(hops) not in ways:
-                workers = [hop.worker for hop in hops]
-                ways[id(hops)] = hops, live.issuperset(workers), []
-            _, intact, micro_batches = ways[id(hops)]
-            micro_batches.append(route.micro_batch)
-            if not intact:
-                broken.append((min(passed[hop.worker] for hop in hops), route.micro_batch))
-                passed.update(hop.worker for hop in hops)
+        for route, way in zip(plan.routes, taken, strict=True):
+            if is_broken[way]:
+                broken.append((min(passed[hop.worker] for hop in route.hops), route.micro_batch))
+                passed.update(hop.worker for hop in route.hops)
         self.broken = [micro_batch for _, micro_batch in sorted(broken)]
-        for hops, _, micro_batches in ways.values():
-            self._ways[hops] += len(micro_batches)
-        self._intact = [hops for hops in self._ways if live.issuperset(hop.worker for hop in hops)]
 
     def detoured(self, *, cut: bool, whole_holders: bool) -> Spread:
         """Only the lost hops move, in the end to the same load on all that take some of them.
@@ -125,7 +97,7 @@ class Losses:
         return {micro_batch: tuple(sorted(own, key=lambda piece: piece.layers)) for micro_batch, own in pieces.items()}
 
     def parts(self, *, whole_holders: bool) -> dict[LayerRange, list[tuple[LayerRange, tuple[int, ...]]]]:
-        """For the layers of each lost hop what they are cut into, with the workers that hold all of that."""
+        """For the layers of each lost hop, the ranges they are cut into, with the workers that hold all of each."""
         lost = {hop.layers for hops in self._ways for hop in hops if hop.worker not in self._live}
         return {
             layers: [(part, self._holders(part)) for part in self._gaps(layers, whole_holders=whole_holders)]
@@ -140,36 +112,27 @@ class Losses:
         if not ways:
             return None
 
-        def after_s(way: int) -> float:
-            return max(load_s[hop.worker] + self.work_s(hop.worker, hop.layers) for hop in ways[way])
-
-        queue = [(after_s(way), way) for way in range(len(ways))]
-        heapify(queue)
         spread: dict[int, tuple[Piece, ...]] = {}
         for micro_batch in self.broken:
-            known_s, way = heappop(queue)
-            while known_s != (now_s := after_s(way)):
-                heappush(queue, (now_s, way))
-                known_s, way = heappop(queue)
-            for hop in ways[way]:
-                load_s[hop.worker] += self.work_s(hop.worker, hop.layers)
-            heappush(queue, (after_s(way), way))
-            spread[micro_batch] = tuple(Piece(hop.layers, hop.worker) for hop in ways[way])
+            hops = min(ways, key=lambda way: max(load_s[hop.worker] + self._hop_s(hop) for hop in way))
+            for hop in hops:
+                load_s[hop.worker] += self._hop_s(hop)
+            spread[micro_batch] = tuple(Piece(hop.layers, hop.worker) for hop in hops)
         return spread
 
-    def work_s(self, worker: int, layers: LayerRange) -> float:
-        """Seconds that `worker` computes for these layers of a micro-batch."""
-        return self._seconds_of(worker)[layers.start, layers.stop]
+    def _hop_s(self, hop: Hop) -> float:
+        return self._seconds(hop.worker, hop.layers.start, hop.layers.stop)
 
-    def _seconds_of(self, worker: int) -> _Seconds:
-        """Those of all layers, which workers of a kind share."""
-        found = self._seconds.get(worker)
-        if found is None:
-            kind = self._costs.cluster.worker(worker).speed, self.plan.recompute.get(worker)
-            if kind not in self._by_kind:
-                self._by_kind[kind] = _Seconds(self.plan, self._costs, worker)
-            found = self._seconds[worker] = self._by_kind[kind]
-        return found
+    def _seconds(self, worker: int, start: int, stop: int) -> float:
+        """Seconds that `worker` computes for these layers of a micro-batch."""
+        recompute = self.plan.recompute.get(worker)
+        key = self._costs.pace(worker), recompute, start, stop
+        if key not in self._work_s:
+            halves = OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD
+            kinds = (OperationKind.FORWARD, *(halves if self.plan.split_backward else (OperationKind.BACKWARD,)))
+            layers = LayerRange(start, stop)
+            self._work_s[key] = sum(self._costs.compute_s(worker, kind, layers, recompute=recompute) for kind in kinds)
+        return self._work_s[key]
 
     def _loads(self, ways: Mapping[tuple[Hop, ...], int]) -> dict[int, float]:
         """Seconds that each live worker computes, when so many micro-batches take these ways."""
@@ -177,7 +140,7 @@ class Losses:
         for hops, count in ways.items():
             for hop in hops:
                 if hop.worker in load_s:
-                    load_s[hop.worker] += count * self.work_s(hop.worker, hop.layers)
+                    load_s[hop.worker] += count * self._hop_s(hop)
         return load_s
 
     def _gaps(self, layers: LayerRange, *, whole_holders: bool) -> Iterator[LayerRange]:
@@ -204,29 +167,31 @@ class Losses:
         *,
         cut: bool,
     ) -> Iterator[tuple[int, Piece]]:
-        """Who runs `layers` of which micro-batch, with as little as can be for the one that has most to do then.
+        """The workers that run `layers` of each micro-batch, so that the largest load is least.
 
         The micro-batches are laid end to end and dealt out: each worker takes the next layers, up to a common level.
         """
         count = len(micro_batches)
         chosen = sorted(sorted(holders, key=lambda worker: (load_s[worker], worker))[: _HELPERS * count])
-        helpers = [(worker, load_s[worker], self._seconds_of(worker)) for worker in chosen]
-        low_s = min(load for _, load, _ in helpers)
-        high_s = min(load + count * own_s[layers.start, layers.stop] for _, load, own_s in helpers) * (1 + _ROUNDING)
+
+        def dealt(level_s: float) -> list[tuple[int, LayerRange, int]] | None:
+            rooms_s = [(worker, level_s - load_s[worker]) for worker in chosen]
+            return _dealt(count, layers, rooms_s, self._seconds, cut=cut)
+
+        low_s = min(load_s[worker] for worker in chosen)
+        own_s = {worker: self._seconds(worker, layers.start, layers.stop) for worker in chosen}
+        high_s = min(load_s[worker] + count * own_s[worker] for worker in chosen) * (1 + _ROUNDING)
         for _ in range(_BISECTIONS):
             level_s = (low_s + high_s) / 2
-            if _dealt(count, layers, helpers, level_s, cut=cut) is None:
-                low_s = level_s
-            else:
-                high_s = level_s
-        dealt = _dealt(count, layers, helpers, high_s, cut=cut) or []
-        order = _order(dealt, layers)
-        for number, part, worker in dealt:
-            load_s[worker] += self.work_s(worker, part)
+            low_s, high_s = (level_s, high_s) if dealt(level_s) is None else (low_s, level_s)
+        pieces = dealt(high_s) or []
+        order = _order(pieces, layers)
+        for number, part, worker in pieces:
+            load_s[worker] += self._hop_s(Hop(worker, part))
             yield micro_batches[order[number]], Piece(part, worker, holders)
 
     def _chains(self, idle: Sequence[int]) -> Iterator[tuple[Hop, ...]]:
-        """Pipelines that idle workers can make, each in one; at every layer, by whoever holds most of what follows."""
+        """Pipelines of idle workers, each in one; at every layer, the worker that holds most of the next layers."""
         left = set(idle)
         while True:
             hops: list[Hop] = []
@@ -247,21 +212,24 @@ class Losses:
 
 
 def _dealt(
-    count: int, layers: LayerRange, helpers: Sequence[tuple[int, float, _Seconds]], level_s: float, *, cut: bool
+    count: int,
+    layers: LayerRange,
+    rooms_s: Sequence[tuple[int, float]],
+    seconds: Callable[[int, int, int], float],
+    *,
+    cut: bool,
 ) -> list[tuple[int, LayerRange, int]] | None:
-    """For each piece the number of its micro-batch, its layers and its worker; None if the level is too low.
+    """For each piece the number of its micro-batch, its layers and its worker; None if there is too little time.
 
-    Each worker takes as many of the next layers as it can run until then: `helpers` come with what they have to do
-    already, and what layers take them.
+    Each worker takes as many of the next layers as it can run in its time; `seconds` are those of a worker and layers.
     """
     dealt: list[tuple[int, LayerRange, int]] = []
     number, start = 0, layers.start
-    for worker, load_s, own_s in helpers:
-        room_s = level_s - load_s
+    for worker, room_s in rooms_s:
         while number < count:
-            least = layers.stop if not cut else start + 1
+            least = start + 1 if cut else layers.stop
             stop = layers.stop
-            while stop >= least and own_s[start, stop] > room_s:
+            while stop >= least and seconds(worker, start, stop) > room_s:
                 stop -= 1
             if stop < least:
                 break
@@ -269,7 +237,7 @@ def _dealt(
             if stop < layers.stop:
                 start = stop
                 break
-            room_s -= own_s[start, stop]
+            room_s -= seconds(worker, start, stop)
             number, start = number + 1, layers.start
     return dealt if number == count else None
 

@@ -1,10 +1,10 @@
-"""Published planners, to compare our search with: they share no code with it but what schedules and replays plans."""
+"""Published planners, to compare our search with: they share with it only what places, schedules and replays plans."""
 
 from __future__ import annotations
 
+from chameleon_ft.search.baselines.layouts import BaselinePlan
 from chameleon_ft.search.baselines.oobleck import oobleck_plan
 from chameleon_ft.search.baselines.paper import paper_plan
-from chameleon_ft.search.baselines.result import BaselinePlan
 from chameleon_ft.search.baselines.starts import equal_layouts
 from chameleon_ft.search.baselines.templates import PipelineTemplate, pipeline_templates
 

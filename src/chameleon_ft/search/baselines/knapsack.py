@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 __all__ = ["LeastMix", "Mix", "shared_out"]
 
 # Sums were rounded in another order.
-_ROUNDING = 1e-12
+_ROUNDING: Final = 1e-12
+_FOREVER_S: Final = 1e300
+# Of mixes that an estimate finds equal, the fewest pipelines have least to reduce, and the most the fewest messages.
+_FROM_EACH_END: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +28,9 @@ class Mix:
 class LeastMix:
     """Depths that add up to `workers`, and shares that add up to `micro_batches`, of least time.
 
-    The time of a mix is that of its slowest pipeline, and `sync_s` of the number of pipelines on top. Exact if `sync_s`
-    does not fall with more pipelines, nor the time of a pipeline with more micro-batches: the least time at which there
-    is a mix is one of those of a single pipeline, and whether there is one at a given time is a knapsack.
+    The time of a mix is that of its slowest pipeline, and `sync_s` of the number of pipelines on top. Whether there is
+    a mix by a given time is a knapsack, and the least such time is found by bisection. Exact if `sync_s` does not fall
+    with more pipelines, nor the time of a pipeline with more micro-batches.
     """
 
     def __init__(
@@ -48,80 +52,53 @@ class LeastMix:
         self._sync_s = sync_s
 
     def mixes(self) -> list[Mix]:
-        """One for every number of pipelines with which the least time can be had, the fewest first; none if there is no
+        """Mixes of least time with different numbers of pipelines, the two fewest and the two most; none if there is no
         mix at all.
         """
-        pipelines_s = self._least_s()
+        largest = {depth: self._most(depth, _FOREVER_S) for depth in self._shares}
+        longest_s = max(
+            (self._time_s(depth, share) for depth, share in largest.items() if share >= self._shares[depth]),
+            default=0.0,
+        )
+        pipelines_s = self._least_s(0.0, longest_s, self._least_pipelines, or_more=True)
         if pipelines_s == math.inf:
             return []
-        found = self._at(pipelines_s)
+        most = min(self._workers, self._micro_batches)
+        table = self._table(pipelines_s, most, or_more=False)
+        numbers = [n for n in range(self._least_pipelines, most + 1) if self._is_whole(table[n])]
+        found = [self._mix(table, number, pipelines_s) for number in numbers]
         least_s = min(mix.time_s for mix in found)
-        for mix in self._of_fewer(len(found[0].pipelines), pipelines_s, least_s):
-            found.append(mix)
-            least_s = min(least_s, mix.time_s)
+        # Fewer pipelines take longer, but may gain as much in gradient sync; most do not, which one table shows.
+        fewer = range(self._least_pipelines, numbers[0])
+        table = self._table(least_s - self._sync_s(fewer[0]), fewer[-1], or_more=False) if fewer else []
+        for number in reversed(fewer):
+            if self._is_whole(table[number]):
+                own_s = self._least_s(pipelines_s, least_s - self._sync_s(number), number, or_more=False)
+                if own_s < math.inf:
+                    found.append(self._mix(self._table(own_s, number, or_more=False), number, own_s))
+                    least_s = min(least_s, found[-1].time_s)
         fastest = [mix for mix in found if mix.time_s <= least_s * (1 + _ROUNDING)]
-        return sorted(fastest, key=lambda mix: len(mix.pipelines))
+        fastest.sort(key=lambda mix: len(mix.pipelines))
+        return [mix for place, mix in enumerate(fastest) if min(place, len(fastest) - 1 - place) < _FROM_EACH_END]
 
-    def _of_fewer(self, below: int, pipelines_s: float, least_s: float) -> Iterator[Mix]:
-        """Mixes of fewer pipelines, each of them slower, which gain as much in gradient sync.
+    def _least_s(self, low: float, high: float, pipelines: int, *, or_more: bool) -> float:
+        """The least time up to `high` at which there is a mix of so many pipelines; infinite if there is none."""
 
-        That of more pipelines takes longer.
-        """
-        numbers = range(self._least_pipelines, below)
-        if not numbers:
-            return
-        # By the latest time at which any of them gains something, which most do not reach.
-        table = self._table(least_s - self._sync_s(numbers[0]), numbers[-1], or_more=False)
-        for number in reversed(numbers):
-            spare_s = least_s - self._sync_s(number)
-            if spare_s <= pipelines_s or not self._is_whole(table[number]):
-                continue
-            # The times that a pipeline may take: only at these there may be a mix that was none before.
-            times = sorted(
-                {
-                    self._time_s(depth, share)
-                    for depth in self._shares
-                    for share in range(self._most(depth, pipelines_s) + 1, self._most(depth, spare_s) + 1)
-                }
-            )
-            index = bisect_left(times, True, key=lambda time_s: self._reached(time_s, number, or_more=False))
-            if index < len(times):
-                yield self._mix(self._table(times[index], number, or_more=False), number, times[index])
+        def reached(time_s: float) -> bool:
+            return self._is_whole(self._table(time_s, pipelines, or_more=or_more)[-1])
 
-    def _least_s(self) -> float:
-        """The least time of the slowest pipeline; infinite if there is no mix."""
-        least_s = math.inf
-        for depth in sorted(self._shares, reverse=True):
-            least_s = min(least_s, self._least_bounded_by_s(depth, least_s))
-        return least_s
-
-    def _least_bounded_by_s(self, depth: int, below_s: float) -> float:
-        """The least time below `below_s` at which there is a mix and that a pipeline of this depth takes."""
-        low, high = self._shares[depth] - 1, self._most(depth, below_s, strictly=True)
-        if high <= low or not self._reached(self._time_s(depth, high)):
+        if high <= low or not reached(high):
             return math.inf
-        shares = range(low + 1, high)
-        index = bisect_left(shares, True, key=lambda share: self._reached(self._time_s(depth, share)))
-        return self._time_s(depth, low + 1 + index)
+        while high - low > _ROUNDING * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if reached(middle) else (middle, high)
+        return high
 
-    def _most(self, depth: int, time_s: float, *, strictly: bool = False) -> int:
+    def _most(self, depth: int, time_s: float) -> int:
         """The most micro-batches by then, or one less than the least share."""
-        low, high = self._shares[depth] - 1, self._micro_batches + 1
-        stride = 1
-        while low + 1 < high:
-            # Most depths cannot do much more than their share.
-            middle = min(low + stride, (low + high) // 2)
-            own_s = self._time_s(depth, middle)
-            if own_s < time_s or (own_s == time_s and not strictly and own_s < math.inf):
-                low, stride = middle, 2 * stride
-            else:
-                high = middle
-        return low
-
-    def _reached(self, time_s: float, pipelines: int | None = None, *, or_more: bool = True) -> bool:
-        """Whether there is a mix that ends by then, with so many pipelines, or enough."""
-        number = self._least_pipelines if pipelines is None else pipelines
-        return self._is_whole(self._table(time_s, number, or_more=or_more)[-1])
+        least = self._shares[depth]
+        shares = range(least, self._micro_batches + 1)
+        return least - 1 + bisect_right(shares, time_s, key=lambda share: self._time_s(depth, share))
 
     def _is_whole(self, row: list[int]) -> bool:
         """Whether a row of the table has all micro-batches on all workers."""
@@ -150,25 +127,10 @@ class LeastMix:
             table.append(row)
         return table
 
-    def _at(self, time_s: float) -> list[Mix]:
-        most = min(self._workers, self._micro_batches)
-        table = self._table(time_s, most, or_more=False)
-        return [
-            self._mix(table, number, time_s)
-            for number in range(self._least_pipelines, most + 1)
-            if self._is_whole(table[number])
-        ]
-
     def _mix(self, table: list[list[int]], pipelines: int, time_s: float) -> Mix:
         """So many pipelines that end by then, back through the table."""
-        depths = self._depths(table, pipelines, time_s)
-        shares = shared_out(depths, self._micro_batches, self._time_s, least_share=self._shares.__getitem__)
-        slowest_s = max(map(self._time_s, depths, shares))
-        return Mix(tuple(zip(depths, shares, strict=True)), slowest_s + self._sync_s(pipelines))
-
-    def _depths(self, table: list[list[int]], pipelines: int, time_s: float) -> list[int]:
         workers, left = self._workers, self._micro_batches
-        found: list[int] = []
+        depths: list[int] = []
         for number in reversed(range(pipelines)):
             depth, share = next(
                 (depth, share)
@@ -177,9 +139,12 @@ class LeastMix:
                 for share in range(low, min(left, self._most(depth, time_s)) + 1)
                 if table[number][workers - depth] >> left - share & 1
             )
-            found.append(depth)
+            depths.append(depth)
             workers, left = workers - depth, left - share
-        return sorted(found, reverse=True)
+        depths.sort(reverse=True)
+        shares = shared_out(depths, self._micro_batches, self._time_s, least_share=self._shares.__getitem__)
+        slowest_s = max(map(self._time_s, depths, shares))
+        return Mix(tuple(zip(depths, shares, strict=True)), slowest_s + self._sync_s(pipelines))
 
 
 def shared_out(

@@ -1,48 +1,57 @@
-"""Placing and scheduling the pipelines that a published planner chooses, so that they compare with our own plans."""
+"""The pipelines that a published planner chooses, placed and scheduled so that they compare with our own plans."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.estimate import PartsEstimate, estimate_parts
-from chameleon_ft.estimate.memory import stages_of
+from chameleon_ft.estimate.memory import MessageBuffers, stages_of
 from chameleon_ft.estimate.pipeline_memory import one_f_one_b_bytes
 from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan
-from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
-from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_parts
-from chameleon_ft.search.baselines.result import BaselinePlan
+from chameleon_ft.schedule.best import DEFAULT_EFFORT
+from chameleon_ft.search.candidates import predicted
+from chameleon_ft.search.placement import PlacementSearch
 from chameleon_ft.search.result import FoundPlan
-from chameleon_ft.transfer import moved_bytes
+from chameleon_ft.search.worker_classes import WorkerPool
 from chameleon_ft.workload import Workload
 
 __all__ = [
+    "BaselinePlan",
     "CutPoints",
     "Layout",
     "OneFOneBMemory",
-    "ends_of",
     "fastest_layout",
     "memory_of",
     "smallest_memory_bytes",
 ]
-
-MixT = TypeVar("MixT")
 
 CutPoints: TypeAlias = tuple[int, ...]
 """Of a pipeline, for each stage the layer after its last one."""
 
 # Operations that may be scheduled for each part of a plan that is only compared with others.
 _COMPARE_EFFORT: Final = 10_000
-# Of mixes that an estimate finds equal, the fewest pipelines have least to reduce, and the most the fewest messages.
-_FROM_EACH_END: Final = 2
-_MOST_ORDERS: Final = 4
+# Steady 1F1B repeats itself, so a stage holds no more with more micro-batches than it has in flight and in buffers.
+_BUFFERED: Final = MessageBuffers().receives_ahead + MessageBuffers().sends_kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselinePlan:
+    """The plan that a published planner chooses.
+
+    Attributes:
+        found: the plan, with this package's own prediction of it.
+        estimate_s: seconds of a step by the planner's own estimate, which the plan was chosen by.
+    """
+
+    found: FoundPlan
+    estimate_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,41 +76,38 @@ class OneFOneBMemory:
         self._num_layers = len(workload.layers)
         self._stages = stages_of(workload)
         self._recompute = recompute
-        self._fits: dict[tuple[int, int, int, int], bool] = {}
+        self._needed: dict[tuple[int, int, int, int], int] = {}
         self.capacity_bytes = capacity_bytes
 
     def fits(self, start: int, stop: int, *, to_end: int, micro_batches: int) -> bool:
         """Whether layers `start` to `stop` do, `to_end` stages from the end of the pipeline, 1 at the last one."""
         if self.capacity_bytes is None:
             return True
-        key = start, stop, to_end, micro_batches
-        if key not in self._fits:
-            needed = one_f_one_b_bytes(
+        key = start, stop, to_end, min(micro_batches, to_end + _BUFFERED)
+        if key not in self._needed:
+            self._needed[key] = one_f_one_b_bytes(
                 LayerRange(start, stop),
                 self._stages,
                 num_layers=self._num_layers,
                 to_end=to_end,
-                micro_batches=micro_batches,
+                micro_batches=key[-1],
                 recompute=self._recompute,
             )
-            self._fits[key] = needed <= self.capacity_bytes
-        return self._fits[key]
+        return self._needed[key] <= self.capacity_bytes
 
     def most_in_flight(self, layers: LayerRange, *, at_most: int, micro_batches: int) -> int:
         """Micro-batches that a stage can keep in flight, up to `at_most`; 1 at the least."""
-        counts = range(2, at_most + 1)
         return 1 + bisect_left(
-            counts,
+            range(2, at_most + 1),
             True,
             key=lambda count: not self.fits(layers.start, layers.stop, to_end=count, micro_batches=micro_batches),
         )
 
     def fits_all(self, cut_points: CutPoints, micro_batches: int) -> bool:
         """Whether all stages of a pipeline do."""
-        stages = enumerate(pairwise((0, *cut_points)))
         return all(
             self.fits(*stage, to_end=len(cut_points) - position, micro_batches=micro_batches)
-            for position, stage in stages
+            for position, stage in enumerate(pairwise((0, *cut_points)))
         )
 
 
@@ -114,11 +120,6 @@ def memory_of(workload: Workload, capacity_bytes: int | None, *, recompute: bool
 def smallest_memory_bytes(cluster: Cluster) -> int | None:
     """The least known capacity; None if no worker's is known."""
     return min((each.memory_bytes for each in cluster.workers if each.memory_bytes is not None), default=None)
-
-
-def ends_of(mixes: Sequence[MixT]) -> Sequence[MixT]:
-    """Of many mixes of equal time, by number of pipelines, the first two and the last two."""
-    return mixes if len(mixes) <= 2 * _FROM_EACH_END else [*mixes[:_FROM_EACH_END], *mixes[-_FROM_EACH_END:]]
 
 
 def fastest_layout(
@@ -134,52 +135,39 @@ def fastest_layout(
     With fused backward, programs are 1F1B. With split backward, they are by `best_program`, with as many micro-batches
     in flight as fit the memory, and those of 1F1B at the least.
     """
-    candidates = [
-        (predicted.step_s, number, plan, layout)
-        for number, (plan, layout) in enumerate(
-            (_plan(layout, workers, split_backward=split_backward), layout)
-            for layout in layouts
-            for workers in _assignments(layout, costs)
-        )
-        if (predicted := _predicted(plan, costs, effort=_COMPARE_EFFORT)) is not None
-    ]
-    for _, _, plan, layout in sorted(candidates, key=lambda each: each[:2]):
-        predicted = _predicted(plan, costs, effort=DEFAULT_EFFORT)
-        if predicted is not None:
-            found = _found(name, plan, predicted, costs, current)
+    # Published planners take all workers to be alike.
+    workers = tuple(replace(worker, speed=1.0, memory_bytes=None) for worker in costs.cluster.workers)
+    alike = Cluster(workers, costs.cluster.intra_host, costs.cluster.inter_host)
+    placement = PlacementSearch(WorkerPool.of(alike), alike, with_sync=True)
+    compared: list[tuple[float, Plan, Layout]] = []
+    for layout in layouts:
+        cuts = [cut_points for cut_points, _ in layout.pipelines]
+        for way in placement.usual_ways([(0,) * len(cut_points) for cut_points in cuts], cuts):
+            pipelines = [
+                PipelineLayout(cut_points, own, micro_batches)
+                for (cut_points, micro_batches), own in zip(layout.pipelines, way, strict=True)
+            ]
+            plan = pipelines_plan(pipelines, split_backward=split_backward, recompute=layout.recompute)
+            found = _fitting(name, plan, costs, current, effort=_COMPARE_EFFORT)
+            if found is not None:
+                compared.append((found.step_s, plan, layout))
+    for _, plan, layout in sorted(compared, key=lambda each: each[0]):
+        found = _fitting(name, plan, costs, current, effort=DEFAULT_EFFORT)
+        if found is not None:
             return BaselinePlan(found=found, estimate_s=layout.estimate_s)
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Predicted:
-    ceiling: Mapping[int, InFlightLimit]
-    estimate: PartsEstimate
-
-    @property
-    def step_s(self) -> float:
-        return self.estimate.step_s
-
-
-def _plan(layout: Layout, workers: Sequence[tuple[int, ...]], *, split_backward: bool) -> Plan:
-    pipelines = [
-        PipelineLayout(cut_points, own, micro_batches)
-        for (cut_points, micro_batches), own in zip(layout.pipelines, workers, strict=True)
-    ]
-    return pipelines_plan(pipelines, split_backward=split_backward, recompute=layout.recompute)
-
-
-def _predicted(plan: Plan, costs: CostModel, *, effort: float) -> _Predicted | None:
-    """The prediction with the most micro-batches in flight that fit; None if not even those of 1F1B do."""
+def _fitting(name: str, plan: Plan, costs: CostModel, current: Placement | None, *, effort: float) -> FoundPlan | None:
+    """The plan with the most micro-batches in flight that fit; None if not even those of 1F1B do."""
     least = {worker: limit.in_flight for worker, limit in default_limits(plan).items()}
     most = _by_memory(plan, costs) if plan.split_backward else least
     in_flight = {worker: max(count, most[worker]) for worker, count in least.items()}
     while True:
         ceiling = {worker: InFlightLimit(count, count) for worker, count in in_flight.items()}
-        estimate = estimate_parts(plan, best_parts(plan, costs, ceiling=ceiling, effort=effort), costs)
-        missing = estimate.over_capacity(costs)
+        found, missing = predicted(name, plan, costs, current, ceiling, effort=effort)
         if not missing:
-            return _Predicted(ceiling, estimate)
+            return found
         # One less at a time near the least, and larger steps far from it.
         spare = {worker: in_flight[worker] - least[worker] for worker in missing}
         fewer = {worker: in_flight[worker] - max(1, count // 8) for worker, count in spare.items() if count}
@@ -198,78 +186,3 @@ def _by_memory(plan: Plan, costs: CostModel) -> dict[int, int]:
         for hops, share in shares.items()
         for hop in hops
     }
-
-
-def _found(name: str, plan: Plan, predicted: _Predicted, costs: CostModel, current: Placement | None) -> FoundPlan:
-    estimate = predicted.estimate
-    return FoundPlan(
-        name=name,
-        plan=plan,
-        ceiling=FrozenMap(predicted.ceiling),
-        step_s=estimate.step_s,
-        program_s=estimate.program_s,
-        peak_bytes=max(estimate.peak_bytes.values()),
-        moved_bytes=moved_bytes(current, plan.placement, costs.workload.layers),
-        last_hosts=len(plan.placement.indispensable(costs.cluster.hosts)),
-    )
-
-
-def _assignments(layout: Layout, costs: CostModel) -> list[list[tuple[int, ...]]]:
-    """Workers for each pipeline: with its neighbours on one host, which makes messages fast; and with the holders of
-    the same layers on one host, which makes gradient sync fast."""
-    cluster = costs.cluster
-    cuts = [cut_points for cut_points, _ in layout.pipelines]
-    found = [_by_pipeline([len(cut_points) for cut_points in cuts], cluster)]
-    if len(cuts) > 1:
-        found += [_by_stage(cuts, order) for order in _orders(cluster)]
-    return found
-
-
-def _by_pipeline(depths: Sequence[int], cluster: Cluster) -> list[tuple[int, ...]]:
-    """Deep pipelines choose first: of the hosts with enough free workers the one with fewest, else the one with most,
-    and again for the rest."""
-    free: dict[str, list[int]] = {}
-    for worker in cluster.workers:
-        free.setdefault(worker.host, []).append(worker.id)
-    found: list[tuple[int, ...]] = [()] * len(depths)
-    for index in sorted(range(len(depths)), key=lambda index: -depths[index]):
-        taken: list[int] = []
-        while len(taken) < depths[index]:
-            wanted = depths[index] - len(taken)
-            enough = [host for host, left in free.items() if len(left) >= wanted]
-            host = (
-                min(enough, key=lambda host: len(free[host])) if enough else max(free, key=lambda host: len(free[host]))
-            )
-            taken += free[host][:wanted]
-            free[host] = free[host][wanted:]
-        found[index] = tuple(taken)
-    return found
-
-
-def _by_stage(cuts: Sequence[CutPoints], workers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Stages take the workers one by one, in the order of the middles of their layers."""
-    slots = sorted(
-        (start + stop, index, position)
-        for index, cut_points in enumerate(cuts)
-        for position, (start, stop) in enumerate(pairwise((0, *cut_points)))
-    )
-    found = [[0] * len(cut_points) for cut_points in cuts]
-    for (_, index, position), worker in zip(slots, workers, strict=False):
-        found[index][position] = worker
-    return list(map(tuple, found))
-
-
-def _orders(cluster: Cluster) -> list[list[int]]:
-    """The workers host by host, from up to four hosts on; one order if all hosts have as many workers.
-
-    Which stages share a host depends on the place of the hosts with fewer workers.
-    """
-    sizes = Counter(worker.host for worker in cluster.workers)
-    hosts = sorted(sizes, key=sizes.__getitem__)
-    count = 1 if len(set(sizes.values())) == 1 else min(_MOST_ORDERS, len(hosts))
-    orders: list[list[int]] = []
-    for number in range(count):
-        first = number * len(hosts) // count
-        places = {host: place for place, host in enumerate(hosts[first:] + hosts[:first])}
-        orders.append([worker.id for worker in sorted(cluster.workers, key=lambda worker: places[worker.host])])
-    return orders

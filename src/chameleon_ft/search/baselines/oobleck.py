@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 
 from chameleon_ft.cluster import Link
@@ -12,8 +11,13 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.baselines.knapsack import LeastMix, Mix, shared_out
-from chameleon_ft.search.baselines.layouts import Layout, ends_of, fastest_layout, memory_of, smallest_memory_bytes
-from chameleon_ft.search.baselines.result import BaselinePlan
+from chameleon_ft.search.baselines.layouts import (
+    BaselinePlan,
+    Layout,
+    fastest_layout,
+    memory_of,
+    smallest_memory_bytes,
+)
 from chameleon_ft.search.baselines.templates import PipelineTemplate, pipeline_templates
 from chameleon_ft.workload import Workload
 
@@ -117,71 +121,65 @@ def reconfigured_depths(depths: Sequence[int], fewest: int) -> list[int]:
 def _layouts(
     costs: CostModel, *, fault_tolerance: int, live_nodes: Sequence[int] | None, recompute: bool
 ) -> Iterator[Layout]:
-    """The best choice by Oobleck's estimate, with or without recomputation."""
+    """The best choices by Oobleck's estimate, with or without recomputation."""
     templates = pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute)
     cluster = costs.cluster
-    estimate = _Estimate(
+    mixes = _mixes(
         costs.workload,
         smallest_memory_bytes(cluster),
         cluster.inter_host if len(cluster.host_sizes) > 1 else cluster.intra_host,
         tuple(templates.items()),
-        recompute,
+        recompute=recompute,
+        workers=len(cluster.workers),
+        least_pipelines=fault_tolerance + 1,
+        depths=None if live_nodes is None else tuple(reconfigured_depths(live_nodes, min(templates, default=0))),
     )
-    if live_nodes is None:
-        mixes = _best_mixes(estimate, workers=len(cluster.workers), least_pipelines=fault_tolerance + 1)
-    else:
-        mixes = estimate.given(reconfigured_depths(live_nodes, min(templates, default=0)))
-    for mix in ends_of(mixes):
+    for mix in mixes:
         pipelines = tuple((templates[nodes].cut_points, share) for nodes, share in mix.pipelines)
         yield Layout(pipelines, recompute, mix.time_s)
 
 
+# Shared by decisions on as many workers: which of them are lost makes no difference.
 @lru_cache(maxsize=64)
-def _best_mixes(estimate: _Estimate, *, workers: int, least_pipelines: int) -> list[Mix]:
-    """Shared by decisions on as many workers: which of them are lost makes no difference."""
-    return LeastMix(
-        [nodes for nodes, _ in estimate.templates],
-        workers=workers,
-        micro_batches=estimate.workload.micro_batches,
-        time_s=estimate.time_s(),
-        least_share=lambda _: 1,
-        least_pipelines=least_pipelines,
-        sync_s=estimate.sync_s,
-    ).mixes()
+def _mixes(
+    workload: Workload,
+    capacity_bytes: int | None,
+    link: Link,
+    templates: tuple[tuple[int, PipelineTemplate], ...],
+    *,
+    recompute: bool,
+    workers: int,
+    least_pipelines: int,
+    depths: tuple[int, ...] | None,
+) -> list[Mix]:
+    """The combinations of least estimate, or that of `depths` if there are templates, micro-batches and memory for it.
 
+    The estimate is that of the slowest pipeline, and the all-reduce of the first layer on `link`.
+    """
+    of_nodes = dict(templates)
+    memory = memory_of(workload, capacity_bytes, recompute=recompute)
 
-@dataclass(frozen=True, slots=True)
-class _Estimate:
-    """Oobleck's estimate of a combination: its slowest pipeline, and the all-reduce of the first layer."""
+    @cache
+    def time_s(nodes: int, share: int) -> float:
+        template = of_nodes[nodes]
+        return template.iteration_s(share) if memory.fits_all(template.cut_points, share) else math.inf
 
-    workload: Workload
-    capacity_bytes: int | None
-    link: Link
-    templates: tuple[tuple[int, PipelineTemplate], ...]
-    recompute: bool
+    def sync_s(pipelines: int) -> float:
+        return link.ring_all_reduce_s(workload.layers[0].gradient_bytes, pipelines)
 
-    def time_s(self) -> Callable[[int, int], float]:
-        """Seconds of a template by its nodes and micro-batches; infinite if it does not fit the memory."""
-        templates = dict(self.templates)
-        memory = memory_of(self.workload, self.capacity_bytes, recompute=self.recompute)
-
-        @cache
-        def time_s(nodes: int, share: int) -> float:
-            template = templates[nodes]
-            return template.iteration_s(share) if memory.fits_all(template.cut_points, share) else math.inf
-
-        return time_s
-
-    def sync_s(self, pipelines: int) -> float:
-        """Seconds of the all-reduce between so many pipelines."""
-        return self.link.ring_all_reduce_s(self.workload.layers[0].gradient_bytes, pipelines)
-
-    def given(self, depths: Sequence[int]) -> list[Mix]:
-        """The mix of these depths, if there are templates, micro-batches and memory for it."""
-        micro_batches, time_s = self.workload.micro_batches, self.time_s()
-        if not depths or not dict(self.templates).keys() >= set(depths) or len(depths) > micro_batches:
-            return []
-        shares = shared_out(depths, micro_batches, time_s)
-        slowest_s = max(map(time_s, depths, shares))
-        mix = Mix(tuple(zip(depths, shares, strict=True)), slowest_s + self.sync_s(len(depths)))
-        return [mix] if slowest_s < math.inf else []
+    if depths is None:
+        return LeastMix(
+            list(of_nodes),
+            workers=workers,
+            micro_batches=workload.micro_batches,
+            time_s=time_s,
+            least_share=lambda _: 1,
+            least_pipelines=least_pipelines,
+            sync_s=sync_s,
+        ).mixes()
+    if not depths or not of_nodes.keys() >= set(depths) or len(depths) > workload.micro_batches:
+        return []
+    shares = shared_out(depths, workload.micro_batches, time_s)
+    slowest_s = max(map(time_s, depths, shares))
+    mix = Mix(tuple(zip(depths, shares, strict=True)), slowest_s + sync_s(len(depths)))
+    return [mix] if slowest_s < math.inf else []

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import state_bytes
+from chameleon_ft.estimate.paper import pipeline_step_s
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.baselines.knapsack import LeastMix
 from chameleon_ft.search.baselines.layouts import (
+    BaselinePlan,
     CutPoints,
     Layout,
     OneFOneBMemory,
-    ends_of,
     fastest_layout,
     memory_of,
     smallest_memory_bytes,
 )
-from chameleon_ft.search.baselines.result import BaselinePlan
 from chameleon_ft.workload import Workload
 
 __all__ = ["paper_plan"]
@@ -66,12 +65,11 @@ def paper_plan(
         range(1, min(workers, len(costs.workload.layers)) + 1),
         workers=workers,
         micro_batches=micro_batches,
-        time_s=cuts.time_s,
+        time_s=lambda depth, share: cuts.best(depth, share)[0],
         least_share=lambda depth: micro_batches * depth // workers,
     ).mixes()
     layouts = (
-        Layout(tuple((cuts.cut_points(*each), each[1]) for each in mix.pipelines), False, mix.time_s)
-        for mix in ends_of(mixes)
+        Layout(tuple((cuts.best(*each)[1], each[1]) for each in mix.pipelines), False, mix.time_s) for mix in mixes
     )
     return fastest_layout("paper", layouts, costs, split_backward=split_backward, current=current)
 
@@ -96,78 +94,66 @@ class _EqualCuts:
         self._activations = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
         self._known: dict[tuple[int, int], tuple[float, CutPoints]] = {}
 
-    def time_s(self, depth: int, micro_batches: int) -> float:
-        """Seconds of the best placement; infinite if none fits."""
-        return self._best(depth, micro_batches)[0]
-
-    def cut_points(self, depth: int, micro_batches: int) -> CutPoints:
-        """The best placement of the layers."""
-        return self._best(depth, micro_batches)[1]
-
-    def _best(self, depth: int, micro_batches: int) -> tuple[float, CutPoints]:
+    def best(self, depth: int, micro_batches: int) -> tuple[float, CutPoints]:
+        """Seconds and cut points of the best placement of the layers; infinite if none fits."""
         key = depth, micro_batches
         if key not in self._known:
             self._known[key] = self._searched(depth, micro_batches)
         return self._known[key]
 
     def _searched(self, depth: int, micro_batches: int) -> tuple[float, CutPoints]:
-        """Depth first through the placements, the most promising stage first, without those that cannot be better."""
-        bound_s = self._bounds(depth, micro_batches)
+        """Branch and bound over the stages, the most promising next stage first."""
         share, spare = divmod(self._num_layers, depth)
         best: tuple[float, CutPoints] = (math.inf, ())
 
+        def nexts(position: int, start: int) -> list[tuple[float, int]]:
+            """Lower bounds with each possible stop of the stage, the least first."""
+            left = spare - (start - position * share)
+            stops = range(start + share, start + share + left + 1)
+            return sorted((max(bound_s(position, start, stop), rest_s(position + 1, stop)), stop) for stop in stops)
+
         @cache
-        def least_s(position: int, start: int) -> float:
-            """No placement from here on takes less."""
+        def bound_s(position: int, start: int, stop: int) -> float:
+            return self._bound_s(depth, micro_batches, position, start, stop)
+
+        @cache
+        def rest_s(position: int, start: int) -> float:
+            """A lower bound of any placement from here on."""
             if position == depth:
                 return 0.0 if start == self._num_layers else math.inf
-            return min(
-                max(bound_s(position, start, stop), least_s(position + 1, stop)) for stop in stops(position, start)
-            )
+            return nexts(position, start)[0][0]
 
-        def stops(position: int, start: int) -> range:
-            left = spare - (start - position * share)
-            return range(start + share, start + share + left + 1)
-
-        def visit(taken: CutPoints, start: int, so_far_s: float) -> None:
+        def visit(taken: CutPoints, start: int) -> None:
             nonlocal best
             if len(taken) == depth:
-                own_s = self._estimate_s(taken, micro_batches)
+                stages = [self._stage_s(*stage) for stage in pairwise((0, *taken))]
+                forward_s, backward_s = zip(*stages, strict=True)
+                own_s = pipeline_step_s(forward_s=forward_s, backward_s=backward_s, micro_batches=micro_batches)
                 best = min(best, (own_s, taken))
                 return
-            position = len(taken)
-            ways = sorted(
-                (max(so_far_s, bound_s(position, start, stop), least_s(position + 1, stop)), stop)
-                for stop in stops(position, start)
-            )
-            for way_s, stop in ways:
-                if way_s < best[0] * (1 - _ROUNDING):
-                    visit((*taken, stop), stop, way_s)
+            for least_s, stop in nexts(len(taken), start):
+                if least_s < best[0] * (1 - _ROUNDING):
+                    visit((*taken, stop), stop)
 
-        visit((), 0, 0.0)
+        visit((), 0)
         return best
 
-    def _bounds(self, depth: int, micro_batches: int) -> Callable[[int, int, int], float]:
-        """What a pipeline takes at the least, by a stage's position and layers; infinite where that does not fit.
+    def _bound_s(self, depth: int, micro_batches: int, position: int, start: int, stop: int) -> float:
+        """Seconds that a pipeline with this stage takes at the least; infinite where the stage does not fit.
 
         Before a stage runs anything, its forward and its backward have to pass all stages ahead; and its first backward
         waits for the pipeline's others, while it runs no more than its warm-up and one forward.
         """
+        if not self._fits(start, stop, depth - position, micro_batches):
+            return math.inf
+        forward_s, backward_s = self._stage_s(start, stop)
+        ahead_s = self._forward[start] + self._backward[start] + 2 * position * self._overhead_s
         whole_s = self._forward[-1] + self._backward[-1] + 2 * depth * self._overhead_s
-
-        @cache
-        def bound_s(position: int, start: int, stop: int) -> float:
-            if not self._fits(start, stop, depth - position, micro_batches):
-                return math.inf
-            forward_s, backward_s = self._stage_s(start, stop)
-            ahead_s = self._forward[start] + self._backward[start] + 2 * position * self._overhead_s
-            after = micro_batches - min(depth - position, micro_batches)
-            return max(
-                ahead_s + micro_batches * (forward_s + backward_s),
-                whole_s + (micro_batches - 1) * backward_s + after * forward_s,
-            )
-
-        return bound_s
+        after = micro_batches - min(depth - position, micro_batches)
+        return max(
+            ahead_s + micro_batches * (forward_s + backward_s),
+            whole_s + (micro_batches - 1) * backward_s + after * forward_s,
+        )
 
     def _fits(self, start: int, stop: int, to_end: int, micro_batches: int) -> bool:
         """The paper's `stage_bytes` with what unequal layers need added up, and our own count."""
@@ -182,26 +168,3 @@ class _EqualCuts:
     def _stage_s(self, start: int, stop: int) -> tuple[float, float]:
         forward_s = self._overhead_s + self._forward[stop] - self._forward[start]
         return forward_s, self._overhead_s + self._backward[stop] - self._backward[start]
-
-    def _estimate_s(self, stops: CutPoints, micro_batches: int) -> float:
-        forward_s, backward_s = zip(*(self._stage_s(*pair) for pair in pairwise((0, *stops))), strict=True)
-        return _one_f_one_b_s(forward_s, backward_s, micro_batches)
-
-
-def _one_f_one_b_s(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> float:
-    """`estimate.paper.pipeline_step_s` wave by wave, in a fraction of the time.
-
-    In wave k the stage i of P runs the forward of micro-batch k + P - 1 - i, whose input the stage before has made in
-    wave k - 1, and then the backward of micro-batch k.
-    """
-    depth = len(forward_s)
-    free_s = [0.0] * depth
-    made_s = [0.0] * (depth + 1)  # by the stage before
-    for wave in range(1 - depth, micro_batches):
-        for stage in range(min(depth, wave + depth) - 1, max(0, wave + depth - micro_batches) - 1, -1):
-            free_s[stage] = made_s[stage + 1] = max(free_s[stage], made_s[stage]) + forward_s[stage]
-        if wave >= 0:
-            done_s = 0.0
-            for stage in range(depth - 1, -1, -1):
-                done_s = free_s[stage] = max(free_s[stage], done_s) + backward_s[stage]
-    return max(free_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from chameleon_ft.errors import ConfigError
@@ -71,8 +71,7 @@ def pipeline_templates(
     for nodes in range(1, most + 1):
         if found and nodes > len(costs.cluster.workers) - fault_tolerance * next(iter(found)):
             break
-        template = cutter.template(nodes)
-        if template is not None:
+        if (template := cutter.template(nodes)) is not None:
             found[nodes] = template
     return found
 
@@ -95,18 +94,13 @@ class _Cutter:
         self._micro_batches = workload.micro_batches
         self._memory = memory
         self._overhead_s = 2 * workload.operation_overhead_s
-        self._templates: dict[int, PipelineTemplate | None] = {}
+        self.template = cache(self._template)
         self._until_s = list(accumulate((layer.forward_s + layer.backward_s for layer in layers), initial=0.0))
         stages = ((start, stop) for start in range(len(layers)) for stop in range(start + 1, len(layers) + 1))
         self._by_time = sorted((self._stage_s(*stage), *stage) for stage in stages)
 
-    def template(self, nodes: int) -> PipelineTemplate | None:
+    def _template(self, nodes: int) -> PipelineTemplate | None:
         """The best cut for so many nodes; None if none fits."""
-        if nodes not in self._templates:
-            self._templates[nodes] = self._searched(nodes)
-        return self._templates[nodes]
-
-    def _searched(self, nodes: int) -> PipelineTemplate | None:
         best: PipelineTemplate | None = None
         best_s = math.inf
         whole_s = self._until_s[-1] + nodes * self._overhead_s
@@ -154,21 +148,18 @@ class _Cutter:
     def _cut(self, nodes: int, positions: range, first: int, last: int, most_s: float) -> CutPoints | None:
         """Stages at these positions for layers `first` to `last`, each as large as can be, or smaller where memory
         makes that a dead end."""
-        dead: set[tuple[int, int]] = set()
 
+        @cache
         def cut(position: int, start: int) -> CutPoints | None:
             left = positions.stop - position
             if not left:
                 return () if start == last else None
-            if (position, start) in dead:
-                return None
             if self._until_s[last] - self._until_s[start] + left * self._overhead_s <= left * most_s:
                 for stop in range(last - left + 1, start, -1):
                     if self._stage_s(start, stop) <= most_s and self._fits(nodes, position, start, stop):
                         rest = cut(position + 1, stop)
                         if rest is not None:
                             return (stop, *rest)
-            dead.add((position, start))
             return None
 
         return cut(positions.start, first)
