@@ -19,7 +19,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import program_memory
 from chameleon_ft.job import Job
 from chameleon_ft.models.llama import Block, Embedding, Head, next_token_loss
-from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
+from chameleon_ft.plan import LayerRange, Plan, RecomputedLayers, data_pipeline_plan
 from chameleon_ft.runtime.batches import KEPT_MICRO_BATCHES
 from chameleon_ft.runtime.device import claim_device, device_memory_bytes, device_name
 from chameleon_ft.runtime.profiling.hops import Hop, ModelOnDevice, ResidentLayers
@@ -225,7 +225,7 @@ def plans(layers: int) -> list[Plan]:
     ]
     # The lower half of the first worker's layers, or of the last one's.
     partly = (
-        dataclasses.replace(plan, recompute={worker: LayerRange(span.start, (span.start + span.stop + 1) // 2)})
+        dataclasses.replace(plan, recompute={worker: RecomputedLayers(span.start, (span.start + span.stop + 1) // 2)})
         for plan in kept[:3]
         for worker, span in ((worker, plan.placement.span(worker)) for worker in (0, plan.workers[-1]))
     )

@@ -16,7 +16,7 @@ from chameleon_ft.job import Job
 from chameleon_ft.models.build import boundary_specs
 from chameleon_ft.models.llama import llama_layers, next_token_loss
 from chameleon_ft.observe import FaultLog
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
 from chameleon_ft.runtime.executor import Executor
@@ -79,7 +79,7 @@ JOBS = {
 }
 
 
-def one_worker(job: Job, hops: int, *, split_backward: bool, recompute: LayerRange | None) -> Plan:
+def one_worker(job: Job, hops: int, *, split_backward: bool, recompute: RecomputedLayers | None) -> Plan:
     """One worker with everything, whose routes are cut into so many hops."""
     layers = job.num_layers
     edges = sorted({layers * hop // hops for hop in range(hops + 1)})
@@ -131,7 +131,7 @@ def test_the_loss_the_gradients_and_the_weights_are_the_same_bits(name: str, hop
     edges = {(0, job.num_layers), (0, max(1, job.num_layers - 3)), (job.num_layers // 2, job.num_layers)}
 
     for start, stop in sorted(edges):
-        recompute = LayerRange(start, stop)
+        recompute = RecomputedLayers(start, stop)
         found = trained(job, one_worker(job, hops, split_backward=split, recompute=recompute))
         assert len(found) == len(expected)
         assert all(map(torch.equal, expected, found)), recompute
@@ -166,7 +166,7 @@ def runs_of_each_layer(job: Job, plan: Plan, monkeypatch: pytest.MonkeyPatch) ->
     ids=str,
 )
 def test_the_layers_that_are_recomputed_run_twice_but_for_the_ends(
-    recompute: LayerRange | None, twice: tuple[int, ...], split: bool, monkeypatch: pytest.MonkeyPatch
+    recompute: RecomputedLayers | None, twice: tuple[int, ...], split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JOBS["a Llama with dropout"]
 
@@ -178,7 +178,7 @@ def test_the_layers_that_are_recomputed_run_twice_but_for_the_ends(
 @pytest.mark.multiprocess
 def test_a_run_by_a_plan_that_recomputes_goes_through_a_kill(tmp_path: Path) -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=3, pp=2, micro_batches=6)
-    recompute = {0: LayerRange(0, 2), 1: LayerRange(2, 3), 2: LayerRange(1, 2), 5: LayerRange(2, 4)}
+    recompute = {worker: RecomputedLayers(*own) for worker, own in ((0, (0, 2)), (1, (2, 3)), (2, (1, 2)), (5, (2, 4)))}
     plan = dataclasses.replace(plan, recompute=recompute)
     file = tmp_path / "plan.json"
     file.write_text(plan.to_json())

@@ -36,6 +36,8 @@ def instance(
             optimizer_bytes=rng.choice([0, 8]),
             working_bytes=rng.choice([0, 1]),
             fused_backward_s=rng.choice([None, None, 1.2]),
+            selective_bytes=rng.choice([None, 1]),
+            selective_s=rng.choice([0.0, 0.05]),
         )
         for number in range(layers)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from chameleon_ft.plan import Hop, LayerRange
+from chameleon_ft.plan import Hop, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, OperationKind, PipelineTimes
 
@@ -17,7 +17,7 @@ def pipeline_times(
     costs: CostModel,
     *,
     split_backward: bool = False,
-    recompute: Mapping[int, LayerRange] = FrozenMap({}),
+    recompute: Mapping[int, RecomputedLayers] = FrozenMap({}),
 ) -> PipelineTimes:
     """The times of a route's hops, each on its worker; `recompute` is that of the plan.
 

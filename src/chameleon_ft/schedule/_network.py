@@ -20,7 +20,7 @@ import numpy as np
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.placement import LayerRange
+from chameleon_ft.plan.placement import RecomputedLayers
 from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._records import CHANNEL, OPERATION, SLOT, Integers, Records
 from chameleon_ft.schedule.components import different_ways
@@ -104,7 +104,7 @@ class NetworkBuilder:
         costs: CostModel,
         *,
         split_backward: bool,
-        recompute: Mapping[int, LayerRange] = FrozenMap({}),
+        recompute: Mapping[int, RecomputedLayers] = FrozenMap({}),
         workers: tuple[int, ...] = (),
     ) -> None:
         self.split_backward = split_backward
@@ -196,13 +196,13 @@ def builder_of(plan: Plan, costs: CostModel) -> NetworkBuilder:
 class _Times:
     """Remembers the few different times that operations and messages have, and whose they are."""
 
-    def __init__(self, costs: CostModel, recompute: Mapping[int, LayerRange], *, split_backward: bool) -> None:
+    def __init__(self, costs: CostModel, recompute: Mapping[int, RecomputedLayers], *, split_backward: bool) -> None:
         self._costs = costs
         self._recompute = recompute
         self._kinds = _SPLIT if split_backward else _FUSED
         self._worker = costs.cluster.worker
         self._of_hop: dict[tuple[int, int, int], tuple[float, float, float]] = {}
-        self._stage_s: dict[tuple[float, LayerRange | None, int, int], tuple[float, float, float]] = {}
+        self._stage_s: dict[tuple[float, RecomputedLayers | None, int, int], tuple[float, float, float]] = {}
         self._of_pair: dict[tuple[int, int, int], float] = {}
         self._between_s: dict[tuple[bool, int], float] = {}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from chameleon_ft.plan.placement import LayerRange
+from chameleon_ft.plan.placement import RecomputedLayers
 from chameleon_ft.plan.plan import Plan, Route
 from chameleon_ft.schedule._records import Integers, Records
 from chameleon_ft.schedule.components import different_ways
@@ -19,7 +19,9 @@ def build_program(plan: Plan, orders: Iterable[Integers]) -> Program:
     return Program.of_records(dict(zip(plan.workers, map(by_code.__getitem__, orders), strict=True)))
 
 
-def records_by_code(routes: Sequence[Route], *, split_backward: bool, recompute: Mapping[int, LayerRange]) -> Records:
+def records_by_code(
+    routes: Sequence[Route], *, split_backward: bool, recompute: Mapping[int, RecomputedLayers]
+) -> Records:
     """The operations of these routes by their codes, as an array of `PROGRAM_RECORD`."""
     kinds = kinds_by_phase(split_backward=split_backward)
     ways, taken = different_ways(route.hops for route in routes)

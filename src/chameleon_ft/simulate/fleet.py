@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.recovery import LossRisk
 from chameleon_ft.simulate.pipelines import Cut, PipelineClass, Pipelines, uniform
 from chameleon_ft.simulate.step_times import ClassStep, StepTimes
@@ -175,12 +175,12 @@ def plan_of_fleet(fleet: Fleet, times: StepTimes) -> Plan | None:
         too_many -= less
     used = [(pipeline, share) for pipeline, share in zip(fleet.pipelines, shares, strict=True) if share]
     held: dict[int, tuple[LayerRange, ...]] = {}
-    recompute: dict[int, LayerRange] = {}
+    recompute: dict[int, RecomputedLayers] = {}
     routes: list[Route] = []
     for pipeline, share in used:
         hops = tuple(map(Hop, pipeline.live, pipeline.cut.stages))
         held.update((hop.worker, (hop.layers,)) for hop in hops)
-        recompute.update((hop.worker, hop.layers) for hop in hops if pipeline.cut.recompute)
+        recompute.update((hop.worker, RecomputedLayers.in_full(hop.layers)) for hop in hops if pipeline.cut.recompute)
         routes += [Route(number, hops) for number in range(len(routes), len(routes) + share)]
     placement = Placement(times.pipelines.num_layers, held)
     return Plan(placement, tuple(routes), times.pipelines.split_backward, recompute)

@@ -12,7 +12,7 @@ from typing import Final
 
 from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.estimate import PipelineTimes, estimate_parts, pipeline_bound_s, pipeline_times, state_bytes
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, split_layers
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, split_layers
 from chameleon_ft.recovery import in_flight_ceiling
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.schedule.best import best_parts, step_s_of
@@ -323,8 +323,8 @@ def _hops(cut: Cut) -> tuple[Hop, ...]:
     return tuple(Hop(worker, layers) for worker, layers in enumerate(cut.stages))
 
 
-def _recompute(cut: Cut, hops: Sequence[Hop]) -> dict[int, LayerRange]:
-    return {hop.worker: hop.layers for hop in hops} if cut.recompute else {}
+def _recompute(cut: Cut, hops: Sequence[Hop]) -> dict[int, RecomputedLayers]:
+    return {hop.worker: RecomputedLayers.in_full(hop.layers) for hop in hops} if cut.recompute else {}
 
 
 def uniform(speeds: Sequence[float]) -> tuple[float, ...]:
