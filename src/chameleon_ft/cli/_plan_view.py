@@ -138,12 +138,17 @@ def _recomputed(plan: Plan, worker: int) -> str:
     held = [layer for layers in plan.placement.ranges_of(worker) for layer in layers]
     if (again := plan.recompute.get(worker)) is None:
         return ""
-    counts = (
+    in_full, selectively = (
         sum(layer in own and is_recomputed(layer, plan.placement.num_layers) for layer in held)
         for own in (again.full, again.selective)
     )
-    parts = [f"{count}{how}" for count, how in zip(counts, ("", " selectively"), strict=True) if count]
-    return f"{', '.join(parts)} of {len(held)}" if parts else ""
+    if in_full and selectively:
+        return f"{in_full} of {len(held)}, {selectively} selectively"
+    return (
+        f"{in_full or selectively} of {len(held)}{' selectively' if selectively else ''}"
+        if in_full or selectively
+        else ""
+    )
 
 
 def _first_layer(layers: str) -> int:
