@@ -202,7 +202,9 @@ def test_the_layers_that_are_recomputed_run_twice_but_for_the_ends(
 @pytest.mark.multiprocess
 def test_a_run_by_a_plan_that_recomputes_goes_through_a_kill(tmp_path: Path) -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=3, pp=2, micro_batches=6)
-    recompute = {worker: RecomputedLayers(*own) for worker, own in ((0, (0, 2)), (1, (2, 3)), (2, (1, 2)), (5, (2, 4)))}
+    recompute = {
+        worker: RecomputedLayers(*own) for worker, own in ((0, (0, 2)), (1, (2, 3)), (2, (1, 2)), (5, (2, 4, 2)))
+    }
     plan = dataclasses.replace(plan, recompute=recompute)
     file = tmp_path / "plan.json"
     file.write_text(plan.to_json())
@@ -211,5 +213,5 @@ def test_a_run_by_a_plan_that_recomputes_goes_through_a_kill(tmp_path: Path) -> 
 
     assert_trained_as_if_nothing_failed(ended)
     first, last = ended.plans()
-    assert first["recompute"] == {"0": [0, 2], "1": [2, 3], "2": [1, 2], "5": [2, 4]}
-    assert last["recompute"] == {"0": [0, 2], "1": [2, 3], "5": [2, 4]}
+    assert first["recompute"] == {"0": [0, 2], "1": [2, 3], "2": [1, 2], "5": [2, 4, 2]}
+    assert last["recompute"] == {"0": [0, 2], "1": [2, 3], "5": [2, 4, 2]}
