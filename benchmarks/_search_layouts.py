@@ -23,7 +23,7 @@ from benchmarks._neighbours import progress
 from benchmarks._search_cases import PartReport
 from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.estimate import estimate_parts
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.plan.layouts import split_layers
 from chameleon_ft.presets import DEVICES, MODELS, derive_workload, device, model_shape
@@ -198,7 +198,7 @@ def _placed_s(costs: CostModel, ranges: tuple[LayerRange, ...], dp: int, recompu
     pipelines = [tuple(map(Hop, own, ranges)) for own in grid.tolist()]
     routes = [Route(number, pipelines[number % dp]) for number in range(workload.micro_batches)]
     recompute = {
-        hop.worker: hop.layers
+        hop.worker: RecomputedLayers.in_full(hop.layers)
         for hops in pipelines
         for hop in hops[:recomputing]
         if any(is_recomputed(layer, len(workload.layers)) for layer in hop.layers)

@@ -26,7 +26,7 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.estimate import program_memory
 from chameleon_ft.job import BoundarySpec, Job, load_job
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.recovery import reroute
 from chameleon_ft.runtime.profiling.hops import ResidentLayers
 from chameleon_ft.runtime.profiling.layers import layer_bytes
@@ -147,10 +147,10 @@ def _plans(model: Model) -> Iterator[tuple[str, Plan]]:
                 yield f"{name}, {kind}{how}", Plan(plan.placement, plan.routes, split, recompute)
 
 
-def _lowest(placement: Placement, worker: int, part: float) -> LayerRange:
+def _lowest(placement: Placement, worker: int, part: float) -> RecomputedLayers:
     """So large a part of the layers that `worker` holds."""
     held = [layer for layers in placement.ranges_of(worker) for layer in layers]
-    return LayerRange(held[0], held[math.ceil(part * len(held)) - 1] + 1)
+    return RecomputedLayers(held[0], held[math.ceil(part * len(held)) - 1] + 1)
 
 
 def _fused_plans(model: Model) -> Iterator[tuple[str, Plan]]:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule.components import components
 from chameleon_ft.workload import LayerCost, Workload
@@ -79,17 +79,17 @@ def pipelines(shape: Shape, *, split_backward: bool = False) -> Plan:
 
 def recomputing(plan: Plan, workers: Iterable[int]) -> Plan:
     """The plan with these workers recomputing all their layers."""
-    return dataclasses.replace(plan, recompute={worker: plan.placement.span(worker) for worker in workers})
+    return dataclasses.replace(plan, recompute={w: RecomputedLayers.in_full(plan.placement.span(w)) for w in workers})
 
 
 @st.composite
 def some_recompute(draw: st.DrawFn, plan: Plan) -> Plan:
-    """The plan with any of its workers recomputing any range of their layers."""
-    recompute: dict[int, LayerRange] = {}
+    """The plan with any of its workers recomputing any range of their layers, in full or in part selectively."""
+    recompute: dict[int, RecomputedLayers] = {}
     for worker in draw(st.sets(st.sampled_from(plan.workers))):
         held = st.sampled_from([layer for layers in plan.placement.ranges_of(worker) for layer in layers])
         first, last = sorted((draw(held), draw(held)))
-        recompute[worker] = LayerRange(first, last + 1)
+        recompute[worker] = RecomputedLayers(first, last + 1, draw(st.integers(0, last + 1 - first)))
     return dataclasses.replace(plan, recompute=recompute)
 
 
@@ -102,6 +102,7 @@ def workloads(layers: int, micro_batches: int) -> st.SearchStrategy[Workload]:
         input_grad_s=seconds,
         weight_grad_s=seconds,
         output_bytes=st.integers(0, 100),
+        selective_s=st.sampled_from([0.0, 0.1]),
     )
     return st.builds(
         Workload,

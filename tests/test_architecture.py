@@ -295,6 +295,7 @@ SURFACE = {
         "PipelineLayout",
         "Placement",
         "Plan",
+        "RecomputedLayers",
         "Route",
         "data_pipeline_plan",
         "pipelines_plan",

@@ -11,6 +11,7 @@ from chameleon_ft.errors import ConfigError
 
 __all__ = ["LayerCost", "TiedParameters", "Workload", "is_recomputed"]
 
+_SECONDS: Final = ("forward_s", "input_grad_s", "weight_grad_s", "fused_backward_s", "selective_s")
 _BYTES: Final = (
     "param_bytes",
     "activation_bytes",
@@ -21,6 +22,7 @@ _BYTES: Final = (
     "working_bytes",
     "sample_bytes",
     "unmoved_bytes",
+    "selective_bytes",
 )
 
 
@@ -44,6 +46,9 @@ class LayerCost:
         working_bytes: bytes needed on top of all this only while one of the layer's operations runs, at the most.
         sample_bytes: bytes of the samples that a worker keeps at hand for the layer, which reads inputs or targets.
         unmoved_bytes: those of `param_bytes` that do not move with the layer: buffers that every worker makes itself.
+        selective_bytes: what is left of `activation_bytes` if the layer is recomputed selectively; None if nothing of
+            it can be.
+        selective_s: seconds that the backward takes longer then.
 
     With tensor parallelism all bytes are those of one rank of the worker.
 
@@ -65,14 +70,14 @@ class LayerCost:
     fused_backward_s: float | None = None
     sample_bytes: int = 0
     unmoved_bytes: int = 0
+    selective_bytes: int | None = None
+    selective_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("forward_s", "input_grad_s", "weight_grad_s"):
-            _check_amount(getattr(self, field), f"{field} of layer {self.name!r}", "seconds")
-        if self.fused_backward_s is not None:
-            _check_amount(self.fused_backward_s, f"fused_backward_s of layer {self.name!r}", "seconds")
-        for field in _BYTES:
-            _check_amount(getattr(self, field), f"{field} of layer {self.name!r}", "bytes")
+        for fields, unit in ((_SECONDS, "seconds"), (_BYTES, "bytes")):
+            for field in fields:
+                if (value := getattr(self, field)) is not None:
+                    _check_amount(value, f"{field} of layer {self.name!r}", unit)
 
     @property
     def backward_s(self) -> float:
@@ -98,6 +103,7 @@ class LayerCost:
             input_grad_s=self.input_grad_s * factor,
             weight_grad_s=self.weight_grad_s * factor,
             fused_backward_s=None if fused_s is None else fused_s * factor,
+            selective_s=self.selective_s * factor,
         )
 
     def recomputed(self, input_bytes: int) -> LayerCost:
@@ -114,6 +120,8 @@ class LayerCost:
             fused_backward_s=None if fused_s is None else fused_s + again_s,
             activation_bytes=input_bytes,
             working_bytes=self.working_bytes + max(0, self.activation_bytes - input_bytes) + self.output_bytes,
+            selective_bytes=None,
+            selective_s=0.0,
         )
 
 
@@ -180,8 +188,18 @@ class Workload:
         """Samples in the global batch."""
         return self.micro_batches * self.micro_batch_size
 
+    @property
+    def selective_bytes(self) -> tuple[int, ...]:
+        """Bytes that each layer keeps from its forward if it is recomputed selectively, as far as it can be."""
+        return tuple(
+            layer.activation_bytes
+            if layer.selective_bytes is None or not is_recomputed(number, len(self.layers))
+            else layer.selective_bytes
+            for number, layer in enumerate(self.layers)
+        )
+
     def recomputed(self) -> Workload:
-        """The same step if every worker recomputes; see `is_recomputed` for the layers that this is true of."""
+        """The same step if every worker recomputes in full; see `is_recomputed` for the layers that this is true of."""
         layers = [
             layer.recomputed(self.layers[number - 1].output_bytes) if is_recomputed(number, len(self.layers)) else layer
             for number, layer in enumerate(self.layers)

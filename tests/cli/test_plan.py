@@ -107,8 +107,11 @@ def test_the_table_says_how_many_layers_are_recomputed(capsys: pytest.CaptureFix
     assert layout.recompute
     for worker, layers in layout.recompute.items():
         (held,) = layout.placement.ranges_of(worker)
-        again = sum(0 < layer < layout.placement.num_layers - 1 for layer in layers)
-        assert re.search(rf"\| {held.start}-{held.stop - 1} +\| {again} of {len(held)} ", table)
+        inner = range(1, layout.placement.num_layers - 1)
+        in_full, selectively = (sum(layer in inner for layer in own) for own in (layers.full, layers.selective))
+        words = f"{in_full or selectively} of {len(held)}"
+        words += f", {selectively} selectively" if in_full and selectively else " selectively" if selectively else ""
+        assert re.search(rf"\| {held.start}-{held.stop - 1} +\| {words} +\|", table)
 
 
 def test_picture_and_trace_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

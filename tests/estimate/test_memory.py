@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Collection
 
 import pytest
 from hypothesis import given
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.estimate import MessageBuffers, program_memory
-from chameleon_ft.plan import Plan
+from chameleon_ft.plan import Plan, RecomputedLayers
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program, list_schedule
 from chameleon_ft.workload import LayerCost, Workload
@@ -29,13 +28,15 @@ def sized(draw: st.DrawFn) -> Planned:
     plan = draw(some_recompute(case.plan))
     layers: list[LayerCost] = []
     for layer in case.costs.workload.layers:
+        slow = draw(sizes) + (layers[-1].output_bytes if layers else 0)
         layers.append(
             dataclasses.replace(
                 layer,
                 param_bytes=draw(sizes),
                 gradient_bytes=draw(sizes),
                 optimizer_bytes=draw(sizes),
-                activation_bytes=draw(sizes) + (layers[-1].output_bytes if layers else 0),
+                activation_bytes=slow + (fast := draw(sizes)),
+                selective_bytes=slow if fast else None,
                 weight_grad_bytes=draw(sizes),
                 output_bytes=draw(sizes),
                 working_bytes=draw(sizes),
@@ -52,10 +53,12 @@ Name = tuple[object, ...]
 class Tensors:
     """Every tensor of a worker by name, each counted once however many refer to it."""
 
-    def __init__(self, layers: tuple[LayerCost, ...], again: Collection[int]) -> None:
+    def __init__(self, layers: tuple[LayerCost, ...], again: RecomputedLayers | None) -> None:
         self.layers = layers
-        self.again = set(range(1, len(layers) - 1)).intersection(again)
+        self.again = set(range(1, len(layers) - 1)).intersection(again.full if again else ())
         """The layers whose forward is run again."""
+        self.partly = set(range(1, len(layers) - 1)).intersection(again.selective if again else ())
+        """The layers of which the fast part is run again."""
         self.saved: dict[Name, set[Name]] = {}
         """By hop: what its backward needs."""
         self.pending: dict[Name, set[Name]] = {}
@@ -70,17 +73,32 @@ class Tensors:
         cost = self.layers[layer]
         before = self.size(("between", 0, layer - 1))
         return {
-            "rest": cost.activation_bytes - before,
-            "kept": before if layer in self.again else cost.activation_bytes,
+            "slow": self._slow(layer) - before,
+            "fast": cost.activation_bytes - self._slow(layer),
+            "kept": before
+            if layer in self.again
+            else self._slow(layer)
+            if layer in self.partly
+            else cost.activation_bytes,
             "output again": cost.output_bytes,
             "left": cost.weight_grad_bytes,
             "work": cost.working_bytes,
         }[str(kind)]
 
+    def _slow(self, layer: int) -> int:
+        cost = self.layers[layer]
+        return cost.activation_bytes if cost.selective_bytes is None else cost.selective_bytes
+
     def of_layer(self, m: int, layer: int) -> set[Name]:
         """What is kept of a layer: its input, and the rest of its activations unless they are made again."""
-        rest: set[Name] = set() if layer in self.again else {("rest", m, layer)}
-        return {("between", m, layer - 1), *rest}
+        every: set[Name] = {("between", m, layer - 1), ("slow", m, layer), ("fast", m, layer)}
+        return every - self.made_again(m, layer)
+
+    def made_again(self, m: int, layer: int) -> set[Name]:
+        """Those of a layer's activations that are made again."""
+        if layer in self.again:
+            return {("slow", m, layer), ("fast", m, layer)}
+        return {("fast", m, layer)} if layer in self.partly else set()
 
     def kept_output(self, m: int, top: int) -> set[Name]:
         """The output of a hop if its last layer keeps it, once it need not be kept as a message any more."""
@@ -97,23 +115,21 @@ class Tensors:
             now: set[Name] = {("work", m, layer)}
             match kind:
                 case OperationKind.FORWARD:
-                    now |= {("between", m, layer), ("rest", m, layer)}
+                    now |= {("between", m, layer)} | self.made_again(m, layer)
                     now |= set().union(*(self.of_layer(m, i) for i in below))
                 case OperationKind.BACKWARD:
                     now |= {("gradient", m, top), ("gradient", m, layer), ("gradient", m, layer - 1)}
                     now |= self.kept_output(m, top)
                     now |= set().union(*(self.of_layer(m, i) for i in below))
-                    now |= {("rest", m, layer), ("output again", m, layer)} if layer in self.again else set()
+                    now |= self.made_again(m, layer)
+                    now |= {("output again", m, layer)} if layer in self.again else set()
                 case OperationKind.INPUT_GRAD:
                     left = {i for i in above if self.layers[i].weight_grad_bytes >= self.size(("kept", m, i))}
                     now |= self.kept_output(m, top) | {("gradient", m, layer - 1)}
                     now |= {("left", m, i) for i in above} | {("kept", m, i) for i in layers if i not in left}
                     now |= {("output again", m, layer)} if layer in self.again else set()
-                    if (
-                        layer in self.again
-                        and self.layers[layer].weight_grad_bytes < self.layers[layer].activation_bytes
-                    ):
-                        now.add(("rest", m, layer))
+                    if self.layers[layer].weight_grad_bytes < self.layers[layer].activation_bytes:
+                        now |= self.made_again(m, layer)
                 case OperationKind.WEIGHT_GRAD:
                     now |= {("left", m, i) for i in layers}
             moments.append(now)
@@ -150,7 +166,10 @@ class Tensors:
 
 
 def peak_by_tensor(
-    operations: tuple[Operation, ...], layers: tuple[LayerCost, ...], buffers: MessageBuffers, again: Collection[int]
+    operations: tuple[Operation, ...],
+    layers: tuple[LayerCost, ...],
+    buffers: MessageBuffers,
+    again: RecomputedLayers | None,
 ) -> int:
     """The most bytes of tensors alive at once."""
     tensors = Tensors(layers, again)
@@ -203,7 +222,7 @@ def test_the_peak_is_that_of_the_tensors_that_are_alive(case: Planned, buffers: 
             + memory.peak.sample_bytes
         )
         assert memory.peak_bytes - state == peak_by_tensor(
-            program.of(worker), layers, buffers, list(case.plan.recompute.get(worker, ()))
+            program.of(worker), layers, buffers, case.plan.recompute.get(worker)
         )
 
 

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan import Hop, LayerRange, PipelineLayout, data_pipeline_plan, pipelines_plan, split_layers
+from chameleon_ft.plan import (
+    Hop,
+    LayerRange,
+    PipelineLayout,
+    RecomputedLayers,
+    data_pipeline_plan,
+    pipelines_plan,
+    split_layers,
+)
 from tests.strategies import seconds, shapes
 
 
@@ -91,7 +99,7 @@ def test_pipelines_of_any_depths_make_a_plan() -> None:
     assert [route.hops for route in plan.routes] == [first, first, (Hop(4, LayerRange(0, 5)),)]
     assert plan.workers == (1, 4, 7)
     assert plan.split_backward
-    assert plan.recompute == {7: LayerRange(0, 2), 1: LayerRange(2, 5), 4: LayerRange(0, 5)}
+    assert plan.recompute == {7: RecomputedLayers(0, 2), 1: RecomputedLayers(2, 5), 4: RecomputedLayers(0, 5)}
     assert not pipelines_plan(layouts).recompute
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from tests.strategies import Shape, pipelines, plans, recomputing, some_fused, some_recompute
 
 PLACEMENT = Placement(3, {0: (LayerRange(0, 2),), 1: (LayerRange(2, 3),), 2: (LayerRange(0, 3),)})
@@ -69,16 +69,16 @@ def test_a_worker_can_recompute_only_layers_that_it_holds(worker: int, again: tu
     placement = Placement(3, {0: (LayerRange(0, 2),), 1: (LayerRange(2, 3),)})
     match = rf"worker {worker} is to recompute layers \[{again[0]}, {again[1]}\), but it holds {held};"
     with pytest.raises(PlanError, match=match):
-        Plan(placement, (route(0, (0, 0, 2), (1, 2, 3)),), recompute={worker: LayerRange(*again)})
+        Plan(placement, (route(0, (0, 0, 2), (1, 2, 3)),), recompute={worker: RecomputedLayers(*again)})
 
 
 def test_a_range_that_is_recomputed_may_span_several_that_are_held() -> None:
     placement = Placement(6, {0: (LayerRange(0, 2), LayerRange(4, 6)), 1: (LayerRange(2, 4),)})
-    plan = Plan(placement, (route(0, (0, 0, 2), (1, 2, 4), (0, 4, 6)),), recompute={0: LayerRange(1, 5)})
+    plan = Plan(placement, (route(0, (0, 0, 2), (1, 2, 4), (0, 4, 6)),), recompute={0: RecomputedLayers(1, 5)})
 
-    assert dict(plan.recompute) == {0: LayerRange(1, 5)}
+    assert dict(plan.recompute) == {0: RecomputedLayers(1, 5)}
     with pytest.raises(PlanError, match="must begin and end with a layer that it holds"):
-        dataclasses.replace(plan, recompute={0: LayerRange(2, 4)})
+        dataclasses.replace(plan, recompute={0: RecomputedLayers(2, 4)})
 
 
 def test_the_workers_of_a_route_all_split_their_backward_or_none_does() -> None:
@@ -174,3 +174,22 @@ def test_nothing_but_a_plan_error_comes_of_broken_json(plan: Plan, data: st.Data
 
     with suppress(PlanError):
         Plan.from_json(json.dumps(document))
+
+
+def test_a_file_says_how_many_layers_are_recomputed_selectively_only_if_some_are() -> None:
+    placement = Placement(6, {0: (LayerRange(0, 6),)})
+    plan = Plan(placement, (route(0, (0, 0, 6)),), recompute={0: RecomputedLayers(1, 5, 3)})
+
+    assert '"recompute":{"0":[1,5,3]}' in plan.to_json()
+    assert Plan.from_json(plan.to_json()) == plan
+    in_full = dataclasses.replace(plan, recompute={0: RecomputedLayers(1, 5)})
+    assert '"recompute":{"0":[1,5]}' in in_full.to_json()
+    assert Plan.from_json(in_full.to_json()) == in_full
+
+
+def test_no_more_layers_are_recomputed_selectively_than_are_recomputed() -> None:
+    layers = RecomputedLayers(1, 5, 3)
+
+    assert (list(layers.full), list(layers.selective)) == ([1], [2, 3, 4])
+    with pytest.raises(PlanError, match="of 4 layers that are recomputed, 5 cannot be recomputed selectively"):
+        RecomputedLayers(1, 5, 5)

@@ -55,6 +55,24 @@ def test_a_block_keeps_what_the_paper_says(shape: ModelShape, b: int, t: int) ->
     assert kept(Recompute.FULL, sequence_parallel=False) == 2 * sbh
 
 
+@pytest.mark.parametrize("attention", Attention)
+@pytest.mark.parametrize("t", [1, 8])
+def test_a_block_that_is_recomputed_selectively_drops_norms_activation_function_and_scores(
+    attention: Attention, t: int
+) -> None:
+    shape = MODELS[0]
+    workload = derive_workload(
+        shape, DEVICES["a100-80g"], micro_batch_size=1, micro_batches=1, execution=Execution(attention=attention, tp=t)
+    )
+    block, sbh = workload.layers[1], shape.seq_len * shape.hidden
+
+    # Of 34 s b h, outputs of two norms have 2 each, and of the activation function 8; flash attention keeps 4 a s b.
+    core = 4 * shape.seq_len * shape.heads if attention is Attention.FLASH else 0
+    assert block.selective_bytes == pytest.approx(((34 - 4 - 8) * sbh + core) / t)
+    assert 0 < block.selective_s < 0.3 * block.forward_s
+    assert workload.layers[0].selective_bytes is workload.layers[-1].selective_bytes is None
+
+
 def test_a_block_leaves_for_its_weight_gradients_what_zero_bubble_says() -> None:
     shape = MODELS[0]
 

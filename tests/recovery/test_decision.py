@@ -14,7 +14,7 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.control.transition import placement_of
 from chameleon_ft.errors import ConfigError, NoHolderError, PlanError
 from chameleon_ft.estimate import estimate_step, program_memory, state_bytes, total_work_bound_s
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.recovery import POLICIES, STAY, Candidate, Decision, FailureModel, Proposal, Situation, decide
 from chameleon_ft.recovery.decision import prospect_of
 from chameleon_ft.recovery.scoring import Course, best_of, measure
@@ -291,7 +291,7 @@ def assert_fewest_recomputed(course: Course, now: Situation) -> None:
     """That no worker has room with a layer less, and that each recomputes from its lowest layer on."""
     for worker, layers in course.plan.recompute.items():
         assert layers.start == course.plan.placement.span(worker).start
-        fewer = LayerRange(layers.start, layers.stop - 1) if len(layers) > 1 else None
+        fewer = RecomputedLayers(layers.start, layers.stop - 1) if len(layers) > 1 else None
         operations = [
             replace(operation, recompute=fewer and fewer.intersection(operation.layers))
             for operation in course.program.of(worker)

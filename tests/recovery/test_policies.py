@@ -15,7 +15,7 @@ from chameleon_ft.cluster import Link
 from chameleon_ft.config import PolicyName
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import state_bytes
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.recovery import POLICIES, Proposal, Situation, decide, largest_symmetric_layout
 from chameleon_ft.recovery.proposals import repair
 from chameleon_ft.recovery.proposals.paper import rerouted_s
@@ -235,11 +235,11 @@ def test_a_replica_is_dropped_as_a_whole() -> None:
 
 def test_a_pipeline_of_idle_workers_recomputes_as_the_one_that_it_is_like() -> None:
     before = situation(dp=3, pp=2, share=4)
-    recompute = {0: LayerRange(0, 2), 1: LayerRange(3, 4), 4: LayerRange(0, 1)}
+    recompute = {0: RecomputedLayers(0, 2), 1: RecomputedLayers(3, 4), 4: RecomputedLayers(0, 1)}
     plan = plan_of(after(replace(before, plan=replace(before.plan, recompute=recompute)), 2, 5), "drop-replica")
 
     assert ways(plan) == {(0, 1): 6, (3, 4): 6}
-    assert plan.recompute == {0: LayerRange(0, 2), 1: LayerRange(3, 4), 3: LayerRange(0, 2), 4: LayerRange(3, 4)}
+    assert plan.recompute == {0: recompute[0], 1: recompute[1], 3: recompute[0], 4: recompute[1]}
 
 
 def test_all_that_are_left_restart_in_the_largest_equal_layout() -> None:

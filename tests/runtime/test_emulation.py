@@ -29,7 +29,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.models.stand_in import stand_in, stand_in_scale
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import compare_generations
-from chameleon_ft.plan import LayerRange, data_pipeline_plan
+from chameleon_ft.plan import LayerRange, RecomputedLayers, data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile, read_profile, write_profile
 from chameleon_ft.runtime.communicators import CommunicationError, Membership
 from chameleon_ft.runtime.emulation import EmulatedLinks, EmulatedPace, links, pace
@@ -233,7 +233,7 @@ def test_a_forward_that_is_run_again_takes_its_time(clock: Clock) -> None:
     layers = (LayerCost("a", 1.0, 2.0, 3.0), LayerCost("b", 4.0, 5.0, 6.0), LayerCost("c", 1.0, 1.0, 1.0))
     route = data_pipeline_plan(layer_costs=[1, 1, 1], dp=1, pp=3, micro_batches=1).routes[0]
     emulated = EmulatedPace(CostModel(Workload(layers, 1, 1), cluster()), 1)
-    for recompute, seconds in (({}, 11.0), ({1: LayerRange(1, 2)}, 15.0), ({}, 11.0)):
+    for recompute, seconds in (({}, 11.0), ({1: RecomputedLayers(1, 2)}, 15.0), ({}, 11.0)):
         since = clock.now
         emulated.fill(Operation.of(OperationKind.BACKWARD, route, 1, recompute), since=since)
         assert clock.now == pytest.approx(since + seconds)

@@ -16,7 +16,7 @@ from torch import Tensor
 from chameleon_ft.config import Batch
 from chameleon_ft.models.build import boundary_specs
 from chameleon_ft.observe import FaultLog
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.recovery import reroute
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
@@ -296,12 +296,12 @@ def test_recomputing_changes_no_bit(ranks: Ranks, split: bool) -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * 7, dp=2, pp=3, micro_batches=8, split_backward=split)
     kept = trained(ranks, plan, clip_norm=0.1)
     # Everything, the lower part of two stages, and the upper part of one.
-    spans = {worker: plan.placement.span(worker) for worker in (0, 1, 4, 5)}
+    spans = {worker: RecomputedLayers.in_full(plan.placement.span(worker)) for worker in (0, 1, 4, 5)}
     recompute = {
         0: spans[0],
-        1: LayerRange(spans[1].start, spans[1].stop - 1),
-        4: LayerRange(spans[4].start + 1, spans[4].stop),
-        5: LayerRange(spans[5].start, spans[5].stop - 1),
+        1: RecomputedLayers(spans[1].start, spans[1].stop - 1),
+        4: RecomputedLayers(spans[4].start + 1, spans[4].stop),
+        5: RecomputedLayers(spans[5].start, spans[5].stop - 1),
     }
     again = trained(ranks, dataclasses.replace(plan, recompute=recompute), clip_norm=0.1)
     for expected, found in zip(kept, again, strict=True):

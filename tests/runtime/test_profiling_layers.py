@@ -19,7 +19,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import program_memory
 from chameleon_ft.job import Job
 from chameleon_ft.models.llama import Block, Embedding, Head, next_token_loss
-from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
+from chameleon_ft.plan import LayerRange, Plan, RecomputedLayers, data_pipeline_plan
 from chameleon_ft.runtime.batches import KEPT_MICRO_BATCHES
 from chameleon_ft.runtime.device import claim_device, device_memory_bytes, device_name
 from chameleon_ft.runtime.profiling.hops import Hop, ModelOnDevice, ResidentLayers
@@ -170,6 +170,28 @@ def test_a_block_keeps_what_autograd_saves(layer: int) -> None:
     assert bytes_of(job, layer, samples=2).activation_bytes == saved_by_autograd(job, layer, samples=2)
 
 
+def test_a_block_that_is_recomputed_selectively_keeps_the_outputs_of_matrices_and_of_attention() -> None:
+    tokens, kv_dim = 2 * LLAMA.seq_len, LLAMA.dim // 2
+    inputs = 2 * LLAMA.dim  # of both norms
+    attention = 2 * LLAMA.dim + 2 * kv_dim + LLAMA.num_heads  # query, key, value, output, and a number for each row
+    gate_and_up = 2 * LLAMA.ffn_dim
+
+    for layer in (1, 2):
+        found = bytes_of(llama_job(), layer, samples=2).selective_bytes
+        assert found == tokens * (inputs + attention + gate_and_up) * FLOAT
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_the_ends_of_a_model_are_not_recomputed_selectively(layer: int) -> None:
+    assert bytes_of(llama_job(), layer, samples=2).selective_bytes is None
+
+
+def test_a_layer_that_names_no_part_is_not_recomputed_selectively() -> None:
+    found = measure_layers(on_device(toy_job(3), samples=2), repeats=1, progress=lambda text: None)
+    assert [cost.selective_bytes for cost in found.costs] == [None] * 3
+    assert [times.selective for times in found.times] == [None] * 3
+
+
 def test_buffers_count_as_parameters() -> None:
     block = Block(LLAMA)
     tensors = [*block.parameters(), *block.buffers()]
@@ -225,11 +247,23 @@ def plans(layers: int) -> list[Plan]:
     ]
     # The lower half of the first worker's layers, or of the last one's.
     partly = (
-        dataclasses.replace(plan, recompute={worker: LayerRange(span.start, (span.start + span.stop + 1) // 2)})
+        dataclasses.replace(plan, recompute={worker: RecomputedLayers(span.start, (span.start + span.stop + 1) // 2)})
         for plan in kept[:3]
         for worker, span in ((worker, plan.placement.span(worker)) for worker in (0, plan.workers[-1]))
     )
-    return [*kept, *(recomputing(plan, plan.workers) for plan in kept[:3]), *partly]
+    # All layers, or all but one of each worker's that is recomputed in full.
+    selectively = (
+        dataclasses.replace(
+            plan,
+            recompute={
+                worker: RecomputedLayers(span.start, span.stop, max(0, len(span) - fewer))
+                for worker, span in ((worker, plan.placement.span(worker)) for worker in plan.workers)
+            },
+        )
+        for plan in kept
+        for fewer in (0, 2)
+    )
+    return [*kept, *(recomputing(plan, plan.workers) for plan in kept[:3]), *partly, *selectively]
 
 
 @pytest.mark.parametrize("job", [llama_job(), job_of([partial(nn.Linear, WIDTH, WIDTH)] * 4)], ids=["llama", "linear"])
@@ -256,7 +290,9 @@ def test_a_run_holds_what_is_predicted_from_its_layers(job: Job) -> None:
             how = f"{len(plan.workers)} stages, split {plan.split_backward}, recompute {bool(plan.recompute)}, {worker}"
             # More only for the head in fused plans, whose two halves have one figure: docs/benchmarks.md.
             is_head = plan.placement.holds(worker, LayerRange(job.num_layers - 1, job.num_layers))
-            most = 1.12 if is_head and not plan.split_backward else 1.1
+            # More also for selective recomputation: all that a layer makes again is taken to be there at once.
+            selective = any(own.num_selective for own in plan.recompute.values())
+            most = 1.12 if selective or (is_head and not plan.split_backward) else 1.1
             assert 0.99 * held <= predicted[worker].peak_bytes <= most * held, how
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from chameleon_ft.config import Batch, LlamaConfig
 from chameleon_ft.job import Job
 from chameleon_ft.models.build import boundary_specs
 from chameleon_ft.models.llama import llama_layers, next_token_loss
+from chameleon_ft.models.recomputation import recomputable
 from chameleon_ft.observe import FaultLog
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
 from chameleon_ft.runtime.executor import Executor
@@ -42,6 +44,24 @@ class Sentences:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         ids = torch.arange(index, index + LLAMA.seq_len) % LLAMA.vocab_size
         return ids, ids.roll(1)
+
+
+class InParts(nn.Module):
+    """A layer whose recomputable parts draw random numbers, and take what other parts make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noisy = recomputable(partial(nn.functional.dropout, p=0.4), recomputable(torch.sigmoid, self.inner(x)))
+        torch.rand(3)
+        made: Tensor = self.outer(recomputable(torch.mul, noisy, recomputable(_with_noise, noisy)))
+        return x + made
+
+
+def _with_noise(x: Tensor) -> Tensor:
+    return recomputable(torch.tanh, x) + torch.rand_like(x)
 
 
 class Frozen(nn.Linear):
@@ -70,6 +90,7 @@ def with_layers(job: Job, **layers: type[nn.Module]) -> Job:
 JOBS = {
     "a Llama with dropout": llama_job(),
     "a mixture": toy_job(7),
+    "recomputable parts of parts": with_layers(toy_job(7), at1=InParts, at2=InParts, at4=InParts, at5=InParts),
     "one layer": toy_job(1),
     "two layers": toy_job(2),
     "three layers": toy_job(3),
@@ -79,7 +100,7 @@ JOBS = {
 }
 
 
-def one_worker(job: Job, hops: int, *, split_backward: bool, recompute: LayerRange | None) -> Plan:
+def one_worker(job: Job, hops: int, *, split_backward: bool, recompute: RecomputedLayers | None) -> Plan:
     """One worker with everything, whose routes are cut into so many hops."""
     layers = job.num_layers
     edges = sorted({layers * hop // hops for hop in range(hops + 1)})
@@ -131,20 +152,21 @@ def test_the_loss_the_gradients_and_the_weights_are_the_same_bits(name: str, hop
     edges = {(0, job.num_layers), (0, max(1, job.num_layers - 3)), (job.num_layers // 2, job.num_layers)}
 
     for start, stop in sorted(edges):
-        recompute = LayerRange(start, stop)
-        found = trained(job, one_worker(job, hops, split_backward=split, recompute=recompute))
-        assert len(found) == len(expected)
-        assert all(map(torch.equal, expected, found)), recompute
+        for num_selective in sorted({0, (stop - start) // 2, stop - start}):
+            recompute = RecomputedLayers(start, stop, num_selective)
+            found = trained(job, one_worker(job, hops, split_backward=split, recompute=recompute))
+            assert len(found) == len(expected)
+            assert all(map(torch.equal, expected, found)), recompute
 
 
 def runs_of_each_layer(job: Job, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts = [0] * job.num_layers
     forward = HeldLayers.forward
 
-    def counted(self: HeldLayers, layers: LayerRange, boundary: Tensor, *, step: int, micro_batch: int) -> Tensor:
+    def counted(self: HeldLayers, layers: LayerRange, boundary: Tensor, **others: Any) -> Tensor:
         for layer in layers:
             counts[layer] += 1
-        return forward(self, layers, boundary, step=step, micro_batch=micro_batch)
+        return forward(self, layers, boundary, **others)
 
     with monkeypatch.context() as patched:
         patched.setattr(HeldLayers, "forward", counted)
@@ -157,16 +179,18 @@ def runs_of_each_layer(job: Job, plan: Plan, monkeypatch: pytest.MonkeyPatch) ->
     ("recompute", "twice"),
     [
         (None, ()),
-        (LayerRange(0, 5), (1, 2, 3)),
-        (LayerRange(0, 2), (1,)),
-        (LayerRange(1, 3), (1, 2)),
-        (LayerRange(3, 5), (3,)),
-        (LayerRange(4, 5), ()),
+        (RecomputedLayers(0, 5), (1, 2, 3)),
+        (RecomputedLayers(0, 2), (1,)),
+        (RecomputedLayers(1, 3), (1, 2)),
+        (RecomputedLayers(3, 5), (3,)),
+        (RecomputedLayers(4, 5), ()),
+        (RecomputedLayers(0, 5, 2), (1, 2)),
+        (RecomputedLayers(0, 4, 4), ()),
     ],
     ids=str,
 )
 def test_the_layers_that_are_recomputed_run_twice_but_for_the_ends(
-    recompute: LayerRange | None, twice: tuple[int, ...], split: bool, monkeypatch: pytest.MonkeyPatch
+    recompute: RecomputedLayers | None, twice: tuple[int, ...], split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JOBS["a Llama with dropout"]
 
@@ -178,7 +202,9 @@ def test_the_layers_that_are_recomputed_run_twice_but_for_the_ends(
 @pytest.mark.multiprocess
 def test_a_run_by_a_plan_that_recomputes_goes_through_a_kill(tmp_path: Path) -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=3, pp=2, micro_batches=6)
-    recompute = {0: LayerRange(0, 2), 1: LayerRange(2, 3), 2: LayerRange(1, 2), 5: LayerRange(2, 4)}
+    recompute = {
+        worker: RecomputedLayers(*own) for worker, own in ((0, (0, 2)), (1, (2, 3)), (2, (1, 2)), (5, (2, 4, 2)))
+    }
     plan = dataclasses.replace(plan, recompute=recompute)
     file = tmp_path / "plan.json"
     file.write_text(plan.to_json())
@@ -187,5 +213,5 @@ def test_a_run_by_a_plan_that_recomputes_goes_through_a_kill(tmp_path: Path) -> 
 
     assert_trained_as_if_nothing_failed(ended)
     first, last = ended.plans()
-    assert first["recompute"] == {"0": [0, 2], "1": [2, 3], "2": [1, 2], "5": [2, 4]}
-    assert last["recompute"] == {"0": [0, 2], "1": [2, 3], "5": [2, 4]}
+    assert first["recompute"] == {"0": [0, 2], "1": [2, 3], "2": [1, 2], "5": [2, 4, 2]}
+    assert last["recompute"] == {"0": [0, 2], "1": [2, 3], "5": [2, 4, 2]}

@@ -11,7 +11,7 @@ import pytest
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import pipeline_times
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.schedule import (
     CostModel,
     InFlightLimit,
@@ -89,7 +89,10 @@ class Pipelines:
             for hop in hops:
                 # Down to one in flight, or more than there will be.
                 ceiling[hop.worker] = rng.choice((_limit(rng, depth), InFlightLimit(2 * depth, 2 * depth)))
-        recompute = {worker: held[worker][0] for worker in rng.sample(sorted(held), rng.randint(0, len(held)))}
+        recompute = {
+            worker: RecomputedLayers.in_full(held[worker][0])
+            for worker in rng.sample(sorted(held), rng.randint(0, len(held)))
+        }
         return cls(Plan(Placement(layers, held), tuple(routes), rng.random() < 0.7, recompute), costs, ceiling)
 
     def ways(self) -> list[tuple[Hop, ...]]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ConfigError, PlanError
-from chameleon_ft.plan import Hop, LayerRange, Route
+from chameleon_ft.plan import Hop, LayerRange, RecomputedLayers, Route
 from chameleon_ft.schedule import (
     CostModel,
     Operation,
@@ -105,12 +105,16 @@ def test_a_program_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     ("again", "parts"),
     [
-        (LayerRange(0, 1), [LayerRange(0, 1), None]),
-        (LayerRange(1, 3), [LayerRange(1, 2), LayerRange(2, 3)]),
-        (LayerRange(0, 9), [LayerRange(0, 2), LayerRange(2, 5)]),
+        (RecomputedLayers(0, 1), [RecomputedLayers(0, 1), None]),
+        (RecomputedLayers(1, 3), [RecomputedLayers(1, 2), RecomputedLayers(2, 3)]),
+        (RecomputedLayers(1, 4, 2), [RecomputedLayers(1, 2), RecomputedLayers(2, 4, 2)]),
+        (RecomputedLayers(0, 9), [RecomputedLayers(0, 2), RecomputedLayers(2, 5)]),
+        (RecomputedLayers(0, 9, 8), [RecomputedLayers(0, 2, 1), RecomputedLayers(2, 5, 3)]),
     ],
 )
-def test_an_operation_knows_the_layers_that_are_recomputed(again: LayerRange, parts: list[LayerRange | None]) -> None:
+def test_an_operation_knows_the_layers_that_are_recomputed(
+    again: RecomputedLayers, parts: list[RecomputedLayers | None]
+) -> None:
     route = Route(0, (Hop(7, LayerRange(0, 2)), Hop(7, LayerRange(2, 5)), Hop(5, LayerRange(5, 9))))
     operations = [Operation.of(OperationKind.BACKWARD, route, hop, {7: again}) for hop in range(3)]
 
@@ -173,21 +177,34 @@ def test_a_backward_begins_with_the_forwards_that_are_run_again(
     costs = CostModel(Workload(layers, 1, 1, 0.25), cluster)
 
     for part, again_s in ((LayerRange(0, 2), first_s), (LayerRange(2, 4), second_s)):
-        kept_s, found_s = (costs.compute_s(0, kind, part, recompute=again) for again in (None, LayerRange(0, 4)))
+        kept_s, found_s = (costs.compute_s(0, kind, part, recompute=again) for again in (None, RecomputedLayers(0, 4)))
         assert found_s == kept_s + again_s / 0.5
         route = Route(0, (Hop(0, LayerRange(0, 2)), Hop(0, LayerRange(2, 4))))
-        assert costs.operation_s(0, Operation.of(kind, route, part.start // 2, {0: LayerRange(0, 4)})) == found_s
+        assert costs.operation_s(0, Operation.of(kind, route, part.start // 2, {0: RecomputedLayers(0, 4)})) == found_s
 
 
 @pytest.mark.parametrize(
     ("again", "again_s"),
-    [((0, 1), 0.0), ((0, 2), 2.0), ((1, 3), 5.0), ((2, 3), 3.0), ((2, 5), 7.0), ((3, 5), 4.0), ((4, 5), 0.0)],
+    [
+        ((0, 1), 0.0),
+        ((0, 2), 2.0),
+        ((1, 3), 5.0),
+        ((2, 3), 3.0),
+        ((2, 5), 7.0),
+        ((3, 5), 4.0),
+        ((4, 5), 0.0),
+        ((0, 4, 2), 2.0 + 0.5),
+        ((0, 5, 5), 3 * 0.25),
+    ],
 )
-def test_a_backward_takes_longer_by_the_layers_that_are_recomputed(again: tuple[int, int], again_s: float) -> None:
-    layers = tuple(LayerCost(f"layer {i}", 1.0 + i, 2.0, 0.5) for i in range(5))
+def test_a_backward_takes_longer_by_the_layers_that_are_recomputed(again: tuple[int, ...], again_s: float) -> None:
+    layers = tuple(LayerCost(f"layer {i}", 1.0 + i, 2.0, 0.5, selective_bytes=0, selective_s=0.25) for i in range(5))
     costs = CostModel(Workload(layers, 1, 1), Cluster((Worker(0, "a"),), Link(0.0, math.inf), Link(0.0, math.inf)))
 
-    assert costs.compute_s(0, OperationKind.BACKWARD, LayerRange(0, 5), recompute=LayerRange(*again)) == 12.5 + again_s
+    assert (
+        costs.compute_s(0, OperationKind.BACKWARD, LayerRange(0, 5), recompute=RecomputedLayers(*again))
+        == 12.5 + again_s
+    )
 
 
 def test_a_layer_that_is_recomputed_keeps_its_input_and_works_with_the_rest() -> None:

@@ -24,16 +24,19 @@ def recomputed(draw: st.DrawFn) -> Planned:
 
 
 def again_s(case: Planned, worker: int) -> float:
-    """Seconds of the forwards that a worker runs again, summed hop by hop."""
+    """Seconds of what a worker runs again of its forwards, summed hop by hop."""
     layers = case.costs.workload.layers
     inner = range(1, len(layers) - 1)
+    if (again := case.plan.recompute.get(worker)) is None:
+        return 0.0
     return math.fsum(
-        layers[layer].forward_s / case.costs.cluster.worker(worker).speed
+        (layers[layer].forward_s if layer in again.full else layers[layer].selective_s)
+        / case.costs.cluster.worker(worker).speed
         for route in case.plan.routes
         for hop in route.hops
         if hop.worker == worker
         for layer in hop.layers
-        if layer in inner and layer in case.plan.recompute.get(worker, ())
+        if layer in inner and layer in again
     )
 
 

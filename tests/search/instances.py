@@ -39,6 +39,7 @@ def instance(
         )
         for number in range(layers)
     )
+    costs = tuple(map(_some_recomputable, costs))
     link = Link(rng.choice([0.0, 0.1, 0.7]), rng.choice([math.inf, 10.0]))
     total = sum(cost.param_bytes + cost.optimizer_bytes + 2 * cost.activation_bytes for cost in costs)
     of_kind = [
@@ -55,6 +56,13 @@ def instance(
         link,
     )
     return CostModel(Workload(costs, micro_batches, 1, rng.choice([0.0, 0.0, 0.05])), cluster)
+
+
+def _some_recomputable(layer: LayerCost) -> LayerCost:
+    """The layer, of which most can be recomputed selectively, quickly enough to come before recomputation in full."""
+    rng = random.Random(repr(layer))
+    selective_bytes = rng.choice([None, 1, 1, layer.activation_bytes // 2])
+    return dataclasses.replace(layer, selective_bytes=selective_bytes, selective_s=rng.choice([0.0, 0.05]))
 
 
 def with_gradients(costs: CostModel, rng: random.Random) -> CostModel:

@@ -87,11 +87,8 @@ class Exhaustive:
             limits = stages.limits(shape, stops, options, share)
             if limits is None:
                 continue
-            recompute = {
-                hop.worker: LayerRange(hop.layers.start, hop.layers.start + count)
-                for hop, count in zip(hops, stages.recomputed_layers(options), strict=True)
-                if count
-            }
+            recomputed = stages.recomputed_layers(stops, options)
+            recompute = {worker: own for worker, own in zip(workers, recomputed, strict=True) if own}
             plan = Plan(
                 Placement(stops[-1], {hop.worker: (hop.layers,) for hop in hops}),
                 tuple(Route(number, hops) for number in range(share)),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.estimate import program_memory
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import InFlightLimit, Preference, list_schedule, replay
 from chameleon_ft.search.bounds import PipelineBounds
@@ -23,6 +23,14 @@ from tests.search.oracle import cuts
 seeds = st.integers(0, 2**32 - 1)
 
 
+def _some_of(rng: random.Random, layers: LayerRange) -> RecomputedLayers:
+    """Some of the layers of a stage selectively, or some in full and all others selectively."""
+    stop = rng.randint(layers.start + 1, layers.stop)
+    if rng.random() < 0.5:
+        return RecomputedLayers(layers.start, stop, stop - layers.start)
+    return RecomputedLayers(layers.start, layers.stop, layers.stop - stop)
+
+
 @settings(max_examples=400, deadline=None)
 @given(seed=seeds, split=st.booleans(), prefer=st.sampled_from(Preference), few=st.booleans())
 def test_no_program_that_fits_is_below_the_bound(seed: int, split: bool, prefer: Preference, few: bool) -> None:
@@ -32,11 +40,7 @@ def test_no_program_that_fits_is_below_the_bound(seed: int, split: bool, prefer:
     costs = instance(rng, workers=depth, layers=layers, micro_batches=rng.randint(1, 12), kinds=1, memory=False)
     stops = rng.choice(list(cuts(layers, depth)))
     hops = tuple(Hop(at, LayerRange(*pair)) for at, pair in enumerate(zip((0, *stops[:-1]), stops, strict=True)))
-    recompute = {
-        hop.worker: LayerRange(hop.layers.start, rng.randint(hop.layers.start + 1, hop.layers.stop))
-        for hop in hops
-        if rng.random() < 0.5
-    }
+    recompute = {hop.worker: _some_of(rng, hop.layers) for hop in hops if rng.random() < 0.5}
     count = costs.workload.micro_batches
     plan = Plan(
         Placement(layers, {hop.worker: (hop.layers,) for hop in hops}),

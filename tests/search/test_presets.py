@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from chameleon_ft.estimate import estimate_step
@@ -36,6 +38,17 @@ def test_a_layout_by_hand_is_never_faster_where_memory_is_short(
         found.best.plan, best_program(found.best.plan, costs, ceiling=found.best.ceiling).program, costs
     )
     assert not estimate.over_capacity(costs)
+
+
+def test_where_memory_is_short_selective_recomputation_is_faster_than_recomputation_in_full() -> None:
+    costs = preset("llama2-70b", "ascend-910b-64g", 40, 80)
+    in_full = [replace(layer, selective_bytes=None) for layer in costs.workload.layers]
+    without = replace(costs, workload=replace(costs.workload, layers=tuple(in_full)))
+
+    found = find_plan(costs).best
+
+    assert found.step_s < 0.95 * find_plan(without).best.step_s
+    assert any(own.num_selective for own in found.plan.recompute.values())
 
 
 @pytest.mark.parametrize("workers", [8, 9, 24])

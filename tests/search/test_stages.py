@@ -13,7 +13,7 @@ from chameleon_ft.estimate import program_memory
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, Preference, list_schedule
-from chameleon_ft.search._kernels.stage_memory import IN_FLIGHT
+from chameleon_ft.search._kernels.stage_memory import FULL, IN_FLIGHT, SELECTIVE
 from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import WorkerClass
 from tests.search.instances import instance
@@ -52,11 +52,7 @@ def drawn(rng: random.Random, *, split: bool) -> Case | None:
     if not all(choices):
         return None
     options = tuple(rng.choice(own) for own in choices)
-    recompute = {
-        hop.worker: LayerRange(hop.layers.start, hop.layers.start + count)
-        for hop, count in zip(hops, stages.recomputed_layers(options), strict=True)
-        if count
-    }
+    recompute = {at: own for at, own in enumerate(stages.recomputed_layers(stops, options)) if own}
     plan = Plan(
         Placement(layers, {hop.worker: (hop.layers,) for hop in hops}),
         tuple(Route(number, hops) for number in range(costs.workload.micro_batches)),
@@ -117,7 +113,8 @@ def test_options_recompute_more_to_have_more_in_flight(seed: int, split: bool) -
         return
     for own in case.stages.options_of(tuple(range(len(case.stops))), case.stops):
         rows = case.stages.tables.options[list(own)]
-        assert list(case.stages.recomputed_layers(own)) == sorted(set(case.stages.recomputed_layers(own)))
+        recomputed = [(row[FULL], row[FULL] + row[SELECTIVE]) for row in rows.tolist()]
+        assert recomputed == sorted(set(recomputed))
         assert (rows[1:, IN_FLIGHT] >= rows[:-1, IN_FLIGHT]).all()
 
 

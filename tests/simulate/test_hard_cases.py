@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chameleon_ft.presets import derive_workload, device, model_shape
+from chameleon_ft.presets import Recompute, derive_workload, device, model_shape
 from chameleon_ft.recovery import FailureModel, Situation
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
@@ -122,7 +122,7 @@ def test_the_roomiest_cut_needs_least_memory() -> None:
     *timed, roomy = pipelines.cuts(5)
 
     def needed(stops: tuple[int, ...]) -> int:
-        own = PipelineClass(replace(roomy, stops=stops, recompute=True))
+        own = PipelineClass(replace(roomy, stops=stops, recompute=Recompute.FULL))
         return pipelines._least_bytes(own, 100)
 
     assert all(needed(roomy.stops) <= needed(cut.stops) for cut in timed)

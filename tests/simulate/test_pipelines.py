@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import Hop, Placement, Plan, Route
+from chameleon_ft.presets import Recompute
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.simulate.knapsack import EstimatedMixes
 from chameleon_ft.simulate.mixes import Mixes
@@ -99,7 +100,7 @@ def test_what_does_not_fit_recomputes_or_is_refused() -> None:
         pipelines = Pipelines(model, split_backward=False)
         assert pipelines.run(whole, 4) is None
         fitting = pipelines.fitting(whole, 4)
-        assert (fitting == PipelineClass(Cut((6,), recompute=True))) == fits
+        assert (fitting == PipelineClass(Cut((6,), recompute=Recompute.FULL))) == fits
         assert (fitting is None) != fits
 
 

@@ -157,9 +157,19 @@ def _alike(prediction: Prediction) -> list[tuple[tuple[str, ...], list[int]]]:
 def _recomputed(plan: Plan, worker: int) -> str:
     """How many of the worker's layers are run again in the backward."""
     held = [layer for layers in plan.placement.ranges_of(worker) for layer in layers]
-    again = plan.recompute.get(worker, ())
-    count = sum(layer in again and is_recomputed(layer, plan.placement.num_layers) for layer in held)
-    return f"{count} of {len(held)}" if count else ""
+    if (again := plan.recompute.get(worker)) is None:
+        return ""
+    in_full, selectively = (
+        sum(layer in own and is_recomputed(layer, plan.placement.num_layers) for layer in held)
+        for own in (again.full, again.selective)
+    )
+    if in_full and selectively:
+        return f"{in_full} of {len(held)}, {selectively} selectively"
+    return (
+        f"{in_full or selectively} of {len(held)}{' selectively' if selectively else ''}"
+        if in_full or selectively
+        else ""
+    )
 
 
 def _first_layer(layers: str) -> int:

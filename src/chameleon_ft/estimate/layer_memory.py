@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.plan import LayerRange, Placement, RecomputedLayers
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.workload import LayerCost, Workload, is_recomputed
 
@@ -63,44 +63,41 @@ class LayerMemory:
     """Bytes that ranges of layers need, of which a worker may recompute some (`again`)."""
 
     def __init__(self, workload: Workload) -> None:
-        self._costs, recomputed = workload.layers, workload.recomputed().layers
-        self._whole, self._inputs = _Kept(self._costs), _Kept(recomputed)
-        # Of the activations of each layer, those that only its own F and backward need if it is recomputed.
-        self._rest = [
-            max(0, layer.activation_bytes - cost.activation_bytes)
-            for layer, cost in zip(self._costs, recomputed, strict=True)
-        ]
+        self._costs = workload.layers
+        self._whole = _Kept(self._costs, [layer.activation_bytes for layer in self._costs])
+        self._full = _Kept(self._costs, [layer.activation_bytes for layer in workload.recomputed().layers])
+        self._selective = _Kept(self._costs, workload.selective_bytes)
         self.weight_grads = _summed(layer.weight_grad_bytes for layer in self._costs)
         self._params = _summed(layer.param_bytes for layer in self._costs)
         self._gradients = _summed(layer.gradient_bytes for layer in self._costs)
         self._optimizer = _summed(layer.optimizer_bytes for layer in self._costs)
 
-    def activations(self, layers: LayerRange, again: LayerRange | None) -> int:
+    def activations(self, layers: LayerRange, again: RecomputedLayers | None) -> int:
         """Bytes of activations that are kept of these layers."""
         return self._kept(layers, again)[0]
 
-    def kept_output(self, layers: LayerRange, again: LayerRange | None) -> int:
+    def kept_output(self, layers: LayerRange, again: RecomputedLayers | None) -> int:
         """Bytes of the output of these layers, if they keep it: the graph of the last layer does, if there is one."""
         last = layers.stop - 1
         return 0 if self._runs_again(last, again) else self.output(last)
 
-    def _runs_again(self, layer: int, again: LayerRange | None) -> bool:
-        return again is not None and layer in again and is_recomputed(layer, len(self._costs))
+    def _runs_again(self, layer: int, again: RecomputedLayers | None) -> bool:
+        return again is not None and layer in again.full and is_recomputed(layer, len(self._costs))
 
-    def _kept(self, layers: LayerRange, again: LayerRange | None) -> tuple[int, int]:
+    def _kept(self, layers: LayerRange, again: RecomputedLayers | None) -> tuple[int, int]:
         """Bytes of activations that are kept of these layers, and those of them that are in what I leaves for W."""
         part = None if again is None else again.intersection(layers)
         kept, left = self._whole.activations(layers), self._whole.left(layers)
-        if part is not None:
-            kept += self._inputs.activations(part) - self._whole.activations(part)
-            left += self._inputs.left(part) - self._whole.left(part)
+        for own, recomputed in () if part is None else ((self._full, part.full), (self._selective, part.selective)):
+            kept += own.activations(recomputed) - self._whole.activations(recomputed)
+            left += own.left(recomputed) - self._whole.left(recomputed)
         return kept, left
 
     def output(self, layer: int) -> int:
         """Bytes of a layer's output and of its gradient; none before the first, and the last one's is a loss."""
         return self._costs[layer].output_bytes if 0 <= layer < len(self._costs) - 1 else 0
 
-    def worst(self, kind: OperationKind, layers: LayerRange, again: LayerRange | None) -> Moment:
+    def worst(self, kind: OperationKind, layers: LayerRange, again: RecomputedLayers | None) -> Moment:
         """The worst moment of an operation, without messages that come in or wait."""
         moments = (self._moment(kind, layers, again, running) for running in layers)
         return max(moments, key=lambda moment: moment.total_bytes)
@@ -116,14 +113,15 @@ class LayerMemory:
             sample_bytes=max((self._costs[layer].sample_bytes for layers in held for layer in layers), default=0),
         )
 
-    def _moment(self, kind: OperationKind, layers: LayerRange, again: LayerRange | None, running: int) -> Moment:
+    def _moment(self, kind: OperationKind, layers: LayerRange, again: RecomputedLayers | None, running: int) -> Moment:
         cost = self._costs[running]
         below, through = LayerRange(layers.start, running + 1), LayerRange(running, layers.stop)
         made = self.output(running - 1)  # the gradient of its input
         outgoing = made if running == layers.start else 0
-        # Of the layer that runs, if it is recomputed: its output, which is made once more, and its other activations.
-        is_again = self._runs_again(running, again)
-        output_again, rest = (cost.output_bytes, self._rest[running]) if is_again else (0, 0)
+        # Of the layer that runs, what is made once more: its output if it is recomputed in full, and activations.
+        output_again = cost.output_bytes if self._runs_again(running, again) else 0
+        own = LayerRange(running, running + 1)
+        rest = max(0, cost.activation_bytes - self.activations(own, again))
         kept_output = self.kept_output(layers, again)
         match kind:
             case OperationKind.FORWARD:
@@ -151,17 +149,16 @@ class LayerMemory:
 
 
 class _Kept:
-    """Sums over ranges of layers with these costs: of activations, and of those among them that I leaves for W."""
+    """Sums over ranges of layers that keep so much: of activations, and of those among them that I leaves for W."""
 
-    def __init__(self, costs: Sequence[LayerCost]) -> None:
-        kept = [layer.activation_bytes for layer in costs]
+    def __init__(self, costs: Sequence[LayerCost], kept: Sequence[int]) -> None:
         self.activations = _summed(kept)
         self.left = _summed(
             own if layer.weight_grad_bytes >= own else 0 for layer, own in zip(costs, kept, strict=True)
         )
 
 
-def _summed(amounts: Iterable[int]) -> Callable[[LayerRange], int]:
+def _summed(amounts: Iterable[int]) -> Callable[[LayerRange | range], int]:
     """Sums over ranges of layers, of the amounts of each."""
     until = list(accumulate(amounts, initial=0))
     return lambda layers: until[layers.stop] - until[layers.start]

@@ -21,9 +21,10 @@ While an operation runs, it goes through its layers one by one, and each works w
   less, both are counted, although they may share tensors: an upper bound;
 - W: what the layers have kept.
 
-Of the activations of a layer that is recomputed only its input is kept, and the output of a hop whose last layer is
-recomputed is not kept beyond the arrival of its gradient. The rest is there while the layer's own F
-runs, and with the output again while its B or I does; an I that leaves the activations for W makes them there.
+Of the activations of a layer that is recomputed in full only its input is kept, and the output of a hop whose last
+layer is one is not kept beyond the arrival of its gradient; one that is recomputed selectively keeps `selective_bytes`
+and its output. The rest is there while the layer's own F runs, and again, in full with the output, while its B or I
+does; an I that leaves the activations for W makes them there.
 
 Vote and update come when there are no activations any more, and are not looked at. The logits are activations and
 working bytes of the last layer. With tensor parallelism all bytes are those of one rank.
@@ -51,7 +52,7 @@ from chameleon_ft.estimate._memory_records import (
     WORST,
 )
 from chameleon_ft.estimate.layer_memory import LayerMemory, MemoryUse
-from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.plan import LayerRange, Placement, RecomputedLayers
 from chameleon_ft.schedule import Operation, OperationKind, Program
 from chameleon_ft.schedule._records import Integers, Records
 from chameleon_ft.schedule.list_scheduler import Schedule
@@ -141,7 +142,7 @@ def program_memory(
     return memory
 
 
-def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Mapping[int, LayerRange]) -> list[int]:
+def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Mapping[int, RecomputedLayers]) -> list[int]:
     """Bytes that each worker, by index, holds at its worst moment beside its state; `recompute` is that of the plan.
 
     As `program_memory` has it of a program: a schedule is not one yet, and to make one takes longer than this.
@@ -207,12 +208,12 @@ class Stages:
 
     def __init__(self, workload: Workload) -> None:
         self._layers = LayerMemory(workload)
-        self._numbers: dict[tuple[LayerRange, LayerRange | None], int] = {}
+        self._numbers: dict[tuple[LayerRange, RecomputedLayers | None], int] = {}
         self._state_bytes: dict[tuple[object, ...], int] = {}
         self._stages = np.empty(0, STAGE)
         self._moments = np.empty((0, len(_KINDS)), MOMENT)
 
-    def number(self, layers: LayerRange, *, recompute: LayerRange | None) -> int:
+    def number(self, layers: LayerRange, *, recompute: RecomputedLayers | None) -> int:
         """The number of these layers on a worker that recomputes those in `recompute`."""
         again = None if recompute is None else recompute.intersection(layers)
         return self._numbers.setdefault((layers, again), len(self._numbers))
@@ -260,7 +261,7 @@ class Stages:
         return found
 
     def _row(
-        self, layers: LayerRange, again: LayerRange | None
+        self, layers: LayerRange, again: RecomputedLayers | None
     ) -> tuple[tuple[int, int, int, int, int], list[tuple[int, int, int, int]]]:
         """`STAGE`, and by kind `MOMENT`."""
         of = self._layers

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from chameleon_ft.estimate._memory_records import OPERATION
 from chameleon_ft.estimate.memory import Stages
-from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.plan import LayerRange, Placement, RecomputedLayers
 from chameleon_ft.schedule import PipelineSchedule
 from chameleon_ft.schedule._records import Integers, Records
 
@@ -23,7 +23,7 @@ def pipeline_bytes(
     layers: Sequence[LayerRange],
     stages: Stages,
     *,
-    recompute: Sequence[LayerRange | None],
+    recompute: Sequence[RecomputedLayers | None],
 ) -> list[int]:
     """`schedule_bytes` of a pipeline, by stage; `layers` and `recompute` are by stage too."""
     depth = schedule.times.depth
@@ -49,7 +49,7 @@ def one_f_one_b_bytes(
         num_layers: layers of the model.
         to_end: stages from this one to the end of the pipeline, both included; 1 at the last one.
         micro_batches: those that pass through the pipeline in a step.
-        recompute: whether the stage recomputes activations.
+        recompute: whether the stage recomputes all its layers in full.
     """
     warm_up = min(to_end, micro_batches)
     kind = np.concatenate(
@@ -57,7 +57,7 @@ def one_f_one_b_bytes(
     )
     # Forwards and backwards each take the micro-batches in order.
     micro_batch = np.where(kind == 0, np.cumsum(kind == 0), np.cumsum(kind == 1)) - 1
-    number = stages.number(layers, recompute=layers if recompute else None)
+    number = stages.number(layers, recompute=RecomputedLayers.in_full(layers) if recompute else None)
     records = _records(kind, micro_batch, number, before=layers.start > 0, after=layers.stop < num_layers)
     (moving,) = stages.worst_bytes(records, np.array([0, len(records)]))
     return stages.state_bytes(Placement(num_layers, {0: (layers,)}))[0] + moving

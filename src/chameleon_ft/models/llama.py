@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from chameleon_ft.models.recomputation import recomputable
+
 if TYPE_CHECKING:
     from chameleon_ft.config import LlamaConfig
 
@@ -58,8 +60,10 @@ class Block(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + _drop(self.attention(self.attention_norm(x)), self.dropout, training=self.training)
-        return x + _drop(self.feed_forward(self.feed_forward_norm(x)), self.dropout, training=self.training)
+        mixed = self.attention(recomputable(self.attention_norm, x))
+        x = x + _drop(mixed, self.dropout, training=self.training)
+        fed = self.feed_forward(recomputable(self.feed_forward_norm, x))
+        return x + _drop(fed, self.dropout, training=self.training)
 
 
 class Head(nn.Module):
@@ -123,8 +127,12 @@ class _FeedForward(nn.Module):
         self.down = _Linear(config.ffn_dim, config.dim, std=_residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        projected: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        projected: Tensor = self.down(recomputable(_gated, self.gate(x), self.up(x)))
         return projected
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate) * up
 
 
 def llama_layers(config: LlamaConfig) -> tuple[Callable[[], nn.Module], ...]:

@@ -14,7 +14,7 @@ from chameleon_ft.estimate import StepEstimate, estimate_step
 from chameleon_ft.observe.lanes import Lane, WorkerReduction
 from chameleon_ft.observe.plans import CostsFrom, GenerationPlan
 from chameleon_ft.observe.timelines import RecordedStep
-from chameleon_ft.plan import LayerRange
+from chameleon_ft.plan import LayerRange, RecomputedLayers
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, TimedOperation, Timeline
 
 __all__ = ["GenerationComparison", "KindComparison", "MeasuredStep", "compare_generations", "measured_steps"]
@@ -144,7 +144,7 @@ class _ObservedCosts(CostModel):
         return worker
 
     def compute_s(
-        self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: LayerRange | None = None
+        self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: RecomputedLayers | None = None
     ) -> float:
         observed: Mapping[tuple[int, OperationKind, LayerRange], float] = self.observed  # type: ignore[attr-defined]
         found = observed.get((worker, kind, layers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chameleon_ft.plan.layouts import PipelineLayout, data_pipeline_plan, pipelines_plan, split_layers
-from chameleon_ft.plan.placement import LayerRange, Placement
+from chameleon_ft.plan.placement import LayerRange, Placement, RecomputedLayers
 from chameleon_ft.plan.plan import Hop, Plan, Route
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "PipelineLayout",
     "Placement",
     "Plan",
+    "RecomputedLayers",
     "Route",
     "data_pipeline_plan",
     "pipelines_plan",

@@ -20,15 +20,16 @@ _MOST_LAYERS: Final = 1_000_000
 class PlanRecord:
     """The numbers of a plan: ranges are (start, stop), hops are (worker, start, stop), routes in micro-batch order.
 
-    `recompute` is left out of a file if no worker recomputes. Older files list the workers that recompute all that they
-    hold; here such a worker has None for a range. `fused_workers` is left out if there are none.
+    `recompute` has (start, stop), or (start, stop, num_selective); it is left out of a file if no worker recomputes.
+    Older files list the workers that recompute all that they hold; here such a worker has None. `fused_workers` is
+    left out if there are none.
     """
 
     num_layers: int
     ranges: dict[int, list[tuple[int, int]]]
     routes: list[list[tuple[int, int, int]]]
     split_backward: bool
-    recompute: Mapping[int, tuple[int, int] | None] = field(default_factory=dict)
+    recompute: Mapping[int, tuple[int, ...] | None] = field(default_factory=dict)
     fused_workers: Sequence[int] = ()
 
 
@@ -87,11 +88,14 @@ def load(text: str) -> PlanRecord:
     )
 
 
-def _recompute(value: object) -> dict[int, tuple[int, int] | None]:
+def _recompute(value: object) -> dict[int, tuple[int, ...] | None]:
     if isinstance(value, list):
         return dict.fromkeys(_integer(worker, "a worker in recompute of a plan") for worker in value)
-    ranges = _by_worker(value, "recompute of a plan").items()
-    return {worker: _pair(pair, f"recompute of worker {worker}") for worker, pair in ranges}
+    found: dict[int, tuple[int, ...] | None] = {}
+    for worker, own in _by_worker(value, "recompute of a plan").items():
+        count = 3 if isinstance(own, list) and len(own) == 3 else 2
+        found[worker] = tuple(_integers(own, count, f"recompute of worker {worker}"))
+    return found
 
 
 def _by_worker(value: object, where: str) -> dict[int, object]:

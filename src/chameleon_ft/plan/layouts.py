@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan.placement import LayerRange, Placement
+from chameleon_ft.plan.placement import LayerRange, Placement, RecomputedLayers
 from chameleon_ft.plan.plan import Hop, Plan, Route
 
 __all__ = ["PipelineLayout", "data_pipeline_plan", "pipelines_plan", "split_layers"]
@@ -69,7 +69,9 @@ def pipelines_plan(
         placement=Placement(pipelines[0].cut_points[-1], held),
         routes=tuple(map(Route, range(len(taken)), taken)),
         split_backward=split_backward,
-        recompute={hop.worker: hop.layers for own in hops for hop in own} if recompute else {},
+        recompute={hop.worker: RecomputedLayers.in_full(hop.layers) for own in hops for hop in own}
+        if recompute
+        else {},
     )
 
 

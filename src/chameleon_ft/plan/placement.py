@@ -9,7 +9,7 @@ from typing import TypeVar
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["LayerRange", "Placement"]
+__all__ = ["LayerRange", "Placement", "RecomputedLayers"]
 
 GroupT = TypeVar("GroupT", bound=Hashable)
 
@@ -45,6 +45,53 @@ class LayerRange:
         """The layers in both ranges; None if there are none."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return LayerRange(start, stop) if start < stop else None
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedLayers(LayerRange):
+    """Layers that a worker recomputes in its backward: the first ones in full, the last `num_selective` selectively.
+
+    Of a layer that is recomputed in full only the input is kept. One that is recomputed selectively keeps what is slow
+    to compute (outputs of matrix products and of attention), and runs again what is fast (Korthikanti et al., "Reducing
+    Activation Recomputation in Large Transformer Models", 2022).
+
+    Raises PlanError unless `num_selective` is between zero and the number of layers.
+    """
+
+    num_selective: int = 0
+
+    def __post_init__(self) -> None:
+        LayerRange.__post_init__(self)
+        if not 0 <= self.num_selective <= len(self):
+            raise PlanError(
+                f"of {len(self)} layers that are recomputed, {self.num_selective} cannot be recomputed selectively"
+            )
+
+    def __str__(self) -> str:
+        selective = f", {self.num_selective} selectively" if self.num_selective else ""
+        return LayerRange.__str__(self) + selective
+
+    @classmethod
+    def in_full(cls, layers: LayerRange) -> RecomputedLayers:
+        """These layers, all of them recomputed in full."""
+        return cls(layers.start, layers.stop)
+
+    @property
+    def full(self) -> range:
+        """The layers that are recomputed in full."""
+        return range(self.start, self.stop - self.num_selective)
+
+    @property
+    def selective(self) -> range:
+        """The layers that are recomputed selectively."""
+        return range(self.stop - self.num_selective, self.stop)
+
+    def intersection(self, other: LayerRange) -> RecomputedLayers | None:
+        """Those of the layers that are in `other`; None if there are none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        if start >= stop:
+            return None
+        return RecomputedLayers(start, stop, max(0, stop - max(start, self.selective.start)))
 
 
 @dataclass(frozen=True, slots=True)

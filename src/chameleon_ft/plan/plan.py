@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import _json
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.placement import LayerRange, Placement
+from chameleon_ft.plan.placement import LayerRange, Placement, RecomputedLayers
 
 __all__ = ["Hop", "Plan", "Route"]
 
@@ -59,9 +59,9 @@ class Plan:
         split_backward: whether workers run the two halves of a backward as operations of their own.
         fused_workers: those that run it in one go nevertheless: all workers of some pipelines, on whose routes there is
             no other worker.
-        recompute: worker -> the layers by which it trades time for memory: it keeps only the input of each, and runs
-            the layer's forward again just before its backward. A range may span several held ranges; the model's first
-            and last layer are never run again. A worker that is not in the mapping keeps everything. Losses and
+        recompute: worker -> the layers by which it trades time for memory: of each it keeps less, and runs its forward,
+            or the fast part of it, again just before its backward. A range may span several held ranges; the model's
+            first and last layer are never run again. A worker that is not in the mapping keeps everything. Losses and
             gradients do not depend on it.
 
     Raises:
@@ -73,7 +73,7 @@ class Plan:
     placement: Placement
     routes: tuple[Route, ...]
     split_backward: bool = False
-    recompute: Mapping[int, LayerRange] = FrozenMap({})
+    recompute: Mapping[int, RecomputedLayers] = FrozenMap({})
     fused_workers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -142,7 +142,10 @@ class Plan:
                 ranges={w: [(r.start, r.stop) for r in ranges] for w, ranges in self.placement.ranges.items()},
                 routes=[[(hop.worker, hop.layers.start, hop.layers.stop) for hop in r.hops] for r in self.routes],
                 split_backward=self.split_backward,
-                recompute={worker: (own.start, own.stop) for worker, own in self.recompute.items()},
+                recompute={
+                    worker: (own.start, own.stop, *((own.num_selective,) if own.num_selective else ()))
+                    for worker, own in self.recompute.items()
+                },
                 fused_workers=sorted(self.fused_workers),
             )
         )
@@ -159,7 +162,7 @@ class Plan:
             for index, hops in enumerate(record.routes)
         )
         recompute = {
-            worker: placement.span(worker) if own is None else LayerRange(*own)
+            worker: RecomputedLayers(*own) if own else RecomputedLayers.in_full(placement.span(worker))
             for worker, own in record.recompute.items()
         }
         return cls(placement, routes, record.split_backward, recompute, frozenset(record.fused_workers))

@@ -12,6 +12,11 @@ for other blocks:
 - flash attention keeps one float32 for each row of the scores instead of the scores;
 - without dropout there are no masks, and the softmax's output is kept once.
 
+A block that a plan recomputes selectively drops what its fast operations make: outputs of both norms, what the
+activation function and the product with up put out, and the core of attention unless it is flash attention. It keeps
+the rest: inputs of norms, masks, query, key, value, gate and up, and the input of the output projection. The paper
+drops the core of attention alone, and sets norms and activation function aside as small beside that.
+
 What I leaves for W is, for each matrix, its input and the gradient of its output: 32 s b h for a GPT, as in Qi et al.,
 "Zero Bubble Pipeline Parallelism" (2023), table 1. Left out as small: statistics of norms (4 bytes for each token and
 norm).
@@ -26,6 +31,7 @@ from chameleon_ft.presets.shape import FeedForward, ModelShape
 
 __all__ = [
     "block_activation_bytes",
+    "block_selective_bytes",
     "block_weight_grad_bytes",
     "block_working_bytes",
     "head_activation_bytes",
@@ -50,6 +56,15 @@ def block_activation_bytes(shape: ModelShape, execution: Execution, element_byte
     feed_forward = (shape.ffn + _inner_width(shape) + _gate_width(shape)) * element_bytes
     split = attention + feed_forward + _core(shape, execution, element_bytes)
     return _divided(whole, execution.shared) + _divided(split, execution.tp)
+
+
+def block_selective_bytes(shape: ModelShape, execution: Execution, element_bytes: int) -> int:
+    """Bytes for one token that a block keeps on a rank if it is recomputed selectively, see the text of the module."""
+    masks = 2 * shape.hidden * _MASK_BYTES if shape.dropout else 0
+    whole = 2 * shape.hidden * element_bytes + masks
+    split = (2 * shape.query_dim + 2 * shape.kv_dim + _inner_width(shape)) * element_bytes
+    core = _core(shape, execution, element_bytes) if execution.attention is Attention.FLASH else 0
+    return _divided(whole, execution.shared) + _divided(split + core, execution.tp)
 
 
 def block_weight_grad_bytes(shape: ModelShape, execution: Execution, element_bytes: int) -> int:

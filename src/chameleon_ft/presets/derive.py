@@ -7,6 +7,7 @@ from typing import Final
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.presets.activations import (
     block_activation_bytes,
+    block_selective_bytes,
     block_weight_grad_bytes,
     block_working_bytes,
     head_activation_bytes,
@@ -86,6 +87,7 @@ class _Deriving:
                 params=shape.block_params,
                 reductions=_TP_REDUCTIONS,
                 activation_bytes=tokens * block_activation_bytes(shape, execution, element_bytes),
+                selective_bytes=tokens * block_selective_bytes(shape, execution, element_bytes),
                 weight_grad_bytes=tokens * block_weight_grad_bytes(shape, execution, element_bytes),
                 working_bytes=block_working_bytes(shape, execution, tokens=tokens, element_bytes=element_bytes),
             )
@@ -117,6 +119,7 @@ class _Deriving:
         params: int,
         activation_bytes: int,
         weight_grad_bytes: int,
+        selective_bytes: int | None = None,
         working_bytes: int = 0,
         reductions: int = 0,
         crosses: bool = True,
@@ -135,6 +138,8 @@ class _Deriving:
             gradient_bytes=own_params * self._state.gradients.num_bytes,
             optimizer_bytes=own_params * self._state.optimizer_bytes,
             working_bytes=working_bytes,
+            selective_bytes=selective_bytes,
+            selective_s=self._seconds(work.selective_flops, work.selective_traffic),
         )
 
     def _seconds(self, flops: float, traffic_bytes: float) -> float:

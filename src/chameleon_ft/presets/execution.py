@@ -26,7 +26,8 @@ class Recompute(StrEnum):
     """What is dropped after the forward and computed again in the backward (Korthikanti et al. 2022).
 
     Nothing; the core of attention (scores, softmax, dropout), which flash attention never keeps; or whole blocks, of
-    which only the input is kept. The last is what a plan can also ask of some of its workers: do not do both.
+    which only the input is kept. Here it is for all workers and all steps. A plan can also ask some of its workers to
+    recompute whole blocks, or norms, activation functions and the core of attention: do not do both.
     """
 
     NONE = "none"

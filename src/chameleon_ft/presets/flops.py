@@ -27,6 +27,7 @@ class TokenWork:
     Attributes:
         forward_flops, input_grad_flops, weight_grad_flops: operations of matrix products.
         forward_traffic, input_grad_traffic, weight_grad_traffic: bytes that element-wise operations read and write.
+        selective_flops, selective_traffic: those of what runs again if a plan recomputes the layer selectively.
     """
 
     forward_flops: float = 0.0
@@ -35,6 +36,8 @@ class TokenWork:
     forward_traffic: float = 0.0
     input_grad_traffic: float = 0.0
     weight_grad_traffic: float = 0.0
+    selective_flops: float = 0.0
+    selective_traffic: float = 0.0
 
 
 def layer_work(shape: ModelShape, execution: Execution, element_bytes: int) -> tuple[TokenWork, ...]:
@@ -79,22 +82,28 @@ def _block(shape: ModelShape, execution: Execution, element_bytes: int) -> Token
         scores_backward = 2.5 * scores
     else:
         scores_backward = 2.0 * scores
-    traffic = _elementwise(shape) * element_bytes
-    selective = execution.recompute is Recompute.SELECTIVE and execution.attention is Attention.EAGER
-    again_flops = scores if selective else 0.0
+    fast = _recomputable(shape)
+    traffic = (fast + _other_elementwise(shape)) * element_bytes
+    core_again = scores if execution.attention is Attention.EAGER else 0.0
+    always = execution.recompute is Recompute.SELECTIVE
     return TokenWork(
         forward_flops=matrices + scores,
-        input_grad_flops=matrices + scores_backward + again_flops,
+        input_grad_flops=matrices + scores_backward + (core_again if always else 0.0),
         weight_grad_flops=matrices,
         forward_traffic=traffic,
         input_grad_traffic=2 * traffic,
+        selective_flops=0.0 if always else core_again,
+        selective_traffic=fast * element_bytes,
     )
 
 
-def _elementwise(shape: ModelShape) -> float:
-    """Elements that a block's forward reads and writes for one token outside of matrix products and attention."""
-    norms = 2 * 2 * shape.hidden
-    residual_sums = 2 * 3 * shape.hidden
-    rotation = 0 if shape.learned_positions else 2 * (shape.query_dim + shape.kv_dim)
+def _recomputable(shape: ModelShape) -> float:
+    """Elements that norms and activation function, with the product with up, read and write for one token."""
     activation = (3 if shape.feed_forward is FeedForward.SWIGLU else 2) * shape.ffn
-    return float(norms + residual_sums + rotation + activation)
+    return float(2 * 2 * shape.hidden + activation)
+
+
+def _other_elementwise(shape: ModelShape) -> float:
+    """Elements that residual sums and rotary positions read and write for one token."""
+    rotation = 0 if shape.learned_positions else 2 * (shape.query_dim + shape.kv_dim)
+    return float(2 * 3 * shape.hidden + rotation)

@@ -38,12 +38,16 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """The measurements behind one layer's cost: F, B, I and W of one micro-batch."""
+    """The measurements behind one layer's cost: F, B, I and W of one micro-batch.
+
+    `selective` is by how much F and B are longer if the layer is recomputed selectively; None if it cannot be.
+    """
 
     forward: Spread
     backward: Spread
     input_grad: Spread
     weight_grad: Spread
+    selective: Spread | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Final
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, peak_bytes_of, state_bytes
-from chameleon_ft.plan import LayerRange, Plan
+from chameleon_ft.plan import Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
 from chameleon_ft.recovery.loss_risk import LossRisk, risk_of
@@ -22,6 +22,7 @@ from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import InFlightLimit, PipelineSchedule, Program, default_limits
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.transfer import Transfer, missing_between, transfer_s, transfer_to
+from chameleon_ft.workload import Workload
 
 __all__ = ["Candidate", "Course", "CourseDraft", "best_of", "is_noop", "measure", "remeasure", "score"]
 
@@ -236,16 +237,16 @@ def _scheduled(proposal: Proposal, plan: Plan, situation: Situation) -> _Schedul
     return found
 
 
-def _more_recomputed(found: _Scheduled, situation: Situation) -> dict[int, LayerRange] | None:
+def _more_recomputed(found: _Scheduled, situation: Situation) -> dict[int, RecomputedLayers] | None:
     """Recomputation under which the workers that lack memory have enough, or recompute all their layers.
 
-    Of each worker the fewest layers, lowest first: backward goes downwards, so when it gets to them the activations of
-    the layers above are freed. The present order of operations is assumed. None if there is nothing to change: no
-    worker lacks memory, or all that do recompute everything already.
+    Of each worker the fewest layers, selectively before in full, lowest first: backward goes downwards, so when it gets
+    to them the activations of the layers above are freed. The present order of operations is assumed. None if there is
+    nothing to change: no worker lacks memory, or all that do recompute everything already.
     """
     costs, parts = situation.costs, found.parts
     recompute = dict(found.plan.recompute)
-    wider = {worker: _wider(found.plan, worker) for worker in found.estimate.over_capacity(costs)}
+    wider = {worker: _wider(found.plan, worker, costs.workload) for worker in found.estimate.over_capacity(costs)}
     while wider := {worker: ranges for worker, ranges in wider.items() if ranges}:
         for worker, ranges in wider.items():
             recompute[worker] = ranges.popleft()
@@ -257,12 +258,20 @@ def _more_recomputed(found: _Scheduled, situation: Situation) -> dict[int, Layer
     return recompute if recompute != found.plan.recompute else None
 
 
-def _wider(plan: Plan, worker: int) -> deque[LayerRange]:
-    """Ranges from the lowest layer that `worker` holds on, each with one held layer more, that add to what it has."""
-    own, lowest = plan.recompute.get(worker), plan.placement.span(worker).start
-    stops = (layer + 1 for layers in plan.placement.ranges_of(worker) for layer in layers)
-    ranges = (LayerRange(lowest, stop) for stop in stops)
-    return deque(layers for layers in ranges if own is None or (layers != own and layers.covers(own)))
+def _wider(plan: Plan, worker: int, workload: Workload) -> deque[RecomputedLayers]:
+    """Recomputation from the lowest layer that `worker` holds on, each of one held layer more, that adds to its own."""
+    own, span = plan.recompute.get(worker), plan.placement.span(worker)
+    stops = [layer + 1 for layers in plan.placement.ranges_of(worker) for layer in layers]
+    if any(workload.layers[layer].selective_bytes is not None for layer in span):
+        ways = [RecomputedLayers(span.start, stop, stop - span.start) for stop in stops]
+        ways += [RecomputedLayers(span.start, span.stop, span.stop - stop) for stop in stops]
+    else:
+        ways = [RecomputedLayers(span.start, stop) for stop in stops]
+    return deque(
+        layers
+        for layers in ways
+        if own is None or (layers != own and layers.covers(own) and layers.full.stop >= own.full.stop)
+    )
 
 
 def _under(

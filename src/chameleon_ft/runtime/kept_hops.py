@@ -41,10 +41,11 @@ class _Part:
 class KeptHop:
     """A hop whose forward has been run. Its backward is run once, in one go or in halves.
 
-    The hop is kept in parts: each layer that is recomputed is one, of which the input is kept, and so is each stretch
-    of layers between those, of which autograd keeps the graph. A layer that is recomputed is run with a graph the first
-    time too, which is freed at once. Without a graph torch may choose other kernels, and the loss would not be bit for
-    bit that of a hop that keeps everything.
+    The hop is kept in parts: each layer that is recomputed in full is one, of which the input is kept, and so is each
+    stretch of layers between those, of which autograd keeps the graph. A layer that is recomputed in full is run with a
+    graph the first time too, which is freed at once. Without a graph torch may choose other kernels, and the loss would
+    not be bit for bit that of a hop that keeps everything. Of a layer that is recomputed selectively the graph is kept,
+    and makes some of its tensors again: see `chameleon_ft.models.recomputation`.
 
     Args:
         held: the worker's layers.
@@ -58,6 +59,10 @@ class KeptHop:
         self._operation = operation
         self._step = step
         self._num_layers = num_layers
+        again = operation.recompute
+        self._selective = frozenset(
+            layer for layer in (again.selective if again else ()) if is_recomputed(layer, num_layers)
+        )
         self._parts: list[_Part] = []
 
     def forward(self, boundary: Tensor) -> Tensor:
@@ -112,7 +117,13 @@ class KeptHop:
         return self._run(part.layers, part.boundary) if part.output is None else part.output
 
     def _run(self, layers: LayerRange, boundary: Tensor) -> Tensor:
-        return self._held.forward(layers, boundary, step=self._step, micro_batch=self._operation.micro_batch)
+        return self._held.forward(
+            layers,
+            boundary,
+            step=self._step,
+            micro_batch=self._operation.micro_batch,
+            selective=self._selective,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +151,8 @@ class _WeightHalves:
 def _parts_of(operation: Operation, num_layers: int) -> Iterator[tuple[LayerRange, bool]]:
     """The parts of a hop from below, and whether each is run again."""
     layers = operation.layers
-    again = [layer for layer in operation.recompute or () if is_recomputed(layer, num_layers)]
+    recomputed = operation.recompute
+    again = [layer for layer in (recomputed.full if recomputed else ()) if is_recomputed(layer, num_layers)]
     edges = {layers.start, layers.stop, *again, *(layer + 1 for layer in again)}
     for start, stop in pairwise(sorted(edges)):
         yield LayerRange(start, stop), start in again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.job import Job
 from chameleon_ft.models.build import blank_layer, build_layer, seed_forward
+from chameleon_ft.models.recomputation import selective_recomputation
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.sync import Segment
 
@@ -67,11 +69,14 @@ class HeldLayers:
         for module in self._modules.values():
             module.zero_grad(set_to_none=True)
 
-    def forward(self, layers: LayerRange, boundary: Tensor, *, step: int, micro_batch: int) -> Tensor:
-        """Run `layers` on one micro-batch, each with its own random key."""
+    def forward(
+        self, layers: LayerRange, boundary: Tensor, *, step: int, micro_batch: int, selective: Collection[int] = ()
+    ) -> Tensor:
+        """Run `layers` on one micro-batch, each with its own random key; keep less of those that are `selective`."""
         for layer in layers:
             seed_forward(self._seed, step=step, micro_batch=micro_batch, layer=layer, device=self._device)
-            boundary = self._modules[layer](boundary)
+            with selective_recomputation() if layer in selective else nullcontext():
+                boundary = self._modules[layer](boundary)
         return boundary
 
     def parameters(self, layers: LayerRange) -> list[nn.Parameter]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.placement import LayerRange
+from chameleon_ft.plan.placement import RecomputedLayers
 from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._records import CHANNEL, OPERATION, SLOT, Integers, Records
 from chameleon_ft.schedule.components import different_ways
@@ -99,7 +99,7 @@ class NetworkBuilder:
         costs: CostModel,
         *,
         split_backward: bool,
-        recompute: Mapping[int, LayerRange] = FrozenMap({}),
+        recompute: Mapping[int, RecomputedLayers] = FrozenMap({}),
         workers: tuple[int, ...] = (),
     ) -> None:
         self.split_backward = split_backward

@@ -61,10 +61,12 @@ PROGRAM_RECORD: Final = np.dtype(
         ("last", "?"),
         ("recompute_start", "<i4"),
         ("recompute_stop", "<i4"),
+        ("recompute_selective", "<i4"),
     ]
 )
 """An operation of a program, as `Operation` has it.
 
 kind: F, B, I, W are 0, 1, 2, 3. start, stop: its layers. receive_from, send_to: -1 for no worker.
-recompute_start, recompute_stop: the layers whose forward is run again; both 0 for none.
+recompute_start, recompute_stop, recompute_selective: the layers that are recomputed, and how many of them, the last
+ones, selectively; all 0 for none.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan.placement import LayerRange
+from chameleon_ft.plan.placement import LayerRange, RecomputedLayers
 from chameleon_ft.schedule.program import Operation, OperationKind
 from chameleon_ft.workload import LayerCost, Workload, is_recomputed
 
@@ -27,13 +27,13 @@ class CostModel:
         return self.compute_s(worker, operation.kind, operation.layers, recompute=operation.recompute)
 
     def compute_s(
-        self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: LayerRange | None = None
+        self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: RecomputedLayers | None = None
     ) -> float:
         """Seconds that an operation of this kind on these layers takes on `worker`, which recomputes some of them.
 
         The first hop of a route has no input gradient to make, and nobody waits for one: with split backward its I does
         nothing, and its W is the backward in one go. The operation that begins the backward (B, I, or the W of a first
-        hop) runs the forwards of the layers in `recompute` again, except those of the model's first and last layer.
+        hop) recomputes the layers in `recompute`, except the model's first and last layer.
 
         Raises PlanError when the workload has fewer layers than that, ConfigError when the cluster lacks the worker.
         """
@@ -55,11 +55,16 @@ class CostModel:
                 )
         return self.workload.operation_overhead_s + work_s / self.cluster.worker(worker).speed
 
-    def _again_s(self, layers: LayerRange, recompute: LayerRange | None) -> list[float]:
-        """Seconds of each of the forwards that are run again."""
-        part = None if recompute is None else recompute.intersection(layers)
+    def _again_s(self, layers: LayerRange, recompute: RecomputedLayers | None) -> list[float]:
+        """Seconds of what is run again of each of the forwards."""
+        if recompute is None or (part := recompute.intersection(layers)) is None:
+            return []
         costs = self.workload.layers
-        return [costs[layer].forward_s for layer in part or () if is_recomputed(layer, len(costs))]
+        return [
+            costs[layer].forward_s if layer in part.full else costs[layer].selective_s
+            for layer in part
+            if is_recomputed(layer, len(costs))
+        ]
 
     def pace(self, worker: int) -> float:
         """A number that is equal for workers on which the same operations take equally long."""

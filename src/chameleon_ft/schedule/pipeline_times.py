@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.placement import LayerRange
+from chameleon_ft.plan.placement import RecomputedLayers
 from chameleon_ft.plan.plan import Hop
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.program import OperationKind
@@ -58,7 +58,7 @@ def pipeline_times(
     costs: CostModel,
     *,
     split_backward: bool = False,
-    recompute: Mapping[int, LayerRange] = FrozenMap({}),
+    recompute: Mapping[int, RecomputedLayers] = FrozenMap({}),
 ) -> PipelineTimes:
     """The times of a route's hops, each on its worker; `recompute` is that of the plan.
 

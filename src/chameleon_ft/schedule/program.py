@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.placement import LayerRange
+from chameleon_ft.plan.placement import LayerRange, RecomputedLayers
 from chameleon_ft.plan.plan import Route
 from chameleon_ft.schedule._records import PROGRAM_RECORD, Records
 
@@ -53,8 +53,7 @@ class Operation:
         send_to: worker that the result goes to, or None likewise.
         first: whether the hop is the first of its route (F takes its input from the dataset).
         last: whether the hop is the last of its route (F ends in the loss; B and I start from it).
-        recompute: those of `layers` of which the worker keeps only the input from F on, and runs the forward again in
-            the backward; None for none of them.
+        recompute: those of `layers` that the worker recomputes in the backward; None for none of them.
     """
 
     kind: OperationKind
@@ -65,14 +64,14 @@ class Operation:
     send_to: int | None
     first: bool
     last: bool
-    recompute: LayerRange | None = None
+    recompute: RecomputedLayers | None = None
 
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}.{self.hop}"
 
     @classmethod
     def of(
-        cls, kind: OperationKind, route: Route, hop: int, recompute: Mapping[int, LayerRange] = FrozenMap({})
+        cls, kind: OperationKind, route: Route, hop: int, recompute: Mapping[int, RecomputedLayers] = FrozenMap({})
     ) -> Operation:
         """The operation of this kind at the hop with index `hop` of `route`; `recompute` is that of the plan."""
         hops = route.hops
@@ -118,8 +117,7 @@ def records_from(operations: Iterable[Operation]) -> Records:
             -1 if each.send_to is None else each.send_to,
             each.first,
             each.last,
-            0 if each.recompute is None else each.recompute.start,
-            0 if each.recompute is None else each.recompute.stop,
+            *((0, 0, 0) if (own := each.recompute) is None else (own.start, own.stop, own.num_selective)),
         )
         for each in operations
     ]
@@ -128,11 +126,11 @@ def records_from(operations: Iterable[Operation]) -> Records:
 
 def operations_from(records: Records) -> tuple[Operation, ...]:
     """What `records_from` was given."""
-    layers = cache(LayerRange)
+    layers, recomputed = cache(LayerRange), cache(RecomputedLayers)
     operations = []
     for kind, micro_batch, hop, start, stop, receive_from, send_to, first, last, *again in records.tolist():
         source, target = (None if worker < 0 else worker for worker in (receive_from, send_to))
-        recompute = layers(*again) if any(again) else None
+        recompute = recomputed(*again) if any(again) else None
         operations.append(
             Operation(KINDS[kind], micro_batch, hop, layers(start, stop), source, target, first, last, recompute)
         )

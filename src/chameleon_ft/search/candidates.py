@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from chameleon_ft.estimate import estimate_parts
-from chameleon_ft.plan import LayerRange, Placement, Plan, Route
+from chameleon_ft.plan import Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, PipelineSchedule, default_limits
 from chameleon_ft.schedule.best import DEFAULT_EFFORT as PROGRAM_EFFORT
@@ -75,15 +75,13 @@ class Candidate:
         """The plan, with all that is predicted of it."""
         routes: list[Route] = []
         ceiling: dict[int, InFlightLimit] = {}
-        recompute: dict[int, LayerRange] = {}
+        recompute: dict[int, RecomputedLayers] = {}
         for timed, workers in self.pipelines:
             hops = hops_of(workers, timed.stops)
             limits = timed.scheduler.limits(timed.spec)
             assert limits is not None
             ceiling.update(zip(workers, limits_of_array(limits), strict=True))
-            for hop, count in zip(hops, timed.recomputed, strict=True):
-                if count:
-                    recompute[hop.worker] = LayerRange(hop.layers.start, hop.layers.start + count)
+            recompute.update((worker, own) for worker, own in zip(workers, timed.recomputed, strict=True) if own)
             first = len(routes)
             routes += [Route(number, hops) for number in range(first, first + timed.spec.micro_batches)]
         different = list({id(timed): timed for timed, _ in self.pipelines}.values())

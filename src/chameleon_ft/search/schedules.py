@@ -10,7 +10,7 @@ from typing import Final
 
 from chameleon_ft.estimate.memory import stages_of
 from chameleon_ft.estimate.pipeline_memory import pipeline_bytes
-from chameleon_ft.plan import Hop, LayerRange, Placement
+from chameleon_ft.plan import Hop, LayerRange, Placement, RecomputedLayers
 from chameleon_ft.schedule import CostModel, OperationKind, PipelineTimes
 from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.heuristics import ROUNDING
@@ -37,7 +37,7 @@ class PipelineSpec:
     Attributes:
         shape: class of each worker.
         stops: where its stages stop.
-        options: the option of each stage in `Stages`: how many of its layers it recomputes.
+        options: the option of each stage in `Stages`: which of its layers it recomputes.
         micro_batches: its share of the global batch.
     """
 
@@ -53,13 +53,13 @@ class TimedPipeline:
 
     Attributes:
         spec: the pipeline.
-        recomputed: layers that each stage recomputes, from its first on.
+        recomputed: layers that each stage recomputes.
         schedule: operations of each stage in order.
         scheduler: the one that made the schedule.
     """
 
     spec: PipelineSpec
-    recomputed: tuple[int, ...]
+    recomputed: tuple[RecomputedLayers | None, ...]
     schedule: PipelineSchedule
     scheduler: PipelineScheduler
 
@@ -97,7 +97,7 @@ class PipelineScheduler:
         self._kinds = _SPLIT if split_backward else _FUSED
         self._hosts = costs.cluster.hosts
         self._limits: dict[PipelineSpec, Integers | None] = {}
-        self._stage_s: dict[tuple[float, int, int, int], tuple[float, ...]] = {}
+        self._stage_s: dict[tuple[float, int, int, RecomputedLayers | None], tuple[float, ...]] = {}
         self._known: dict[tuple[PipelineSpec, tuple[bool, ...]], tuple[int, TimedPipeline]] = {}
         self._replayed: dict[tuple[TimedPipeline, tuple[bool, ...]], TimedPipeline] = {}
         self._peaks: dict[TimedPipeline, int] = {}
@@ -138,7 +138,7 @@ class PipelineScheduler:
                 # The program that will be run is not given up early.
                 slack=self._options.slack if effort < self._options.polish_effort else ROUNDING,
             )
-            recomputed = self.stages.recomputed_layers(spec.options)
+            recomputed = self.stages.recomputed_layers(spec.stops, spec.options)
             known = self._known[key] = effort, TimedPipeline(spec, recomputed, schedule, self)
         return known[1]
 
@@ -156,11 +156,7 @@ class PipelineScheduler:
             stages = stages_of(self._costs.workload)
             ranges = list(map(_layers, (0, *timed.stops[:-1]), timed.stops))
             state = stages.state_bytes(Placement(timed.stops[-1], {at: (own,) for at, own in enumerate(ranges)}))
-            again = [
-                _layers(own.start, own.start + count) if count else None
-                for own, count in zip(ranges, timed.recomputed, strict=True)
-            ]
-            moving = pipeline_bytes(timed.schedule, ranges, stages, recompute=again)
+            moving = pipeline_bytes(timed.schedule, ranges, stages, recompute=timed.recomputed)
             self._peaks[timed] = max(state[position] + own for position, own in enumerate(moving))
         return self._peaks[timed]
 
@@ -169,7 +165,7 @@ class PipelineScheduler:
         return tuple(self._hosts[one] == self._hosts[other] for one, other in pairwise(workers))
 
     def _times(self, spec: PipelineSpec, workers: Sequence[int]) -> PipelineTimes:
-        recomputed = self.stages.recomputed_layers(spec.options)
+        recomputed = self.stages.recomputed_layers(spec.stops, spec.options)
         starts = (0, *spec.stops[:-1])
         own_s = list(map(self._of_stage, workers, starts, spec.stops, recomputed))
         messages_s = (
@@ -183,14 +179,13 @@ class PipelineScheduler:
             message_s=tuple(messages_s),
         )
 
-    def _of_stage(self, worker: int, start: int, stop: int, recomputed: int) -> tuple[float, ...]:
+    def _of_stage(self, worker: int, start: int, stop: int, recomputed: RecomputedLayers | None) -> tuple[float, ...]:
         """Seconds of each kind of operation."""
         key = self._costs.pace(worker), start, stop, recomputed
         if key not in self._stage_s:
             layers = _layers(start, stop)
-            again = _layers(start, start + recomputed) if recomputed else None
             self._stage_s[key] = tuple(
-                self._costs.compute_s(worker, kind, layers, recompute=again) for kind in self._kinds
+                self._costs.compute_s(worker, kind, layers, recompute=recomputed) for kind in self._kinds
             )
         return self._stage_s[key]
 

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 
 from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.estimate import MessageBuffers
+from chameleon_ft.plan import RecomputedLayers
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule._records import Booleans, Floats, Integers
 from chameleon_ft.search.worker_classes import Shape, WorkerClass
@@ -79,11 +80,15 @@ class Stages:
         outputs = [layer.output_bytes for layer in self.costs.workload.layers[:-1]]
         return np.array([0.0, *(min(link.message_s(size) for link in links) for size in outputs), 0.0])
 
-    def recomputed_layers(self, options: Sequence[int]) -> tuple[int, ...]:
-        """How many layers, from its first on, a stage recomputes under each of these options."""
-        from chameleon_ft.search._kernels.stage_memory import LAYERS
+    def recomputed_layers(self, stops: Sequence[int], options: Sequence[int]) -> tuple[RecomputedLayers | None, ...]:
+        """The layers that each stage of a cut recomputes under these options: some from its first one on, or none."""
+        from chameleon_ft.search._kernels.stage_memory import FULL, SELECTIVE
 
-        return tuple(self.tables.options[list(options), LAYERS].tolist())
+        counts = self.tables.options[list(options)][:, [FULL, SELECTIVE]].tolist()
+        return tuple(
+            RecomputedLayers(start, start + full + selective, selective) if full + selective else None
+            for start, (full, selective) in zip((0, *stops[:-1]), counts, strict=True)
+        )
 
     def options_of(self, shape: Shape, stops: Sequence[int]) -> list[range]:
         """The options of each stage of a cut, the least recomputation first."""
@@ -191,7 +196,7 @@ class Stages:
         from chameleon_ft.search._kernels.stage_memory import COLUMNS, fill_options
 
         layers, size = _layer_bytes(self.costs.workload), self.num_layers
-        room = sum(stop - start + 1 for start in range(size) for stop in range(start + 1, size + 1))
+        room = sum(2 * (stop - start) + 1 for start in range(size) for stop in range(start + 1, size + 1))
         first = np.empty((len(self.classes), size + 1, size + 2), np.int64)
         found: list[Integers] = []
         again_s: list[Floats] = []
@@ -211,16 +216,27 @@ def _layer_bytes(workload: Workload) -> LayerBytes:
 
     layers, last = workload.layers, len(workload.layers) - 1
     outputs = [layer.output_bytes for layer in layers]
+    activation, forward_s = (
+        np.array([own.activation_bytes for own in layers]),
+        np.array([own.forward_s for own in layers]),
+    )
+    boundary, selective = np.array([0, *outputs[:-1]]), np.array(workload.selective_bytes)
+    selective_s = np.array([own.selective_s for own in layers])
+    # Not where recomputation in full saves more bytes a second.
+    partly = (activation - selective) * forward_s >= (activation - boundary) * selective_s
+    selective, selective_s = np.where(partly, selective, activation), np.where(partly, selective_s, 0.0)
     return LayerBytes(
         state=np.array([layer.param_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in layers]),
         sample=np.array([layer.sample_bytes for layer in layers]),
-        activation=np.array([layer.activation_bytes for layer in layers]),
-        boundary=np.array([0, *outputs[:-1]]),
+        activation=activation,
+        boundary=boundary,
+        selective=selective,
         recomputable=np.array([is_recomputed(layer, len(layers)) for layer in range(len(layers))]),
         output=np.array([*outputs[:last], 0]),
         weight_grad=np.array([layer.weight_grad_bytes for layer in layers]),
         working=np.array([layer.working_bytes for layer in layers]),
-        again_s=np.array([layer.forward_s for layer in layers]),
+        selective_s=selective_s,
+        full_s=forward_s - selective_s,
     )
 
 

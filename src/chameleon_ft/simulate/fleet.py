@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
+from chameleon_ft.presets import Recompute
 from chameleon_ft.recovery import LossRisk
-from chameleon_ft.simulate.pipelines import Cut, PipelineClass, Pipelines, uniform
+from chameleon_ft.simulate.pipelines import Cut, PipelineClass, Pipelines, recomputed_layers, uniform
 from chameleon_ft.simulate.step_times import ClassStep, StepTimes
 
 __all__ = [
@@ -153,12 +154,20 @@ def fleet_of_plan(plan: Plan) -> Fleet:
     return Fleet(
         tuple(
             FleetPipeline(
-                Cut(tuple(hop.layers.stop for hop in hops), any(hop.worker in plan.recompute for hop in hops)),
+                Cut(tuple(hop.layers.stop for hop in hops), _most_recomputed(plan, hops)),
                 tuple(hop.worker for hop in hops),
             )
             for hops in ways
         )
     )
+
+
+def _most_recomputed(plan: Plan, hops: Sequence[Hop]) -> Recompute:
+    """How those of the workers recompute that recompute most."""
+    own = [plan.recompute[hop.worker] for hop in hops if hop.worker in plan.recompute]
+    if any(layers.full for layers in own):
+        return Recompute.FULL
+    return Recompute.SELECTIVE if own else Recompute.NONE
 
 
 def plan_of_fleet(fleet: Fleet, times: StepTimes) -> Plan | None:
@@ -175,12 +184,12 @@ def plan_of_fleet(fleet: Fleet, times: StepTimes) -> Plan | None:
         too_many -= less
     used = [(pipeline, share) for pipeline, share in zip(fleet.pipelines, shares, strict=True) if share]
     held: dict[int, tuple[LayerRange, ...]] = {}
-    recompute: dict[int, LayerRange] = {}
+    recompute: dict[int, RecomputedLayers] = {}
     routes: list[Route] = []
     for pipeline, share in used:
         hops = tuple(map(Hop, pipeline.live, pipeline.cut.stages))
         held.update((hop.worker, (hop.layers,)) for hop in hops)
-        recompute.update((hop.worker, hop.layers) for hop in hops if pipeline.cut.recompute)
+        recompute.update(recomputed_layers(pipeline.cut, hops))
         routes += [Route(number, hops) for number in range(len(routes), len(routes) + share)]
     placement = Placement(times.pipelines.num_layers, held)
     return Plan(placement, tuple(routes), times.pipelines.split_backward, recompute)

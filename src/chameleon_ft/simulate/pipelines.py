@@ -12,12 +12,13 @@ from typing import Final
 
 from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.estimate import PipelineTimes, estimate_parts, pipeline_bound_s, pipeline_times, state_bytes
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, split_layers
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, split_layers
+from chameleon_ft.presets import Recompute
 from chameleon_ft.recovery import in_flight_ceiling
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.schedule.best import best_parts, step_s_of
 
-__all__ = ["Cut", "PipelineClass", "PipelineRun", "Pipelines", "ceilings", "first_fitting"]
+__all__ = ["Cut", "PipelineClass", "PipelineRun", "Pipelines", "ceilings", "first_fitting", "recomputed_layers"]
 
 # Operations that may be scheduled for a program; the first list schedule is always made.
 _EFFORT: Final = 1_000
@@ -29,10 +30,10 @@ _STEADY: Final = 32
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cut:
-    """Where the stages of a pipeline stop, and whether its workers recompute."""
+    """Where the stages of a pipeline stop, and how its workers recompute, each all of its layers."""
 
     stops: tuple[int, ...]
-    recompute: bool = False
+    recompute: Recompute = Recompute.NONE
 
     @property
     def depth(self) -> int:
@@ -97,10 +98,13 @@ class Pipelines:
         self._state = [state_bytes(layer) for layer in costs.workload.layers]
         self._gradient = [layer.gradient_bytes for layer in costs.workload.layers]
         self._held = _sums(map(sum, zip(self._state, self._gradient, strict=True)))
-        self._activations = tuple(
-            _sums(layer.activation_bytes for layer in workload.layers)
-            for workload in (costs.workload, costs.workload.recomputed())
-        )
+        workload = costs.workload
+        self._has_selective = any(layer.selective_bytes is not None for layer in workload.layers)
+        self._activations = {
+            Recompute.NONE: _sums(layer.activation_bytes for layer in workload.layers),
+            Recompute.SELECTIVE: _sums(workload.selective_bytes),
+            Recompute.FULL: _sums(layer.activation_bytes for layer in workload.recomputed().layers),
+        }
         self._runs: dict[tuple[PipelineClass, int], PipelineRun | None] = {}
         self._scheduled: dict[tuple[PipelineClass, int, int], PipelineRun] = {}
         self._costs_of: dict[tuple[float, ...], CostModel] = {}
@@ -118,7 +122,7 @@ class Pipelines:
 
     def _roomy_stops(self, depth: int) -> tuple[int, ...]:
         """The cut whose largest stage is smallest, with recomputation and as many in flight as 1F1B has."""
-        low, high = 0, self._least_stage_bytes(0, self.num_layers, depth, recompute=True)
+        low, high = 0, self._least_stage_bytes(0, self.num_layers, depth, Recompute.FULL)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._filled(depth, middle) else (middle, high)
@@ -131,7 +135,7 @@ class Pipelines:
         for in_flight in range(depth, 0, -1):
             stop = start
             most = self.num_layers - in_flight + 1
-            while stop < most and self._least_stage_bytes(start, stop + 1, in_flight, recompute=True) <= capacity:
+            while stop < most and self._least_stage_bytes(start, stop + 1, in_flight, Recompute.FULL) <= capacity:
                 stop += 1
             if stop == start:
                 return ()
@@ -156,7 +160,7 @@ class Pipelines:
         if own not in self._times:
             hops = _hops(own.cut)
             self._times[own] = pipeline_times(
-                hops, self._costs(own), split_backward=self.split_backward, recompute=_recompute(own.cut, hops)
+                hops, self._costs(own), split_backward=self.split_backward, recompute=recomputed_layers(own.cut, hops)
             )
         return pipeline_bound_s(self._times[own], micro_batches)
 
@@ -204,8 +208,9 @@ class Pipelines:
         return math.inf if run is None else run.program_s
 
     def fitting(self, own: PipelineClass, micro_batches: int) -> PipelineClass | None:
-        """The class itself, or with recomputation if only that fits; None if neither does."""
-        for recompute in (own.cut.recompute, True):
+        """The class itself, or with as much recomputation as it takes to fit; None if none does."""
+        levels = [level for level in Recompute if level is not Recompute.SELECTIVE or self._has_selective]
+        for recompute in levels[levels.index(own.cut.recompute) :]:
             changed = replace(own, cut=replace(own.cut, recompute=recompute))
             if self.fits(changed, micro_batches):
                 return changed
@@ -254,19 +259,19 @@ class Pipelines:
             Placement(self.num_layers, {hop.worker: (hop.layers,) for hop in hops}),
             tuple(Route(number, hops) for number in range(micro_batches)),
             self.split_backward,
-            _recompute(own.cut, hops),
+            recomputed_layers(own.cut, hops),
         )
 
     def _least_bytes(self, own: PipelineClass, micro_batches: int) -> int:
         """Bytes below which no run of 1F1B's order is: state, and the activations in flight when warm-up ends."""
         return max(
             self._least_stage_bytes(
-                stage.start, stage.stop, min(micro_batches, own.cut.depth - number), recompute=own.cut.recompute
+                stage.start, stage.stop, min(micro_batches, own.cut.depth - number), own.cut.recompute
             )
             for number, stage in enumerate(own.cut.stages)
         )
 
-    def _least_stage_bytes(self, start: int, stop: int, in_flight: int, *, recompute: bool) -> int:
+    def _least_stage_bytes(self, start: int, stop: int, in_flight: int, recompute: Recompute) -> int:
         activations = self._activations[recompute]
         state = self._held[stop] - self._held[start]
         return state + in_flight * (activations[stop] - activations[start])
@@ -323,8 +328,15 @@ def _hops(cut: Cut) -> tuple[Hop, ...]:
     return tuple(Hop(worker, layers) for worker, layers in enumerate(cut.stages))
 
 
-def _recompute(cut: Cut, hops: Sequence[Hop]) -> dict[int, LayerRange]:
-    return {hop.worker: hop.layers for hop in hops} if cut.recompute else {}
+def recomputed_layers(cut: Cut, hops: Sequence[Hop]) -> dict[int, RecomputedLayers]:
+    """What each worker recomputes, as a plan has it."""
+    if cut.recompute is Recompute.NONE:
+        return {}
+    selective = cut.recompute is Recompute.SELECTIVE
+    return {
+        hop.worker: RecomputedLayers(hop.layers.start, hop.layers.stop, len(hop.layers) if selective else 0)
+        for hop in hops
+    }
 
 
 def uniform(speeds: Sequence[float]) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.estimate import paper as reported
 from chameleon_ft.plan import LayerRange
+from chameleon_ft.presets import Recompute
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.baselines import pipeline_templates
 from chameleon_ft.simulate.fleet import Fleet, arranged
@@ -50,7 +51,7 @@ def oobleck_mixes(world: World, *, recompute: bool) -> _Mixes:
     cuts = {
         nodes: cut
         for nodes, template in templates.items()
-        if (cut := _cut_that_fits(world, Cut(template.cut_points, recompute)))
+        if (cut := _cut_that_fits(world, Cut(template.cut_points, Recompute.FULL if recompute else Recompute.NONE)))
     }
 
     def most(nodes: int, time_s: float) -> int:

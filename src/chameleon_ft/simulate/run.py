@@ -13,6 +13,7 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.presets import Recompute
 from chameleon_ft.recovery import POLICIES, Policy
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.simulate import redundant
@@ -31,6 +32,11 @@ from chameleon_ft.workload import Workload
 __all__ = ["ORACLE", "SIMULATED_POLICIES", "simulate"]
 
 ORACLE: Final = "oracle"
+_RECOMPUTING: Final = {
+    Recompute.NONE: "",
+    Recompute.SELECTIVE: ", recomputing selectively",
+    Recompute.FULL: ", recomputing",
+}
 _POLICIES: Final[Mapping[str, Policy]] = FrozenMap({**POLICIES, "redundant": redundant.POLICY})
 SIMULATED_POLICIES: Final = (*_POLICIES, ORACLE)
 """Every policy that can be simulated."""
@@ -147,7 +153,7 @@ def _in_words(world: World) -> str:
         return "nothing"
     cuts = Counter(pipeline.cut for pipeline in fleet.pipelines)
     return ", ".join(
-        f"{count} x {cut.depth} stages" + (", recomputing" if cut.recompute else "")
+        f"{count} x {cut.depth} stages" + _RECOMPUTING[cut.recompute]
         for cut, count in sorted(cuts.items(), reverse=True)
     )
 

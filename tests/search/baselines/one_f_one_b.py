@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from chameleon_ft.estimate import program_memory
-from chameleon_ft.plan import LayerRange, PipelineLayout, Route, pipelines_plan
+from chameleon_ft.plan import PipelineLayout, RecomputedLayers, Route, pipelines_plan
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
 
 
 def one_f_one_b(
-    route: Route, hop: int, in_flight: int, micro_batches: int, recompute: Mapping[int, LayerRange] | None = None
+    route: Route, hop: int, in_flight: int, micro_batches: int, recompute: Mapping[int, RecomputedLayers] | None = None
 ) -> tuple[Operation, ...]:
     """The order of a worker: `in_flight` forwards, then backward and forward in turn, then the backwards left."""
     routes = [Route(number, route.hops) for number in range(micro_batches)]

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.situation import Situation
 
@@ -42,7 +42,7 @@ def propose(name: str, situation: Situation) -> list[Proposal]:
     placement = Placement(plan.placement.num_layers, held)
     # A worker of a pipeline that was idle recomputes as its counterpart in the pipeline that its own is like.
     like = {hop.worker: whole[0][stage] for hops in pipelines[len(whole) :] for stage, hop in enumerate(hops)}
-    recompute: dict[int, LayerRange] = {}
+    recompute: dict[int, RecomputedLayers] = {}
     fused = frozenset(own for own in held if (like[own].worker if own in like else own) in plan.fused_workers)
     for worker in held:
         if worker not in like:

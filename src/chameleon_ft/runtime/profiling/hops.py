@@ -137,9 +137,13 @@ class ResidentLayers:
 
 
 class Hop:
-    """Runs `layers`, which are resident, on one micro-batch: `enter`, `forward`, then `backward` or its halves."""
+    """Runs `layers`, which are resident, on one micro-batch: `enter`, `forward`, then `backward` or its halves.
 
-    def __init__(self, resident: ResidentLayers, layers: LayerRange) -> None:
+    With `selective`, all of them are recomputed selectively.
+    """
+
+    def __init__(self, resident: ResidentLayers, layers: LayerRange, *, selective: bool = False) -> None:
+        self._selective = layers if selective else ()
         self._resident = resident
         self._model = resident.model
         self.layers = layers
@@ -168,7 +172,9 @@ class Hop:
         assert self._boundary is not None
         if self.is_first:
             self._model.load()
-        output = self._resident.held.forward(self.layers, self._boundary, step=0, micro_batch=0)
+        output = self._resident.held.forward(
+            self.layers, self._boundary, step=0, micro_batch=0, selective=self._selective
+        )
         if self.is_last:
             if not self.is_first:
                 self._model.load()

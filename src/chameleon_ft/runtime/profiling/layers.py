@@ -12,7 +12,7 @@ from chameleon_ft.profiles import LayerTimes, Spread
 from chameleon_ft.runtime.batches import KEPT_MICRO_BATCHES
 from chameleon_ft.runtime.profiling.hops import Hop, ModelOnDevice, ResidentLayers
 from chameleon_ft.runtime.profiling.memory import held_in_phases
-from chameleon_ft.workload import LayerCost
+from chameleon_ft.workload import LayerCost, is_recomputed
 
 __all__ = ["LayerBytes", "MeasuredLayers", "layer_bytes", "measure_layers", "operation_overhead_s", "spread"]
 
@@ -32,6 +32,7 @@ class LayerBytes:
     output_bytes: int
     working_bytes: int
     sample_bytes: int
+    selective_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,9 @@ def measure_layers(model: ModelOnDevice, *, repeats: int, progress: Callable[[st
     for layer in range(model.num_layers):
         progress(f"layer {layer + 1} of {model.num_layers}")
         resident = ResidentLayers(model, LayerRange(layer, layer + 1))
-        measured = _times(resident, repeats)
-        costs.append(_cost(f"{model.kind(layer)} {layer}", measured, layer_bytes(resident), overhead_s))
+        sizes = layer_bytes(resident)
+        measured = _times(resident, repeats, selective=sizes.selective_bytes is not None)
+        costs.append(_cost(f"{model.kind(layer)} {layer}", measured, sizes, overhead_s))
         times.append(measured)
     return MeasuredLayers(tuple(costs), tuple(times), overhead_s)
 
@@ -152,16 +154,45 @@ def layer_bytes(resident: ResidentLayers) -> LayerBytes:
         output_bytes=behind,
         working_bytes=max(0, *working),
         sample_bytes=samples if hop.is_first or hop.is_last else 0,
+        selective_bytes=_selective_bytes(resident, activations),
     )
 
 
-def _times(resident: ResidentLayers, repeats: int) -> LayerTimes:
-    """F, B, I and W of the one layer that is resident. The first layer's I makes nothing, and its W is its B."""
+def _selective_bytes(resident: ResidentLayers, activation_bytes: int) -> int | None:
+    """Bytes that the layer keeps if it is recomputed selectively; None if that is no less."""
+    model, layer = resident.model, resident.layers.start
+    if not is_recomputed(layer, model.num_layers):
+        return None
+    hop = Hop(resident, resident.layers, selective=True)
+    _run_all(hop)
+    held = held_in_phases(
+        {
+            "enter": hop.enter,
+            "F": hop.forward,
+            "gradient": hop.receive_gradient,
+            "B": hop.backward,
+            "end": hop.leave,
+        },
+        model.device,
+    )
+    kept = max(0, held["F"].after - held["enter"].before - model.boundary_bytes(layer))
+    return kept if kept < activation_bytes else None
+
+
+def _times(resident: ResidentLayers, repeats: int, *, selective: bool) -> LayerTimes:
+    """F, B, I and W of the one layer that is resident. The first layer's I makes nothing, and its W is its B.
+
+    With `selective`, also by how much F and B are longer if the layer is recomputed selectively.
+    """
     hop = Hop(resident, resident.layers)
+    again = Hop(resident, resident.layers, selective=True)
     fused: list[tuple[float, float]] = []
     split: list[tuple[float, float]] = []
+    longer: list[float] = []
     for _ in range(_WARM_UP + repeats):
         fused.append(_fused_s(hop, resident.model))
+        if selective:
+            longer.append(max(0.0, sum(_fused_s(again, resident.model)) - sum(fused[-1])))
         if not hop.is_first:
             split.append(_split_s(hop, resident.model))
     backward = spread([seconds for _, seconds in fused[_WARM_UP:]])
@@ -170,6 +201,7 @@ def _times(resident: ResidentLayers, repeats: int) -> LayerTimes:
         backward=backward,
         input_grad=spread([seconds for seconds, _ in split[_WARM_UP:]]) if split else Spread(0.0, 0.0, 0.0, repeats),
         weight_grad=spread([seconds for _, seconds in split[_WARM_UP:]]) if split else backward,
+        selective=spread(longer[_WARM_UP:]) if longer else None,
     )
 
 
@@ -183,6 +215,7 @@ def _cost(name: str, times: LayerTimes, sizes: LayerBytes, overhead_s: float) ->
         input_grad_s=own(times.input_grad),
         weight_grad_s=own(times.weight_grad),
         fused_backward_s=own(times.backward),
+        selective_s=0.0 if times.selective is None else times.selective.median_s,
         **asdict(sizes),
     )
 

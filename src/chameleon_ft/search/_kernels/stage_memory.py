@@ -1,4 +1,4 @@
-"""Peak memory of stages, and how many micro-batches fit, by how many of their layers are recomputed.
+"""Peak memory of stages, and how many micro-batches fit, by how many of their layers are recomputed, and how.
 
 The moments are those that `chameleon_ft.estimate.memory` describes, for one stage that is alone on its worker.
 """
@@ -14,7 +14,7 @@ UNLIMITED: Final = 2**40
 """More micro-batches than any step has."""
 
 # Columns of `options`.
-LAYERS: Final = 0
+FULL: Final = 0
 IN_FLIGHT: Final = 1
 DEFERRED: Final = 2
 EACH: Final = 3
@@ -24,10 +24,12 @@ BACKWARD: Final = 6
 WEIGHT: Final = 7
 FIXED: Final = 8
 SPARE: Final = 9
-COLUMNS: Final = 10
-"""How many layers are recomputed; how many micro-batches can be in flight, and how many W can wait when nothing is in
-flight; bytes of a micro-batch in flight, and of one whose W waits; the most bytes that F, B or I, and W need, those of
-their own micro-batch included; bytes of state and samples, and those that they leave of the worker's memory.
+SELECTIVE: Final = 10
+COLUMNS: Final = 11
+"""How many layers are recomputed in full; how many micro-batches can be in flight, and how many W can wait when nothing
+is in flight; bytes of a micro-batch in flight, and of one whose W waits; the most bytes that F, B or I, and W need,
+those of their own micro-batch included; bytes of state and samples, and those that they leave of the worker's memory;
+how many layers, after those in full, are recomputed selectively.
 """
 
 
@@ -38,23 +40,27 @@ class LayerBytes(NamedTuple):
         state: parameters, gradients and optimizer state.
         sample: samples kept at hand.
         activation: activations from F to B.
-        boundary: what stays of these when the layer is recomputed: its input.
+        boundary: what stays of these when the layer is recomputed in full: its input.
+        selective: what stays of these when the layer is recomputed selectively; as much if that is not possible.
         recomputable: whether the layer may be recomputed, bool [layers].
         output: message to the next layer; zero for the last.
         weight_grad: what I leaves for W.
         working: needed only while the layer runs.
-        again_s: seconds of the layer's forward on a worker of speed 1, float64 [layers].
+        selective_s: seconds that selective recomputation takes on a worker of speed 1, float64 [layers].
+        full_s: those that recomputation in full takes beyond that, float64 [layers].
     """
 
     state: Integers
     sample: Integers
     activation: Integers
     boundary: Integers
+    selective: Integers
     recomputable: Booleans
     output: Integers
     weight_grad: Integers
     working: Integers
-    again_s: Floats
+    selective_s: Floats
+    full_s: Floats
 
 
 @lean_kernel
@@ -63,8 +69,9 @@ def fill_options(
 ) -> int:
     """Fill in the ways to recompute that a stage of a worker with `capacity` bytes has; return how many there are.
 
-    A stage has an option for every number of recomputed layers that lets more micro-batches be in flight, or lets more
-    W wait, than fewer recomputed layers do, as long as at least one micro-batch fits.
+    Layers are first recomputed selectively and then in full, each time one more of them, from the first one on. A stage
+    has an option for every step that lets more micro-batches be in flight, or lets more W wait, than all steps before
+    it, as long as at least one micro-batch fits.
 
     Args:
         layers: of the model.
@@ -74,7 +81,7 @@ def fill_options(
         first: int64 [L + 1, L + 2], by start and stop: the place of the stage's first option; those of stop follow
             those of stop - 1.
         options: int64 [options, COLUMNS].
-        again_s: float64 [options], seconds of the forwards that run again.
+        again_s: float64 [options], seconds of recomputation.
     """
     num_layers = len(layers.state)
     found = 0
@@ -85,19 +92,28 @@ def fill_options(
                 continue
             in_flight = deferred = 0
             seconds = 0.0
-            for until in range(start, stop + 1):
-                if until > start:
+            full = until = start
+            for step in range(2 * (stop - start) + 1):
+                if step:
+                    layer = start + (step - 1) % (stop - start)
                     # Recomputing a layer that must not, or need not be, changes nothing.
-                    if not layers.recomputable[until - 1]:
+                    if not layers.recomputable[layer]:
                         continue
-                    seconds += layers.again_s[until - 1]
+                    if step > stop - start:
+                        full = layer + 1
+                        seconds += layers.full_s[layer]
+                    elif layers.selective[layer] < layers.activation[layer]:
+                        until = layer + 1
+                        seconds += layers.selective_s[layer]
+                    else:
+                        continue
                 row = options[found]
-                _measure(layers, split, start, stop, until, row)
+                _measure(layers, split, start, stop, full, until, row)
                 _count(row, capacity)
                 if row[IN_FLIGHT] > in_flight or (row[IN_FLIGHT] == in_flight and row[DEFERRED] > deferred):
                     in_flight, deferred = row[IN_FLIGHT], row[DEFERRED]
                     again_s[found] = seconds
-                    row[LAYERS] = until - start
+                    row[FULL], row[SELECTIVE] = full - start, max(0, until - full)
                     found += 1
                 if in_flight >= most:
                     break
@@ -106,16 +122,19 @@ def fill_options(
 
 
 @lean_part
-def _measure(layers: LayerBytes, split: bool, start: int, stop: int, until: int, row: Integers) -> None:
-    """Bytes of layers `start` to `stop` of which those before `until` are recomputed, into columns from `EACH` on."""
+def _measure(layers: LayerBytes, split: bool, start: int, stop: int, full: int, until: int, row: Integers) -> None:
+    """Bytes of layers `start` to `stop`, into columns from `EACH` on.
+
+    Those before `full` are recomputed in full, and from there to `until` selectively.
+    """
     last = layers.output[stop - 1]
     # The graph of the last layer keeps the output, if there is one.
-    kept_output = 0 if stop == until and layers.recomputable[stop - 1] else last
+    kept_output = 0 if stop == full and layers.recomputable[stop - 1] else last
     kept = left = weight_grads = state = sample = 0
     forward = backward = working = 0
     for layer in range(start, stop):
-        again = layer < until and layers.recomputable[layer]
-        own = layers.boundary[layer] if again else layers.activation[layer]
+        again = layer < full and layers.recomputable[layer]
+        own = layers.boundary[layer] if again else _kept(layers, layer, until)
         rest = max(0, layers.activation[layer] - own)
         kept += own
         state += layers.state[layer]
@@ -129,8 +148,8 @@ def _measure(layers: LayerBytes, split: bool, start: int, stop: int, until: int,
         backward = max(backward, kept + kept_output + made + layers.working[layer] + remade + rest + above)
     in_input_grad = 0
     for layer in range(stop - 1, start - 1, -1):
-        again = layer < until and layers.recomputable[layer]
-        own = layers.boundary[layer] if again else layers.activation[layer]
+        again = layer < full and layers.recomputable[layer]
+        own = layers.boundary[layer] if again else _kept(layers, layer, until)
         # What I leaves for W stands in for the activations where it is no less.
         left += own if layers.weight_grad[layer] >= own else 0
         weight_grads += layers.weight_grad[layer]
@@ -150,6 +169,13 @@ def _measure(layers: LayerBytes, split: bool, start: int, stop: int, until: int,
     row[WEIGHT] = backward + last if start == 0 else weight_grads + working
     if not split:
         row[WAITING] = row[WEIGHT] = 0
+
+
+@lean_part
+def _kept(layers: LayerBytes, layer: int, until: int) -> int:
+    """Bytes of activations that a layer keeps if it is recomputed selectively, before `until`, or not at all."""
+    kept: int = layers.selective[layer] if layer < until else layers.activation[layer]
+    return kept
 
 
 @lean_part
