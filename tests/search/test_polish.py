@@ -38,9 +38,10 @@ class Problem:
         found = []
         for place, share in enumerate(shares):
             workers = tuple(range(place * depth, (place + 1) * depth))
-            _, options = self.search.estimates.chosen((0,) * depth, stops, share)
-            if min(options) < 0:
+            found_options = self.search.estimates.chosen((0,) * depth, stops, share)
+            if not found_options:
                 return None
+            _, options = found_options[-1]
             spec = PipelineSpec((0,) * depth, stops, options, share)
             timed = self.search.scheduler.scheduled(spec, effort=OPTIONS.look_effort, workers=workers)
             if timed is None:

@@ -161,24 +161,21 @@ class PipelineBounds:
         negative."""
         return self._cut_s(shape, stops, micro_batches, math.inf, np.array(options))
 
-    def chosen(self, shape: Shape, stops: Stops, micro_batches: int) -> tuple[float, tuple[int, ...]]:
+    def chosen(self, shape: Shape, stops: Stops, micro_batches: int) -> list[tuple[float, tuple[int, ...]]]:
         """Options of the stages of this cut for which the bound is about the least, and the bound for these.
 
-        Infinite, and one of them negative, where a stage does not fit.
+        In a step that may take longer stages recompute less, so that those in front need to hold fewer micro-batches,
+        but their gradients take longer. No schedule comes near to the bound with as little recomputation as that, so
+        options with which each stage for itself ends first are chosen too. None where a stage does not fit.
         """
-        best_s, best = math.inf, (-1,)
+        found: dict[tuple[int, ...], float] = {}
         least_s = self.quick_s(shape, micro_batches)
-        # In a step that may take longer stages recompute less, so that those in front need to hold fewer micro-batches,
-        # but their gradients take longer.
         for slack in _LIMITS if self.stages.limited else (math.inf,):
             options = np.full(len(shape), -1)
             if self._cut_s(shape, stops, micro_batches, least_s * (1 + slack), options) < math.inf:
-                own_s = self._cut_s(shape, stops, micro_batches, math.inf, options)
-                if own_s < best_s:
-                    best_s, best = own_s, tuple(options.tolist())
-            if best_s <= least_s * (1 + slack):
-                break
-        return best_s, best
+                found[tuple(options.tolist())] = self._cut_s(shape, stops, micro_batches, math.inf, options)
+        few = [min(found, key=found.__getitem__), next(reversed(found))] if found else []
+        return [(found[each], each) for each in dict.fromkeys(few)]
 
     def _cut_s(self, shape: Shape, stops: Stops, micro_batches: int, limit_s: float, options: Integers) -> float:
         from chameleon_ft.search._kernels.pipeline_bounds import cut_s

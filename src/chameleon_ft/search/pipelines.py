@@ -24,7 +24,7 @@ _LEAST_GAIN: Final = 0.003
 # and then for as many as the bound takes. With less room they recompute less, but are idle more.
 _ROOMY: Final = (1.25, 1.0, 0.85, 0.7, 0.0)
 # Cuts in a row without an improvement that end the search among those of one estimate.
-_IN_VAIN: Final = 2
+_IN_VAIN: Final = 3
 # Pipelines that take longer by no more than this share are similar; so many of them are kept.
 _SIMILAR: Final = 0.01
 _FEW_SIMILAR: Final = 3
@@ -67,8 +67,7 @@ class PipelineSearch:
             if best[0] <= bounds.least_s(shape, micro_batches) * (1 + _ENOUGH):
                 break
             in_vain = 0
-            for stops in bounds.candidates(shape, micro_batches):
-                estimate_s, options = bounds.chosen(shape, stops, micro_batches)
+            for stops, (estimate_s, options) in self._candidates(shape, micro_batches, bounds):
                 if estimate_s < best[0] * (1 - (_LEAST_GAIN if sync == SyncCost() else -_SIMILAR)):
                     found = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
                     in_vain = 0 if found is not best else in_vain + 1
@@ -92,8 +91,7 @@ class PipelineSearch:
         self, shape: Shape, micro_batches: int, bounds: PipelineBounds
     ) -> tuple[float, TimedPipeline | None]:
         best: tuple[float, TimedPipeline | None] = math.inf, None
-        for stops in bounds.candidates(shape, micro_batches):
-            _, options = bounds.chosen(shape, stops, micro_batches)
+        for stops, (_, options) in self._candidates(shape, micro_batches, bounds):
             best = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
         if best[0] > bounds.least_s(shape, micro_batches) * (1 + _ROUNDING):
             for bound_s, stops, options in sorted(self._all(shape, micro_batches, bounds, best[0])):
@@ -101,6 +99,14 @@ class PipelineSearch:
                     break
                 best = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
         return best
+
+    @staticmethod
+    def _candidates(
+        shape: Shape, micro_batches: int, bounds: PipelineBounds
+    ) -> Iterator[tuple[Stops, tuple[float, tuple[int, ...]]]]:
+        """Cuts, each with some choices of options and their estimates."""
+        for stops in bounds.candidates(shape, micro_batches):
+            yield from ((stops, chosen) for chosen in bounds.chosen(shape, stops, micro_batches))
 
     def _all(
         self, shape: Shape, micro_batches: int, bounds: PipelineBounds, limit_s: float

@@ -139,8 +139,7 @@ class Polish:
                 low, high, shift = min(less, more), max(less, more), 1 if more < less else -1
                 stops = (*spec.stops[:low], *(stop + shift for stop in spec.stops[low:high]), *spec.stops[high:])
                 if all(start < stop for start, stop in pairwise((0, *stops))):
-                    own_s, options = estimates.chosen(spec.shape, stops, spec.micro_batches)
-                    if min(options) >= 0:
+                    for own_s, options in estimates.chosen(spec.shape, stops, spec.micro_batches):
                         yield own_s, replace(spec, stops=stops, options=options)
         for stage, options_of in enumerate(estimates.stages.options_of(spec.shape, spec.stops)):
             for option in (spec.options[stage] - 1, spec.options[stage] + 1):

@@ -202,7 +202,7 @@ def _shared_out(
     @cache
     def estimate(cut: _Cut, count: int) -> tuple[float, tuple[int, ...]]:
         """Seconds, infinite if a stage does not fit, and the options of the stages."""
-        return search.estimates.chosen(*cut, count)
+        return min(search.estimates.chosen(*cut, count), default=(math.inf, ()))
 
     def scheduled(place: int, count: int) -> TimedPipeline | None:
         cut, workers = cuts[place]

@@ -143,7 +143,7 @@ def _stage_s(
     limit_end_s: float,
 ) -> tuple[float, float, float, int]:
     """For one stage the least `_unlimited_s` of one micro-batch, and the least `_option_s`, each for itself, over its
-    options within the limits; and the option of them that recomputes least.
+    options within the limits; and the option of them that recomputes least, or without limits the one that ends first.
 
     Infinite, and a negative option, where there is none. Options that are below none of the times that are enough are
     left out.
@@ -161,13 +161,10 @@ def _stage_s(
             break
         own_s, done_s = _option_s(tables, kind, count, start, stop, option, first_s, rest_s)
         if own_s <= limit_s and done_s <= limit_end_s:
-            least_first_s, least_s, least_end_s = (
-                min(least_first_s, once_s),
-                min(least_s, own_s),
-                min(least_end_s, done_s),
-            )
-            if best < 0:
+            if best < 0 or (limit_s == math.inf and done_s < least_end_s):
                 best = option
+            least_first_s, least_s = min(least_first_s, once_s), min(least_s, own_s)
+            least_end_s = min(least_end_s, done_s)
     return least_first_s, least_s, least_end_s, best
 
 
@@ -247,7 +244,7 @@ def cut_s(
         limit_s: what the step may take where options are chosen.
         sync_s: seconds of gradient sync by start and stop, float64 [L + 1, L + 1].
         options: the option of each stage, int64 [stages]. Negative ones are replaced by those that recompute least of
-            the ones within the limit.
+            the ones within the limit, or without a limit by those that end first.
     """
     first_s = returned_s = ended_s = 0.0
     for position in range(len(shape) - 1, -1, -1):
