@@ -53,6 +53,13 @@ def test_a_large_model_goes_on_with_fewer_hosts() -> None:
         assert "wait" not in result.decisions_by_kind
 
 
+def test_oobleck_has_room_to_be_reconfigured() -> None:
+    # Two H100s hold the 7B model, but with no room for layers that arrive: then hardly a template could be reached.
+    losses = [Fault((worker,), (1 + worker) * HOUR_S / 2) for worker in range(12)]
+    result = simulated("llama2-7b", 24, losses, "oobleck").policies["oobleck"]
+    assert "checkpoint" not in result.decisions_by_kind
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     depth=st.integers(2, 6), share=st.integers(1, 200), memory_gb=st.sampled_from([4, 6, 9, 24]), split=st.booleans()

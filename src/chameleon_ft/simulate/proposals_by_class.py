@@ -11,7 +11,7 @@ from chameleon_ft.recovery import PaperRepartition
 from chameleon_ft.simulate.fleet import Fleet, FleetPipeline, arranged
 from chameleon_ft.simulate.pipelines import PipelineClass
 from chameleon_ft.simulate.planner import Option, Outlook
-from chameleon_ft.simulate.published import estimated_mix, oobleck_mixes, paper_mixes, rerouted_s
+from chameleon_ft.simulate.published import estimated_mix, oobleck_mixes, paper_mixes, reconfigured, rerouted_s
 from chameleon_ft.simulate.world import World
 
 __all__ = ["ProposalsByClass"]
@@ -76,12 +76,14 @@ class ProposalsByClass:
         return [self.model.from_checkpoint(name, layout, step_s, self.state)]
 
     def oobleck(self, name: str) -> list[Option]:
-        """With recomputation, as the released code has it, and without."""
+        """As in runs: the best combination, and the templates of the pipelines' new sizes; recomputing, and not."""
         layouts: list[Fleet] = []
         for recompute in (True, False):
             mixes = self.model.noted(f"oobleck {recompute}", partial(oobleck_mixes, recompute=recompute))
             found = estimated_mix(mixes, self.layout, self.state.speeds)
             layouts += [] if found is None else self.model.placements(found[0])
+            smaller = reconfigured(mixes, self.layout)
+            layouts += [] if smaller is None else [smaller]
         return self._options(name, layouts)
 
     def paper_repartition(self, name: str) -> PaperRepartition[Option]:
