@@ -46,9 +46,8 @@ def reconfigured(planner: _Mixes, current: Fleet) -> Fleet | None:
     pipelines = reconfigured_pipelines((pipeline.live for pipeline in current.pipelines), min(cuts, default=0))
     if not pipelines or not cuts.keys() >= set(map(len, pipelines)):
         return None
-    return Fleet(
-        tuple(FleetPipeline(cuts[len(own)], tuple(sorted(own, key=lambda each: held[each].start))) for own in pipelines)
-    )
+    in_order = (sorted(own, key=lambda worker: held[worker].start) for own in pipelines)
+    return Fleet(tuple(FleetPipeline(cuts[len(own)], tuple(own)) for own in in_order))
 
 
 def oobleck_mixes(world: World, *, recompute: bool) -> _Mixes:

@@ -142,8 +142,8 @@ def _layouts(
     if live_nodes is None:
         mixes = _best_mixes(estimate, workers=len(cluster.workers), least_pipelines=least_pipelines)
     else:
-        pipelines = reconfigured_pipelines(map(range, live_nodes), min(templates, default=0))
-        mixes = estimate.given([len(pipeline) for pipeline in pipelines])
+        reconfigured = reconfigured_pipelines(map(range, live_nodes), min(templates, default=0))
+        mixes = estimate.given([len(pipeline) for pipeline in reconfigured])
     for mix in ends_of(mixes):
         pipelines = tuple((templates[nodes].cut_points, share) for nodes, share in mix.pipelines)
         yield Layout(pipelines, recompute, mix.time_s)
