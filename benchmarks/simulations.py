@@ -4,8 +4,8 @@ Every simulation is drawn from --seed and its number: one of the presets of 7B t
 host, a generator of failures or a measured trace (--traces), and 0.1 to 30 times its rate, repairs as much sooner. A
 trace ends after --incidents changes, fewer where decisions are those of the runtime itself (32 workers or fewer).
 
-Asked is that `chameleon` is first, or within 0.5% of the first, in each of them, and trains 0.90 of the oracle's samples
-wherever some policy does. Smaller clusters come first, and each simulation is printed when it is done.
+Asked is that `chameleon` is first, or within 0.5% of the first, in each of them, and trains 0.90 of the oracle's
+samples wherever some policy does. Smaller clusters come first, and each simulation is printed when it is done.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def main() -> int:
     given = _arguments()
     folder = new_folder(given.out)
     numbers = range(given.draws) if given.draw is None else [given.draw]
-    drawn = sorted((draw(given.seed, number, given.traces) for number in numbers), key=lambda each: each.workers)
+    every = (draw(given.seed, number, given.traces) for number in numbers)
+    drawn = sorted((each for each in every if each.workers >= given.least_workers), key=lambda each: each.workers)
     rows, raw = [], []
     for each in drawn:
         incidents = round(given.incidents * (_EXACT_SHARE if each.workers <= Parameters().exact_up_to else 1))
@@ -185,6 +186,7 @@ def _arguments() -> argparse.Namespace:
     parser = report_arguments(__doc__, name="simulations")
     parser.add_argument("--draws", type=int, default=60, help="how many simulations")
     parser.add_argument("--draw", type=int, help="only the one with this number")
+    parser.add_argument("--least-workers", type=int, default=0, help="leave out those of fewer workers")
     parser.add_argument("--seed", type=int, default=0, help="what they are drawn from")
     parser.add_argument("--incidents", type=int, default=100, help="changes of a trace after which it ends")
     parser.add_argument("--traces", type=Path, nargs="*", default=(), help="measured traces to draw from too")

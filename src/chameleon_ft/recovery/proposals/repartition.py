@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from chameleon_ft.recovery.layout import replicated_layout
+from chameleon_ft.recovery.layout import in_flight_ceiling, replicated_layout
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.proposals._in_roles import fewest_holders, in_roles, numbered, on_holders
 from chameleon_ft.recovery.situation import Situation
-from chameleon_ft.schedule import default_limits
 from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, find_plan
 
 __all__ = ["proposed", "search"]
@@ -83,11 +82,11 @@ def _replicated(prefix: str, situation: Situation, most: int) -> list[Proposal]:
                 split_backward=situation.plan.split_backward,
             )
             plan = plan if anew else on_holders(plan, situation)
-            found.append(
-                Proposal(
-                    name=f"{prefix}-{copies}-copies", plan=plan, ceiling=default_limits(plan), from_checkpoint=anew
-                )
-            )
+            depth = max(len(route.hops) for route in plan.routes)
+            # As many in flight as help; if they do not fit, it is scored with those of 1F1B.
+            ceiling = in_flight_ceiling(plan.workers, 2 * depth - 1)
+            name = f"{prefix}-{copies}-copies"
+            found.append(Proposal(name=name, plan=plan, ceiling=ceiling, from_checkpoint=anew))
     return found
 
 
