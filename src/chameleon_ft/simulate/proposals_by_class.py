@@ -70,10 +70,20 @@ class ProposalsByClass:
     def restart(self, name: str) -> list[Option]:
         """Equal pipelines; if no worker is lost, a checkpoint is written first, and starting again has to pay."""
         layout = self.model.equal_fleet(Fleet(()), self.state.speeds)
-        step_s = None if layout is None else self.model.step_s(layout, self.state.speeds)
-        if layout is None or step_s is None:
+        return self._from_checkpoint(name, [] if layout is None else [layout])
+
+    def begin_anew(self, name: str) -> list[Option]:
+        """If no worker is lost, a checkpoint is written first."""
+        if not self.model.parameters.has_checkpoints:
             return []
-        return [self.model.from_checkpoint(name, layout, step_s, self.state)]
+        return self._from_checkpoint(name, self.model.replicated_fleets(Fleet(()), self.state.speeds))
+
+    def _from_checkpoint(self, name: str, layouts: Sequence[Fleet]) -> list[Option]:
+        return [
+            self.model.from_checkpoint(name, layout, step_s, self.state)
+            for layout in layouts
+            if (step_s := self.model.step_s(layout, self.state.speeds)) is not None
+        ]
 
     def oobleck(self, name: str) -> list[Option]:
         """As in runs: the best combination, and the templates of the pipelines' new sizes; recomputing, and not."""

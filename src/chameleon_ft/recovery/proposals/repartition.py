@@ -11,7 +11,7 @@ from chameleon_ft.recovery.proposals._in_roles import fewest_holders, in_roles, 
 from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, find_plan
 
-__all__ = ["proposed", "search"]
+__all__ = ["proposed", "proposed_anew", "search"]
 
 _ANEW: Final = "checkpoint"
 # Numbers of copies that plans are made with, where those of the search have fewer; of two, the search has its own.
@@ -62,6 +62,19 @@ def proposed(name: str, found: SearchResult | InfeasibleError, situation: Situat
         ),
         *_replicated(_ANEW, situation, most),
     ]
+
+
+def proposed_anew(name: str, found: SearchResult | InfeasibleError, situation: Situation) -> list[Proposal]:
+    """Propose to read the plan that was found from a checkpoint, with layers that could move as well.
+
+    A stop costs minutes, but what is read needs no room beside what is held. A run does not stop for a worker that
+    joins. None if there is no checkpoint, or some layer has no holder: then `proposed` has it.
+    """
+    if isinstance(found, InfeasibleError) or not (situation.lost and situation.has_checkpoints):
+        return []
+    best = found.best
+    anew = Proposal(name=name, plan=best.plan, ceiling=best.ceiling, from_checkpoint=True, schedules=best.schedules)
+    return [] if situation.held.unheld_layers else [anew]
 
 
 def _replicated(prefix: str, situation: Situation, most: int) -> list[Proposal]:
