@@ -280,6 +280,15 @@ def test_a_policy_that_goes_back_to_a_checkpoint_needs_one() -> None:
     assert decision.lost_layers == ()
 
 
+def test_what_begins_anew_waits_for_a_complete_checkpoint() -> None:
+    states = all_but(3, state=parked(7))
+    weighed = recovery.decide(outlook_of(situation(states)), "restart", RATE)
+    for checkpoints, load in (([], "keep"), ([4], 4)):
+        found = situation(states, checkpoints=checkpoints)
+        decision = decide(found, outlook_of(found), policy="chameleon", rate=RATE, prepared=weighed)
+        assert decision.load == load
+
+
 def test_with_nobody_lost_nothing_is_weighed() -> None:
     decision = decided(situation(all_but(state=parked(7))), policy="repartition")
     assert (decision.plan, decision.transition, decision.weighed) == (PLAN, None, None)

@@ -236,11 +236,12 @@ def test_more_copies_are_kept_if_losses_come_together() -> None:
     assert any(len(rare.plan.placement.holders(number)) == 1 for number in range(8)), "the fastest plan has one copy"
 
 
-def test_where_memory_forbids_to_re_partition_it_reroutes() -> None:
+def test_where_memory_forbids_to_re_partition_it_reroutes_or_begins_anew() -> None:
     layers = (layer(100),) * 6
     # A stage of three layers needs 1,200 bytes of state and some for activations. Six layers do not fit, and of the two
     # that each of three workers would hold, there is no room to receive one.
     now = after(situation(dp=2, pp=2, share=6, layers=layers, memory_bytes=1_217), 3)
+    with_checkpoint, now = now, replace(now, has_checkpoints=False)
     decision = decide(now, "chameleon", rate_of(1e6, now))
     assert decision.chosen is not None
     assert decision.chosen.policy == "reroute"
@@ -260,6 +261,10 @@ def test_where_memory_forbids_to_re_partition_it_reroutes() -> None:
     reasons = {each.policy: each.reason for each in tightest.candidates}
     assert "more in a step" in str(reasons["reroute"])
     assert "memory" in str(reasons["mend"])
+    # What is read from a checkpoint needs no room.
+    anew = decide(with_checkpoint, "chameleon", rate_of(1e6, now)).chosen
+    assert anew is not None
+    assert anew.policy == "anew"
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,36 @@ def test_a_large_model_goes_on_with_fewer_hosts() -> None:
         assert "wait" not in result.decisions_by_kind
 
 
+def test_oobleck_has_room_to_be_reconfigured() -> None:
+    # Two H100s hold the 7B model, but with no room for layers that arrive: then hardly a template could be reached.
+    losses = [Fault((worker,), (1 + worker) * HOUR_S / 2) for worker in range(12)]
+    result = simulated("llama2-7b", 24, losses, "oobleck").policies["oobleck"]
+    assert "checkpoint" not in result.decisions_by_kind
+
+
+def test_what_memory_lets_nothing_move_to_is_read_from_a_checkpoint() -> None:
+    # No layer has room beside those that are held, so that nothing but detours could be reached.
+    result = simulated("llama3-70b", 40, [Fault(tuple(range(8)), HOUR_S)], "chameleon").policies["chameleon"]
+    assert result.decisions_by_kind == {"anew": 1}
+
+
+def test_redundant_copies_take_memory() -> None:
+    pipelines = [Pipelines(of_preset("llama2-7b", 8), split_backward=True, redundant=each) for each in (False, True)]
+    own = PipelineClass(pipelines[0].even_cut(3))
+    assert pipelines[0].fits(own, 8)
+    assert not pipelines[1].fits(own, 8)
+
+
+def test_depths_that_leave_many_workers_over_are_mixed_with_others() -> None:
+    model = of_preset("qwen2.5-72b", 48)
+    mixes = world_of(model, BY_CLASS).mixes
+    fastest = mixes.fastest(48)
+    equal = mixes.equal_pipelines(48)
+    assert fastest is not None
+    assert equal is not None
+    assert fastest.step_s < equal.step_s
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     depth=st.integers(2, 6), share=st.integers(1, 200), memory_gb=st.sampled_from([4, 6, 9, 24]), split=st.booleans()

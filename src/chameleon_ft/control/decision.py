@@ -149,6 +149,10 @@ def decide(
     if weighed.chosen is None or weighed.course is None:
         return _fall_back(situation, outlook, weighed)
     course = weighed.course
+    if course.transfer is None and not situation.checkpoints and outlook.has_checkpoints:
+        # There will be checkpoints, but none is complete yet.
+        outlook = replace(outlook, has_checkpoints=False)
+        return decide(situation, outlook, policy=policy, rate=rate, decide_s=decide_s)
     if course.transfer is None:
         anew = _from_checkpoint(
             situation, outlook, weighed, course.plan, ceiling=course.ceiling, policy=weighed.chosen.policy

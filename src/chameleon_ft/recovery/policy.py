@@ -49,6 +49,9 @@ class Proposer(Protocol[_P]):
     def restart(self, name: str) -> Sequence[_P]:
         """Equal pipelines of all live workers, from a checkpoint."""
 
+    def begin_anew(self, name: str) -> Sequence[_P]:
+        """The plans of `repartition` from a checkpoint, if there is one: those that memory lets nothing move to too."""
+
     def oobleck(self, name: str) -> Sequence[_P]:
         """The best combination of Oobleck's templates."""
 

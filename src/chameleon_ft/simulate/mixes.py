@@ -94,13 +94,22 @@ class Mixes:
         if not single:
             return None
         best = min(single.values(), key=lambda mix: mix.step_s)
-        few = heapq.nsmallest(_DEPTHS, single.items(), key=lambda item: (item[1].step_s, item[0]))
-        classes = {depth: next(iter(mix.counts)) for depth, mix in few}
+        every = {depth: next(iter(mix.counts)) for depth, mix in single.items()}
+        few = heapq.nsmallest(_DEPTHS, every, key=lambda depth: (self._divided_s(workers, depth, every[depth]), depth))
+        classes = {depth: every[depth] for depth in few}
         for counts in self._promising(workers, classes):
             step = self._times.step(counts)
             if step is not None and step.step_s < best.step_s:
                 best = Mix(FrozenMap({own: counts[own] for own in step.most}), step.step_s)
         return best
+
+    def _divided_s(self, workers: int, depth: int, own: PipelineClass) -> float:
+        """Seconds of a step if workers were divided into pipelines of this depth and a part of one.
+
+        Pipelines of which many workers would be left over may be the best together with others.
+        """
+        line = self._pipelines.line(own, self._share(depth, workers))
+        return math.inf if line is None else line[0] + line[1] * self._times.micro_batches * depth / workers
 
     def _single(self, workers: int, below_s: float, copies: int) -> dict[int, Mix]:
         """By depth, pipelines of one depth; those that their bounds rule out are left out."""

@@ -80,12 +80,14 @@ class Pipelines:
     Stages lie on hosts as on an empty cluster, one after the other from the first worker of a host: a message crosses
     hosts after every `workers_per_host` stages. Programs are by `best_program`, so times are those of the runtime for a
     pipeline that lies so. Between two shares that are scheduled, up to an eighth apart, times and memory are linear; in
-    the steady state they grow as they do between two shares in it.
+    the steady state they grow as they do between two shares in it. If they are redundant, every stage has the state of
+    its successor as well, the last one that of the first.
     """
 
-    def __init__(self, costs: CostModel, *, split_backward: bool) -> None:
+    def __init__(self, costs: CostModel, *, split_backward: bool, redundant: bool = False) -> None:
         self.costs = costs
         self.split_backward = split_backward
+        self._redundant = redundant
         self.num_layers = len(costs.workload.layers)
         self._layer_s = [layer.forward_s + layer.backward_s for layer in costs.workload.layers]
         workers = costs.cluster.workers
@@ -249,7 +251,10 @@ class Pipelines:
             self._scheduled[key] = PipelineRun(
                 program_s=step_s_of(parts),
                 ends_s=tuple(ends_s[worker] for worker in range(own.cut.depth)),
-                peak_bytes=max(estimate_parts(plan, parts, costs).peak_bytes.values()),
+                peak_bytes=max(
+                    peak + self._spare_state(own.cut, worker)
+                    for worker, peak in estimate_parts(plan, parts, costs).peak_bytes.items()
+                ),
             )
         return self._scheduled[key]
 
@@ -268,8 +273,15 @@ class Pipelines:
             self._least_stage_bytes(
                 stage.start, stage.stop, min(micro_batches, own.cut.depth - number), own.cut.recompute
             )
+            + self._spare_state(own.cut, number)
             for number, stage in enumerate(own.cut.stages)
         )
+
+    def _spare_state(self, cut: Cut, stage: int) -> int:
+        """Bytes of its successor's state that a stage has."""
+        if not self._redundant or cut.depth == 1:
+            return 0
+        return sum(map(self.layer_state_bytes, cut.stages[(stage + 1) % cut.depth]))
 
     def _least_stage_bytes(self, start: int, stop: int, in_flight: int, recompute: Recompute) -> int:
         activations = self._activations[recompute]

@@ -11,7 +11,7 @@ from chameleon_ft.recovery import PaperRepartition
 from chameleon_ft.simulate.fleet import Fleet, FleetPipeline, arranged
 from chameleon_ft.simulate.pipelines import PipelineClass
 from chameleon_ft.simulate.planner import Option, Outlook
-from chameleon_ft.simulate.published import estimated_mix, oobleck_mixes, paper_mixes, rerouted_s
+from chameleon_ft.simulate.published import estimated_mix, oobleck_mixes, paper_mixes, reconfigured, rerouted_s
 from chameleon_ft.simulate.world import World
 
 __all__ = ["ProposalsByClass"]
@@ -70,18 +70,30 @@ class ProposalsByClass:
     def restart(self, name: str) -> list[Option]:
         """Equal pipelines; if no worker is lost, a checkpoint is written first, and starting again has to pay."""
         layout = self.model.equal_fleet(Fleet(()), self.state.speeds)
-        step_s = None if layout is None else self.model.step_s(layout, self.state.speeds)
-        if layout is None or step_s is None:
+        return self._from_checkpoint(name, [] if layout is None else [layout])
+
+    def begin_anew(self, name: str) -> list[Option]:
+        """If no worker is lost, a checkpoint is written first."""
+        if not self.model.parameters.has_checkpoints:
             return []
-        return [self.model.from_checkpoint(name, layout, step_s, self.state)]
+        return self._from_checkpoint(name, self.model.replicated_fleets(Fleet(()), self.state.speeds))
+
+    def _from_checkpoint(self, name: str, layouts: Sequence[Fleet]) -> list[Option]:
+        return [
+            self.model.from_checkpoint(name, layout, step_s, self.state)
+            for layout in layouts
+            if (step_s := self.model.step_s(layout, self.state.speeds)) is not None
+        ]
 
     def oobleck(self, name: str) -> list[Option]:
-        """With recomputation, as the released code has it, and without."""
+        """As in runs: the best combination, and the templates of the pipelines' new sizes; recomputing, and not."""
         layouts: list[Fleet] = []
         for recompute in (True, False):
             mixes = self.model.noted(f"oobleck {recompute}", partial(oobleck_mixes, recompute=recompute))
             found = estimated_mix(mixes, self.layout, self.state.speeds)
             layouts += [] if found is None else self.model.placements(found[0])
+            smaller = reconfigured(mixes, self.layout)
+            layouts += [] if smaller is None else [smaller]
         return self._options(name, layouts)
 
     def paper_repartition(self, name: str) -> PaperRepartition[Option]:

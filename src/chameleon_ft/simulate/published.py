@@ -13,13 +13,13 @@ from chameleon_ft.estimate import paper as reported
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.presets import Recompute
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.baselines import pipeline_templates
-from chameleon_ft.simulate.fleet import Fleet, arranged
+from chameleon_ft.search.baselines import pipeline_templates, reconfigured_pipelines
+from chameleon_ft.simulate.fleet import Fleet, FleetPipeline, arranged
 from chameleon_ft.simulate.knapsack import EstimatedMixes
 from chameleon_ft.simulate.pipelines import Cut, PipelineClass
 from chameleon_ft.simulate.world import World
 
-__all__ = ["estimated_mix", "oobleck_mixes", "paper_mixes", "rerouted_s"]
+__all__ = ["estimated_mix", "oobleck_mixes", "paper_mixes", "reconfigured", "rerouted_s"]
 
 _Mixes: TypeAlias = tuple[EstimatedMixes, Mapping[int, Cut]]
 
@@ -37,6 +37,20 @@ def estimated_mix(planner: _Mixes, current: Fleet, live: Collection[int]) -> tup
     return arranged({cuts[depth]: count for depth, count in counts.items()}, sorted(live), current), estimate_s
 
 
+def reconfigured(planner: _Mixes, current: Fleet) -> Fleet | None:
+    """The pipelines of a layout with the templates of their new sizes, as Oobleck's released code makes them.
+
+    Their workers stay together, so less moves than for the best combination. None if a pipeline has no template.
+    """
+    _, cuts = planner
+    held = current.held()
+    pipelines = reconfigured_pipelines((pipeline.live for pipeline in current.pipelines), min(cuts, default=0))
+    if not pipelines or not cuts.keys() >= set(map(len, pipelines)):
+        return None
+    in_order = (sorted(own, key=lambda worker: held[worker].start) for own in pipelines)
+    return Fleet(tuple(FleetPipeline(cuts[len(own)], tuple(own)) for own in in_order))
+
+
 def oobleck_mixes(world: World, *, recompute: bool) -> _Mixes:
     """The combinations of Oobleck's templates, with or without recomputation, by T1 + T2 + T3.
 
@@ -47,7 +61,7 @@ def oobleck_mixes(world: World, *, recompute: bool) -> _Mixes:
     few = min(len(cluster.workers), 2 * world.pipelines.num_layers)
     workers = tuple(Worker(number, "host", 1.0, world.pipelines.memory_bytes) for number in range(few))
     costs = CostModel(world.costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host))
-    templates = pipeline_templates(costs, recompute=recompute)
+    templates = pipeline_templates(costs, recompute=recompute, with_room=True)
     cuts = {
         nodes: cut
         for nodes, template in templates.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Final
 
@@ -130,7 +129,8 @@ def _planners(
     exact = policy in POLICIES
     if policy == "restart":
         exact = _restarts_as_in_run(model.parameters, as_in_run=as_in_run)
-    model = replace(model, redundant=policy == "redundant")
+    if policy == "redundant":
+        model = model.with_redundancy()
     speeds = dict.fromkeys(model.workers, 1.0)
     several = start is None and _POLICIES[policy].starts == "several"
     numbers = range(len(model.several_starts(speeds)) if several else 1)

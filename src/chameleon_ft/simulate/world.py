@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, TypeVar, cast
 
@@ -48,8 +48,7 @@ class World:
         mixes: the fastest pipelines by number of workers.
         replayed: steps of small layouts.
         start: what all policies begin with; None where each begins with what is fastest for it.
-        redundant: whether pipelines are equal, and every stage has its successor's state and computes its forward once
-            more, so that nothing has to move after a loss.
+        redundant: see `with_redundancy`.
     """
 
     costs: CostModel
@@ -66,6 +65,14 @@ class World:
         if name not in self._notes:
             self._notes[name] = make(self)
         return cast(_T, self._notes[name])
+
+    def with_redundancy(self) -> World:
+        """The world of Bamboo: pipelines are equal, and every stage has its successor's state and computes its forward
+        once more, so that nothing has to move after a loss."""
+        split_backward = self.pipelines.split_backward
+        times = StepTimes(Pipelines(self.costs, split_backward=split_backward, redundant=True))
+        replayed = ReplayedSteps(times)
+        return replace(self, times=times, mixes=Mixes(times), replayed=replayed, redundant=True, _notes={})
 
     @property
     def pipelines(self) -> Pipelines:

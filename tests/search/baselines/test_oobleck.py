@@ -18,7 +18,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.search import oobleck_plan
 from chameleon_ft.search.baselines import PipelineTemplate, pipeline_templates
-from chameleon_ft.search.baselines.oobleck import reconfigured_depths
+from chameleon_ft.search.baselines.oobleck import reconfigured_pipelines
 from chameleon_ft.workload import LayerCost, Workload
 from tests.search.baselines.one_f_one_b import fits
 from tests.search.baselines.test_paper import partitions, pipelines_of, placements, small
@@ -198,7 +198,11 @@ def test_fused_programs_keep_no_more_than_one_f_one_b(seed: int) -> None:
     ],
 )
 def test_pipelines_are_reconfigured_as_by_the_released_code(live: list[int], fewest: int, expected: list[int]) -> None:
-    assert reconfigured_depths(live, fewest) == expected
+    numbers = iter(range(sum(live)))
+    pipelines = [[next(numbers) for _ in range(count)] for count in live]
+    found = reconfigured_pipelines(pipelines, fewest)
+    assert [len(own) for own in found] == expected
+    assert sorted(worker for own in found for worker in own) == (list(range(sum(live))) if expected else [])
 
 
 @settings(max_examples=60, deadline=None)
@@ -212,7 +216,7 @@ def test_reconfigured_pipelines_are_templates_of_their_new_sizes(seed: int, data
         return
     templates = pipeline_templates(costs, recompute=bool(chosen.found.plan.recompute))
     pipelines = pipelines_of(chosen)
-    assert sorted(map(len, pipelines)) == reconfigured_depths(live, min(templates))
+    assert sorted(map(len, pipelines)) == sorted(map(len, reconfigured_pipelines(map(range, live), min(templates))))
     for own in pipelines:
         ranges = [chosen.found.plan.placement.ranges_of(worker)[0] for worker in own]
         assert tuple(each.stop for each in ranges) == templates[len(own)].cut_points

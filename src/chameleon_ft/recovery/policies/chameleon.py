@@ -13,7 +13,8 @@ __all__ = ["POLICY"]
 def _propose(proposer: Proposer[Any]) -> Sequence[Any]:
     # Searched first, because the search finds recut plans for a repair as well.
     anew = proposer.repartition("repartition")
-    return [*proposer.reroute("reroute"), *proposer.rejoin("rejoin"), *proposer.repair("mend"), *anew]
+    kept = [*proposer.reroute("reroute"), *proposer.rejoin("rejoin"), *proposer.repair("mend")]
+    return [*kept, *anew, *proposer.begin_anew("anew")]
 
 
 POLICY = Policy(propose=_propose, replans=True)

@@ -48,6 +48,9 @@ class ProposalsOnWorkers:
     def restart(self, name: str) -> list[Proposal]:
         return restart.propose(name, self._situation)
 
+    def begin_anew(self, name: str) -> list[Proposal]:
+        return repartition.proposed_anew(name, self._found, self._situation)
+
     def oobleck(self, name: str) -> list[Proposal]:
         return oobleck.propose(name, self._situation)
 

@@ -31,7 +31,9 @@ def propose(name: str, situation: Situation) -> list[Proposal]:
 
 def _planned(situation: Situation, live_nodes: Sequence[int] | None) -> FoundPlan | None:
     for split in dict.fromkeys((situation.plan.split_backward, False)):
-        chosen = oobleck_plan(situation.costs, split_backward=split, live_nodes=live_nodes, current=situation.held)
+        chosen = oobleck_plan(
+            situation.costs, split_backward=split, live_nodes=live_nodes, with_room=True, current=situation.held
+        )
         if chosen is not None:
             return chosen.found
     return None

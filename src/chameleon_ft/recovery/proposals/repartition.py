@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from chameleon_ft.recovery.layout import replicated_layout
+from chameleon_ft.recovery.layout import in_flight_ceiling, replicated_layout
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.proposals._in_roles import fewest_holders, in_roles, numbered, on_holders
 from chameleon_ft.recovery.situation import Situation
-from chameleon_ft.schedule import default_limits
 from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, find_plan
 
-__all__ = ["proposed", "search"]
+__all__ = ["proposed", "proposed_anew", "search"]
 
 _ANEW: Final = "checkpoint"
 # Numbers of copies that plans are made with, where those of the search have fewer; of two, the search has its own.
@@ -65,6 +64,19 @@ def proposed(name: str, found: SearchResult | InfeasibleError, situation: Situat
     ]
 
 
+def proposed_anew(name: str, found: SearchResult | InfeasibleError, situation: Situation) -> list[Proposal]:
+    """Propose to read the plan that was found from a checkpoint, with layers that could move as well.
+
+    A stop costs minutes, but what is read needs no room beside what is held. A run does not stop for a worker that
+    joins. None if there is no checkpoint, or some layer has no holder: then `proposed` has it.
+    """
+    if isinstance(found, InfeasibleError) or not (situation.lost and situation.has_checkpoints):
+        return []
+    best = found.best
+    anew = Proposal(name=name, plan=best.plan, ceiling=best.ceiling, from_checkpoint=True, schedules=best.schedules)
+    return [] if situation.held.unheld_layers else [anew]
+
+
 def _replicated(prefix: str, situation: Situation, most: int) -> list[Proposal]:
     """Propose pipelines side by side, each number of copies of the layers above `most`."""
     anew, workload = _is_anew(situation), situation.costs.workload
@@ -83,11 +95,11 @@ def _replicated(prefix: str, situation: Situation, most: int) -> list[Proposal]:
                 split_backward=situation.plan.split_backward,
             )
             plan = plan if anew else on_holders(plan, situation)
-            found.append(
-                Proposal(
-                    name=f"{prefix}-{copies}-copies", plan=plan, ceiling=default_limits(plan), from_checkpoint=anew
-                )
-            )
+            depth = max(len(route.hops) for route in plan.routes)
+            # As many in flight as help; if they do not fit, it is scored with those of 1F1B.
+            ceiling = in_flight_ceiling(plan.workers, 2 * depth - 1)
+            name = f"{prefix}-{copies}-copies"
+            found.append(Proposal(name=name, plan=plan, ceiling=ceiling, from_checkpoint=anew))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chameleon_ft.search.baselines.layouts import BaselinePlan
-from chameleon_ft.search.baselines.oobleck import oobleck_plan
+from chameleon_ft.search.baselines.oobleck import oobleck_plan, reconfigured_pipelines
 from chameleon_ft.search.baselines.paper import paper_plan
 from chameleon_ft.search.baselines.starts import equal_layouts
 from chameleon_ft.search.baselines.templates import PipelineTemplate, pipeline_templates
@@ -15,4 +15,5 @@ __all__ = [
     "oobleck_plan",
     "paper_plan",
     "pipeline_templates",
+    "reconfigured_pipelines",
 ]

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Final, TypeAlias
 
 from chameleon_ft.cluster import Cluster
+from chameleon_ft.estimate import state_bytes
 from chameleon_ft.estimate.memory import MessageBuffers, stages_of
 from chameleon_ft.estimate.pipeline_memory import one_f_one_b_bytes
 from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan
@@ -77,12 +78,20 @@ class OneFOneBMemory:
         self._stages = stages_of(workload)
         self._recompute = recompute
         self._needed: dict[tuple[int, int, int, int], int] = {}
+        layers = (workload.recomputed() if recompute else workload).layers
+        self._held = list(accumulate((state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
+        self._activations = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
         self.capacity_bytes = capacity_bytes
 
     def fits(self, start: int, stop: int, *, to_end: int, micro_batches: int) -> bool:
         """Whether layers `start` to `stop` do, `to_end` stages from the end of the pipeline, 1 at the last one."""
         if self.capacity_bytes is None:
             return True
+        # Less than that, without messages and work space, no stage needs when its warm-up has ended.
+        in_flight = min(to_end, micro_batches)
+        least = self._held[stop] - self._held[start] + in_flight * (self._activations[stop] - self._activations[start])
+        if least > self.capacity_bytes:
+            return False
         key = start, stop, to_end, min(micro_batches, to_end + _BUFFERED)
         if key not in self._needed:
             self._needed[key] = one_f_one_b_bytes(

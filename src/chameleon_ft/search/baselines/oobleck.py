@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 
 from chameleon_ft.cluster import Link
@@ -21,7 +21,7 @@ from chameleon_ft.search.baselines.layouts import (
 from chameleon_ft.search.baselines.templates import PipelineTemplate, pipeline_templates
 from chameleon_ft.workload import Workload
 
-__all__ = ["oobleck_plan", "reconfigured_depths"]
+__all__ = ["oobleck_plan", "reconfigured_pipelines"]
 
 
 def oobleck_plan(
@@ -30,6 +30,7 @@ def oobleck_plan(
     fault_tolerance: int = 0,
     split_backward: bool = False,
     live_nodes: Sequence[int] | None = None,
+    with_room: bool = False,
     current: Placement | None = None,
 ) -> BaselinePlan | None:
     """The pipelines that Oobleck makes of all workers of the cluster; None if none fit or none use up the workers.
@@ -77,7 +78,9 @@ def oobleck_plan(
             own. It does not change the choice of templates.
         live_nodes: of each pipeline that was running, the nodes that are left; None to choose the best combination. The
             released code chooses a combination only once. After a loss it keeps the pipelines and replaces the
-            templates of those that have lost nodes (see `reconfigured_depths`), then shares micro-batches anew.
+            templates of those that have lost nodes (see `reconfigured_pipelines`), then shares micro-batches anew.
+        with_room: whether n_0 leaves nodes room to be reconfigured, see `pipeline_templates`: for a planner that has to
+            go on after losses. The released code takes 6 times the bytes of the parameters for it.
         current: which layers the live workers hold now, for the bytes to move.
 
     Raises:
@@ -89,41 +92,52 @@ def oobleck_plan(
     layouts = (
         layout
         for recompute in (True, False)
-        for layout in _layouts(costs, fault_tolerance=fault_tolerance, live_nodes=live_nodes, recompute=recompute)
+        for layout in _layouts(
+            costs,
+            pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute, with_room=with_room),
+            least_pipelines=fault_tolerance + 1,
+            live_nodes=live_nodes,
+            recompute=recompute,
+        )
     )
     return fastest_layout("oobleck", layouts, costs, split_backward=split_backward, current=current)
 
 
-def reconfigured_depths(depths: Sequence[int], fewest: int) -> list[int]:
-    """Nodes of each pipeline after losses, as Oobleck reconfigures them; empty if the nodes are too few for one.
+def reconfigured_pipelines(pipelines: Iterable[Sequence[int]], fewest: int) -> list[list[int]]:
+    """Workers of each pipeline after losses, as Oobleck reconfigures them; empty if there are too few for one.
 
-    A pipeline that has lost nodes takes the template of its new size. One with fewer than `fewest` nodes (n_0) borrows
-    from the largest pipeline, and if none can spare any, it is merged with the next smallest: `on_reconfigure` and
+    A pipeline that has lost workers takes the template of its new size. One with fewer than `fewest` (n_0) borrows from
+    the largest pipeline, and if none can spare any, it is merged with the next smallest: `on_reconfigure` and
     `_merge_pipelines` of `oobleck/execution/engine.py` in branch `develop`.
 
     Args:
-        depths: live nodes of each pipeline, zero included.
-        fewest: nodes of the smallest template.
+        pipelines: live workers of each, which may be none.
+        fewest: workers of the smallest template.
     """
-    left = sorted(depth for depth in depths if depth)
-    while left and left[0] < fewest:
-        if left[-1] > fewest:
-            left[-1] -= 1
-            left[0] += 1
+    left = sorted((list(pipeline) for pipeline in pipelines if pipeline), key=len)
+    while left and len(left[0]) < fewest:
+        if len(left[-1]) > fewest:
+            left[0].append(left[-1].pop())
         elif len(left) > 1:
             left[:2] = [left[0] + left[1]]
         else:
             return []
-        left.sort()
+        left.sort(key=len)
     return left
 
 
 def _layouts(
-    costs: CostModel, *, fault_tolerance: int, live_nodes: Sequence[int] | None, recompute: bool
+    costs: CostModel,
+    templates: Mapping[int, PipelineTemplate],
+    *,
+    least_pipelines: int,
+    live_nodes: Sequence[int] | None,
+    recompute: bool,
 ) -> Iterator[Layout]:
     """The best choices by Oobleck's estimate, with or without recomputation."""
-    templates = pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute)
-    cluster = costs.cluster
+    cluster, reconfigured = costs.cluster, None
+    if live_nodes is not None:
+        reconfigured = reconfigured_pipelines(map(range, live_nodes), min(templates, default=0))
     mixes = _mixes(
         costs.workload,
         smallest_memory_bytes(cluster),
@@ -131,8 +145,8 @@ def _layouts(
         tuple(templates.items()),
         recompute=recompute,
         workers=len(cluster.workers),
-        least_pipelines=fault_tolerance + 1,
-        depths=None if live_nodes is None else tuple(reconfigured_depths(live_nodes, min(templates, default=0))),
+        least_pipelines=least_pipelines,
+        depths=None if reconfigured is None else tuple(map(len, reconfigured)),
     )
     for mix in mixes:
         pipelines = tuple((templates[nodes].cut_points, share) for nodes, share in mix.pipelines)

@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.estimate import state_bytes
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.baselines.layouts import CutPoints, OneFOneBMemory, memory_of, smallest_memory_bytes
 from chameleon_ft.workload import Workload
@@ -48,24 +49,29 @@ class PipelineTemplate:
 
 
 def pipeline_templates(
-    costs: CostModel, *, fault_tolerance: int = 0, recompute: bool = False
+    costs: CostModel, *, fault_tolerance: int = 0, recompute: bool = False, with_room: bool = False
 ) -> dict[int, PipelineTemplate]:
     """Templates by number of nodes, ascending, for n_0, n_0 + 1, ... N - f n_0 nodes.
 
     n_0 is the fewest nodes that hold the model under 1F1B, with 4 S micro-batches or the step's if those are fewer. See
     `oobleck_plan`.
 
+    Such a pipeline may leave no room for layers that arrive, and then its nodes can take no other template's stages.
+    `with_room`, n_0 is the fewest nodes of which each can receive any stage beside its own, if there are any.
+
     Args:
         costs: what is to be computed, and the live workers.
         fault_tolerance: f, losses that leave a copy of every layer.
         recompute: whether all stages recompute activations.
+        with_room: whether nodes have room to be reconfigured.
 
     Raises:
         ConfigError: negative `fault_tolerance`.
     """
     if fault_tolerance < 0:
         raise ConfigError(f"fault_tolerance must be zero or more; got {fault_tolerance}")
-    cutter = _cutter(costs.workload, smallest_memory_bytes(costs.cluster), recompute=recompute)
+    memory_bytes = smallest_memory_bytes(costs.cluster)
+    cutter = _cutter(costs.workload, memory_bytes, recompute=recompute)
     most = min(len(costs.cluster.workers), len(costs.workload.layers))
     found: dict[int, PipelineTemplate] = {}
     for nodes in range(1, most + 1):
@@ -73,7 +79,17 @@ def pipeline_templates(
             break
         if (template := cutter.template(nodes)) is not None:
             found[nodes] = template
-    return found
+    if not with_room or memory_bytes is None:
+        return found
+    roomy = (nodes for nodes in found if _exchange_bytes(found[nodes].cut_points, costs.workload) <= memory_bytes)
+    fewest = next(roomy, 0)
+    return {nodes: template for nodes, template in found.items() if nodes >= fewest}
+
+
+def _exchange_bytes(cut_points: CutPoints, workload: Workload) -> int:
+    """What the largest stage has between two steps, gradients included, and beside it the state of another such."""
+    held = list(accumulate((2 * state_bytes(layer) + layer.gradient_bytes for layer in workload.layers), initial=0))
+    return max(held[stop] - held[start] for start, stop in pairwise((0, *cut_points)))
 
 
 @lru_cache(maxsize=8)
