@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
 
-from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
@@ -16,13 +14,11 @@ from chameleon_ft.search.candidates import Candidate, evaluated, figures
 from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.infeasible import InfeasibleError, infeasible_error
 from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
-from chameleon_ft.search.plan_search import PlanSearch
-from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult, SizeFigures
+from chameleon_ft.search.plan_search import PlanSearch, bound_of_best_workers_s
+from chameleon_ft.search.result import FoundPlan, SearchResult, SizeFigures
 from chameleon_ft.search.worker_classes import merged_clusters
 
 __all__ = ["find_plan", "find_plan_of_sizes"]
-
-_ROUNDING: Final = 1e-9
 
 
 def find_plan(
@@ -74,7 +70,6 @@ def find_plan(
     return SearchResult(
         best=_as_found_plan(best),
         bound_s=search.bound_s,
-        family=search.family,
         complete=search.complete,
         mixes=search.mixes,
         alternatives=tuple(map(_as_found_plan, alternatives)),
@@ -105,7 +100,8 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
             "micro-batch sizes are compared for one model, the same workers and the same samples in a step, each size "
             f"once; got {', '.join(f'{own.micro_batch_size} of {own.samples}' for own in workloads) or 'none'}"
         )
-    bounds_s = {size: _bound_of_best_workers_s(each) for size, each in sorted(by_size.items())}
+    _require_workers(costs[0])
+    bounds_s = {size: bound_of_best_workers_s(each) for size, each in sorted(by_size.items())}
     found: dict[int, SearchResult] = {}
     best_s = math.inf
     for size in sorted(bounds_s, key=bounds_s.__getitem__):
@@ -119,12 +115,9 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
             best_s = min(best_s, found[size].best.step_s)
     if not found:
         return find_plan(by_size[min(by_size)], effort=effort)  # says what is missing
-    families = [found[size].family if size in found else BoundFamily.PIPELINES for size in bounds_s]
     return replace(
         min(found.values(), key=lambda each: each.best.step_s),
         bound_s=min(bounds_s.values()),
-        # What holds for pipelines of any memory holds for those that fit.
-        family=min(families, key=list(BoundFamily).index),
         complete=all(each.complete for each in found.values()),
         mixes=sum(each.mixes for each in found.values()),
         sizes=tuple(
@@ -138,19 +131,6 @@ def _common(costs: CostModel) -> object:
     """What the costs of several micro-batch sizes have in common. Links may be measured anew for each of them."""
     workload = costs.workload
     return workload.samples, tuple(costs.cluster.hosts.items()), tuple(each.param_bytes for each in workload.layers)
-
-
-def _bound_of_best_workers_s(costs: CostModel) -> float:
-    """A bound on all pipelines, as if each worker had the speed of the fastest and the memory of the largest."""
-    _require_workers(costs)
-    workers = costs.cluster.workers
-    speed = max(worker.speed for worker in workers)
-    sizes = [worker.memory_bytes for worker in workers if worker.memory_bytes is not None]
-    memory = max(sizes) if len(sizes) == len(workers) else None
-    equals = tuple(replace(worker, speed=speed, memory_bytes=memory) for worker in workers)
-    cluster = Cluster(equals, costs.cluster.intra_host, costs.cluster.inter_host)
-    bound_s = PlanSearch(CostModel(costs.workload, cluster), cluster, None, SearchOptions()).bound(math.inf)
-    return bound_s * (1 - _ROUNDING)
 
 
 def _require_workers(costs: CostModel) -> None:

@@ -32,11 +32,11 @@ from chameleon_ft.search.pipelines import PipelineSearch
 from chameleon_ft.search.placement import PlacementSearch, assigned_workers, smaller_clusters
 from chameleon_ft.search.polish import Polish
 from chameleon_ft.search.recut import recut
-from chameleon_ft.search.result import BoundFamily, FoundPlan
+from chameleon_ft.search.result import FoundPlan
 from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
 from chameleon_ft.search.worker_classes import Shape, WorkerPool
 
-__all__ = ["PlanSearch"]
+__all__ = ["PlanSearch", "bound_of_best_workers_s"]
 
 _ROUNDING: Final = 1e-9
 # Mixes of each search that are placed on workers; the best plan and its alternatives are chosen among them.
@@ -95,7 +95,6 @@ class PlanSearch:
         self._placement = PlacementSearch(self._pool, costs.cluster, with_sync=self._with_sync)
         self._polish = Polish(self._searches, self._sync, costs.cluster, self._options)
         self._work_s = total_work_bound_s(costs)
-        self.family = BoundFamily.PIPELINES
         self.bound_s = math.inf
         self.mixes = 0
         self._placed_workers = 0
@@ -126,8 +125,7 @@ class PlanSearch:
     def _certify(self) -> None:
         if not (self._all_classes and self._is_exact):
             self.complete = False
-            self.family = BoundFamily.PIPELINES_ANY_MEMORY
-            self.bound_s = _bound_of_equals_s(self._real_costs, self.bound_s)
+            self.bound_s = bound_of_best_workers_s(self._real_costs, self.bound_s)
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - _ROUNDING
 
@@ -372,13 +370,16 @@ def _with_survivor(chosen: Sequence[Candidate], placed: Sequence[Candidate]) -> 
     return [*chosen, *islice((each for each in placed if each.survives_hosts), 1)]
 
 
-def _bound_of_equals_s(costs: CostModel, most_s: float) -> float:
-    """A bound on all pipelines if every worker were as fast as the fastest, and whatever memory they need."""
-    speed = max(worker.speed for worker in costs.cluster.workers)
-    workers = tuple(replace(worker, speed=speed, memory_bytes=None) for worker in costs.cluster.workers)
-    cluster = Cluster(workers, costs.cluster.intra_host, costs.cluster.inter_host)
-    equals = PlanSearch(CostModel(costs.workload, cluster), cluster, None, SearchOptions())
-    return max(equals.bound(most_s), total_work_bound_s(costs))
+def bound_of_best_workers_s(costs: CostModel, most_s: float = math.inf) -> float:
+    """A bound on all pipelines up to `most_s`, as if every worker had the speed and the memory of the best."""
+    workers = costs.cluster.workers
+    speed = max(worker.speed for worker in workers)
+    sizes = [worker.memory_bytes for worker in workers if worker.memory_bytes is not None]
+    memory = max(sizes) if len(sizes) == len(workers) else None
+    equals = tuple(replace(worker, speed=speed, memory_bytes=memory) for worker in workers)
+    cluster = Cluster(equals, costs.cluster.intra_host, costs.cluster.inter_host)
+    bound_s = PlanSearch(CostModel(costs.workload, cluster), cluster, None, SearchOptions()).bound(most_s)
+    return max(bound_s, total_work_bound_s(costs)) * (1 - _ROUNDING)
 
 
 def _distance(search: MixSearch, number: int) -> int:

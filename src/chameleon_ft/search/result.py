@@ -13,16 +13,15 @@ __all__ = ["BoundFamily", "FoundPlan", "SearchResult", "SizeFigures"]
 
 
 class BoundFamily(StrEnum):
-    """The plans that a bound holds for. In all of them, backward is fused in the whole plan or split in the whole plan.
+    """The plans that a bound holds for.
 
-    PIPELINES: every worker is one stage of one pipeline, or idle, and recomputes some number of the first layers of its
-    stage. Any depths, cuts, shares, orders of workers and of operations, and any number of micro-batches in flight that
-    fits the memory of the workers.
-    PIPELINES_ANY_MEMORY: likewise, whatever memory they need, all workers taken to be as fast as the fastest.
+    PIPELINES: every worker is one stage of one pipeline, or idle, and recomputes some of the first layers of its stage
+    selectively, or some of them in full and the others selectively. Any depths, cuts, shares, orders of workers and of
+    operations, and any number of micro-batches in flight that fits the memory of the workers; each pipeline with fused
+    or with split backward.
     """
 
     PIPELINES = "pipelines"
-    PIPELINES_ANY_MEMORY = "pipelines-any-memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +87,11 @@ class SearchResult:
 
     best: FoundPlan
     bound_s: float
-    family: BoundFamily
     complete: bool
     mixes: int
     alternatives: tuple[FoundPlan, ...]
     too_large: Mapping[str, int]
+    family: BoundFamily = BoundFamily.PIPELINES
     recuts: tuple[FoundPlan, ...] = ()
     sizes: tuple[SizeFigures, ...] = ()
 
