@@ -17,17 +17,18 @@ that has room for K micro-batches in flight and for V that wait for their W, giv
                    rounds first + (m - rounds - (rounds - 1) (K - 1)) d)
     ended    = max(m (f + b + w) + idle + s, returned + w + s, f + c + ended')
 
-where ' is of the stages after it, and d are the seconds between two gradients that leave the last stage. Until the first
-gradient comes back a stage runs no more than K forwards, and then it waits (idle). When its last I has ended, at most V
-of its W are left. When it starts the F of the first micro-batch of a round, all but K - 1 of those of earlier rounds are
-back. Likewise for bytes: while an operation runs, all other micro-batches have only the memory that it leaves.
+where ' is of the stages after it, and d are the seconds between two gradients that leave the last stage. Until the
+first gradient comes back a stage runs no more than K forwards, and then it waits (idle). When its last I has ended, at
+most V of its W are left. When it starts the F of the first micro-batch of a round, all but K - 1 of those of earlier
+rounds are back. Likewise for bytes: while an operation runs, all other micro-batches have only the memory that it
+leaves.
 
 K and V follow from memory: to recompute more layers of the stage makes b longer and K larger, and of all these options
 the best counts, each of the three times for itself (`quick_s`). Together they may be too good to be true: `first` of
 stages that recompute nothing, `returned` of such that do. So `least_s` is the least limit on the step for which there
-still is a pipeline of stages that do not exceed it. With K = P that is the bubble of ZB-H1, (P - 1) (f + b - w) (Qi et al., Zero Bubble Pipeline
-Parallelism, 2023). Nothing is assumed about the order of operations, so the bounds hold for schedules with fewer
-micro-batches in flight than 1F1B too.
+still is a pipeline of stages that do not exceed it. With K = P that is the bubble of ZB-H1, (P - 1) (f + b - w) (Qi et
+al., Zero Bubble Pipeline Parallelism, 2023). Nothing is assumed about the order of operations, so the bounds hold for
+schedules with fewer micro-batches in flight than 1F1B too.
 """
 
 from __future__ import annotations
