@@ -73,8 +73,9 @@ class ProposalsByClass:
         return self._from_checkpoint(name, [] if layout is None else [layout])
 
     def begin_anew(self, name: str) -> list[Option]:
-        """If no worker is lost, a checkpoint is written first."""
-        if not self.model.parameters.has_checkpoints:
+        """If no worker is lost, a checkpoint is written first. If some layer has no holder, there is no choice."""
+        held = {layer for layers in set(self.layout.held().values()) for layer in layers}
+        if not self.model.parameters.has_checkpoints or len(held) < self.model.pipelines.num_layers:
             return []
         return self._from_checkpoint(name, self.model.replicated_fleets(Fleet(()), self.state.speeds))
 
