@@ -63,6 +63,43 @@ class Pipeline(NamedTuple):
     ended_s: Floats
 
 
+class Stage(NamedTuple):
+    """A stage of a pipeline to be timed.
+
+    Attributes:
+        kind: class of its worker.
+        start, stop: its layers.
+        micro_batches: of the pipeline.
+        to_end: stages from it to the last, itself included.
+        first_s, rest_s: until the gradient of one micro-batch, and of all, is back from the stages after it.
+    """
+
+    kind: int
+    start: int
+    stop: int
+    micro_batches: int
+    to_end: int
+    first_s: float
+    rest_s: float
+
+
+class Times(NamedTuple):
+    """Seconds of a stage and those after it.
+
+    Attributes:
+        first_s: until the gradient of a single micro-batch has gone out again.
+        returned_s: until the last gradient has.
+        ended_s: until the stage's worker has ended.
+    """
+
+    first_s: float
+    returned_s: float
+    ended_s: float
+
+
+_ANY: Final = Times(math.inf, math.inf, math.inf)
+
+
 @lean_kernel
 def fill_bounds(
     tables: Tables,
@@ -92,8 +129,8 @@ def fill_bounds(
         ended_s: until all workers have ended and have reduced their gradients; likewise.
     """
     size = sync_s.shape[0]
-    for stage in range(1, returned_s.shape[0]):
-        to_end = min(behind + stage, count)
+    for row in range(1, returned_s.shape[0]):
+        to_end = min(behind + row, count)
         for start in range(size):
             least_first_s = least_s = least_end_s = math.inf
             for stop in range(start + 1, size):
@@ -103,137 +140,109 @@ def fill_bounds(
                 # With more layers it takes longer still.
                 if work_s >= least_first_s and count * work_s >= least_s and count * all_s >= least_end_s:
                     break
-                if returned_s[stage - 1, stop] == math.inf:
+                if returned_s[row - 1, stop] == math.inf:
                     continue
-                once_s, own_s, done_s, _ = _stage_s(
-                    tables,
-                    kind,
-                    count,
-                    to_end,
-                    start,
-                    stop,
-                    first_s[stage - 1, stop],
-                    returned_s[stage - 1, stop],
-                    least_first_s,
-                    least_s,
-                    least_end_s - sync_s[start, stop],
-                    limit_s - tables.before_s[start] - tables.behind_s[start],
-                    limit_s - tables.before_s[start] - sync_s[start, stop],
-                )
-                done_s = max(done_s + sync_s[start, stop], forward + tables.message_s[stop] + ended_s[stage - 1, stop])
-                least_first_s = min(least_first_s, once_s)
-                least_s, least_end_s = min(least_s, own_s), min(least_end_s, done_s)
-            first_s[stage, start], returned_s[stage, start], ended_s[stage, start] = least_first_s, least_s, least_end_s
+                stage = Stage(kind, start, stop, count, to_end, first_s[row - 1, stop], returned_s[row - 1, stop])
+                enough = Times(least_first_s, least_s, least_end_s - sync_s[start, stop])
+                limit = _limit(tables, limit_s, tables.before_s[start], start, sync_s[start, stop])
+                found, _ = _stage_s(tables, stage, enough, limit)
+                down_s = forward + tables.message_s[stop] + ended_s[row - 1, stop]
+                least_first_s, least_s = min(least_first_s, found.first_s), min(least_s, found.returned_s)
+                least_end_s = min(least_end_s, max(found.ended_s + sync_s[start, stop], down_s))
+            first_s[row, start], returned_s[row, start], ended_s[row, start] = least_first_s, least_s, least_end_s
 
 
 @lean_part
-def _stage_s(
-    tables: Tables,
-    kind: int,
-    count: int,
-    to_end: int,
-    start: int,
-    stop: int,
-    first_s: float,
-    rest_s: float,
-    enough_first_s: float,
-    enough_s: float,
-    enough_end_s: float,
-    limit_s: float,
-    limit_end_s: float,
-) -> tuple[float, float, float, int]:
-    """For one stage the least `_unlimited_s` of one micro-batch, and the least `_option_s`, each for itself, over its
-    options within the limits; and the option of them that recomputes least, or without limits the one that ends first.
+def _limit(tables: Tables, limit_s: float, before_s: float, start: int, sync_s: float) -> Times:
+    """What a stage from layer `start` on may take in a step, if its first activation comes in after `before_s`."""
+    return Times(math.inf, limit_s - before_s - tables.behind_s[start], limit_s - before_s - sync_s)
 
-    Infinite, and a negative option, where there is none. Options that are below none of the times that are enough are
-    left out.
+
+@lean_part
+def _stage_s(tables: Tables, stage: Stage, enough: Times, limit: Times) -> tuple[Times, int]:
+    """The least times of a stage, each for itself, over its options within a limit; and one of these options.
+
+    That is the one of them that recomputes least, or without a limit the one that ends first. Infinite, and a negative
+    option, where there is none. Options that are below none of the times that are enough are left out.
     """
-    least_first_s = least_s = least_end_s = math.inf
+    first_s = returned_s = ended_s = math.inf
     best = -1
-    begin, end = tables.first[kind, start, stop], tables.first[kind, start, stop + 1]
+    begin, end = (
+        tables.first[stage.kind, stage.start, stage.stop],
+        tables.first[stage.kind, stage.start, stage.stop + 1],
+    )
     for option in range(begin, end):
-        if option + 1 < end and tables.options[option, IN_FLIGHT] < tables.roomy * to_end:
+        if option + 1 < end and tables.options[option, IN_FLIGHT] < tables.roomy * stage.to_end:
             continue
-        once_s, own_s, done_s = _unlimited_s(tables, kind, count, start, stop, option, first_s, rest_s)
+        least = _unlimited_s(tables, stage, option)
         # Each further option recomputes more.
-        is_first_known = best >= 0 or once_s >= enough_first_s
-        if is_first_known and own_s >= min(least_s, enough_s) and done_s >= min(least_end_s, enough_end_s):
+        if (
+            (best >= 0 or least.first_s >= enough.first_s)
+            and least.returned_s >= min(returned_s, enough.returned_s)
+            and least.ended_s >= min(ended_s, enough.ended_s)
+        ):
             break
-        own_s, done_s = _option_s(tables, kind, count, start, stop, option, first_s, rest_s)
-        if own_s <= limit_s and done_s <= limit_end_s:
-            if best < 0 or (limit_s == math.inf and done_s < least_end_s):
+        own = _option_s(tables, stage, option)
+        if own.returned_s <= limit.returned_s and own.ended_s <= limit.ended_s:
+            if best < 0 or (limit.returned_s == math.inf and own.ended_s < ended_s):
                 best = option
-            least_first_s, least_s = min(least_first_s, once_s), min(least_s, own_s)
-            least_end_s = min(least_end_s, done_s)
-    return least_first_s, least_s, least_end_s, best
+            first_s, returned_s = min(first_s, own.first_s), min(returned_s, own.returned_s)
+            ended_s = min(ended_s, own.ended_s)
+    return Times(first_s, returned_s, ended_s), best
 
 
 @lean_part
-def _stage_option_s(tables: Tables, kind: int, start: int, stop: int, option: int) -> tuple[float, float, float]:
+def _seconds(tables: Tables, stage: Stage, option: int) -> tuple[float, float, float]:
     """Seconds of F, of B or I, and of W."""
-    again_s = tables.again_s[option]
-    backward, weight = tables.backward_s[kind, start, stop], tables.weight_s[kind, start, stop]
+    at = stage.kind, stage.start, stage.stop
+    forward, backward, weight = tables.forward_s[at], tables.backward_s[at], tables.weight_s[at]
     # A first hop has no input gradient to make: its W is the backward in one go.
-    if tables.split and start == 0:
-        return tables.forward_s[kind, start, stop], backward, weight + again_s
-    return tables.forward_s[kind, start, stop], backward + again_s, weight
+    if tables.split and stage.start == 0:
+        return forward, backward, weight + tables.again_s[option]
+    return forward, backward + tables.again_s[option], weight
 
 
 @lean_part
-def _unlimited_s(
-    tables: Tables, kind: int, count: int, start: int, stop: int, option: int, first_s: float, rest_s: float
-) -> tuple[float, float, float]:
-    """As `first_s` and `_option_s`, if memory held all micro-batches at once."""
-    forward, backward, weight = _stage_option_s(tables, kind, start, stop, option)
-    through_s = forward + 2 * tables.message_s[stop] + backward
-    own_s = max(count * (forward + backward), through_s + rest_s)
-    return through_s + first_s, own_s, max(count * (forward + backward + weight), own_s + weight)
+def _unlimited_s(tables: Tables, stage: Stage, option: int) -> Times:
+    """The times of a stage with an option, if memory held all micro-batches at once."""
+    forward, backward, weight = _seconds(tables, stage, option)
+    through_s = forward + 2 * tables.message_s[stage.stop] + backward
+    own_s = max(stage.micro_batches * (forward + backward), through_s + stage.rest_s)
+    return Times(
+        through_s + stage.first_s, own_s, max(stage.micro_batches * (forward + backward + weight), own_s + weight)
+    )
 
 
 @lean_part
-def _option_s(
-    tables: Tables, kind: int, count: int, start: int, stop: int, option: int, first_s: float, rest_s: float
-) -> tuple[float, float]:
-    """Seconds until the last gradient of all micro-batches has gone out, and until the worker has ended.
-
-    Args:
-        option: of the stage.
-        first_s, rest_s: until the gradient of one micro-batch, and of all, is back from the stages after it.
-    """
-    once_s, own_s, done_s = _unlimited_s(tables, kind, count, start, stop, option, first_s, rest_s)
-    forward, backward, weight = _stage_option_s(tables, kind, start, stop, option)
-    whole_in_weight = tables.split and start == 0
-    bytes_of = tables.options[option]
+def _option_s(tables: Tables, stage: Stage, option: int) -> Times:
+    """The times of a stage with an option."""
+    once_s, own_s, done_s = _unlimited_s(tables, stage, option)
+    forward, backward, weight = _seconds(tables, stage, option)
+    count, bytes_of = stage.micro_batches, tables.options[option]
+    whole_in_weight = tables.split and stage.start == 0
     room = min(bytes_of[IN_FLIGHT], count)
     idle_s = max(0.0, once_s - backward - room * forward)
     waited = max(0, count - bytes_of[DEFERRED])
-    # Every micro-batch takes one of so many places from its F until its backward, and bytes of memory while it is away;
-    # while an operation runs, all others have only what that leaves. Where that is nothing, micro-batches have no bytes
-    # either.
-    away_s, spare = once_s - forward - backward, max(1, bytes_of[SPARE])
-    byte_s = away_s * bytes_of[EACH] + forward * bytes_of[FORWARD] + backward * bytes_of[BACKWARD]
     # Micro-batches go through in so many rounds at least: when one begins, all but room - 1 of those before are back.
     rounds = (count + room - 1) // room
     rest = count - rounds - (rounds - 1) * (room - 1)
     taken_s = rounds * (once_s + (weight if whole_in_weight else 0.0)) + rest * tables.apart_s
+    # Every micro-batch takes bytes of memory while it is away; while an operation runs, all others have only what that
+    # leaves. Where that is nothing, micro-batches have no bytes either.
+    away_s, spare = once_s - forward - backward, max(1, bytes_of[SPARE])
+    byte_s = away_s * bytes_of[EACH] + forward * bytes_of[FORWARD] + backward * bytes_of[BACKWARD]
     own_byte_s, byte_s = count * byte_s / spare, count * (byte_s + weight * bytes_of[WEIGHT]) / spare
     done_s = max(done_s, count * (forward + backward + weight) + idle_s, byte_s)
     own_s = max(own_s, count * (forward + backward) + waited * weight + idle_s)
     if whole_in_weight:
-        return own_s, max(done_s, own_s + weight, taken_s)
+        return Times(once_s, own_s, max(done_s, own_s + weight, taken_s))
     own_s = max(own_s, taken_s, own_byte_s)
-    return own_s, max(done_s, own_s + weight)
+    return Times(once_s, own_s, max(done_s, own_s + weight))
 
 
 @lean_kernel
 def cut_s(
-    tables: Tables,
-    shape: Integers,
-    stops: Integers,
-    count: int,
-    limit_s: float,
-    sync_s: Floats,
-    options: Integers,
+    tables: Tables, shape: Integers, stops: Integers, count: int, limit_s: float, sync_s: Floats, options: Integers
 ) -> float:
     """Seconds that no order of operations beats on this cut; infinite where a stage does not fit.
 
@@ -248,38 +257,22 @@ def cut_s(
     """
     first_s = returned_s = ended_s = 0.0
     for position in range(len(shape) - 1, -1, -1):
-        kind, stop = shape[position], stops[position]
         start = stops[position - 1] if position else 0
+        to_end = min(len(shape) - position, count)
+        stage = Stage(shape[position], start, stops[position], count, to_end, first_s, returned_s)
+        sync = sync_s[start, stage.stop]
         if options[position] < 0:
-            to_end = min(len(shape) - position, count)
-            limit_end_s = limit_s - tables.before_s[start]
-            _, _, _, options[position] = _stage_s(
-                tables,
-                kind,
-                count,
-                to_end,
-                start,
-                stop,
-                first_s,
-                returned_s,
-                math.inf,
-                math.inf,
-                math.inf,
-                limit_end_s - tables.behind_s[start],
-                limit_end_s - sync_s[start, stop],
-            )
+            limit = _limit(tables, limit_s, tables.before_s[start], start, sync)
+            _, options[position] = _stage_s(tables, stage, _ANY, limit)
             if options[position] < 0:
                 return math.inf
-        at = kind, count, start, stop, options[position]
-        once_s, _, _ = _unlimited_s(tables, *at, first_s, returned_s)
-        own_s, done_s = _option_s(tables, *at, first_s, returned_s)
-        down_s = tables.forward_s[kind, start, stop] + tables.message_s[stop]
-        first_s, returned_s, ended_s = once_s, own_s, max(done_s + sync_s[start, stop], down_s + ended_s)
+        own = _option_s(tables, stage, options[position])
+        down_s = tables.forward_s[stage.kind, start, stage.stop] + tables.message_s[stage.stop]
+        first_s, returned_s, ended_s = own.first_s, own.returned_s, max(own.ended_s + sync, down_s + ended_s)
     return ended_s
 
 
-@lean_kernel
-def fill_allowed(
+def _fill_allowed(
     tables: Tables,
     wanted: Pipeline,
     limit_s: float,
@@ -300,7 +293,37 @@ def fill_allowed(
         after_s: from when its last gradient has gone out, until all workers before it have ended.
         allowed: int64 [L], ascending.
     """
-    return _allowed(tables, wanted, limit_s, position, start, before_s, after_s, allowed)
+    kind, count, found = wanted.shape[position], wanted.micro_batches, 0
+    to_end = min(len(wanted.shape) - position, count)
+    for stop in range(start + 1, wanted.sync_s.shape[0]):
+        if wanted.returned_s[position, stop] == math.inf:
+            continue
+        after = wanted.first_s[position, stop], wanted.returned_s[position, stop]
+        limit = _limit(tables, limit_s, before_s, start, wanted.sync_s[start, stop])
+        own, _ = _stage_s(tables, Stage(kind, start, stop, count, to_end, *after), _ANY, limit)
+        down_s = tables.forward_s[kind, start, stop] + tables.message_s[stop] + wanted.ended_s[position, stop]
+        done_s = max(own.ended_s + wanted.sync_s[start, stop], down_s, own.returned_s + after_s)
+        if done_s < math.inf and done_s <= limit_s - before_s:
+            allowed[found] = stop
+            found += 1
+    return found
+
+
+def _passed(
+    tables: Tables, wanted: Pipeline, position: int, start: int, stop: int, before_s: float, after_s: float
+) -> tuple[float, float]:
+    """`before_s` and `after_s` of the stage after this one, see `fill_allowed`."""
+    kind = wanted.shape[position]
+    message_s = tables.message_s[stop]
+    done_s = max(tables.weight_s[kind, start, stop] + wanted.sync_s[start, stop], after_s)
+    return (
+        before_s + (tables.forward_s[kind, start, stop] + message_s),
+        message_s + tables.backward_s[kind, start, stop] + done_s,
+    )
+
+
+fill_allowed, _allowed_part = lean_kernel(_fill_allowed), lean_part(_fill_allowed)
+passed, _passed_part = lean_kernel(_passed), lean_part(_passed)
 
 
 @lean_kernel
@@ -328,7 +351,7 @@ def greedy_cut(
     start = 0
     before_s = after_s = 0.0
     for position in range(len(wanted.shape)):
-        count = _allowed(tables, wanted, limit_s, position, start, before_s, after_s, allowed)
+        count = _allowed_part(tables, wanted, limit_s, position, start, before_s, after_s, allowed)
         if not count:
             return False
         stop = allowed[count - 1] if choice == _LATEST else allowed[0]
@@ -337,72 +360,9 @@ def greedy_cut(
             for place in range(1, count):
                 if abs(allowed[place] - wish) <= abs(stop - wish):
                     stop = allowed[place]
-        before_s, after_s = _passed(tables, wanted, position, start, stop, before_s, after_s)
+        before_s, after_s = _passed_part(tables, wanted, position, start, stop, before_s, after_s)
         stops[position] = start = stop
     return True
-
-
-@lean_kernel
-def passed(
-    tables: Tables, wanted: Pipeline, position: int, start: int, stop: int, before_s: float, after_s: float
-) -> tuple[float, float]:
-    """`before_s` and `after_s` of the stage after this one, see `fill_allowed`."""
-    return _passed(tables, wanted, position, start, stop, before_s, after_s)
-
-
-@lean_part
-def _passed(
-    tables: Tables, wanted: Pipeline, position: int, start: int, stop: int, before_s: float, after_s: float
-) -> tuple[float, float]:
-    """As `passed`, inlined."""
-    kind = wanted.shape[position]
-    message_s = tables.message_s[stop]
-    done_s = max(tables.weight_s[kind, start, stop] + wanted.sync_s[start, stop], after_s)
-    return (
-        before_s + (tables.forward_s[kind, start, stop] + message_s),
-        message_s + tables.backward_s[kind, start, stop] + done_s,
-    )
-
-
-@lean_part
-def _allowed(
-    tables: Tables,
-    wanted: Pipeline,
-    limit_s: float,
-    position: int,
-    start: int,
-    before_s: float,
-    after_s: float,
-    allowed: Integers,
-) -> int:
-    """As `fill_allowed`, inlined."""
-    kind, count, found = wanted.shape[position], wanted.micro_batches, 0
-    to_end = min(len(wanted.shape) - position, count)
-    for stop in range(start + 1, wanted.sync_s.shape[0]):
-        rest_s = wanted.returned_s[position, stop]
-        if rest_s == math.inf:
-            continue
-        _, own_s, done_s, _ = _stage_s(
-            tables,
-            kind,
-            count,
-            to_end,
-            start,
-            stop,
-            wanted.first_s[position, stop],
-            rest_s,
-            math.inf,
-            math.inf,
-            math.inf,
-            limit_s - before_s - tables.behind_s[start],
-            limit_s - before_s - wanted.sync_s[start, stop],
-        )
-        down_s = tables.forward_s[kind, start, stop] + tables.message_s[stop]
-        done_s = max(done_s + wanted.sync_s[start, stop], down_s + wanted.ended_s[position, stop], own_s + after_s)
-        if done_s < math.inf and done_s <= limit_s - before_s:
-            allowed[found] = stop
-            found += 1
-    return found
 
 
 @lean_part
