@@ -62,8 +62,8 @@ _PRECISION: Final = 2e-3
 # By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
 _SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
 _EVEN: Final = 0.04
-# Limits under which options are chosen, as shares above the least bound.
-_LIMITS: Final = (*(0.005 * 1.4**step for step in range(18)), math.inf)
+# Limits under which options are chosen, as shares above the least bound; first none.
+_LIMITS: Final = (math.inf, *(0.01 * 1.5**step for step in range(12)))
 # Numbers that the remembered times of stages may have together.
 _REMEMBERED: Final = 8_000_000
 
@@ -175,13 +175,16 @@ class PipelineBounds:
         but their gradients take longer. No schedule comes near to the bound with as little recomputation as that, so
         options with which each stage for itself ends first are chosen too. None where a stage does not fit.
         """
-        found: dict[tuple[int, ...], float] = {}
         least_s = self.quick_s(shape, micro_batches)
-        for slack in _LIMITS if self.stages.limited else (math.inf,):
+        found: dict[tuple[int, ...], float] = {}
+        for slack in _LIMITS:
             options = np.full(len(shape), -1)
             if self._cut_s(shape, stops, micro_batches, least_s * (1 + slack), options) < math.inf:
                 found[tuple(options.tolist())] = self._cut_s(shape, stops, micro_batches, math.inf, options)
-        few = [min(found, key=found.__getitem__), next(reversed(found))] if found else []
+            if not self.stages.limited or (found and min(found.values()) <= least_s * (1 + _PRECISION)):
+                break
+        by_stage = next(iter(found), None)
+        few = [] if by_stage is None else [min(found, key=found.__getitem__), by_stage]
         return [(found[each], each) for each in dict.fromkeys(few)]
 
     def _cut_s(self, shape: Shape, stops: Stops, micro_batches: int, limit_s: float, options: Integers) -> float:
