@@ -25,6 +25,8 @@ _LEAST_GAIN: Final = 0.003
 _ROOMY: Final = (1.25, 1.0, 0.85, 0.7, 0.0)
 # Cuts in a row without an improvement that end the search among those of one estimate.
 _IN_VAIN: Final = 3
+# The cuts of one pipeline may take this many times the effort of a search.
+_EFFORT: Final = 4
 # Pipelines that take longer by no more than this share are similar; so many of them are kept.
 _SIMILAR: Final = 0.01
 _FEW_SIMILAR: Final = 3
@@ -63,8 +65,10 @@ class PipelineSearch:
         if self._options.complete:
             return self._best_of_all(shape, micro_batches, self.bounds_with(sync))
         best: tuple[float, TimedPipeline | None] = math.inf, None
+        most = self.scheduler.spent + _EFFORT * (self._options.effort or 0)
         for bounds in self.estimates_with(sync):
-            if best[0] <= bounds.least_s(shape, micro_batches) * (1 + _ENOUGH):
+            is_spent = best[1] is not None and self.scheduler.spent > most
+            if is_spent or best[0] <= bounds.least_s(shape, micro_batches) * (1 + _ENOUGH):
                 break
             in_vain = 0
             for stops, (estimate_s, options) in self._candidates(shape, micro_batches, bounds):
@@ -72,7 +76,7 @@ class PipelineSearch:
                     found = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
                     in_vain = 0 if found is not best else in_vain + 1
                     best = found
-                if in_vain == _IN_VAIN:
+                if in_vain == _IN_VAIN or (best[1] is not None and self.scheduler.spent > most):
                     break
         return best
 
