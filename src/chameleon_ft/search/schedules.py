@@ -8,11 +8,12 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Final
 
-from chameleon_ft.estimate.memory import stages_of
-from chameleon_ft.estimate.pipeline_memory import pipeline_bytes
-from chameleon_ft.plan import Hop, LayerRange, Placement, RecomputedLayers
+from chameleon_ft.estimate import peak_bytes_of
+from chameleon_ft.plan import Hop, LayerRange, PipelineLayout, Plan, RecomputedLayers, pipelines_plan
 from chameleon_ft.schedule import CostModel, OperationKind, PipelineTimes
 from chameleon_ft.schedule._records import Integers
+from chameleon_ft.schedule.best import ScheduledPart
+from chameleon_ft.schedule.components import components
 from chameleon_ft.schedule.heuristics import ROUNDING
 from chameleon_ft.schedule.pipelines import PipelineSchedule, pipeline_schedule
 from chameleon_ft.search.options import SearchOptions
@@ -153,11 +154,13 @@ class PipelineScheduler:
     def peak_bytes(self, timed: TimedPipeline) -> int:
         """Bytes that the worker that needs most memory holds at its worst moment."""
         if timed not in self._peaks:
-            stages = stages_of(self._costs.workload)
-            ranges = list(map(_layers, (0, *timed.stops[:-1]), timed.stops))
-            state = stages.state_bytes(Placement(timed.stops[-1], {at: (own,) for at, own in enumerate(ranges)}))
-            moving = pipeline_bytes(timed.schedule, ranges, stages, recompute=timed.recomputed)
-            self._peaks[timed] = max(state[position] + own for position, own in enumerate(moving))
+            stages = range(len(timed.stops))
+            layout = PipelineLayout(timed.stops, tuple(stages), timed.spec.micro_batches)
+            recompute = {stage: own for stage, own in zip(stages, timed.recomputed, strict=True) if own is not None}
+            plan = pipelines_plan([layout], split_backward=self.split_backward)
+            plan = Plan(plan.placement, plan.routes, plan.split_backward, recompute)
+            parts = [ScheduledPart(component, timed.schedule) for component in components(plan.routes)]
+            self._peaks[timed] = max(peak_bytes_of(plan, parts, self._costs).values())
         return self._peaks[timed]
 
     def _neighbours(self, workers: Sequence[int]) -> tuple[bool, ...]:
