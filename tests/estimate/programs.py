@@ -40,3 +40,11 @@ def with_fused_backwards(draw: st.DrawFn, cases: st.SearchStrategy[Planned]) -> 
         layers.append(layer if share is None else replace(layer, fused_backward_s=share * layer.halves_s))
     workload = replace(case.costs.workload, layers=tuple(layers))
     return Planned(case.plan, CostModel(workload, case.costs.cluster))
+
+
+def stage_bytes(*, stage: int, stages: int, layers: int, state_bytes: float, activation_bytes: float) -> float:
+    """Bytes of stage i, from 0, by the paper's formula: L_i (m_p + m_g + m_opt) + (N_pp - i) L_i m_act.
+
+    `state_bytes` is m_p + m_g + m_opt and `activation_bytes` m_act, both of one of the stage's `layers` (L_i).
+    """
+    return layers * (state_bytes + (stages - stage) * activation_bytes)

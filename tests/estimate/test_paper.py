@@ -15,8 +15,13 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, list_schedule, replay
 from chameleon_ft.workload import LayerCost, Workload
-from tests.estimate.programs import one_f_one_b
+from tests.estimate.programs import one_f_one_b, stage_bytes
 from tests.strategies import Planned, Shape, equal_costs, pipelined, pipelines, seconds, shapes
+
+
+def symmetric_step_s(*, stages: int, micro_batches: int, forward_s: float, backward_s: float) -> float:
+    """Equal pipelines: (N_pp + N_m - 1) (t_f + t_b), for `micro_batches` (N_m) in each."""
+    return (stages + micro_batches - 1) * (forward_s + backward_s)
 
 
 @given(shape=shapes, forward_s=seconds, backward_s=seconds)
@@ -30,7 +35,7 @@ def test_equal_pipelines_take_what_the_paper_says(shape: Shape, forward_s: float
         weight_grad_s=0.0,
     )
 
-    closed_form_s = paper.symmetric_step_s(
+    closed_form_s = symmetric_step_s(
         stages=shape.pp, micro_batches=shape.share, forward_s=forward_s, backward_s=backward_s
     )
 
@@ -59,7 +64,7 @@ def test_unequal_pipelines_take_what_a_replay_of_1f1b_with_free_messages_does(ca
 def test_rerouting_without_a_failure_is_the_symmetric_form() -> None:
     assert paper.rerouted_step_s(
         stages=4, micro_batches=8, pipelines=3, failures=(0, 0, 0, 0), forward_s=1.0, backward_s=2.0
-    ) == paper.symmetric_step_s(stages=4, micro_batches=8, forward_s=1.0, backward_s=2.0)
+    ) == symmetric_step_s(stages=4, micro_batches=8, forward_s=1.0, backward_s=2.0)
 
 
 def test_one_failure_takes_longer_than_the_sum_says() -> None:
@@ -92,7 +97,7 @@ def test_memory_of_a_stage_is_that_of_the_replay_when_there_are_enough_micro_bat
 
     replayed = program_memory(list_schedule(plan, costs), plan.placement, Workload((layer,) * 4, 8, 1))
 
-    assert replayed[stage].peak_bytes == paper.stage_bytes(
+    assert replayed[stage].peak_bytes == stage_bytes(
         stage=stage, stages=4, layers=1, state_bytes=100, activation_bytes=100
     )
 

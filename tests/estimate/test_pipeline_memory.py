@@ -8,21 +8,21 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.estimate import pipeline_times, program_memory
-from chameleon_ft.estimate.memory import schedule_bytes, stages_of
-from chameleon_ft.estimate.pipeline_memory import one_f_one_b_bytes, pipeline_bytes
+from chameleon_ft.estimate import peak_bytes_of, pipeline_times, program_memory
+from chameleon_ft.estimate.memory import workload_memory
 from chameleon_ft.plan import PipelineLayout, Plan, pipelines_plan
 from chameleon_ft.presets import derive_workload, device, model_shape
-from chameleon_ft.schedule import CostModel, PipelineSchedule, Program, pipeline_schedule
+from chameleon_ft.schedule import CostModel, Program, pipeline_schedule
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.schedule.components import components
+from chameleon_ft.search.baselines.layouts import one_f_one_b_bytes
 from tests.search.baselines.one_f_one_b import one_f_one_b
 from tests.strategies import Planned, Shape, pipelines, planned, recomputing, some_recompute
 
 
 def moving(plan: Plan, parts: list[ScheduledPart], costs: CostModel) -> dict[int, int]:
     """What each worker holds at its worst moment, without what it holds all the time."""
-    state = stages_of(costs.workload).state_bytes(plan.placement)
+    state = workload_memory(costs.workload).state_bytes(plan.placement)
     memory = program_memory(program_of(plan, parts), plan.placement, costs.workload)
     return {worker: own.peak_bytes - state[worker] for worker, own in memory.items()}
 
@@ -34,17 +34,9 @@ def test_any_schedule_needs_what_its_program_does(case: Planned, data: st.DataOb
 
     wanted = moving(plan, parts, case.costs)
 
-    stages = stages_of(case.costs.workload)
-    for part in parts:
-        if isinstance(part.schedule, PipelineSchedule):
-            layers = [hop.layers for hop in part.component.ways[0]]
-            again = [plan.recompute.get(worker) for worker in part.component.workers]
-            found = pipeline_bytes(part.schedule, layers, stages, recompute=again)
-        else:
-            found = schedule_bytes(part.schedule, stages, recompute=plan.recompute)
-        assert dict(zip(part.component.workers, found, strict=True)) == {
-            worker: wanted[worker] for worker in part.component.workers
-        }
+    state = workload_memory(case.costs.workload).state_bytes(plan.placement)
+    found = peak_bytes_of(plan, parts, case.costs)
+    assert {worker: own - state[worker] for worker, own in found.items()} == wanted
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.booleans(), st.booleans())
@@ -60,12 +52,10 @@ def test_so_does_a_pipeline_that_has_no_network(depth: int, share: int, split: b
     ceiling = np.full((3, depth), 2 * depth)
     schedule = pipeline_schedule(times, share, split_backward=split, ceiling=ceiling, effort=1_000)
 
-    layers = [hop.layers for hop in hops]
-    recompute = [plan.recompute.get(worker) for worker in plan.workers]
-    found = pipeline_bytes(schedule, layers, stages_of(workload), recompute=recompute)
-
     parts = [ScheduledPart(component, schedule) for component in components(plan.routes)]
-    assert dict(zip(plan.workers, found, strict=True)) == moving(plan, parts, costs)
+    state = workload_memory(workload).state_bytes(plan.placement)
+    found = peak_bytes_of(plan, parts, costs)
+    assert {worker: own - state[worker] for worker, own in found.items()} == moving(plan, parts, costs)
 
 
 @given(st.integers(1, 5), st.integers(1, 8), st.booleans())
@@ -80,9 +70,8 @@ def test_a_stage_of_one_f_one_b_needs_what_its_worker_does(depth: int, share: in
 
     for stage, hop in enumerate(plan.routes[0].hops):
         found = one_f_one_b_bytes(
+            workload,
             hop.layers,
-            stages_of(workload),
-            num_layers=2 * depth,
             to_end=depth - stage,
             micro_batches=share,
             recompute=again,

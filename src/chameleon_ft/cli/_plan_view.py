@@ -68,10 +68,9 @@ def _facts(prediction: Prediction) -> Table:
         )
     above = f"{max(0.0, estimate.gap):.1%} above it"
     facts.add_row("bound", f"{duration(estimate.bound_s)} for the operations of this plan in any order: {above}")
-    backward = "split" if prediction.plan.split_backward else "fused"
     if prediction.plan.recompute:
         facts.add_row("", f"workers {in_ranges(list(prediction.plan.recompute))} recompute, to save memory")
-    facts.add_row("", f"{duration(prediction.cluster_bound_s)} for those of any pipelines with {backward} backward")
+    facts.add_row("", f"{duration(prediction.cluster_bound_s)} if no live worker were ever idle")
     facts.add_row("bubble", f"{estimate.bubble:.1%} of the workers' time is idle")
     return facts
 

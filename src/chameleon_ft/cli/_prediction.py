@@ -12,7 +12,7 @@ from typing import Any, Final
 from chameleon_ft.cli._plan_case import PlanCase
 from chameleon_ft.cli._plan_fit import Misfit, find_misfit
 from chameleon_ft.errors import ConfigError, NoHolderError
-from chameleon_ft.estimate import StepEstimate, cluster_bound_s, estimate_step
+from chameleon_ft.estimate import StepEstimate, estimate_step, total_work_bound_s
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
 from chameleon_ft.quantities import in_ranges
@@ -100,7 +100,7 @@ class Prediction:
 
     Attributes:
         before: the plan before anything failed, and its step; None where there was none.
-        cluster_bound_s: seconds below which no plan of pipelines over these workers gets, whatever their depths.
+        cluster_bound_s: seconds below which no plan for these workers gets: all work over the speed of all of them.
         searched: how the plan was found; None for a layout that was asked for.
         sizes: the micro-batch sizes of which `case` is the best; empty if there is no choice.
     """
@@ -296,7 +296,7 @@ def _prediction(
         before_step_s=before_step_s,
         plan=plan,
         estimate=estimate,
-        cluster_bound_s=cluster_bound_s(live, split_backward=plan.split_backward),
+        cluster_bound_s=total_work_bound_s(live),
         misfit=find_misfit(estimate, case, costs),
         searched=searched,
     )

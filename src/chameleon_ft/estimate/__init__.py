@@ -5,15 +5,7 @@ The paper's own closed forms are in `chameleon_ft.estimate.paper`, apart from th
 
 from __future__ import annotations
 
-from chameleon_ft.estimate.bounds import (
-    one_f_one_b_bound_s,
-    one_f_one_b_period_s,
-    pipeline_bound_s,
-    plan_bound_s,
-    rerouting_bound_s,
-    total_work_bound_s,
-)
-from chameleon_ft.estimate.cluster_bound import cluster_bound_s
+from chameleon_ft.estimate.bounds import pipeline_bound_s, plan_bound_s, total_work_bound_s
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync, reduction_s
 from chameleon_ft.estimate.layer_memory import MemoryUse
 from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory
@@ -33,19 +25,15 @@ __all__ = [
     "TimedReduction",
     "TransitionEstimate",
     "WorkerMemory",
-    "cluster_bound_s",
     "estimate_parts",
     "estimate_step",
     "estimate_sync",
-    "one_f_one_b_bound_s",
-    "one_f_one_b_period_s",
     "peak_bytes_of",
     "pipeline_bound_s",
     "pipeline_times",
     "plan_bound_s",
     "program_memory",
     "reduction_s",
-    "rerouting_bound_s",
     "state_bytes",
     "total_work_bound_s",
 ]

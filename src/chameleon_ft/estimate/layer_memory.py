@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate
 
 from chameleon_ft.plan import LayerRange, Placement, RecomputedLayers
@@ -32,16 +32,7 @@ class MemoryUse:
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return (
-            self.param_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + self.sample_bytes
-            + self.activation_bytes
-            + self.weight_grad_bytes
-            + self.message_bytes
-            + self.working_bytes
-        )
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +47,7 @@ class Moment:
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.activation_bytes + self.weight_grad_bytes + self.message_bytes + self.working_bytes
+        return sum(astuple(self))
 
 
 class LayerMemory:

@@ -33,7 +33,7 @@ working bytes of the last layer. With tensor parallelism all bytes are those of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -41,31 +41,18 @@ from typing import Final
 import numpy as np
 
 from chameleon_ft.errors import ConfigError, PlanError
-from chameleon_ft.estimate._memory_records import (
-    BACKWARD,
-    FORWARD,
-    INPUT_GRAD,
-    MOMENT,
-    OPERATION,
-    STAGE,
-    WEIGHT_GRAD,
-    WORST,
-)
+from chameleon_ft.estimate._worst_moments import worst_moments
 from chameleon_ft.estimate.layer_memory import LayerMemory, MemoryUse
 from chameleon_ft.plan import LayerRange, Placement, RecomputedLayers
-from chameleon_ft.schedule import Operation, OperationKind, Program
+from chameleon_ft.schedule import Operation, Program
 from chameleon_ft.schedule._records import Integers, Records
-from chameleon_ft.schedule.list_scheduler import Schedule
+from chameleon_ft.schedule.program import KINDS, operations_from
 from chameleon_ft.workload import Workload
 
-__all__ = ["MessageBuffers", "Stages", "WorkerMemory", "program_memory", "schedule_bytes", "stages_of"]
+__all__ = ["MessageBuffers", "WorkerMemory", "WorkloadMemory", "program_memory", "workload_memory"]
 
-_KINDS: Final = {
-    OperationKind.FORWARD: FORWARD,
-    OperationKind.BACKWARD: BACKWARD,
-    OperationKind.INPUT_GRAD: INPUT_GRAD,
-    OperationKind.WEIGHT_GRAD: WEIGHT_GRAD,
-}
+# Columns of the tables below.
+_AMOUNTS: Final = ("activation_bytes", "weight_grad_bytes", "message_bytes", "working_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,100 +110,32 @@ def program_memory(
             f"{placement.num_layers} layers are placed, but the workload has {len(workload.layers)}; "
             "use the workload of the model that is planned"
         )
-    stages = stages_of(workload)
-    first = [0]
-    records: list[tuple[int, ...]] = []
-    for worker in placement.workers:
-        operations = program.of(worker)
-        records += _records(operations, stages, len(records))
-        first.append(len(records))
-    worst = stages.worst(np.array(records, OPERATION), np.array(first), buffers)
-    memory: dict[int, WorkerMemory] = {}
-    for worker, begin, own in zip(placement.workers, first, worst, strict=False):
-        state, place = stages.state_of(placement, worker), int(own["place"])
-        if place < 0:
-            memory[worker] = WorkerMemory(state, None)
-        else:
-            peak = dataclasses.replace(state, **{name: int(own[name]) for name in MOMENT.names or ()})
-            memory[worker] = WorkerMemory(peak, program.of(worker)[place - begin])
+    of = workload_memory(workload)
+    memory = {worker: WorkerMemory(of.state_of(placement, worker), None) for worker in placement.workers}
+    places, amounts = of.worst(program.records, program.starts, buffers)
+    for worker, place, own in zip(program.workers, places.tolist(), amounts.tolist(), strict=True):
+        if place >= 0 and worker in memory:
+            peak = dataclasses.replace(memory[worker].peak, **dict(zip(_AMOUNTS, own, strict=True)))
+            memory[worker] = WorkerMemory(peak, *operations_from(program.records[place : place + 1]))
     return memory
 
 
-def schedule_bytes(schedule: Schedule, stages: Stages, *, recompute: Mapping[int, RecomputedLayers]) -> list[int]:
-    """Bytes that each worker, by index, holds at its worst moment beside its state; `recompute` is that of the plan.
-
-    As `program_memory` has it of a program: a schedule is not one yet, and to make one takes longer than this.
-    """
-    network = schedule.network
-    slots, count = network.slots, len(network.slots)
-    again = {layers: number for number, layers in enumerate(dict.fromkeys(map(recompute.get, network.workers)))}
-    again_of = np.array([again[recompute.get(worker)] for worker in network.workers])
-    # One number for each of start, stop and what the worker recomputes: to sort rows takes many times as long.
-    width = int(slots["stop"].max()) + 1
-    keys = (again_of[slots["worker"]] * width + slots["start"]) * width + slots["stop"]
-    ranges, stage_of = np.unique(keys, return_inverse=True)
-    recomputed = list(again)
-    numbers: list[int] = []
-    for key in ranges.tolist():
-        others, stop = divmod(key, width)
-        which, start = divmod(others, width)
-        numbers.append(stages.number(LayerRange(start, stop), recompute=recomputed[which]))
-    # Whether the hop before, and the one after, is on another worker.
-    apart = slots["worker"][1:] != slots["worker"][:-1]
-    first, last = slots["up"] < 0, slots["last"]
-    before, after = ~first, ~last
-    before[1:] &= apart
-    after[:-1] &= apart
-    kind, slot = np.divmod(schedule.codes, count)
-    records = np.zeros(len(slot), OPERATION)
-    records["kind"] = np.where(network.split_backward & (kind > 0), kind + 1, kind)
-    records["hop"] = slot
-    records["after"] = np.where(~last & ~after, np.arange(count) + 1, -1)[slot]
-    records["stage"] = np.array(numbers)[stage_of][slot]
-    records["first"] = first[slot]
-    records["receives"] = np.where(kind == 0, before[slot], (kind == 1) & after[slot])
-    neighbour = np.where(kind == 0, np.minimum(slot + 1, count - 1), np.maximum(slot - 1, 0))
-    sends = np.where(kind == 0, after[slot], (kind == 1) & before[slot])
-    records["sends_to"] = np.where(sends, slots["worker"][neighbour], -1)
-    return stages.worst_bytes(records, network.first)
-
-
-def _records(operations: Sequence[Operation], stages: Stages, num_hops: int) -> Iterator[tuple[int, ...]]:
-    """`OPERATION` of those of a worker, where so many hops of others have got a number."""
-    hops = dict.fromkeys((operation.micro_batch, operation.hop) for operation in operations)
-    numbers = {hop: num_hops + number for number, hop in enumerate(hops)}
-    for operation in operations:
-        yield (
-            _KINDS[operation.kind],
-            numbers[operation.micro_batch, operation.hop],
-            numbers.get((operation.micro_batch, operation.hop + 1), -1),
-            stages.number(operation.layers, recompute=operation.recompute),
-            operation.first,
-            operation.receive_from is not None,
-            -1 if operation.send_to is None else operation.send_to,
-        )
-
-
 @lru_cache(maxsize=4)
-def stages_of(workload: Workload) -> Stages:
-    """Those of a workload, which are shared by all who ask for a while."""
-    return Stages(workload)
+def workload_memory(workload: Workload) -> WorkloadMemory:
+    """The memory of a workload, shared by all callers: it remembers what it has worked out of its layers."""
+    return WorkloadMemory(workload)
 
 
-class Stages:
-    """The ranges of layers that operations are on, by number."""
+class WorkloadMemory:
+    """What workers hold for the layers of a workload: all the time, and at the worst moment of their operations."""
 
     def __init__(self, workload: Workload) -> None:
         self._layers = LayerMemory(workload)
-        self._numbers: dict[tuple[LayerRange, RecomputedLayers | None], int] = {}
         self._state_bytes: dict[tuple[object, ...], int] = {}
-        self._stages = np.empty(0, STAGE)
-        self._moments = np.empty((0, len(_KINDS)), MOMENT)
-
-    def number(self, layers: LayerRange, *, recompute: RecomputedLayers | None) -> int:
-        """The number of these layers on a worker that recomputes those in `recompute`."""
-        again = None if recompute is None else recompute.intersection(layers)
-        return self._numbers.setdefault((layers, again), len(self._numbers))
+        # By range of layers and what of it is recomputed, the row of the tables, which `worst_moments` describes.
+        self._rows: dict[tuple[int, ...], int] = {}
+        self._stages: list[tuple[int, ...]] = []
+        self._moments: list[list[tuple[int, ...]]] = []
 
     def state_of(self, placement: Placement, worker: int) -> MemoryUse:
         """What a worker holds all the time."""
@@ -233,46 +152,57 @@ class Stages:
             found[worker] = self._state_bytes[key]
         return found
 
-    def worst(self, operations: Records, first: Integers, buffers: MessageBuffers) -> Records:
-        """`WORST` of each worker; `first` are the places of their first operations, and in the end their number."""
-        # Here, because to import a kernel loads numba, and most who import this run none.
-        from chameleon_ft.estimate._memory_kernel import worst_moments
-
-        fresh = [self._row(*key) for key in list(self._numbers)[len(self._stages) :]]
-        if fresh:
-            self._stages = np.concatenate((self._stages, np.array([stage for stage, _ in fresh], STAGE)))
-            self._moments = np.concatenate((self._moments, np.array([moments for _, moments in fresh], MOMENT)))
-        worst = np.zeros(len(first) - 1, WORST)
-        worst_moments(
-            operations,
-            first,
-            self._stages,
-            self._moments,
-            ahead=buffers.receives_ahead,
-            kept=buffers.sends_kept,
-            worst=worst,
-        )
-        return worst
-
-    def worst_bytes(self, operations: Records, first: Integers) -> list[int]:
-        """All that each worker holds then beside what it holds all the time, with the runtime's own buffers."""
-        worst = self.worst(operations, first, MessageBuffers())
-        found: list[int] = np.sum([worst[name] for name in MOMENT.names or ()], axis=0).tolist()
+    def moving_bytes(self, records: Records, starts: Sequence[int] | Integers) -> list[int]:
+        """The most that each worker holds beside its state, with the runtime's own buffers; arguments as of `worst`."""
+        found: list[int] = self.worst(records, starts, MessageBuffers())[1].sum(axis=1).tolist()
         return found
 
-    def _row(
-        self, layers: LayerRange, again: RecomputedLayers | None
-    ) -> tuple[tuple[int, int, int, int, int], list[tuple[int, int, int, int]]]:
-        """`STAGE`, and by kind `MOMENT`."""
-        of = self._layers
-        worst = (of.worst(kind, layers, again) for kind in _KINDS)
-        return (
-            (
-                of.output(layers.start - 1),
-                of.output(layers.stop - 1),
-                of.activations(layers, again),
-                of.weight_grads(layers),
-                of.kept_output(layers, again),
-            ),
-            [(own.activation_bytes, own.weight_grad_bytes, own.message_bytes, own.working_bytes) for own in worst],
+    def worst(
+        self, records: Records, starts: Sequence[int] | Integers, buffers: MessageBuffers
+    ) -> tuple[Integers, Integers]:
+        """The worst moment of each worker.
+
+        Args:
+            records: operations of one worker after the other, `PROGRAM_RECORD`.
+            starts: the place of each worker's first operation, and in the end their number.
+            buffers: those of the runtime.
+
+        Returns:
+            The places of the operations that the workers are in then, -1 for a worker that has none; and what they hold
+            beside their state by `_AMOUNTS`, int64 [workers, 4].
+        """
+        stages, row_of = self._rows_of(records)
+        return worst_moments(
+            records,
+            np.array(starts),
+            np.array([self._stages[row] for row in stages]).reshape(-1, 5)[row_of],
+            np.array([self._moments[row] for row in stages]).reshape(-1, len(KINDS), len(_AMOUNTS)),
+            row_of,
+            receives_ahead=buffers.receives_ahead,
+            sends_kept=buffers.sends_kept,
         )
+
+    def _rows_of(self, records: Records) -> tuple[list[int], Integers]:
+        """The rows of the tables that are needed, and for each operation the index among these."""
+        fields = ["start", "stop", "recompute_start", "recompute_stop", "recompute_selective"]
+        width = 1 + int(records["stop"].max(initial=0))
+        # As one number: sorting rows takes many times as long.
+        keys = np.zeros(len(records), np.int64)
+        for name in fields:
+            keys = keys * width + records[name]
+        _, first, index = np.unique(keys, return_index=True, return_inverse=True)
+        rows = [self._row(*own) for own in records[fields][first].tolist()]
+        return rows, index
+
+    def _row(self, start: int, stop: int, again_start: int, again_stop: int, num_selective: int) -> int:
+        key = start, stop, again_start, again_stop, num_selective
+        if key not in self._rows:
+            self._rows[key] = len(self._stages)
+            of, layers = self._layers, LayerRange(start, stop)
+            again = RecomputedLayers(again_start, again_stop, num_selective) if again_stop else None
+            below, above = of.output(start - 1), of.output(stop - 1)
+            self._stages.append(
+                (below, above, of.activations(layers, again), of.weight_grads(layers), of.kept_output(layers, again))
+            )
+            self._moments.append([dataclasses.astuple(of.worst(kind, layers, again)) for kind in KINDS])
+        return self._rows[key]

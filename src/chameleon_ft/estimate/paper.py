@@ -12,19 +12,7 @@ from collections.abc import Sequence
 
 from chameleon_ft.errors import PlanError
 
-__all__ = [
-    "pipeline_step_s",
-    "rerouted_step_s",
-    "samples_per_second",
-    "stage_bytes",
-    "symmetric_step_s",
-    "unequal_step_s",
-]
-
-
-def symmetric_step_s(*, stages: int, micro_batches: int, forward_s: float, backward_s: float) -> float:
-    """Equal pipelines: (N_pp + N_m - 1) (t_f + t_b), for `micro_batches` (N_m) in each."""
-    return (stages + micro_batches - 1) * (forward_s + backward_s)
+__all__ = ["pipeline_step_s", "rerouted_step_s", "samples_per_second", "unequal_step_s"]
 
 
 def pipeline_step_s(*, forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> float:
@@ -89,14 +77,6 @@ def rerouted_step_s(
             )
     detours = math.fsum(micro_batches * lost / (pipelines - lost) for lost in failures)
     return (stages + micro_batches - 1 + detours) * (forward_s + backward_s)
-
-
-def stage_bytes(*, stage: int, stages: int, layers: int, state_bytes: float, activation_bytes: float) -> float:
-    """Bytes of stage i, from 0: L_i (m_p + m_g + m_opt) + (N_pp - i) L_i m_act.
-
-    `state_bytes` is m_p + m_g + m_opt and `activation_bytes` m_act, both of one of the stage's `layers` (L_i).
-    """
-    return layers * (state_bytes + (stages - stage) * activation_bytes)
 
 
 def samples_per_second(*, samples: int, step_s: float, transition_s: float, until_failure_s: float) -> float:

@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from chameleon_ft.estimate.gradient_sync import sync_after
-from chameleon_ft.estimate.memory import schedule_bytes, stages_of
-from chameleon_ft.estimate.pipeline_memory import pipeline_bytes
+from chameleon_ft.estimate.memory import workload_memory
 from chameleon_ft.plan import LayerRange, Plan
 from chameleon_ft.schedule import CostModel
+from chameleon_ft.schedule._orders import records_by_code
 from chameleon_ft.schedule.best import ScheduledPart, step_s_of
 from chameleon_ft.schedule.list_scheduler import Schedule
 from chameleon_ft.schedule.pipelines import PipelineSchedule
@@ -64,8 +66,8 @@ def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) 
     their times.
     """
     known: dict[tuple[object, ...], list[int]] = {}
-    stages = stages_of(costs.workload)
-    peak_bytes = stages.state_bytes(plan.placement)
+    memory = workload_memory(costs.workload)
+    peak_bytes = memory.state_bytes(plan.placement)
     for part in parts:
         schedule, workers = part.schedule, part.component.workers
         recompute = tuple(map(plan.recompute.get, workers))
@@ -73,10 +75,8 @@ def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) 
         # Pipelines whose stages take equally long share a schedule, even if they are cut differently.
         key = id(schedule), recompute, *layers
         if key not in known:
-            if isinstance(schedule, PipelineSchedule):
-                known[key] = pipeline_bytes(schedule, layers, stages, recompute=recompute)
-            else:
-                known[key] = schedule_bytes(schedule, stages, recompute=plan.recompute)
+            records = records_by_code(plan, part.component.routes)[schedule.codes]
+            known[key] = memory.moving_bytes(records, np.cumsum([0, *map(len, schedule.orders)]))
         for worker, own_bytes in zip(workers, known[key], strict=True):
             peak_bytes[worker] += own_bytes
     return peak_bytes

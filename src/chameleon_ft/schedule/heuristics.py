@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -37,11 +36,13 @@ class Heuristic(NamedTuple):
     extra: int = 0
 
 
+_Table = tuple[Heuristic, ...]
+
 # In the order in which they are tried. The first is 1F1B or ZB-H1 on a plain pipeline. Each of the others is the one
 # that gained most over those before it, on some hundred plans, of presets and generated. With limits above ZB-H1's, no
 # patience, and twice as much in flight at the first stage as by default, bubbles become short (as in ZB-H2: Qi et al.,
 # Zero Bubble Pipeline Parallelism, 2023).
-_PLAIN_SPLIT: Final = (
+_PLAIN_SPLIT: Final[_Table] = (
     Heuristic(True, 0.75),
     Heuristic(True, 0.25, 0.4, 0.5),
     Heuristic(True, 0.0, 0.6, 0.75),
@@ -49,49 +50,24 @@ _PLAIN_SPLIT: Final = (
     Heuristic(True, 0.4, 0.25, 0.25),
     Heuristic(True, 0.0, 0.5, 0.75),
     Heuristic(False, 0.0, 1.0, 1.0),
-    Heuristic(True, 0.1, 0.5, 0.5),
-    Heuristic(True, 0.4),
-    Heuristic(True, 0.0, 0.25, 1.0),
 )
-# For pipelines of at least `_DEEP` stages, where the effort may allow no more than the first few.
-_DEEP: Final = 16
-_DEEP_SPLIT: Final = (
-    Heuristic(True, 0.1, 0.5, 0.75),
-    Heuristic(True, 0.25, 0.6, 0.75),
-    Heuristic(True, 0.0, 0.5, 0.75),
-    Heuristic(True, 0.25, 0.4, 0.5),
-    Heuristic(True, 0.25, 0.25, 0.75),
-    Heuristic(True, 0.25, 0.5, 0.5),
-    Heuristic(False, 0.0, 0.5, 1.0),
-    Heuristic(True, 0.75),
-)
-_PLAIN_FUSED: Final = (
+_PLAIN_FUSED: Final[_Table] = (
     Heuristic(True, 0.0),
     Heuristic(True, 0.0, 1.0, 1.0),
     Heuristic(True, 0.0, 0.5, 0.5),
     Heuristic(False, 0.0, 0.5, 0.5),
-    Heuristic(True, 0.0, 0.25, 0.25),
-    Heuristic(True, 0.0, 0.75, 0.75),
-    Heuristic(False, 0.0, 0.75, 0.75),
 )
-_SHARED_SPLIT: Final = (
+_SHARED_SPLIT: Final[_Table] = (
     Heuristic(False, 0.1, 0.5, 0.5, 2),
     Heuristic(True, 0.0, 0.5, 0.5, 4),
     Heuristic(False, 0.0, 1.0, 1.0),
-    Heuristic(False, 0.1, 0.5, 0.5),
-    Heuristic(False, 0.1, 0.0, 0.0, 2),
-    Heuristic(True, 0.0, 0.5, 0.5, 2),
     Heuristic(True, 0.0),
     Heuristic(False, 0.25, 0.0, 0.0, 4),
 )
-_SHARED_FUSED: Final = (
+_SHARED_FUSED: Final[_Table] = (
     Heuristic(False, 0.0, 0.5, 0.5, 1),
     Heuristic(True, 0.0, 0.5, 0.5, 4),
     Heuristic(True, 0.0, 1.0, 1.0),
-    Heuristic(True, 0.0),
-    Heuristic(False, 0.0, 0.5, 0.5, 4),
-    Heuristic(True, 0.0, 0.0, 0.0, 2),
-    Heuristic(True, 0.0, 0.0, 0.0, 4),
 )
 # On a plain pipeline these together come near to what all of them find.
 _LEAST_PLAIN: Final = 5
@@ -145,12 +121,36 @@ class Problem:
 
         More in flight than in 1F1B hides latency, and keeps the pipeline busy whose stage is shared with others.
         """
-        return _rules(_table(self), self.depth, self.default.tobytes(), self.ceiling.tobytes())
+        if self.shared:
+            table = _SHARED_SPLIT if self.network.split_backward else _SHARED_FUSED
+        else:
+            table = _PLAIN_SPLIT if self.network.split_backward else _PLAIN_FUSED
+        # Under a low ceiling many heuristics have equal limits.
+        different: dict[tuple[bytes, bool, float], Rules] = {}
+        for heuristic, own in zip(table, self._limits(table), strict=True):
+            rules = Rules(limits=own, forward_first=heuristic.forward_first, patience=heuristic.patience)
+            different.setdefault((own.tobytes(), heuristic.forward_first, heuristic.patience), rules)
+        return tuple(different.values())
 
     def largest(self) -> Integers:
         """The largest limits that any heuristic may use."""
-        found: Integers = _limits([Heuristic(True, 0.0, extra=self.depth)], self.depth, self.default, self.ceiling)[0]
+        found: Integers = self._limits([Heuristic(True, 0.0, extra=self.depth)])[0]
         return found
+
+    def _limits(self, table: Sequence[Heuristic]) -> Integers:
+        """Of each heuristic, limits that are raised by `depth` at most, as far as the ceiling allows.
+
+        int64 [heuristics, 3, workers].
+        """
+        default, ceiling = self.default, self.ceiling
+        shares = np.array([[[each.in_flight], [each.kept]] for each in table])
+        extra = np.array([[[each.extra]] for each in table])
+        more = np.minimum(self.depth, np.ceil(shares * default[:2]).astype(np.int64) + extra)
+        kept = default[1] + more.max(axis=1)
+        in_flight = np.minimum(default[0] + more[:, 0], kept)
+        kept = np.minimum(kept, ceiling[1])
+        in_flight = np.minimum(np.minimum(in_flight, ceiling[0]), kept)
+        return np.stack([in_flight, kept, np.minimum(kept, ceiling[2])], axis=1)
 
 
 class ListSchedules:
@@ -206,39 +206,3 @@ class ListSchedules:
 
 def _quality(found: Schedule) -> tuple[bool, float]:
     return found.beyond_limits, found.step_s
-
-
-def _table(problem: Problem) -> tuple[Heuristic, ...]:
-    split = problem.network.split_backward
-    if problem.shared:
-        return _SHARED_SPLIT if split else _SHARED_FUSED
-    if not split:
-        return _PLAIN_FUSED
-    return _PLAIN_SPLIT if problem.depth < _DEEP else _DEEP_SPLIT
-
-
-# A search schedules thousands of pipelines, most of them with the same depth and a ceiling that is never reached.
-@lru_cache(maxsize=256)
-def _rules(table: tuple[Heuristic, ...], depth: int, default: bytes, ceiling: bytes) -> tuple[Rules, ...]:
-    limits = _limits(table, depth, *(np.frombuffer(each, np.int64).reshape(3, -1) for each in (default, ceiling)))
-    # Under a low ceiling many heuristics have equal limits.
-    different: dict[tuple[bytes, bool, float], Rules] = {}
-    for heuristic, own in zip(table, limits, strict=True):
-        rules = Rules(limits=own, forward_first=heuristic.forward_first, patience=heuristic.patience)
-        different.setdefault((own.tobytes(), heuristic.forward_first, heuristic.patience), rules)
-    return tuple(different.values())
-
-
-def _limits(table: Sequence[Heuristic], depth: int, default: Integers, ceiling: Integers) -> Integers:
-    """Of each heuristic, limits that are raised by `depth` at most, as far as the ceiling allows.
-
-    int64 [heuristics, 3, workers].
-    """
-    shares = np.array([[[each.in_flight], [each.kept]] for each in table])
-    extra = np.array([[[each.extra]] for each in table])
-    more = np.minimum(depth, np.ceil(shares * default[:2]).astype(np.int64) + extra)
-    kept = default[1] + more.max(axis=1)
-    in_flight = np.minimum(default[0] + more[:, 0], kept)
-    kept = np.minimum(kept, ceiling[1])
-    in_flight = np.minimum(np.minimum(in_flight, ceiling[0]), kept)
-    return np.stack([in_flight, kept, np.minimum(kept, ceiling[2])], axis=1)

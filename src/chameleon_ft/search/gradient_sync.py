@@ -134,7 +134,6 @@ class GradientSync:
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
         self._is_free = not has_gradients(costs.workload)
-        self._hosts = costs.cluster.hosts
         self._known: dict[tuple[tuple[TimedPipeline, tuple[int, ...]], ...], float] = {}
         self._reductions: dict[tuple[tuple[int, ...], ...], list[tuple[tuple[int, ...], int]]] = {}
 
@@ -155,15 +154,11 @@ class GradientSync:
         stops = tuple(timed.stops for timed, _ in pipelines)
         if stops not in self._reductions:
             self._reductions[stops] = _reductions(stops, self._costs.workload)
-        cluster = self._costs.cluster
-        hosts = [self._hosts[worker] for _, workers in pipelines for worker in workers]
+        workers_of = [worker for _, workers in pipelines for worker in workers]
         free_s = [end_s for timed, _ in pipelines for end_s in timed.ends_s]
         last_s = 0.0
         for holders, num_bytes in self._reductions[stops]:
-            different = len({hosts[slot] for slot in holders})
-            links = [cluster.inter_host] if different > 1 else []
-            links += [cluster.intra_host] if different < len(holders) else []
-            ring_s = max(link.ring_all_reduce_s(num_bytes, len(holders)) for link in links)
+            ring_s = self._costs.cluster.ring_all_reduce_s([workers_of[slot] for slot in holders], num_bytes)
             end_s = max(free_s[slot] for slot in holders) + ring_s
             for slot in holders:
                 free_s[slot] = end_s

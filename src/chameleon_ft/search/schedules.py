@@ -8,21 +8,20 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Final
 
-from chameleon_ft.estimate.memory import stages_of
-from chameleon_ft.estimate.pipeline_memory import pipeline_bytes
-from chameleon_ft.plan import Hop, LayerRange, Placement, RecomputedLayers
-from chameleon_ft.schedule import CostModel, OperationKind, PipelineTimes
+from chameleon_ft.estimate import peak_bytes_of
+from chameleon_ft.plan import Hop, LayerRange, PipelineLayout, Plan, RecomputedLayers, pipelines_plan
+from chameleon_ft.schedule import CostModel, PipelineTimes
 from chameleon_ft.schedule._records import Integers
+from chameleon_ft.schedule.best import ScheduledPart
+from chameleon_ft.schedule.components import components
 from chameleon_ft.schedule.heuristics import ROUNDING
+from chameleon_ft.schedule.pipeline_times import pipeline_times
 from chameleon_ft.schedule.pipelines import PipelineSchedule, pipeline_schedule
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import Shape, WorkerPool
 
 __all__ = ["PipelineScheduler", "PipelineSpec", "TimedPipeline", "hops_of"]
-
-_SPLIT: Final = (OperationKind.FORWARD, OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD)
-_FUSED: Final = (OperationKind.FORWARD, OperationKind.BACKWARD)
 
 # List schedules that are made with any effort.
 _LEAST_SCHEDULES: Final = 5
@@ -94,10 +93,8 @@ class PipelineScheduler:
         self.spent = 0
         self._costs = costs
         self._options = options
-        self._kinds = _SPLIT if split_backward else _FUSED
         self._hosts = costs.cluster.hosts
         self._limits: dict[PipelineSpec, Integers | None] = {}
-        self._stage_s: dict[tuple[float, int, int, RecomputedLayers | None], tuple[float, ...]] = {}
         self._known: dict[tuple[PipelineSpec, tuple[bool, ...]], tuple[int, TimedPipeline]] = {}
         self._replayed: dict[tuple[TimedPipeline, tuple[bool, ...]], TimedPipeline] = {}
         self._peaks: dict[TimedPipeline, int] = {}
@@ -128,7 +125,9 @@ class PipelineScheduler:
         key = spec, self._neighbours(workers)
         known = self._known.get(key)
         if known is None or known[0] < effort:
-            self.spent += max(effort, _LEAST_SCHEDULES * len(self._kinds) * len(workers) * spec.micro_batches)
+            self.spent += max(
+                effort, _LEAST_SCHEDULES * (3 if self.split_backward else 2) * len(workers) * spec.micro_batches
+            )
             schedule = pipeline_schedule(
                 self._times(spec, workers),
                 spec.micro_batches,
@@ -153,11 +152,13 @@ class PipelineScheduler:
     def peak_bytes(self, timed: TimedPipeline) -> int:
         """Bytes that the worker that needs most memory holds at its worst moment."""
         if timed not in self._peaks:
-            stages = stages_of(self._costs.workload)
-            ranges = list(map(_layers, (0, *timed.stops[:-1]), timed.stops))
-            state = stages.state_bytes(Placement(timed.stops[-1], {at: (own,) for at, own in enumerate(ranges)}))
-            moving = pipeline_bytes(timed.schedule, ranges, stages, recompute=timed.recomputed)
-            self._peaks[timed] = max(state[position] + own for position, own in enumerate(moving))
+            stages = range(len(timed.stops))
+            layout = PipelineLayout(timed.stops, tuple(stages), timed.spec.micro_batches)
+            recompute = {stage: own for stage, own in zip(stages, timed.recomputed, strict=True) if own is not None}
+            plan = pipelines_plan([layout], split_backward=self.split_backward)
+            plan = Plan(plan.placement, plan.routes, plan.split_backward, recompute)
+            parts = [ScheduledPart(component, timed.schedule) for component in components(plan.routes)]
+            self._peaks[timed] = max(peak_bytes_of(plan, parts, self._costs).values())
         return self._peaks[timed]
 
     def _neighbours(self, workers: Sequence[int]) -> tuple[bool, ...]:
@@ -166,28 +167,12 @@ class PipelineScheduler:
 
     def _times(self, spec: PipelineSpec, workers: Sequence[int]) -> PipelineTimes:
         recomputed = self.stages.recomputed_layers(spec.stops, spec.options)
-        starts = (0, *spec.stops[:-1])
-        own_s = list(map(self._of_stage, workers, starts, spec.stops, recomputed))
-        messages_s = (
-            self._costs.message_s(one, other, self._costs.message_bytes(stop - 1))
-            for (one, other), stop in zip(pairwise(workers), spec.stops, strict=False)
+        return pipeline_times(
+            hops_of(workers, spec.stops),
+            self._costs,
+            split_backward=self.split_backward,
+            recompute={worker: own for worker, own in zip(workers, recomputed, strict=True) if own is not None},
         )
-        return PipelineTimes(
-            forward_s=tuple(own[0] for own in own_s),
-            backward_s=tuple(own[1] for own in own_s),
-            weight_grad_s=tuple(own[2] if self.split_backward else 0.0 for own in own_s),
-            message_s=tuple(messages_s),
-        )
-
-    def _of_stage(self, worker: int, start: int, stop: int, recomputed: RecomputedLayers | None) -> tuple[float, ...]:
-        """Seconds of each kind of operation."""
-        key = self._costs.pace(worker), start, stop, recomputed
-        if key not in self._stage_s:
-            layers = _layers(start, stop)
-            self._stage_s[key] = tuple(
-                self._costs.compute_s(worker, kind, layers, recompute=recomputed) for kind in self._kinds
-            )
-        return self._stage_s[key]
 
 
 def hops_of(workers: Sequence[int], stops: Sequence[int]) -> tuple[Hop, ...]:

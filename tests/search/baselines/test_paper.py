@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import estimate_step
-from chameleon_ft.estimate.paper import pipeline_step_s, stage_bytes
+from chameleon_ft.estimate.paper import pipeline_step_s
 from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.search import BaselinePlan, paper_plan
 from chameleon_ft.workload import LayerCost, Workload
+from tests.estimate.programs import stage_bytes
 from tests.search.baselines.one_f_one_b import fits
 from tests.search.instances import instance
 

@@ -10,13 +10,16 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Final, TypeAlias
 
+import numpy as np
+
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import state_bytes
-from chameleon_ft.estimate.memory import MessageBuffers, stages_of
-from chameleon_ft.estimate.pipeline_memory import one_f_one_b_bytes
+from chameleon_ft.estimate.memory import MessageBuffers, workload_memory
 from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan
-from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
+from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, default_limits
+from chameleon_ft.schedule._records import PROGRAM_RECORD
 from chameleon_ft.schedule.best import DEFAULT_EFFORT
+from chameleon_ft.schedule.program import KINDS
 from chameleon_ft.search.candidates import predicted
 from chameleon_ft.search.placement import PlacementSearch
 from chameleon_ft.search.result import FoundPlan
@@ -74,8 +77,7 @@ class OneFOneBMemory:
     """Whether stages under 1F1B fit the smallest worker."""
 
     def __init__(self, workload: Workload, capacity_bytes: int | None, *, recompute: bool) -> None:
-        self._num_layers = len(workload.layers)
-        self._stages = stages_of(workload)
+        self._workload = workload
         self._recompute = recompute
         self._needed: dict[tuple[int, int, int, int], int] = {}
         layers = (workload.recomputed() if recompute else workload).layers
@@ -95,9 +97,8 @@ class OneFOneBMemory:
         key = start, stop, to_end, min(micro_batches, to_end + _BUFFERED)
         if key not in self._needed:
             self._needed[key] = one_f_one_b_bytes(
+                self._workload,
                 LayerRange(start, stop),
-                self._stages,
-                num_layers=self._num_layers,
                 to_end=to_end,
                 micro_batches=key[-1],
                 recompute=self._recompute,
@@ -118,6 +119,35 @@ class OneFOneBMemory:
             self.fits(*stage, to_end=len(cut_points) - position, micro_batches=micro_batches)
             for position, stage in enumerate(pairwise((0, *cut_points)))
         )
+
+
+def one_f_one_b_bytes(
+    workload: Workload, layers: LayerRange, *, to_end: int, micro_batches: int, recompute: bool
+) -> int:
+    """Peak bytes of one stage of a pipeline under 1F1B with fused backward; it does not depend on the other stages.
+
+    Args:
+        workload: of all layers.
+        layers: layers of the stage.
+        to_end: stages from this one to the end of the pipeline, both included; 1 at the last one.
+        micro_batches: those that pass through the pipeline in a step.
+        recompute: whether the stage recomputes all its layers in full.
+    """
+    warm_up = min(to_end, micro_batches)
+    backward = np.array([0] * warm_up + [1, 0] * (micro_batches - warm_up) + [1] * warm_up, np.bool_)
+    is_first, is_last = layers.start == 0, layers.stop == len(workload.layers)
+    # Which workers the neighbours are does not matter.
+    before, after = (-1 if is_first else 1), (-1 if is_last else 2)
+    records = np.zeros(len(backward), PROGRAM_RECORD)
+    records["kind"] = np.where(backward, KINDS.index(OperationKind.BACKWARD), KINDS.index(OperationKind.FORWARD))
+    records["start"], records["stop"], records["first"], records["last"] = layers.start, layers.stop, is_first, is_last
+    records["receive_from"], records["send_to"] = np.where(backward, after, before), np.where(backward, before, after)
+    if recompute:
+        records["recompute_start"], records["recompute_stop"] = layers.start, layers.stop
+    memory = workload_memory(workload)
+    (state_bytes,) = memory.state_bytes(Placement(len(workload.layers), {0: (layers,)})).values()
+    (moving_bytes,) = memory.moving_bytes(records, [0, len(records)])
+    return state_bytes + moving_bytes
 
 
 @lru_cache(maxsize=8)

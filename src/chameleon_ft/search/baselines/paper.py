@@ -156,7 +156,7 @@ class _EqualCuts:
         )
 
     def _fits(self, start: int, stop: int, to_end: int, micro_batches: int) -> bool:
-        """The paper's `stage_bytes` with what unequal layers need added up, and our own count."""
+        """By the paper's formula, with what unequal layers need added up, and by our own count."""
         if self._memory.capacity_bytes is None:
             return True
         state = self._state[stop] - self._state[start]
