@@ -371,7 +371,6 @@ SURFACE = {
         "pipeline_times",
         "plan_bound_s",
         "program_memory",
-        "reduction_s",
         "state_bytes",
         "total_work_bound_s",
     ],

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
+from chameleon_ft.sync import Segment, segment_bytes
 from tests.strategies import Planned
 
 # Of a backward in one go over its halves: less where these do work twice, more where in one go it is held up.
@@ -48,3 +49,8 @@ def stage_bytes(*, stage: int, stages: int, layers: int, state_bytes: float, act
     `state_bytes` is m_p + m_g + m_opt and `activation_bytes` m_act, both of one of the stage's `layers` (L_i).
     """
     return layers * (state_bytes + (stages - stage) * activation_bytes)
+
+
+def reduction_s(segment: Segment, costs: CostModel) -> float:
+    """Seconds of a ring all-reduce of the segment's gradients."""
+    return costs.cluster.ring_all_reduce_s(segment.holders, segment_bytes(segment, costs.workload))

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.estimate import estimate_sync, reduction_s
+from chameleon_ft.estimate import estimate_sync
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import CostModel, OperationKind, Timeline, list_schedule, replay
 from chameleon_ft.sync import Segment, gradient_segments, segment_bytes
 from chameleon_ft.workload import LayerCost, TiedParameters, Workload
+from tests.estimate.programs import reduction_s
 from tests.strategies import Planned, Shape, equal_costs, pipelines, planned
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.estimate import reduction_s
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
@@ -23,6 +22,7 @@ from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, Timed
 from chameleon_ft.search.worker_classes import WorkerPool
 from chameleon_ft.sync import gradient_rounds, segment_bytes
 from chameleon_ft.workload import LayerCost, Workload
+from tests.estimate.programs import reduction_s
 from tests.search.instances import instance, with_gradients
 from tests.search.oracle import cuts
 

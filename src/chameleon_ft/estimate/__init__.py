@@ -6,7 +6,7 @@ The paper's own closed forms are in `chameleon_ft.estimate.paper`, apart from th
 from __future__ import annotations
 
 from chameleon_ft.estimate.bounds import pipeline_bound_s, plan_bound_s, total_work_bound_s
-from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync, reduction_s
+from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync
 from chameleon_ft.estimate.layer_memory import MemoryUse
 from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory
 from chameleon_ft.estimate.parts import PartsEstimate, estimate_parts, peak_bytes_of
@@ -33,7 +33,6 @@ __all__ = [
     "pipeline_times",
     "plan_bound_s",
     "program_memory",
-    "reduction_s",
     "state_bytes",
     "total_work_bound_s",
 ]

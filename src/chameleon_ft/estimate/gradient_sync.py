@@ -10,7 +10,7 @@ from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel, OperationKind, Timeline
 from chameleon_ft.sync import Segment, SyncRounds, gradient_rounds, segment_bytes
 
-__all__ = ["MadeAt", "SyncEstimate", "TimedReduction", "estimate_sync", "reduction_s", "sync_after"]
+__all__ = ["MadeAt", "SyncEstimate", "TimedReduction", "estimate_sync", "sync_after"]
 
 MadeAt: TypeAlias = Mapping[int, Mapping[tuple[int, int], float]]
 """By worker, and by the first layer of a range and the one after its last, when its gradients are made, in seconds."""
@@ -82,11 +82,6 @@ def sync_after(placement: Placement, made_s: MadeAt, program_s: float, costs: Co
             free_s.update(dict.fromkeys(segment.holders, end_s))
             reductions.append(TimedReduction(segment, number, start_s, end_s))
     return SyncEstimate(tuple(reductions), rounds, program_s)
-
-
-def reduction_s(segment: Segment, costs: CostModel) -> float:
-    """Seconds of a ring all-reduce of the segment's gradients: 2 (n - 1) alpha + 2 (n - 1) / n * bytes / beta."""
-    return costs.cluster.ring_all_reduce_s(segment.holders, segment_bytes(segment, costs.workload))
 
 
 def _made_s(timeline: Timeline) -> MadeAt:

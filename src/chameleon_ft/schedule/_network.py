@@ -57,9 +57,26 @@ class Network:
         For each worker: the shortest way of a micro-batch to it, all it has to compute, and the shortest way on from
         there. A W may come last of all, but the last F or I is followed by the Is of the workers before, and their W.
         """
-        from chameleon_ft.schedule._kernels.networks import least_step_s
-
-        return least_step_s(self.slots, len(self.workers))
+        slots, num_workers = self.slots, len(self.workers)
+        before_s, after_s = np.full((2, num_workers), np.inf)
+        work_s, weight_s = np.zeros((2, num_workers))
+        # Of each route at once: the slot it has come to, seconds of the way there, and of the way back from it.
+        slot = np.flatnonzero(slots["up"] < 0)
+        down_s, back_s = np.zeros(len(slot)), slots["weight_s"][slot]
+        while len(slot):
+            own = slots[slot]
+            worker = own["worker"]
+            np.minimum.at(before_s, worker, down_s)
+            np.minimum.at(after_s, worker, back_s + own["up_s"])
+            np.add.at(work_s, worker, own["forward_s"] + own["backward_s"])
+            np.add.at(weight_s, worker, own["weight_s"])
+            down_s = down_s + own["forward_s"] + own["down_s"]
+            back_s = back_s + own["backward_s"] + own["up_s"]
+            goes_on = ~own["last"]
+            slot, down_s, back_s = slot[goes_on] + 1, down_s[goes_on], back_s[goes_on]
+        is_used = before_s < np.inf
+        bounds_s = before_s + work_s + np.maximum(weight_s, after_s)
+        return float(bounds_s[is_used].max(initial=0.0))
 
 
 def pipeline_network(times: PipelineTimes, micro_batches: int, *, split_backward: bool) -> Network:
@@ -188,14 +205,29 @@ def _by_priority(
     slots: Records, first_slots: Integers, ways: Sequence[tuple[Hop, ...]], taken: Integers, num_workers: int
 ) -> Integers:
     """The numbers of the routes in the order of `Network.ways`."""
-    from chameleon_ft.schedule._kernels.networks import places_in_pipelines
-
     workers = [tuple(hop.worker for hop in hops) for hops in ways]
     routes_over = Counter[tuple[int, ...]]()
     for way, count in enumerate(np.bincount(taken, minlength=len(ways)).tolist()):
         routes_over[workers[way]] += count
     company = np.array([routes_over[each] for each in workers])[taken]
-    found: Integers = np.lexsort((company, places_in_pipelines(slots, first_slots, num_workers)))
+    found: Integers = np.lexsort((company, _places_in_pipelines(slots, first_slots, num_workers)))
+    return found
+
+
+def _places_in_pipelines(slots: Records, first_slots: Integers, num_workers: int) -> Integers:
+    """For each route its place in its own pipeline.
+
+    A worker that takes over hops of other pipelines has more of them than its own pipeline's other workers. So the
+    least loaded worker on a route belongs to the micro-batch's own pipeline, and has its place in it.
+    """
+    workers, count = slots["worker"], len(slots)
+    load = np.bincount(workers, minlength=num_workers)
+    by_worker = np.argsort(workers, kind="stable")
+    place = np.empty(count, np.int64)
+    place[by_worker] = np.arange(count) - np.repeat(np.cumsum(load) - load, load)
+    # The least load, and of equals the first slot.
+    home = np.minimum.reduceat(load[workers] * count + np.arange(count), first_slots) % count
+    found: Integers = place[home]
     return found
 
 

@@ -51,6 +51,18 @@ _PLAIN_SPLIT: Final[_Table] = (
     Heuristic(True, 0.0, 0.5, 0.75),
     Heuristic(False, 0.0, 1.0, 1.0),
 )
+# For pipelines of at least `_DEEP` stages, where the effort may allow no more than the first few.
+_DEEP: Final = 16
+_DEEP_SPLIT: Final[_Table] = (
+    Heuristic(True, 0.1, 0.5, 0.75),
+    Heuristic(True, 0.25, 0.6, 0.75),
+    Heuristic(True, 0.0, 0.5, 0.75),
+    Heuristic(True, 0.25, 0.4, 0.5),
+    Heuristic(True, 0.25, 0.25, 0.75),
+    Heuristic(True, 0.25, 0.5, 0.5),
+    Heuristic(False, 0.0, 0.5, 1.0),
+    Heuristic(True, 0.75),
+)
 _PLAIN_FUSED: Final[_Table] = (
     Heuristic(True, 0.0),
     Heuristic(True, 0.0, 1.0, 1.0),
@@ -123,8 +135,10 @@ class Problem:
         """
         if self.shared:
             table = _SHARED_SPLIT if self.network.split_backward else _SHARED_FUSED
+        elif self.network.split_backward:
+            table = _PLAIN_SPLIT if self.depth < _DEEP else _DEEP_SPLIT
         else:
-            table = _PLAIN_SPLIT if self.network.split_backward else _PLAIN_FUSED
+            table = _PLAIN_FUSED
         # Under a low ceiling many heuristics have equal limits.
         different: dict[tuple[bytes, bool, float], Rules] = {}
         for heuristic, own in zip(table, self._limits(table), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import permutations
 from typing import Final
@@ -23,14 +23,10 @@ def size_of(shape: Shape, kinds: int) -> Size:
     return tuple(shape.count(kind) for kind in range(kinds))
 
 
-def shapes_of(counts: Sequence[int], layers: int) -> tuple[tuple[Shape, ...], bool]:
-    """The shapes to search, by depth, and whether these are all."""
-    return _shapes_of(tuple(counts), layers)
-
-
 # A search asks for them once for every number of pipelines.
 @lru_cache(maxsize=4)
-def _shapes_of(counts: tuple[int, ...], layers: int) -> tuple[tuple[Shape, ...], bool]:
+def shapes_of(counts: tuple[int, ...], layers: int) -> tuple[tuple[Shape, ...], bool]:
+    """The shapes to search, by depth, and whether these are all."""
     deepest = min(sum(counts), layers)
     if len(counts) == 1:
         return tuple((0,) * depth for depth in range(1, deepest + 1)), True
