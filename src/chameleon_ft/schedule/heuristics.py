@@ -54,14 +54,13 @@ _PLAIN_SPLIT: Final[_Table] = (
 # For pipelines of at least `_DEEP` stages, where the effort may allow no more than the first few.
 _DEEP: Final = 16
 _DEEP_SPLIT: Final[_Table] = (
-    Heuristic(True, 0.1, 0.5, 0.75),
+    Heuristic(True, 0.25, 0.5, 0.5),
+    Heuristic(True, 0.1, 1.0, 0.5, 8),
+    Heuristic(True, 0.5, 0.5, 0.5),
+    Heuristic(True, 0.75),
     Heuristic(True, 0.25, 0.6, 0.75),
     Heuristic(True, 0.0, 0.5, 0.75),
     Heuristic(True, 0.25, 0.4, 0.5),
-    Heuristic(True, 0.25, 0.25, 0.75),
-    Heuristic(True, 0.25, 0.5, 0.5),
-    Heuristic(False, 0.0, 0.5, 1.0),
-    Heuristic(True, 0.75),
 )
 _PLAIN_FUSED: Final[_Table] = (
     Heuristic(True, 0.0),
@@ -82,7 +81,7 @@ _SHARED_FUSED: Final[_Table] = (
     Heuristic(True, 0.0, 1.0, 1.0),
 )
 # On a plain pipeline these together come near to what all of them find.
-_LEAST_PLAIN: Final = 5
+_LEAST_PLAIN: Final = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

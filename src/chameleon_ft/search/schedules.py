@@ -24,7 +24,7 @@ from chameleon_ft.search.worker_classes import Shape, WorkerPool
 __all__ = ["PipelineScheduler", "PipelineSpec", "TimedPipeline", "hops_of"]
 
 # List schedules that are made with any effort.
-_LEAST_SCHEDULES: Final = 5
+_LEAST_SCHEDULES: Final = 7
 # Stages of one cut recur in many pipelines.
 _layers: Final = lru_cache(maxsize=20_000)(LayerRange)
 
