@@ -217,9 +217,9 @@ class FailureModel:
     def waits(self, workers: int) -> tuple[Wait, ...]:
         """Return the wait for the next incident among so many live workers, a mixture whose weights add up to 1.
 
-        A prior that counts like w = `prior_failures` incidents seen in w m worker-seconds is a Gamma distribution of the
-        rate of a worker with shape 1 + w and rate w m. With k incidents seen in T worker-seconds, the wait until the
-        next one among n workers has a Lomax distribution with shape 1 + w + k and scale (w m + T) / n.
+        A prior that counts like w = `prior_failures` incidents seen in w m worker-seconds is a Gamma distribution of
+        the rate of a worker with shape 1 + w and rate w m. With k incidents seen in T worker-seconds, the wait until
+        the next one among n workers has a Lomax distribution with shape 1 + w + k and scale (w m + T) / n.
 
         The prior is a mixture of these, a decade of m apart, because clusters differ by orders of magnitude: spot
         instances fail a thousand times as often as others. What was known beforehand, m = `worker_mtbf_s` but for a
