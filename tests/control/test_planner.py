@@ -209,7 +209,7 @@ def test_what_was_known_is_told() -> None:
     }
     phases = {"detect_s": 0.25, "stop_s": 0.25, "decide_s": 0.0, "regroup_s": 0.5}
     assert event["stall"] == {"repeat_s": 0.5, **phases, "restart_s": 300.0}
-    assert event["horizon_s"] == pytest.approx(209.55, abs=0.01)
+    assert event["horizon_s"] == pytest.approx(156.55, abs=0.01)
     rerouted = planner(policy="reroute")
     decision = lose(rerouted, begin(rerouted), 1)
     assert lose(rerouted, decision, 2).known["plan"] == "2 pipelines of 2 stages; 2 detours"

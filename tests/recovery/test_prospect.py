@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.recovery import FailureModel, HolderSets, LossRisk, Prospect
-from chameleon_ft.recovery.failure_model import Gap
+from chameleon_ft.recovery.failure_model import Gap, Wait
 
 MODEL = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0)
 
@@ -22,12 +22,13 @@ def prospect(gap: Gap, *, restart_s: float = 0.0, exposed: float = 0.0) -> Prosp
 
 @pytest.mark.parametrize(("stall_s", "fatal"), [(0.0, 0.1), (5.0, 0.0), (40.0, 0.3)])
 def test_steps_are_the_mean_over_drawn_futures(stall_s: float, fatal: float) -> None:
-    gap = Gap(burst_share=0.3, burst_s=20.0, quiet_s=500.0)
+    gap = Gap(burst_share=0.3, burst_s=20.0, quiet=(Wait(1.0, 3.0, 1000.0),))
     ahead = prospect(gap, restart_s=100.0, exposed=0.5)
     generator = random.Random(1)
     total, draws = 0.0, 200_000
     for _ in range(draws):
-        wait_s = generator.expovariate(1 / (20.0 if generator.random() < 0.3 else 500.0))
+        mean_s = 20.0 if generator.random() < 0.3 else 1000.0 / generator.gammavariate(3.0, 1.0)
+        wait_s = generator.expovariate(1 / mean_s)
         total += max(0.0, wait_s - stall_s) / 2.0
         total -= 100.0 / 1.5 * (generator.random() < (0.5 if wait_s < stall_s else fatal))
     found = ahead.steps(step_s=2.0, stall_s=stall_s, fatal_share=ahead.fatal_share(stall_s, fatal))
@@ -36,7 +37,7 @@ def test_steps_are_the_mean_over_drawn_futures(stall_s: float, fatal: float) -> 
 
 @given(horizon_s=st.floats(1.0, 1e6), stall_s=st.floats(0.0, 100.0))
 def test_a_transition_may_pay_even_if_it_takes_longer_than_the_mean_gap(horizon_s: float, stall_s: float) -> None:
-    ahead = prospect(Gap(burst_share=0.0, burst_s=1.0, quiet_s=horizon_s))
+    ahead = prospect(Gap(burst_share=0.0, burst_s=1.0, quiet=(Wait(1.0, 3.0, 2 * horizon_s),)))
     mean = max(0.0, horizon_s - stall_s)
     assert ahead.steps(step_s=1.0, stall_s=stall_s, fatal_share=0.0) >= mean - 1e-6
 

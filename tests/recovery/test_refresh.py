@@ -57,8 +57,9 @@ def test_it_is_what_would_be_decided_now(
 
 def test_nothing_is_changed_where_nothing_has_changed() -> None:
     now = after(situation(dp=3, pp=2), 1)
-    old = decide(now, "chameleon", rate_of(100.0, now))
-    assert refreshed(old, before=now, now=now, failures=rate_of(old.horizon_s, now)) == old
+    failures = rate_of(100.0, now)
+    old = decide(now, "chameleon", failures)
+    assert refreshed(old, before=now, now=now, failures=failures) == old
 
 
 def test_steps_are_longer_by_as_much_as_operations_are() -> None:

@@ -90,7 +90,7 @@ def alone_in_words(each: WeighedCandidate) -> str:
 
 
 def rate_in_words(rate: ObservedRate, *, live: int, horizon_s: float) -> str:
-    """Say when the next failure is expected, and from what; see `FailureModel.horizon_s` for the formula."""
+    """Say when the next failure is expected, and from what; see `FailureModel.waits` for the formula."""
     incidents = rate.failures if rate.incidents is None else rate.incidents
     several = f", {incidents} incident{'' if incidents == 1 else 's'}" if incidents < rate.failures else ""
     of_hosts = "" if rate.host_share is None else f"; {rate.host_share:.0%} of failures take a whole host"

@@ -3,11 +3,11 @@
 The model has three parts, each a conjugate estimate that starts from what was known before the run and is sharpened by
 what the run sees:
 
-- **Rate** of incidents: Gamma-Poisson, with a prior that gives way if it is wrong, see `FailureModel.horizon_s`.
+- **Rate** of incidents: Gamma-Poisson, with a prior over several orders of magnitude, see `FailureModel.waits`.
 - **Size** of an incident, in failures at the same moment: a power law whose exponent is learned, `size_shares`. Each
   failure of an incident takes one worker or, with probability `host_share`, a whole host.
-- **Gap** to the next incident: a mixture of bursts and quiet, `gap_after`. Right after an incident another one of the
-  same burst may follow; otherwise the wait is exponential.
+- **Gap** to the next incident: a mixture of bursts and quiet, `gap`. Right after an incident another one of the same
+  burst may follow; otherwise the wait is that of a Poisson process whose rate is not known exactly.
 
 The prior of the exponent has its mean between two measured ones, 3.9 of a production cluster and 2.7 of spot instances;
 the prior share of bursts is that of the production cluster (docs/traces.md).
@@ -16,7 +16,6 @@ the prior share of bursts is that of the production cluster (docs/traces.md).
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -26,7 +25,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery.loss_risk import LossRisk
 
-__all__ = ["FailureModel", "Gap"]
+__all__ = ["FailureModel", "Gap", "Wait"]
 
 # Incidents with shorter gaps may belong to one burst.
 _BURST_S: Final = 300.0
@@ -36,30 +35,59 @@ _EXPONENTS: Final = tuple(2 + number / 4 for number in range(25))
 _EXPONENT_MEAN: Final = 3.3
 _EXPONENT_SPREAD: Final = 0.75
 _TOTALS: Final = tuple(math.fsum(size**-each for size in range(1, _LARGEST + 1)) for each in _EXPONENTS)
-# Of the prior of the rate: (weight, share of `prior_failures` that it counts like).
-_PRIORS: Final = ((0.9, 1.0), (0.1, 0.01))
+# Of the prior of the rate: (weight, share of `worker_mtbf_s`).
+_PRIORS: Final = ((0.6, 1.0), (0.1, 1e-1), (0.1, 1e-2), (0.1, 1e-3), (0.1, 1e-4))
+_PRIOR_MEAN: Final = math.fsum(weight * share for weight, share in _PRIORS)
 # Share of incidents that another one of the same burst follows: of the failures beyond the first of an incident of
 # InfiniteHBD, 0.13 on average, 0.35 come later than the first.
 _PRIOR_BURST_SHARE: Final = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A Lomax distribution: the wait for an event whose rate has a Gamma distribution.
+
+    Attributes:
+        weight: probability of this part of a mixture.
+        shape: above 1, so that the mean is finite.
+        scale_s: seconds.
+    """
+
+    weight: float
+    shape: float
+    scale_s: float
+
+    @property
+    def mean_s(self) -> float:
+        """Return the mean in seconds."""
+        return self.scale_s / (self.shape - 1)
+
+    def within(self, seconds: float) -> float:
+        """Return the probability that the wait is shorter."""
+        return -math.expm1(-self.shape * math.log1p(seconds / self.scale_s))
+
+    def left_after(self, seconds: float) -> float:
+        """Return E[max(0, wait - seconds)], the integral of the survival function from `seconds` on."""
+        return self.mean_s * math.exp((1 - self.shape) * math.log1p(seconds / self.scale_s))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Distribution of the seconds until the next incident, a mixture of two exponentials.
+    """Distribution of the seconds until the next incident: a mixture of an exponential one and of Lomax ones.
 
     Attributes:
         burst_share: probability that the next incident belongs to the burst of the last one.
         burst_s: mean seconds until it comes in that case.
-        quiet_s: mean seconds otherwise.
+        quiet: the wait otherwise; its weights add up to 1.
     """
 
     burst_share: float
     burst_s: float
-    quiet_s: float
+    quiet: tuple[Wait, ...]
 
     def within(self, seconds: float) -> float:
         """Return the probability that the next incident comes in less than so many seconds."""
-        quiet = -math.expm1(-seconds / self.quiet_s)
+        quiet = math.fsum(wait.weight * wait.within(seconds) for wait in self.quiet)
         return quiet + self.burst_share * (-math.expm1(-seconds / self.burst_s) - quiet)
 
     def left_after(self, seconds: float) -> float:
@@ -67,7 +95,7 @@ class Gap:
 
         This is E[max(0, gap - seconds)], the integral of the survival function from `seconds` on.
         """
-        quiet_s = self.quiet_s * math.exp(-seconds / self.quiet_s)
+        quiet_s = math.fsum(wait.weight * wait.left_after(seconds) for wait in self.quiet)
         return quiet_s + self.burst_share * (self.burst_s * math.exp(-seconds / self.burst_s) - quiet_s)
 
 
@@ -177,44 +205,47 @@ class FailureModel:
         )
 
     def horizon_s(self, workers: int) -> float:
-        """Return D, the expected seconds until the next incident among so many live workers.
-
-        A prior that counts like w incidents seen in w `worker_mtbf_s` (m) worker-seconds is a Gamma distribution of the
-        rate of a worker with shape 1 + w and rate w m. With k incidents seen in T worker-seconds, the wait until the
-        next one among n workers has a Lomax distribution with the mean
-
-            D = (w m + T) / (n (w + k)).
+        """Return D, the expected seconds until the next incident among so many live workers: the mean of `waits`.
 
         The mean of the wait is taken, not the wait at the mean rate, because samples until the next incident grow in
-        proportion to the wait. The prior is a mixture of two: w = `prior_failures` with a weight of 0.9, and a
-        hundredth of it for the case that what was known beforehand is wrong for this cluster. A cluster of spot
-        instances that fails a thousand times as often as was thought makes the second one take over after two or
-        three incidents; a single Gamma prior would go on for thousands of worker-hours. D is the mean over both, by
-        their posterior weights ("robust" priors: Schmidli et al., Biometrics 70, 2014). Before anything is seen, it is
-        m / n.
+        proportion to the wait. Before anything is seen, it is `worker_mtbf_s` / `workers`.
+
+        Raises ConfigError if there is no worker.
+        """
+        return math.fsum(wait.weight * wait.mean_s for wait in self.waits(workers))
+
+    def waits(self, workers: int) -> tuple[Wait, ...]:
+        """Return the wait for the next incident among so many live workers, a mixture whose weights add up to 1.
+
+        A prior that counts like w = `prior_failures` incidents seen in w m worker-seconds is a Gamma distribution of
+        the rate of a worker with shape 1 + w and rate w m. With k incidents seen in T worker-seconds, the wait until
+        the next one among n workers has a Lomax distribution with shape 1 + w + k and scale (w m + T) / n.
+
+        The prior is a mixture of these, a decade of m apart, because clusters differ by orders of magnitude: spot
+        instances fail a thousand times as often as others. What was known beforehand, m = `worker_mtbf_s` but for a
+        factor that keeps the mean, has most of the weight, and one or two incidents that come far too soon take it
+        ("robust" priors: Schmidli et al., Biometrics 70, 2014).
 
         Raises ConfigError if there is no worker.
         """
         if workers < 1:
             raise ConfigError(f"there is no worker that could fail; got {workers} workers")
-        logs, means_s = [], []
+        shape = 1 + self.prior_failures
+        logs, scales_s = [], []
         for weight, share in _PRIORS:
-            prior = share * self.prior_failures
-            prior_s = prior * self.worker_mtbf_s
-            seen, seen_s = prior + self.incidents, prior_s + self.worker_s
-            means_s.append(seen_s / seen)
-            # The probability of what was seen: negative binomial, without the factors that both have in common.
+            prior_s = self.prior_failures * self.worker_mtbf_s * share / _PRIOR_MEAN
+            scales_s.append(prior_s + self.worker_s)
+            # The probability of what was seen: negative binomial, without the factors that all have in common.
             logs.append(
-                math.log(weight)
-                + math.lgamma(1 + seen)
-                - math.lgamma(1 + prior)
-                + (1 + prior) * math.log(prior_s)
-                - (1 + seen) * math.log(seen_s)
+                math.log(weight) - shape * math.log1p(self.worker_s / prior_s) - self.incidents * math.log(scales_s[-1])
             )
         largest = max(logs)
         weights = [math.exp(each - largest) for each in logs]
-        mean_s = math.fsum(map(operator.mul, weights, means_s)) / math.fsum(weights)
-        return mean_s / workers
+        whole = math.fsum(weights)
+        return tuple(
+            Wait(weight / whole, shape + self.incidents, scale_s / workers)
+            for weight, scale_s in zip(weights, scales_s, strict=True)
+        )
 
     def size_shares(self, most: int) -> tuple[float, ...]:
         """Return the probabilities of 1, 2, ... failures in the next incident, up to `most`.
@@ -230,24 +261,30 @@ class FailureModel:
         """Return the distribution of the seconds until the next incident among so many live workers.
 
         Right after an incident the next one belongs to the same burst with a probability b. Gaps below 300 s are b
-        and, of the others, as many as a Poisson process with mean D has; the share of such gaps among all is a Beta
-        estimate around the prior. The mean of the mixture stays D. At any other moment the wait is exponential.
+        and, of the others, as many as `waits` has; the share of such gaps among all is a Beta estimate around the
+        prior. The mean of the mixture stays D. At any other moment there is no burst.
 
         Args:
             workers: how many are live.
             after_incident: whether the last incident was just now.
         """
         horizon_s = self.horizon_s(workers)
-        share, burst_s = self._burst_share(horizon_s), min(_BURST_S / 2, horizon_s)
+        burst_s = min(_BURST_S / 2, horizon_s)
+        steady = Gap(burst_share=0.0, burst_s=burst_s, quiet=self.waits(workers))
         if not after_incident:
-            return Gap(burst_share=0.0, burst_s=burst_s, quiet_s=horizon_s)
-        return Gap(burst_share=share, burst_s=burst_s, quiet_s=(horizon_s - share * burst_s) / (1 - share))
+            return steady
+        share = self._burst_share(steady.within(_BURST_S))
+        longer = (1 - share * burst_s / horizon_s) / (1 - share)
+        quiet = tuple(replace(wait, scale_s=wait.scale_s * longer) for wait in steady.quiet)
+        return Gap(burst_share=share, burst_s=burst_s, quiet=quiet)
 
-    def _burst_share(self, horizon_s: float) -> float:
-        by_chance = -math.expm1(-_BURST_S / horizon_s)
-        expected = _PRIOR_BURST_SHARE + (1 - _PRIOR_BURST_SHARE) * by_chance
-        soon = (self.prior_failures * expected + self.bursts) / (self.prior_failures + self.incidents)
-        return max(0.0, (soon - by_chance) / (1 - by_chance)) if by_chance < 1 else 0.0
+    def _burst_share(self, by_chance: float) -> float:
+        """Return b = 1 - (share of gaps above 300 s) / (1 - `by_chance`), with the share of short gaps by chance."""
+        if by_chance >= 1:
+            return 0.0
+        later = (self.incidents - self.bursts) / (1 - by_chance)
+        prior = (1 - _PRIOR_BURST_SHARE) * self.prior_failures
+        return max(0.0, 1 - (prior + later) / (self.prior_failures + self.incidents))
 
     def fatal_probability(self, risk: LossRisk) -> float:
         """Return an upper bound of the probability that the next incident takes all holders of some layer.
