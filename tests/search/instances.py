@@ -59,10 +59,12 @@ def instance(
 
 
 def _some_recomputable(layer: LayerCost) -> LayerCost:
-    """The layer, of which most can be recomputed selectively, quickly enough to come before recomputation in full."""
+    """The layer, of which most can be recomputed selectively, some in less time for the bytes than in full."""
     rng = random.Random(repr(layer))
     selective_bytes = rng.choice([None, 1, 1, layer.activation_bytes // 2])
-    return dataclasses.replace(layer, selective_bytes=selective_bytes, selective_s=rng.choice([0.0, 0.05]))
+    return dataclasses.replace(
+        layer, selective_bytes=selective_bytes, selective_s=layer.forward_s * rng.choice([0.0, 0.05, 0.5])
+    )
 
 
 def with_gradients(costs: CostModel, rng: random.Random) -> CostModel:

@@ -24,10 +24,10 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def _some_of(rng: random.Random, layers: LayerRange) -> RecomputedLayers:
-    """Some of the layers of a stage selectively, or some in full and all others selectively."""
+    """Some of the layers of a stage selectively, or some in full and all others selectively or not at all."""
     stop = rng.randint(layers.start + 1, layers.stop)
-    if rng.random() < 0.5:
-        return RecomputedLayers(layers.start, stop, stop - layers.start)
+    if rng.random() < 2 / 3:
+        return RecomputedLayers(layers.start, stop, rng.choice([0, stop - layers.start]))
     return RecomputedLayers(layers.start, layers.stop, layers.stop - stop)
 
 

@@ -63,14 +63,16 @@ def _facts(prediction: Prediction) -> Table:
         facts.add_row(
             "",
             f"{before_s / estimate.step_s:.1%} of the throughput before the loss ({duration(before_s)}, "
-            f"{'split' if prediction.before.split_backward else 'fused'} backward), "
+            f"{_backward(prediction.before)} backward), "
             f"with {live / len(prediction.before.workers):.1%} of the workers",
         )
     above = f"{max(0.0, estimate.gap):.1%} above it"
     facts.add_row("bound", f"{duration(estimate.bound_s)} for the operations of this plan in any order: {above}")
-    if prediction.plan.recompute:
-        facts.add_row("", f"workers {in_ranges(list(prediction.plan.recompute))} recompute, to save memory")
     facts.add_row("", f"{duration(prediction.cluster_bound_s)} if no live worker were ever idle")
+    if prediction.plan.recompute:
+        again = list(prediction.plan.recompute)
+        which = f"workers {in_ranges(again)} recompute" if len(again) > 1 else f"worker {again[0]} recomputes"
+        facts.add_row("memory", f"{which}, to save memory")
     facts.add_row("bubble", f"{estimate.bubble:.1%} of the workers' time is idle")
     return facts
 

@@ -93,7 +93,7 @@ def _recompute(value: object) -> dict[int, tuple[int, ...] | None]:
         return dict.fromkeys(_integer(worker, "a worker in recompute of a plan") for worker in value)
     found: dict[int, tuple[int, ...] | None] = {}
     for worker, own in _by_worker(value, "recompute of a plan").items():
-        count = 3 if isinstance(own, list) and len(own) == 3 else 2
+        count = 3 if isinstance(own, list) and len(own) > 2 else 2
         found[worker] = tuple(_integers(own, count, f"recompute of worker {worker}"))
     return found
 

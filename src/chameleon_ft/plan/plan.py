@@ -77,8 +77,13 @@ class Plan:
     fused_workers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        if self.fused_workers and self.fused_workers == frozenset(self.placement.workers):
+            object.__setattr__(self, "split_backward", False)
+            object.__setattr__(self, "fused_workers", frozenset())
         if self.fused_workers and not self.split_backward:
             raise PlanError("fused_workers are named only in a plan with split backward; without it all workers are")
+        if unknown := sorted(self.fused_workers.difference(self.placement.workers)):
+            raise PlanError(f"worker {unknown[0]} is in fused_workers, but it holds no layers; leave it out")
         object.__setattr__(self, "recompute", FrozenMap(dict(sorted(self.recompute.items()))))
         for worker, layers in self.recompute.items():
             ranges = self.placement.ranges_of(worker)

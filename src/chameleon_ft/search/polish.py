@@ -45,17 +45,12 @@ class Polish:
         self._equal_links = links_are_equal(cluster)
 
     def with_best_programs(self, pipelines: PlacedPipelines) -> PlacedPipelines:
-        """Give the best program to every pipeline that would otherwise end last."""
+        """Give every pipeline the program that `best_program` makes of it."""
         best: dict[int, TimedPipeline] = {}
-        last_s = 0.0
-        different = {id(timed): (timed, workers) for timed, workers in pipelines}
-        for key, (timed, workers) in sorted(different.items(), key=lambda item: -item[1][0].program_s):
-            if timed.program_s <= last_s:
-                break
+        for timed, workers in {id(timed): (timed, workers) for timed, workers in pipelines}.values():
             found = timed.scheduler.scheduled(timed.spec, effort=self._options.polish_effort, workers=workers)
             if found is not None:
-                best[key] = found
-                last_s = max(last_s, found.program_s)
+                best[id(timed)] = found
         return tuple((best.get(id(timed), timed), workers) for timed, workers in pipelines)
 
     def improved(self, pipelines: PlacedPipelines, *, exchange: bool = True) -> PlacedPipelines:

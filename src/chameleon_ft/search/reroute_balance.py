@@ -58,7 +58,7 @@ class Losses:
         self.placement = placement
         self._costs = costs
         self._live = frozenset(placement.workers)
-        self._work_s: dict[tuple[float, LayerRange | None, int, int], float] = {}
+        self._work_s: dict[tuple[float, LayerRange | None, bool, int, int], float] = {}
         ways, taken = different_ways(route.hops for route in plan.routes)
         # Micro-batches of each way.
         self._ways = {ways[way]: count for way, count in Counter(taken).items()}
@@ -126,10 +126,11 @@ class Losses:
     def _seconds(self, worker: int, start: int, stop: int) -> float:
         """Seconds that `worker` computes for these layers of a micro-batch."""
         recompute = self.plan.recompute.get(worker)
-        key = self._costs.pace(worker), recompute, start, stop
+        split = self.plan.splits(worker)
+        key = self._costs.pace(worker), recompute, split, start, stop
         if key not in self._work_s:
             halves = OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD
-            kinds = (OperationKind.FORWARD, *(halves if self.plan.split_backward else (OperationKind.BACKWARD,)))
+            kinds = (OperationKind.FORWARD, *(halves if split else (OperationKind.BACKWARD,)))
             layers = LayerRange(start, stop)
             self._work_s[key] = sum(self._costs.compute_s(worker, kind, layers, recompute=recompute) for kind in kinds)
         return self._work_s[key]

@@ -16,9 +16,9 @@ class BoundFamily(StrEnum):
     """The plans that a bound holds for.
 
     PIPELINES: every worker is one stage of one pipeline, or idle, and recomputes some of the first layers of its stage
-    selectively, or some of them in full and the others selectively. Any depths, cuts, shares, orders of workers and of
-    operations, and any number of micro-batches in flight that fits the memory of the workers; each pipeline with fused
-    or with split backward.
+    selectively, or some of them in full and the others selectively or not at all. Any depths, cuts, shares, orders of
+    workers and of operations, and any number of micro-batches in flight that fits the memory of the workers; each
+    pipeline with fused or with split backward.
     """
 
     PIPELINES = "pipelines"

@@ -196,7 +196,7 @@ class Stages:
         from chameleon_ft.search._kernels.stage_memory import COLUMNS, fill_options
 
         layers, size = _layer_bytes(self.costs.workload), self.num_layers
-        room = sum(2 * (stop - start) + 1 for start in range(size) for stop in range(start + 1, size + 1))
+        room = sum(3 * (stop - start) + 1 for start in range(size) for stop in range(start + 1, size + 1))
         first = np.empty((len(self.classes), size + 1, size + 2), np.int64)
         found: list[Integers] = []
         again_s: list[Floats] = []
@@ -216,27 +216,18 @@ def _layer_bytes(workload: Workload) -> LayerBytes:
 
     layers, last = workload.layers, len(workload.layers) - 1
     outputs = [layer.output_bytes for layer in layers]
-    activation, forward_s = (
-        np.array([own.activation_bytes for own in layers]),
-        np.array([own.forward_s for own in layers]),
-    )
-    boundary, selective = np.array([0, *outputs[:-1]]), np.array(workload.selective_bytes)
-    selective_s = np.array([own.selective_s for own in layers])
-    # Not where recomputation in full saves more bytes a second.
-    partly = (activation - selective) * forward_s >= (activation - boundary) * selective_s
-    selective, selective_s = np.where(partly, selective, activation), np.where(partly, selective_s, 0.0)
     return LayerBytes(
         state=np.array([layer.param_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in layers]),
         sample=np.array([layer.sample_bytes for layer in layers]),
-        activation=activation,
-        boundary=boundary,
-        selective=selective,
+        activation=np.array([layer.activation_bytes for layer in layers]),
+        boundary=np.array([0, *outputs[:-1]]),
+        selective=np.array(workload.selective_bytes),
         recomputable=np.array([is_recomputed(layer, len(layers)) for layer in range(len(layers))]),
         output=np.array([*outputs[:last], 0]),
         weight_grad=np.array([layer.weight_grad_bytes for layer in layers]),
         working=np.array([layer.working_bytes for layer in layers]),
-        selective_s=selective_s,
-        full_s=forward_s - selective_s,
+        selective_s=np.array([layer.selective_s for layer in layers]),
+        forward_s=np.array([layer.forward_s for layer in layers]),
     )
 
 

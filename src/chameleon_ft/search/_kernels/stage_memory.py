@@ -46,8 +46,7 @@ class LayerBytes(NamedTuple):
         output: message to the next layer; zero for the last.
         weight_grad: what I leaves for W.
         working: needed only while the layer runs.
-        selective_s: seconds that selective recomputation takes on a worker of speed 1, float64 [layers].
-        full_s: those that recomputation in full takes beyond that, float64 [layers].
+        selective_s, forward_s: seconds of recomputation, selective and in full, at speed 1; float64 [layers].
     """
 
     state: Integers
@@ -60,7 +59,7 @@ class LayerBytes(NamedTuple):
     weight_grad: Integers
     working: Integers
     selective_s: Floats
-    full_s: Floats
+    forward_s: Floats
 
 
 @lean_kernel
@@ -69,9 +68,9 @@ def fill_options(
 ) -> int:
     """Fill in the ways to recompute that a stage of a worker with `capacity` bytes has; return how many there are.
 
-    Layers are first recomputed selectively and then in full, each time one more of them, from the first one on. A stage
-    has an option for every step that lets more micro-batches be in flight, or lets more W wait, than all steps before
-    it, as long as at least one micro-batch fits.
+    Some layers from the first one on are recomputed selectively; or in full, and all others selectively or not at all.
+    Of these options, by their seconds, those are kept that let more micro-batches be in flight, or let more W wait,
+    than all before, as long as at least one micro-batch fits.
 
     Args:
         layers: of the model.
@@ -88,36 +87,85 @@ def fill_options(
     for start in range(num_layers + 1):
         for stop in range(num_layers + 2):
             first[start, stop] = found
-            if not start < stop <= num_layers:
-                continue
-            in_flight = deferred = 0
-            seconds = 0.0
-            full = until = start
-            for step in range(2 * (stop - start) + 1):
-                if step:
-                    layer = start + (step - 1) % (stop - start)
-                    # Recomputing a layer that must not, or need not be, changes nothing.
-                    if not layers.recomputable[layer]:
-                        continue
-                    if step > stop - start:
-                        full = layer + 1
-                        seconds += layers.full_s[layer]
-                    elif layers.selective[layer] < layers.activation[layer]:
-                        until = layer + 1
-                        seconds += layers.selective_s[layer]
-                    else:
-                        continue
-                row = options[found]
-                _measure(layers, split, start, stop, full, until, row)
-                _count(row, capacity)
-                if row[IN_FLIGHT] > in_flight or (row[IN_FLIGHT] == in_flight and row[DEFERRED] > deferred):
-                    in_flight, deferred = row[IN_FLIGHT], row[DEFERRED]
-                    again_s[found] = seconds
-                    row[FULL], row[SELECTIVE] = full - start, max(0, until - full)
-                    found += 1
-                if in_flight >= most:
-                    break
+            if start < stop <= num_layers:
+                end = _fill_stage(layers, capacity, split, most, start, stop, found, options, again_s)
+                found = _keep_best(most, found, end, options, again_s)
         first[start, num_layers + 1] = found
+    return found
+
+
+@lean_part
+def _fill_stage(
+    layers: LayerBytes,
+    capacity: int,
+    split: bool,
+    most: int,
+    start: int,
+    stop: int,
+    begin: int,
+    options: Integers,
+    again_s: Floats,
+) -> int:
+    """Fill in the options of a stage that hold a micro-batch, by their seconds, from a place on; return their end."""
+    end = begin
+    selective_s = full_s = 0.0
+    full = until = start
+    for step in range(2 * (stop - start) + 1):
+        if step:
+            layer = start + (step - 1) % (stop - start)
+            # Recomputing a layer that must not be changes nothing.
+            if not layers.recomputable[layer]:
+                continue
+            if step > stop - start:
+                full = layer + 1
+                selective_s += layers.forward_s[layer] - layers.selective_s[layer]
+                full_s += layers.forward_s[layer]
+            else:
+                until = layer + 1
+                selective_s += layers.selective_s[layer]
+        for alone in range(2 if start < full < until else 1):
+            last = full if alone else until
+            row = options[end]
+            _measure(layers, split, start, stop, full, last, row)
+            _count(row, capacity)
+            in_flight = row[IN_FLIGHT]
+            if in_flight:
+                row[FULL], row[SELECTIVE] = full - start, max(0, last - full)
+                again_s[end] = full_s if alone else selective_s
+                _sort_in(begin, end, options, again_s)
+                end += 1
+            if not alone and in_flight >= most:
+                return end
+    return end
+
+
+@lean_part
+def _sort_in(begin: int, place: int, options: Integers, again_s: Floats) -> None:
+    """Move an option to where it belongs among those before it, which are sorted by their seconds."""
+    while place > begin and again_s[place - 1] > again_s[place]:
+        again_s[place - 1], again_s[place] = again_s[place], again_s[place - 1]
+        for column in range(COLUMNS):
+            own = options[place, column]
+            options[place, column] = options[place - 1, column]
+            options[place - 1, column] = own
+        place -= 1
+
+
+@lean_part
+def _keep_best(most: int, begin: int, end: int, options: Integers, again_s: Floats) -> int:
+    """Keep those of the options that make room for more than all before; return where they end."""
+    found = begin
+    in_flight = deferred = 0
+    for place in range(begin, end):
+        row = options[place]
+        if row[IN_FLIGHT] > in_flight or (row[IN_FLIGHT] == in_flight and row[DEFERRED] > deferred):
+            in_flight, deferred = row[IN_FLIGHT], row[DEFERRED]
+            again_s[found] = again_s[place]
+            for column in range(COLUMNS):
+                options[found, column] = row[column]
+            found += 1
+        if in_flight >= most:
+            break
     return found
 
 
