@@ -59,10 +59,9 @@ Stops: TypeAlias = tuple[int, ...]
 _ROUNDING: Final = 1e-12
 # Relative precision of bounds and of options that are found by bisection.
 _PRECISION: Final = 2e-3
-# By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more if few cuts are found.
+# By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
 _SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
 _EVEN: Final = 0.04
-_FEW_CUTS: Final = 2
 # Limits under which options are chosen, as shares above the least bound; first none.
 _LIMITS: Final = (math.inf, *(0.01 * 1.5**step for step in range(12)))
 # Numbers that the remembered times of stages may have together.
@@ -193,8 +192,11 @@ class PipelineBounds:
 
         return cut_s(self.tables, np.array(shape), np.array(stops), micro_batches, limit_s, self.sync_s, options)
 
-    def candidates(self, shape: Shape, micro_batches: int) -> Iterator[Stops]:
-        """Cuts of the least bound, or of one little larger: with stages as equal as can be, or filled."""
+    def candidates(self, shape: Shape, micro_batches: int, *, far: bool = False) -> Iterator[Stops]:
+        """Cuts of the least bound, or of one little larger: with stages as equal as can be, or filled.
+
+        Some of any bound come last if no schedule may come near to the least one, `far`.
+        """
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
             return
@@ -207,7 +209,7 @@ class PipelineBounds:
                 if stops is not None and stops not in found:
                     found.append(stops)
                     yield stops
-            if slack >= _EVEN and len(found) > _FEW_CUTS:
+            if slack >= _EVEN and found and not far:
                 return
 
     def nearest(self, shape: Shape, micro_batches: int, wishes: Sequence[int], *, slack: float) -> Stops | None:

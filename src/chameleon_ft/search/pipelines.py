@@ -109,7 +109,7 @@ class PipelineSearch:
         shape: Shape, micro_batches: int, bounds: PipelineBounds
     ) -> Iterator[tuple[Stops, tuple[float, tuple[int, ...]]]]:
         """Cuts, each with some choices of options and their estimates."""
-        for stops in bounds.candidates(shape, micro_batches):
+        for stops in bounds.candidates(shape, micro_batches, far=True):
             yield from ((stops, chosen) for chosen in bounds.chosen(shape, stops, micro_batches))
 
     def _all(
