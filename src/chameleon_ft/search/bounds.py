@@ -62,8 +62,8 @@ _PRECISION: Final = 2e-3
 # By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
 _SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
 _EVEN: Final = 0.04
-# Limits under which options are chosen, as shares above the least bound; first none.
-_LIMITS: Final = (math.inf, *(0.01 * 1.5**step for step in range(12)))
+# Limits under which options are chosen, as shares above the least bound.
+_LIMITS: Final = tuple(0.01 * 1.5**step for step in range(12))
 # Numbers that the remembered times of stages may have together.
 _REMEMBERED: Final = 8_000_000
 
@@ -175,17 +175,28 @@ class PipelineBounds:
         but their gradients take longer. No schedule comes near to the bound with as little recomputation as that, so
         options with which each stage for itself ends first are chosen too. None where a stage does not fit.
         """
-        least_s = self.quick_s(shape, micro_batches)
         found: dict[tuple[int, ...], float] = {}
-        for slack in _LIMITS:
+
+        def choose(limit_s: float) -> bool:
+            """Whether options within this limit are new."""
             options = np.full(len(shape), -1)
-            if self._cut_s(shape, stops, micro_batches, least_s * (1 + slack), options) < math.inf:
-                found[tuple(options.tolist())] = self._cut_s(shape, stops, micro_batches, math.inf, options)
-            if not self.stages.limited or (found and min(found.values()) <= least_s * (1 + _PRECISION)):
-                break
-        by_stage = next(iter(found), None)
-        few = [] if by_stage is None else [min(found, key=found.__getitem__), by_stage]
-        return [(found[each], each) for each in dict.fromkeys(few)]
+            if (
+                self._cut_s(shape, stops, micro_batches, limit_s, options) == math.inf
+                or tuple(options.tolist()) in found
+            ):
+                return False
+            found[tuple(options.tolist())] = self._cut_s(shape, stops, micro_batches, math.inf, options)
+            return True
+
+        if not choose(math.inf):
+            return []
+        ((by_stage, own_s),) = found.items()
+        if self.stages.limited and choose(own_s):
+            least_s = self.quick_s(shape, micro_batches)
+            for slack in _LIMITS:
+                choose(least_s * (1 + slack))
+        best = min(found, key=found.__getitem__)
+        return [(found[each], each) for each in dict.fromkeys((best, by_stage))]
 
     def _cut_s(self, shape: Shape, stops: Stops, micro_batches: int, limit_s: float, options: Integers) -> float:
         from chameleon_ft.search._kernels.pipeline_bounds import cut_s
