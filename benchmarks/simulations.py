@@ -47,7 +47,7 @@ _EXACT_SHARE: Final = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnSimulation:
-    """What is simulated; `failures` is the name of a generator, or the path of a trace."""
+    """One simulation to run; `failures` is the name of a generator, or the path of a trace."""
 
     number: int
     model: str

@@ -199,7 +199,7 @@ class Workload:
         )
 
     def recomputed(self) -> Workload:
-        """The same step if every worker recomputes in full; see `is_recomputed` for the layers that this is true of."""
+        """The workload if every worker recomputes in full; `is_recomputed` tells of which layers that is true."""
         layers = [
             layer.recomputed(self.layers[number - 1].output_bytes) if is_recomputed(number, len(self.layers)) else layer
             for number, layer in enumerate(self.layers)

@@ -46,7 +46,7 @@ def test_a_preset_is_predicted_as_the_estimates_say(capsys: pytest.CaptureFixtur
     assert found["step_s"] == pytest.approx(estimate.step_s)
     assert found["bound_s"] == pytest.approx(estimate.bound_s)
     assert found["bound_s"] <= found["program_s"] <= found["step_s"]
-    assert found["cluster_bound_s"] <= found["program_s"]
+    assert found["total_work_bound_s"] <= found["program_s"]
     assert found["samples_per_s"] == pytest.approx(32 / found["step_s"])
     assert found["peak_memory_bytes"] == {str(w): m.peak_bytes for w, m in estimate.memory.items()}
     assert set(found["capacity_bytes"].values()) == {rates.memory_bytes}

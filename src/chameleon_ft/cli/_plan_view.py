@@ -68,7 +68,7 @@ def _facts(prediction: Prediction) -> Table:
         )
     above = f"{max(0.0, estimate.gap):.1%} above it"
     facts.add_row("bound", f"{duration(estimate.bound_s)} for the operations of this plan in any order: {above}")
-    facts.add_row("", f"{duration(prediction.cluster_bound_s)} if no live worker were ever idle")
+    facts.add_row("", f"{duration(prediction.total_work_bound_s)} if no live worker were ever idle")
     if prediction.plan.recompute:
         again = list(prediction.plan.recompute)
         which = f"workers {in_ranges(again)} recompute" if len(again) > 1 else f"worker {again[0]} recomputes"

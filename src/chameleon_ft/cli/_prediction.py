@@ -100,7 +100,7 @@ class Prediction:
 
     Attributes:
         before: the plan before anything failed, and its step; None where there was none.
-        cluster_bound_s: seconds below which no plan for these workers gets: all work over the speed of all of them.
+        total_work_bound_s: seconds below which no plan for these workers gets: all work over the speed of all of them.
         searched: how the plan was found; None for a layout that was asked for.
         sizes: the micro-batch sizes of which `case` is the best; empty if there is no choice.
     """
@@ -112,7 +112,7 @@ class Prediction:
     before_step_s: float | None
     plan: Plan
     estimate: StepEstimate
-    cluster_bound_s: float
+    total_work_bound_s: float
     misfit: Misfit | None
     searched: Searched | None
     sizes: tuple[SizeFigures, ...] = ()
@@ -150,7 +150,7 @@ class Prediction:
 
     @property
     def figures(self) -> SizeFigures:
-        """What is said of its micro-batch size where it is one of several."""
+        """A note on its micro-batch size if there are several; empty otherwise."""
         size = self.costs.workload.micro_batch_size
         fits = self.misfit is None
         return SizeFigures(size, self.estimate.bound_s if fits else math.inf, self.estimate.step_s if fits else None)
@@ -179,7 +179,7 @@ class Prediction:
             "sync_s": estimate.sync.exposed_s,
             "bound_s": estimate.bound_s,
             "gap": estimate.gap,
-            "cluster_bound_s": self.cluster_bound_s,
+            "total_work_bound_s": self.total_work_bound_s,
             "bubble": estimate.bubble,
             "failure_free_step_s": self.before_step_s,
             "samples_per_s": self.costs.workload.samples / estimate.step_s,
@@ -296,7 +296,7 @@ def _prediction(
         before_step_s=before_step_s,
         plan=plan,
         estimate=estimate,
-        cluster_bound_s=total_work_bound_s(live),
+        total_work_bound_s=total_work_bound_s(live),
         misfit=find_misfit(estimate, case, costs),
         searched=searched,
     )

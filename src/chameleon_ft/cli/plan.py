@@ -55,7 +55,7 @@ class PlanArguments:
     micro_batches: Annotated[
         Optional[int],  # noqa: UP045
         optional_argument(
-            "INT", "Micro-batches of a step, over all pipelines; without CONFIG 16 a pipeline if not given."
+            "INT", "Micro-batches of a step, over all pipelines; 16 for each of --dp without CONFIG if not given."
         ),
     ] = None
     global_batch_size: Annotated[
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _cases(given: PlanArguments) -> list[PlanCase]:
-    """What is to be predicted, at each micro-batch size that there is to choose from."""
+    """The cases to predict, one for each micro-batch size to choose from."""
     sized = layouts_by_size(_layout(given), given.preset, given.profile, given.config, given.global_batch_size)
     return [_case(given, *each) for each in sized]
 

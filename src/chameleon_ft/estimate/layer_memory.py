@@ -37,7 +37,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What an operation needs while one of its layers runs, the activations of its hop included."""
+    """Bytes that an operation needs while one of its layers runs, the activations of its hop included."""
 
     activation_bytes: int = 0
     weight_grad_bytes: int = 0
@@ -94,13 +94,13 @@ class LayerMemory:
         return max(moments, key=lambda moment: moment.total_bytes)
 
     def state_of(self, placement: Placement, worker: int) -> MemoryUse:
-        """What a worker holds all the time."""
+        """Bytes that a worker holds throughout a step."""
         held = placement.ranges_of(worker)
         return MemoryUse(
             param_bytes=sum(map(self._params, held)),
             gradient_bytes=sum(map(self._gradients, held)),
             optimizer_bytes=sum(map(self._optimizer, held)),
-            # Inputs and targets are kept together, by whoever needs one of them.
+            # Inputs and targets are kept together by each worker that needs one of them.
             sample_bytes=max((self._costs[layer].sample_bytes for layers in held for layer in layers), default=0),
         )
 

@@ -127,7 +127,7 @@ def workload_memory(workload: Workload) -> WorkloadMemory:
 
 
 class WorkloadMemory:
-    """What workers hold for the layers of a workload: all the time, and at the worst moment of their operations."""
+    """Bytes that workers hold for the layers of a workload, throughout a step and at its worst moment."""
 
     def __init__(self, workload: Workload) -> None:
         self._layers = LayerMemory(workload)
@@ -138,7 +138,7 @@ class WorkloadMemory:
         self._moments: list[list[tuple[int, ...]]] = []
 
     def state_of(self, placement: Placement, worker: int) -> MemoryUse:
-        """What a worker holds all the time."""
+        """Bytes that a worker holds throughout a step."""
         return self._layers.state_of(placement, worker)
 
     def state_bytes(self, placement: Placement) -> dict[int, int]:

@@ -75,7 +75,7 @@ class _Layer:
         self._parts.clear()
 
     def pack(self, tensor: Tensor) -> _Packed:
-        """What autograd keeps instead of a tensor: if it is an output of a part, or a view of one, how to make it."""
+        """The value to save for a tensor: for an output of a part, or a view of one, how to compute it again."""
         part, _, version = self._parts.get(tensor.untyped_storage().data_ptr(), (None, None, 0))
         # One that has been changed in place is not what the part makes.
         if part is None or tensor._version != version:

@@ -80,7 +80,7 @@ def _all_lost(size: int, lost: int, groups: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LossRisk:
-    """Who holds the layers of a plan, as far as it matters for losses.
+    """The holders of the layers of a plan, as far as they matter for losses.
 
     Attributes:
         workers: sets of workers that hold some layer.

@@ -13,7 +13,12 @@ from chameleon_ft.schedule.program import Operation, OperationKind, Program, rec
 
 
 def build_program(plan: Plan, orders: Iterable[tuple[Component, Sequence[Integers]]]) -> Program:
-    """What each worker of the plan runs: for each component the codes of its workers' operations, in order."""
+    """Build the program of a plan from the order of its operations.
+
+    Args:
+        plan: what to run.
+        orders: of each component, by worker in the order of `component.workers`, codes of its operations; int64 each.
+    """
     records = dict.fromkeys(plan.workers, np.empty(0, PROGRAM_RECORD))
     for component, own in orders:
         by_code = records_by_code(plan, component.routes)

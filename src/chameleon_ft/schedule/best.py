@@ -137,7 +137,7 @@ def best_parts(
 
 
 def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
-    """What each worker of the plan runs."""
+    """The program that runs these schedules of a plan's components."""
     return build_program(plan, ((part.component, part.schedule.orders) for part in parts))
 
 

@@ -175,26 +175,23 @@ class PipelineBounds:
         but their gradients take longer. No schedule comes near to the bound with as little recomputation as that, so
         options with which each stage for itself ends first are chosen too. None where a stage does not fit.
         """
-        found: dict[tuple[int, ...], float] = {}
 
-        def choose(limit_s: float) -> bool:
-            """Whether options within this limit are new."""
+        def within(limit_s: float) -> tuple[int, ...] | None:
+            """The options chosen in a step up to a limit; None if a stage has none."""
             options = np.full(len(shape), -1)
-            if (
-                self._cut_s(shape, stops, micro_batches, limit_s, options) == math.inf
-                or tuple(options.tolist()) in found
-            ):
-                return False
-            found[tuple(options.tolist())] = self._cut_s(shape, stops, micro_batches, math.inf, options)
-            return True
+            own_s = self._cut_s(shape, stops, micro_batches, limit_s, options)
+            return tuple(options.tolist()) if own_s < math.inf else None
 
-        if not choose(math.inf):
+        by_stage = within(math.inf)
+        if by_stage is None:
             return []
-        ((by_stage, own_s),) = found.items()
-        if self.stages.limited and choose(own_s):
+        found = {by_stage: self.bound_s(shape, stops, micro_batches, by_stage)}
+        least = within(found[by_stage])
+        if self.stages.limited and least != by_stage:
             least_s = self.quick_s(shape, micro_batches)
-            for slack in _LIMITS:
-                choose(least_s * (1 + slack))
+            for options in (least, *(within(least_s * (1 + slack)) for slack in _LIMITS)):
+                if options is not None and options not in found:
+                    found[options] = self.bound_s(shape, stops, micro_batches, options)
         best = min(found, key=found.__getitem__)
         return [(found[each], each) for each in dict.fromkeys((best, by_stage))]
 

@@ -128,7 +128,7 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
 
 
 def _common(costs: CostModel) -> object:
-    """What the costs of several micro-batch sizes have in common. Links may be measured anew for each of them."""
+    """The part of the costs that several micro-batch sizes share. Links may be measured anew for each size."""
     workload = costs.workload
     return workload.samples, tuple(costs.cluster.hosts.items()), tuple(each.param_bytes for each in workload.layers)
 

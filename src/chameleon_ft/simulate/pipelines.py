@@ -341,7 +341,7 @@ def _hops(cut: Cut) -> tuple[Hop, ...]:
 
 
 def recomputed_layers(cut: Cut, hops: Sequence[Hop]) -> dict[int, RecomputedLayers]:
-    """What each worker recomputes, as a plan has it."""
+    """Layers that each worker recomputes, as in `Plan.recompute`."""
     if cut.recompute is Recompute.NONE:
         return {}
     selective = cut.recompute is Recompute.SELECTIVE

@@ -148,7 +148,7 @@ def _filled(layout: Fleet, idle: Sequence[int]) -> Fleet:
 
 
 def _repaired(model: World, layout: Fleet, state: Outlook) -> Fleet | None:
-    """Whole pipelines stay; what is left of broken ones, and idle workers, are made into about equally deep ones.
+    """Keep whole pipelines; form pipelines of about equal depth from the rest of broken ones and from idle workers.
 
     Pipelines that are shorter than others are cut anew as well if there are idle workers for them. None if no pipeline
     is whole.

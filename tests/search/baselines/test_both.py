@@ -1,4 +1,4 @@
-"""What holds for the plans of both published planners, Oobleck's and the paper's."""
+"""Properties of the plans of both published planners, Oobleck's and the paper's."""
 
 from __future__ import annotations
 

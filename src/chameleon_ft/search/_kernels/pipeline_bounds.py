@@ -104,7 +104,7 @@ _ANY: Final = Times(math.inf, math.inf, math.inf)
 def fill_bounds(
     tables: Tables,
     kind: int,
-    behind: int,
+    following: int,
     count: int,
     limit_s: float,
     sync_s: Floats,
@@ -119,7 +119,7 @@ def fill_bounds(
     Args:
         tables: of all classes.
         kind: class of these workers.
-        behind: stages that follow all of them.
+        following: stages that follow all of them.
         count: micro-batches.
         limit_s: what the step may take.
         sync_s: seconds of gradient sync by start and stop, float64 [L + 1, L + 1].
@@ -130,7 +130,7 @@ def fill_bounds(
     """
     size = sync_s.shape[0]
     for row in range(1, returned_s.shape[0]):
-        to_end = min(behind + row, count)
+        to_end = min(following + row, count)
         for start in range(size):
             least_first_s = least_s = least_end_s = math.inf
             for stop in range(start + 1, size):
@@ -154,7 +154,7 @@ def fill_bounds(
 
 @lean_part
 def _limit(tables: Tables, limit_s: float, before_s: float, start: int, sync_s: float) -> Times:
-    """What a stage from layer `start` on may take in a step, if its first activation comes in after `before_s`."""
+    """Seconds that a stage from layer `start` on may take if its first activation arrives after `before_s`."""
     return Times(math.inf, limit_s - before_s - tables.behind_s[start], limit_s - before_s - sync_s)
 
 

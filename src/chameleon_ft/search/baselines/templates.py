@@ -87,7 +87,7 @@ def pipeline_templates(
 
 
 def _exchange_bytes(cut_points: CutPoints, workload: Workload) -> int:
-    """What the largest stage has between two steps, gradients included, and beside it the state of another such."""
+    """Bytes of the largest stage between two steps, gradients included, and of the state of another such beside it."""
     held = list(accumulate((2 * state_bytes(layer) + layer.gradient_bytes for layer in workload.layers), initial=0))
     return max(held[stop] - held[start] for start, stop in pairwise((0, *cut_points)))
 
