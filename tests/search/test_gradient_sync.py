@@ -19,6 +19,7 @@ from chameleon_ft.search.bounds import PipelineBounds
 from chameleon_ft.search.gradient_sync import GradientSync, LeastSync
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline, hops_of
+from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import WorkerPool
 from chameleon_ft.sync import gradient_rounds, segment_bytes
 from chameleon_ft.workload import LayerCost, Workload
@@ -40,7 +41,8 @@ def on_hosts(rng: random.Random, *, workers: int, layers: int, micro_batches: in
 
 
 def scheduler_of(costs: CostModel, *, split: bool) -> PipelineScheduler:
-    return PipelineScheduler(costs, WorkerPool.of(costs.cluster), SearchOptions(), split_backward=split)
+    pool = WorkerPool.of(costs.cluster)
+    return PipelineScheduler(Stages(costs, pool.classes, split_backward=split), pool, SearchOptions())
 
 
 def placed(

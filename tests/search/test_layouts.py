@@ -11,6 +11,7 @@ from chameleon_ft.search.layouts import promising_layouts
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines import PipelineSearch
 from chameleon_ft.search.schedules import PipelineScheduler
+from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import WorkerPool
 from tests.search.instances import instance, with_gradients
 
@@ -23,7 +24,7 @@ def test_every_depth_and_number_that_workers_are_there_for_is_looked_at(seed: in
     options = SearchOptions(two_holders=two_holders)
     pool = WorkerPool.of(costs.cluster)
     searches = [
-        PipelineSearch(PipelineScheduler(costs, pool, options, split_backward=split), options)
+        PipelineSearch(PipelineScheduler(Stages(costs, pool.classes, split_backward=split), pool, options), options)
         for split in (True, False)
     ]
     least = LeastSync(costs, 1e9)

@@ -20,6 +20,7 @@ from chameleon_ft.search.gradient_sync import GradientSync
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.placement import _by_pipeline, _by_stage, _orders_of_hosts
 from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, hops_of
+from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import WorkerPool
 from chameleon_ft.workload import TiedParameters
 from tests.search.instances import instance
@@ -91,7 +92,7 @@ def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: b
     own = tuple(Worker(worker.id, f"host {worker.id % 3}") for worker in costs.cluster.workers)
     costs = CostModel(workload, Cluster(own, NEAR, FAR))
     pool = WorkerPool.of(costs.cluster)
-    scheduler = PipelineScheduler(costs, pool, SearchOptions(), split_backward=split)
+    scheduler = PipelineScheduler(Stages(costs, pool.classes, split_backward=split), pool, SearchOptions())
     classes = {depth: (rng.choice(list(cuts(layers, depth))), rng.randint(1, 4)) for depth in set(depths)}
     placed = []
     for depth, workers in zip(

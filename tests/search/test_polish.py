@@ -15,6 +15,7 @@ from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines import PipelineSearch
 from chameleon_ft.search.polish import Polish
 from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec
+from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import WorkerPool
 from tests.search.instances import instance, with_gradients
 from tests.search.oracle import cuts
@@ -28,7 +29,9 @@ class Problem:
         costs = instance(rng, workers=8, layers=rng.randint(4, 8), micro_batches=8, kinds=1, memory=memory)
         self.costs: CostModel = with_gradients(costs, rng)
         pool = WorkerPool.of(costs.cluster)
-        scheduler = PipelineScheduler(self.costs, pool, OPTIONS, split_backward=rng.random() < 0.7)
+        scheduler = PipelineScheduler(
+            Stages(self.costs, pool.classes, split_backward=rng.random() < 0.7), pool, OPTIONS
+        )
         self.search = PipelineSearch(scheduler, OPTIONS)
         self.sync = GradientSync(self.costs)
         self.polish = Polish([self.search], self.sync, self.costs.cluster, OPTIONS)

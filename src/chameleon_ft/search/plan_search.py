@@ -34,6 +34,7 @@ from chameleon_ft.search.polish import Polish
 from chameleon_ft.search.recut import recut
 from chameleon_ft.search.result import FoundPlan
 from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import Shape, WorkerPool
 
 __all__ = ["PlanSearch", "bound_of_best_workers_s"]
@@ -79,13 +80,13 @@ class PlanSearch:
         self._all_classes = cluster == costs.cluster
         self._real_costs = costs
         self._costs = CostModel(costs.workload, cluster)
-        self._options = options
         self._current = current
         self._pool = WorkerPool.of(cluster)
-        self._searches = [
-            PipelineSearch(PipelineScheduler(self._costs, self._pool, options, split_backward=split), options)
-            for split in (True, False)
-        ]
+        stages = [Stages(self._costs, self._pool.classes, split_backward=split) for split in (True, False)]
+        if options.effort is not None and all(each.has_fewer_hops(options.effort) for each in stages):
+            options = replace(options, effort=None)
+        self._options = options
+        self._searches = [PipelineSearch(PipelineScheduler(own, self._pool, options), options) for own in stages]
         self._start(self._costs)
 
     def _start(self, costs: CostModel) -> None:
@@ -142,13 +143,13 @@ class PlanSearch:
             self.bound_s = search.bound_s()
             return self._run([search])
         found: list[Candidate] = []
-        if len(self._pool.classes) == 1 and not self._options.complete:
+        if len(self._pool.classes) == 1:
             found = self._of_layouts()
         best_s, number = min(((each.step_s, len(each.pipelines)) for each in found), default=(math.inf, 1))
         # The least bound is likely that of about as many pipelines as the best layout has.
         searches = sorted(self._bounding_searches(best_s), key=lambda search: _distance(search, number))
         searches = self._bounded(searches, best_s)
-        if len(self._pool.classes) == 1 and not self._options.complete:
+        if len(self._pool.classes) == 1:
             searches = [each for search in searches for each in (self._alike(search), search)]
         return [*found, *self._run(searches, best_s)]
 

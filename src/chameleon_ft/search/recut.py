@@ -26,6 +26,7 @@ from chameleon_ft.search.pipelines import PipelineSearch
 from chameleon_ft.search.polish import Polish
 from chameleon_ft.search.result import FoundPlan
 from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import Shape, WorkerPool, merged_clusters
 
 __all__ = ["recut", "recut_plan"]
@@ -63,8 +64,9 @@ def recut_plan(
         return None
     merged = CostModel(costs.workload, next(merged_clusters(costs.cluster)))
     options = SearchOptions(effort)
-    scheduler = PipelineScheduler(merged, WorkerPool.of(merged.cluster), options, split_backward=split_backward)
-    search, sync = PipelineSearch(scheduler, options), GradientSync(merged)
+    pool = WorkerPool.of(merged.cluster)
+    stages = Stages(merged, pool.classes, split_backward=split_backward)
+    search, sync = PipelineSearch(PipelineScheduler(stages, pool, options), options), GradientSync(merged)
     pipelines = recut(current, search, merged, options)
     if pipelines is None:
         return None

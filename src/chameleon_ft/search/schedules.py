@@ -10,7 +10,7 @@ from typing import Final
 
 from chameleon_ft.estimate import peak_bytes_of
 from chameleon_ft.plan import Hop, LayerRange, PipelineLayout, Plan, RecomputedLayers, pipelines_plan
-from chameleon_ft.schedule import CostModel, PipelineTimes
+from chameleon_ft.schedule import PipelineTimes
 from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.best import ScheduledPart
 from chameleon_ft.schedule.components import components
@@ -87,13 +87,13 @@ class PipelineScheduler:
         spent: the effort so far, in operations that may have been scheduled.
     """
 
-    def __init__(self, costs: CostModel, pool: WorkerPool, options: SearchOptions, *, split_backward: bool) -> None:
-        self.stages = Stages(costs, pool.classes, split_backward=split_backward)
+    def __init__(self, stages: Stages, pool: WorkerPool, options: SearchOptions) -> None:
+        self.stages = stages
         self.pool = pool
         self.spent = 0
-        self._costs = costs
+        self._costs = stages.costs
         self._options = options
-        self._hosts = costs.cluster.hosts
+        self._hosts = self._costs.cluster.hosts
         self._limits: dict[PipelineSpec, Integers | None] = {}
         self._known: dict[tuple[PipelineSpec, tuple[bool, ...]], tuple[int, TimedPipeline]] = {}
         self._replayed: dict[tuple[TimedPipeline, tuple[bool, ...]], TimedPipeline] = {}

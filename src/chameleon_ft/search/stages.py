@@ -69,6 +69,18 @@ class Stages:
             roomy=0.0,
         )
 
+    def has_fewer_hops(self, most: float) -> bool:
+        """Whether all pipelines together, with every cut, order of classes and choice of options, have at most so many
+        hops, all micro-batches in each."""
+        choices = np.diff(self.tables.first, axis=2).sum(axis=0).astype(np.float64)
+        pipelines, hops = np.eye(1, self.num_layers + 1), 0.0
+        for depth in range(1, min(len(self.costs.cluster.workers), self.num_layers) + 1):
+            pipelines = pipelines @ choices
+            hops += float(pipelines[0, -1]) * depth * self.costs.workload.micro_batches
+            if hops > most:
+                return False
+        return True
+
     def roomy_tables(self, share: float) -> Tables:
         """The stages as kernels read them, for estimates: with room for this share of 1F1B wherever possible."""
         return self.tables._replace(roomy=share)
