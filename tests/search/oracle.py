@@ -19,8 +19,11 @@ from chameleon_ft.cluster import Worker
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
+from chameleon_ft.search.gradient_sync import GradientSync
+from chameleon_ft.search.options import SearchOptions
+from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
 from chameleon_ft.search.stages import Stages
-from chameleon_ft.search.worker_classes import WorkerClass
+from chameleon_ft.search.worker_classes import WorkerClass, WorkerPool
 
 Kind = tuple[float, int | None]
 
@@ -110,3 +113,58 @@ class Exhaustive:
                     workers.append(members[kind][used[kind]])
                     used[kind] += 1
                 yield tuple(workers)
+
+
+def least_placed_s(costs: CostModel) -> float:
+    """Seconds of the fastest plan where gradient sync and links count too: every way to put pipelines on the workers.
+
+    Shares with the search what times a pipeline on given workers, and what gradient sync adds to given pipelines.
+    """
+    pool, options, sync = WorkerPool.of(costs.cluster), SearchOptions(None), GradientSync(costs)
+    schedulers = [
+        PipelineScheduler(Stages(costs, pool.classes, split_backward=split), pool, options) for split in (True, False)
+    ]
+    class_of, layers = pool.class_of(), len(costs.workload.layers)
+
+    @cache
+    def timed(workers: tuple[int, ...], share: int) -> list[tuple[TimedPipeline, tuple[int, ...]]]:
+        shape = tuple(class_of[worker] for worker in workers)
+        found = [
+            scheduler.scheduled(
+                PipelineSpec(shape, stops, chosen, share), effort=options.polish_effort, workers=workers
+            )
+            for stops in cuts(layers, len(workers))
+            for scheduler in schedulers
+            for chosen in product(*scheduler.stages.options_of(shape, stops))
+        ]
+        return [(each, workers) for each in found if each is not None]
+
+    best_s = math.inf
+    for pipelines in _disjoint(tuple(worker.id for worker in costs.cluster.workers), layers):
+        for shares in _shares(costs.workload.micro_batches, len(pipelines)):
+            every = [
+                [own for own in timed(workers, share) if own[0].program_s < best_s]
+                for workers, share in zip(pipelines, shares, strict=True)
+            ]
+            best_s = min(chain([best_s], map(sync.step_s, product(*every))))
+    return best_s
+
+
+def _disjoint(workers: tuple[int, ...], deepest: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Sets of pipelines, each of some workers in some order; workers may be idle."""
+    if not workers:
+        yield ()
+        return
+    first, rest = workers[0], workers[1:]
+    yield from _disjoint(rest, deepest)
+    for count in range(min(deepest, len(workers))):
+        for others in combinations(rest, count):
+            left = tuple(worker for worker in rest if worker not in others)
+            for own in permutations((first, *others)):
+                yield from ((own, *more) for more in _disjoint(left, deepest))
+
+
+def _shares(micro_batches: int, pipelines: int) -> Iterator[tuple[int, ...]]:
+    """All ways to give every pipeline some of the micro-batches."""
+    for inner in combinations(range(1, micro_batches), pipelines - 1) if pipelines else ():
+        yield tuple(stop - start for start, stop in pairwise((0, *inner, micro_batches)))

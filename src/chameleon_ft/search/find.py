@@ -44,8 +44,8 @@ def find_plan(
             default as much as there is memory for, and where that does not hold it, what `default_limits` says.
         two_holders: only plans in which every layer has at least two holders, so that the loss of any one worker can
             be survived; if there are none that fit, any plans. Bounds are those of all plans.
-        effort: operations to schedule, about, before the search settles for what it has; None for no end. Bounds come
-            on top.
+        effort: operations to schedule, about, before the search settles for what it has; None for no end, which is
+            also taken where all pipelines have no more hops than that. Bounds come on top.
 
     Raises:
         InfeasibleError: no pipelines fit the memory of the workers, and none of `others` does.

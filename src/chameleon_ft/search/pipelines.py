@@ -80,6 +80,20 @@ class PipelineSearch:
                     break
         return best
 
+    @staticmethod
+    def specs(
+        shape: Shape, micro_batches: int, bounds: PipelineBounds, limit_s: float
+    ) -> Iterator[tuple[float, PipelineSpec]]:
+        """All cuts with all options, and their bounds up to a limit, the least first."""
+        found: list[tuple[float, Stops, tuple[int, ...]]] = []
+        for stops in bounds.cuts(shape, micro_batches, limit_s=limit_s).each():
+            for options in product(*bounds.stages.options_of(shape, stops)):
+                own_s = bounds.bound_s(shape, stops, micro_batches, options)
+                if own_s <= limit_s * (1 + _ROUNDING):
+                    found.append((own_s, stops, options))
+        for own_s, stops, options in sorted(found):
+            yield own_s, PipelineSpec(shape, stops, options, micro_batches)
+
     def similar(self, timed: TimedPipeline) -> list[TimedPipeline]:
         """The pipeline, and others of its shape and share with other cuts that take hardly longer, fastest first.
 
@@ -98,10 +112,10 @@ class PipelineSearch:
         for stops, (_, options) in self._candidates(shape, micro_batches, bounds):
             best = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
         if best[0] > bounds.least_s(shape, micro_batches) * (1 + _ROUNDING):
-            for bound_s, stops, options in sorted(self._all(shape, micro_batches, bounds, best[0])):
+            for bound_s, spec in self.specs(shape, micro_batches, bounds, best[0]):
                 if bound_s >= best[0] * (1 - _ROUNDING):
                     break
-                best = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
+                best = self._better(best, spec, bounds)
         return best
 
     @staticmethod
@@ -111,16 +125,6 @@ class PipelineSearch:
         """Cuts, each with some choices of options and their estimates."""
         for stops in bounds.candidates(shape, micro_batches, far=True):
             yield from ((stops, chosen) for chosen in bounds.chosen(shape, stops, micro_batches))
-
-    def _all(
-        self, shape: Shape, micro_batches: int, bounds: PipelineBounds, limit_s: float
-    ) -> Iterator[tuple[float, Stops, tuple[int, ...]]]:
-        """All cuts with all options, with bounds up to the limit."""
-        for stops in bounds.cuts(shape, micro_batches, limit_s=limit_s).each():
-            for options in product(*bounds.stages.options_of(shape, stops)):
-                own_s = bounds.bound_s(shape, stops, micro_batches, options)
-                if own_s <= limit_s * (1 + _ROUNDING):
-                    yield own_s, stops, options
 
     def _better(
         self, best: tuple[float, TimedPipeline | None], spec: PipelineSpec, bounds: PipelineBounds

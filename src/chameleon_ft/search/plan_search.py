@@ -14,6 +14,7 @@ from chameleon_ft.estimate import total_work_bound_s
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.candidates import Candidate, PlacedPipelines, figures
+from chameleon_ft.search.exhaustive import ExhaustiveSearch
 from chameleon_ft.search.feasibility import fitting_pipeline
 from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.gradient_sync import (
@@ -27,7 +28,7 @@ from chameleon_ft.search.gradient_sync import (
 from chameleon_ft.search.knapsack import is_exact
 from chameleon_ft.search.layouts import promising_layouts
 from chameleon_ft.search.mixes import MixSearch, TimedMix
-from chameleon_ft.search.options import SearchOptions
+from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
 from chameleon_ft.search.pipelines import PipelineSearch
 from chameleon_ft.search.placement import PlacementSearch, assigned_workers, smaller_clusters
 from chameleon_ft.search.polish import Polish
@@ -83,7 +84,8 @@ class PlanSearch:
         self._current = current
         self._pool = WorkerPool.of(cluster)
         stages = [Stages(self._costs, self._pool.classes, split_backward=split) for split in (True, False)]
-        if options.effort is not None and all(each.has_fewer_hops(options.effort) for each in stages):
+        self._is_small = all(each.has_fewer_hops(options.effort or DEFAULT_EFFORT) for each in stages)
+        if self._is_small:
             options = replace(options, effort=None)
         self._options = options
         self._searches = [PipelineSearch(PipelineScheduler(own, self._pool, options), options) for own in stages]
@@ -106,6 +108,8 @@ class PlanSearch:
         found = self._found() or self._fitting()
         found += self._of_fewer_hosts(min((each.step_s for each in found), default=math.inf))
         found.sort(key=lambda each: each.step_s)
+        if found and self._is_small and (self._with_sync or not links_are_equal(self._costs.cluster)):
+            found = self._exhausted(found)
         self._certify()
         few = [self._polished(each) for each in _with_survivor(found[:_POLISHED], found)]
         few.sort(key=lambda each: each.step_s)
@@ -311,6 +315,15 @@ class PlanSearch:
         part._pool = WorkerPool(self._pool.classes, tuple(map(tuple, members)))
         part._start(costs)
         return part
+
+    def _exhausted(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """The plans with their final programs, and with the fastest of all plans."""
+        # Orders that were made for other links may reduce gradients sooner than those that will be run.
+        finished = [self._candidate(self._finished(each.pipelines)) for each in found]
+        best = min(finished, key=lambda each: each.step_s)
+        search = ExhaustiveSearch(self._searches, self._sync, self._costs, self._options)
+        finished.append(self._candidate(search.improved(best.pipelines)))
+        return sorted(finished, key=lambda each: each.step_s)
 
     def _polished(self, found: Candidate) -> Candidate:
         if self._options.complete and not self._with_sync:

@@ -1,0 +1,168 @@
+"""All pipelines on all workers, by branch and bound: for small clusters in which gradient sync or links decide.
+
+The other searches choose pipelines by a lower bound of gradient sync and place them afterwards. In a small cluster the
+pipelines of least bound may have to reduce gradients between hosts, where others, which compute longer, need not. Here
+a pipeline is a route over hosts from the start, and only the incumbent rules any out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise, product
+from typing import Final, TypeAlias
+
+from chameleon_ft.estimate import total_work_bound_s
+from chameleon_ft.schedule import CostModel
+from chameleon_ft.search.candidates import PlacedPipelines
+from chameleon_ft.search.gradient_sync import GradientSync, LeastSync, SyncCost, links_are_equal
+from chameleon_ft.search.options import SearchOptions
+from chameleon_ft.search.pipelines import PipelineSearch, synced_s
+from chameleon_ft.search.schedules import TimedPipeline
+
+__all__ = ["ExhaustiveSearch"]
+
+_ROUNDING: Final = 1e-9
+# After so much effort the search ends. A pipeline that is added to others counts 1; for every worker of a plan, a
+# comparison takes about two times as long, and scheduling a pipeline about a hundred times.
+_MOST: Final = 100_000
+_COMPARE: Final = 2
+_SCHEDULE: Final = 100
+
+_Group: TypeAlias = tuple[int, str]
+"""Class and host: workers of one group can be exchanged for each other."""
+
+
+_Route: TypeAlias = tuple[_Group, ...]
+"""The groups of the workers of a pipeline, first stage to last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A pipeline before it is cut."""
+
+    route: _Route
+    share: int
+
+
+class ExhaustiveSearch:
+    """Branch and bound over the workers of each pipeline, its share, its cut, and the layers that it recomputes.
+
+    Args:
+        pipelines: schedule them, with split and with fused backward.
+        sync: gradient sync between them.
+        costs: costs of the workload on the live workers.
+        options: of the search.
+    """
+
+    def __init__(
+        self, pipelines: Sequence[PipelineSearch], sync: GradientSync, costs: CostModel, options: SearchOptions
+    ) -> None:
+        self._searches = pipelines
+        self._sync = sync
+        self._costs = costs
+        self._options = options
+        class_of, equal_links = pipelines[0].scheduler.pool.class_of(), links_are_equal(costs.cluster)
+        self._members: dict[_Group, list[int]] = {}
+        for worker in costs.cluster.workers:
+            group = class_of[worker.id], "" if equal_links else worker.host
+            self._members.setdefault(group, []).append(worker.id)
+        self._speeds = {group: costs.cluster.worker(own[0]).speed for group, own in self._members.items()}
+        # Seconds of one micro-batch on a worker of speed 1.
+        self._work_s = total_work_bound_s(costs, micro_batches=1) * sum(each.speed for each in costs.cluster.workers)
+        self._best: PlacedPipelines = ()
+        self._best_s = math.inf
+        self._least_sync = SyncCost()
+        self._spent = 0
+        self._known: dict[tuple[object, ...], list[tuple[float, TimedPipeline]]] = {}
+
+    def improved(self, best: PlacedPipelines) -> PlacedPipelines:
+        """The pipelines of least step time; `best` if none are faster, or there are too many."""
+        self._best, self._best_s, self._spent = best, self._sync.step_s(best), 0
+        self._least_sync = LeastSync(self._costs, self._best_s).of(2)
+        free = Counter({group: len(own) for group, own in self._members.items()})
+        deepest = min(free.total(), len(self._costs.workload.layers))
+        every = (route for depth in range(1, deepest + 1) for route in _routes(free, depth))
+        routes = [(route, Counter(route)) for route in islice(every, _MOST)]
+        self._extend((), routes, free, self._costs.workload.micro_batches)
+        return self._best
+
+    def _extend(
+        self,
+        parts: tuple[_Part, ...],
+        routes: Sequence[tuple[_Route, Counter[_Group]]],
+        free: Counter[_Group],
+        left: int,
+    ) -> None:
+        """Add pipelines over some of the routes, in their order, until no micro-batch is left."""
+        routes = [(route, needs) for route, needs in routes if needs <= free]
+        for place, (route, needs) in enumerate(routes):
+            rest = free - needs
+            speed = sum(self._speeds[group] * count for group, count in rest.items())
+            for share in range(1, left + 1):
+                # The workers that are left have to finish the others in less time than the best plan.
+                if (left - share) * self._work_s > self._best_s * speed:
+                    continue
+                part = _Part(route, share)
+                self._spent += 1
+                if self._spent > _MOST or not self._timed(part):
+                    break
+                if share == left:
+                    self._try((*parts, part))
+                else:
+                    self._extend((*parts, part), routes[place:], rest, left - share)
+
+    def _try(self, parts: Sequence[_Part]) -> None:
+        """Compare all cuts and options of these pipelines with the best plan."""
+        workers = self._workers(parts)
+        for timed in product(*map(self._timed, parts)):
+            self._spent += _COMPARE * sum(map(len, workers))
+            placed = tuple(zip(timed, workers, strict=True))
+            own_s = self._sync.step_s(placed)
+            if own_s < self._best_s * (1 - _ROUNDING):
+                self._best, self._best_s = placed, own_s
+
+    def _timed(self, part: _Part) -> list[TimedPipeline]:
+        """The pipeline with every cut and option with which it may take less time than the best plan."""
+        shape = tuple(kind for kind, _ in part.route)
+        key = shape, tuple(one == other for (_, one), (_, other) in pairwise(part.route)), part.share
+        if key not in self._known:
+            (workers,) = self._workers([part])
+            alone = part.share == self._costs.workload.micro_batches
+            found: list[tuple[float, TimedPipeline]] = []
+            for search in self._searches:
+                bounds = search.bounds_with(SyncCost() if alone else self._least_sync)
+                for _, spec in search.specs(shape, part.share, bounds, self._best_s):
+                    self._spent += _SCHEDULE
+                    timed = search.scheduler.scheduled(spec, effort=self._options.polish_effort, workers=workers)
+                    if timed is not None:
+                        found.append((synced_s(timed, bounds), timed))
+            self._known[key] = _undominated(found)
+        return [timed for least_s, timed in self._known[key] if least_s < self._best_s * (1 - _ROUNDING)]
+
+    def _workers(self, parts: Sequence[_Part]) -> list[tuple[int, ...]]:
+        """The first workers of the groups of each pipeline that are left by those before it."""
+        free = {group: iter(own) for group, own in self._members.items()}
+        return [tuple(next(free[group]) for group in part.route) for part in parts]
+
+
+def _routes(free: Counter[_Group], depth: int) -> Iterator[_Route]:
+    """All sequences of so many of the free workers, by their groups."""
+    if not depth:
+        yield ()
+        return
+    for group in free:
+        for rest in _routes(free - Counter([group]), depth - 1):
+            yield (group, *rest)
+
+
+def _undominated(found: Sequence[tuple[float, TimedPipeline]]) -> list[tuple[float, TimedPipeline]]:
+    """The pipelines of which none with the same cut ends sooner at every stage, those of least time first."""
+    kept: list[tuple[float, TimedPipeline]] = []
+    for least_s, timed in sorted(found, key=lambda own: (own[0], sum(own[1].ends_s))):
+        alike = (each.ends_s for _, each in kept if each.stops == timed.stops)
+        if not any(all(one <= other for one, other in zip(ends_s, timed.ends_s, strict=True)) for ends_s in alike):
+            kept.append((least_s, timed))
+    return kept
