@@ -120,7 +120,7 @@ def least_placed_s(costs: CostModel) -> float:
 
     Shares with the search what times a pipeline on given workers, and what gradient sync adds to given pipelines.
     """
-    pool, options, sync = WorkerPool.of(costs.cluster), SearchOptions(None), GradientSync(costs)
+    pool, options, sync = WorkerPool.of(costs.cluster), SearchOptions.of(None), GradientSync(costs)
     schedulers = [
         PipelineScheduler(Stages(costs, pool.classes, split_backward=split), pool, options) for split in (True, False)
     ]

@@ -44,8 +44,8 @@ def find_plan(
             default as much as there is memory for, and where that does not hold it, what `default_limits` says.
         two_holders: only plans in which every layer has at least two holders, so that the loss of any one worker can
             be survived; if there are none that fit, any plans. Bounds are those of all plans.
-        effort: operations to schedule, about, before the search settles for what it has; None for no end, which is
-            also taken where all pipelines have no more hops than that. Bounds come on top.
+        effort: operations to schedule, about, before the search settles for what it has; None for no end. A
+            complete search follows where the model and the cluster are small. Bounds come on top.
 
     Raises:
         InfeasibleError: no pipelines fit the memory of the workers, and none of `others` does.
@@ -54,8 +54,9 @@ def find_plan(
     """
     _require_workers(costs)
     others_found, too_large = evaluated(others or {}, costs, current, others_ceiling)
+    options = SearchOptions.of(effort, two_holders=two_holders)
     for cluster in merged_clusters(costs.cluster):
-        search = PlanSearch(costs, cluster, current, SearchOptions(effort, two_holders))
+        search = PlanSearch(costs, cluster, current, options)
         plans = search.plans()
         if plans:
             break

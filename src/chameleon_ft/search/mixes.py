@@ -120,7 +120,7 @@ class MixSearch:
         if not self._options.complete:
             self._drop_expensive(bound_s)
         low, best_s, in_vain = bound_s, upper_s, 0
-        most = math.inf if self._options.effort is None else self._spent() + self._options.effort
+        most = self._spent() + self._options.effort
         first = True
         while first or self._spent() < most:
             found = self._next(low, best_s)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Final
 
 from chameleon_ft.schedule.best import DEFAULT_EFFORT as PROGRAM_EFFORT
@@ -12,6 +13,11 @@ __all__ = ["DEFAULT_EFFORT", "SearchOptions"]
 
 DEFAULT_EFFORT: Final = 160_000
 """About how many operations a search may schedule before it settles for what it has; some tenths of a second."""
+
+# With so much effort most small searches are complete: bounds rule out all but some hundreds of pipelines.
+_COMPLETE: Final = 250 * PROGRAM_EFFORT
+# A search is small if all its pipelines have at most this many hops for each operation that may be scheduled.
+_SMALL: Final = 100_000
 
 # A first look at a pipeline: the few list-scheduling heuristics that so many operations allow.
 _LOOK: Final = 20_000
@@ -27,27 +33,38 @@ class SearchOptions:
     """Options of a search.
 
     Attributes:
-        effort: operations to schedule, about; None to go on until nothing can be better.
+        effort: operations to schedule, about.
         two_holders: whether every layer has to have two holders.
+        complete: whether to go on until nothing can be better, as far as `effort` goes.
     """
 
-    effort: int | None = DEFAULT_EFFORT
+    effort: float = DEFAULT_EFFORT
     two_holders: bool = False
+    complete: bool = False
+
+    @classmethod
+    def of(cls, effort: float | None, *, two_holders: bool = False) -> SearchOptions:
+        """Options of a search with so much effort; complete, however long it takes, if that is None."""
+        return cls(math.inf if effort is None else effort, two_holders, complete=effort is None)
 
     @property
-    def complete(self) -> bool:
-        """Whether to go on until nothing can be better."""
-        return self.effort is None
+    def small(self) -> float:
+        """Hops that all pipelines of a search may have for a complete search to be worth trying."""
+        return self.effort * _SMALL
+
+    def completed(self) -> SearchOptions:
+        """Options of the complete search that follows if a search is small."""
+        return replace(self, effort=max(self.effort, _COMPLETE), complete=True)
 
     @property
     def slack(self) -> float:
         """By which share a schedule may be longer than its lower bound to be good enough."""
-        return ROUNDING if self.effort is None else _SLACK
+        return ROUNDING if self.complete else _SLACK
 
     @property
     def look_effort(self) -> int:
         """Operations that may be scheduled to see what a pipeline is worth."""
-        return PROGRAM_EFFORT if self.effort is None else _LOOK
+        return PROGRAM_EFFORT if self.complete else _LOOK
 
     @property
     def polish_effort(self) -> int:
@@ -56,4 +73,4 @@ class SearchOptions:
 
     def is_expensive(self, depth: int, micro_batches: float) -> bool:
         """Whether a schedule of such a pipeline takes too much of the effort to look at it first."""
-        return not self.complete and depth * micro_batches > max(self.effort or 0, _LEAST_EFFORT) * _EXPENSIVE
+        return not self.complete and depth * micro_batches > max(self.effort, _LEAST_EFFORT) * _EXPENSIVE

@@ -39,10 +39,12 @@ class PipelineSearch:
         scheduler: schedules the pipelines.
         bounds: on pipelines before their gradients are reduced.
         estimates: of the same, see `PipelineBounds`.
+        cut_short: whether a complete search has left out pipelines, because there were too many.
     """
 
     def __init__(self, scheduler: PipelineScheduler, options: SearchOptions) -> None:
         self.scheduler = scheduler
+        self.cut_short = False
         self._options = options
         self._of: dict[tuple[SyncCost, float], PipelineBounds] = {}
         self._scheduled: dict[tuple[Shape, int], dict[PipelineSpec, TimedPipeline]] = {}
@@ -62,10 +64,10 @@ class PipelineSearch:
 
         A complete search tries all of them, others the few with the least estimates.
         """
+        most = self.scheduler.spent + _EFFORT * self._options.effort
         if self._options.complete:
-            return self._best_of_all(shape, micro_batches, self.bounds_with(sync))
+            return self._best_of_all(shape, micro_batches, self.bounds_with(sync), most)
         best: tuple[float, TimedPipeline | None] = math.inf, None
-        most = self.scheduler.spent + _EFFORT * (self._options.effort or 0)
         for bounds in self.estimates_with(sync):
             is_spent = best[1] is not None and self.scheduler.spent > most
             if is_spent or best[0] <= bounds.least_s(shape, micro_batches) * (1 + _ENOUGH):
@@ -106,7 +108,7 @@ class PipelineSearch:
         return [timed, *sorted(close, key=lambda each: each.program_s)[: _FEW_SIMILAR - 1]]
 
     def _best_of_all(
-        self, shape: Shape, micro_batches: int, bounds: PipelineBounds
+        self, shape: Shape, micro_batches: int, bounds: PipelineBounds, most: float
     ) -> tuple[float, TimedPipeline | None]:
         best: tuple[float, TimedPipeline | None] = math.inf, None
         for stops, (_, options) in self._candidates(shape, micro_batches, bounds):
@@ -114,6 +116,9 @@ class PipelineSearch:
         if best[0] > bounds.least_s(shape, micro_batches) * (1 + _ROUNDING):
             for bound_s, spec in self.specs(shape, micro_batches, bounds, best[0]):
                 if bound_s >= best[0] * (1 - _ROUNDING):
+                    break
+                if self.scheduler.spent > most:
+                    self.cut_short = True
                     break
                 best = self._better(best, spec, bounds)
         return best

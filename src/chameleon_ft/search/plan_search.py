@@ -28,7 +28,7 @@ from chameleon_ft.search.gradient_sync import (
 from chameleon_ft.search.knapsack import is_exact
 from chameleon_ft.search.layouts import promising_layouts
 from chameleon_ft.search.mixes import MixSearch, TimedMix
-from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
+from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines import PipelineSearch
 from chameleon_ft.search.placement import PlacementSearch, assigned_workers, smaller_clusters
 from chameleon_ft.search.polish import Polish
@@ -84,9 +84,7 @@ class PlanSearch:
         self._current = current
         self._pool = WorkerPool.of(cluster)
         stages = [Stages(self._costs, self._pool.classes, split_backward=split) for split in (True, False)]
-        self._is_small = all(each.has_fewer_hops(options.effort or DEFAULT_EFFORT) for each in stages)
-        if self._is_small:
-            options = replace(options, effort=None)
+        self._is_small = not options.complete and all(each.has_fewer_hops(options.small) for each in stages)
         self._options = options
         self._searches = [PipelineSearch(PipelineScheduler(own, self._pool, options), options) for own in stages]
         self._start(self._costs)
@@ -108,13 +106,13 @@ class PlanSearch:
         found = self._found() or self._fitting()
         found += self._of_fewer_hosts(min((each.step_s for each in found), default=math.inf))
         found.sort(key=lambda each: each.step_s)
-        if found and self._is_small and (self._with_sync or not links_are_equal(self._costs.cluster)):
-            found = self._exhausted(found)
+        if found and self._is_small:
+            found = self._completed(found)
         self._certify()
         few = [self._polished(each) for each in _with_survivor(found[:_POLISHED], found)]
         few.sort(key=lambda each: each.step_s)
         front = pareto_front(self._assigned(few), figures)
-        chosen = [*(self._candidate(self._finished(each.pipelines)) for each in front), *self._recut()]
+        chosen = self._with_programs([*front, *self._recut()])
         # Workers may be faster than the slowest of their group.
         return chosen if self._all_classes else [each.found_on(self._real_costs) for each in chosen]
 
@@ -140,16 +138,17 @@ class PlanSearch:
         search = self._mix_search(self._searches)
         return search.all_shapes and (len(self._pool.counts) == 1 or is_exact(self._pool.counts, 1))
 
-    def _found(self) -> list[Candidate]:
-        """Plans on workers; the bound is known afterwards."""
+    def _found(self, most_s: float = math.inf) -> list[Candidate]:
+        """Plans on workers that take less than `most_s`; the bound of plans up to that is known afterwards."""
         if not self._with_sync:
             search = self._mix_search(self._searches)
             self.bound_s = search.bound_s()
-            return self._run([search])
+            return self._run([search], most_s)
         found: list[Candidate] = []
         if len(self._pool.classes) == 1:
             found = self._of_layouts()
-        best_s, number = min(((each.step_s, len(each.pipelines)) for each in found), default=(math.inf, 1))
+        best_s, number = min(((each.step_s, len(each.pipelines)) for each in found), default=(most_s, 1))
+        best_s = min(best_s, most_s)
         # The least bound is likely that of about as many pipelines as the best layout has.
         searches = sorted(self._bounding_searches(best_s), key=lambda search: _distance(search, number))
         searches = self._bounded(searches, best_s)
@@ -245,10 +244,11 @@ class PlanSearch:
     def _run(self, searches: Iterable[MixSearch], best_s: float = math.inf) -> list[Candidate]:
         """Plans of the mixes that the searches find."""
         found: list[Candidate] = []
-        spent, most = self._spent(), math.inf if self._options.effort is None else _EFFORT * self._options.effort
+        most = self._spent() + _EFFORT * self._options.effort
         for search in searches:
             too_many = self._placed_workers > _PLACED and not self._options.complete
-            if found and (self._spent() - spent > most or too_many):
+            if found and (self._spent() > most or too_many):
+                self.complete = False
                 break
             if (self._options.two_holders and search.numbers == (1, 1)) or not search.reaches(best_s):
                 continue
@@ -316,17 +316,33 @@ class PlanSearch:
         part._start(costs)
         return part
 
-    def _exhausted(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """The plans with their final programs, and with the fastest of all plans."""
-        # Orders that were made for other links may reduce gradients sooner than those that will be run.
-        finished = [self._candidate(self._finished(each.pipelines)) for each in found]
-        best = min(finished, key=lambda each: each.step_s)
-        search = ExhaustiveSearch(self._searches, self._sync, self._costs, self._options)
-        finished.append(self._candidate(search.improved(best.pipelines)))
+    def _completed(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """The plans with their final programs, and with what a complete search finds."""
+        finished = self._with_programs(found)
+        search, options = copy(self), self._options.completed()
+        search._options = options
+        search._searches = [
+            PipelineSearch(PipelineScheduler(each.scheduler.stages, self._pool, options), options)
+            for each in self._searches
+        ]
+        search._start(self._costs)
+        finished += self._with_programs(search._found(min(each.step_s for each in finished)))
+        self.mixes += search.mixes
+        self.complete = search.complete and not any(each.cut_short for each in search._searches)
+        self.bound_s = max(self.bound_s, search.bound_s)
+        if self._with_sync or not links_are_equal(self._costs.cluster):
+            best = min(finished, key=lambda each: each.step_s)
+            exhaustive = ExhaustiveSearch(search._searches, self._sync, self._costs, options)
+            finished.append(self._candidate(exhaustive.improved(best.pipelines)))
+        self._polish = Polish([*self._searches, *search._searches], self._sync, self._costs.cluster, self._options)
         return sorted(finished, key=lambda each: each.step_s)
 
+    def _with_programs(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """The plans with the programs that will be run: orders made for other links may reduce gradients sooner."""
+        return [self._candidate(self._polish.with_best_programs(each.pipelines), each.name) for each in found]
+
     def _polished(self, found: Candidate) -> Candidate:
-        if self._options.complete and not self._with_sync:
+        if self.complete:
             return found
         survives = found.survives_hosts
         better = self._candidate(self._polish.improved(found.pipelines, exchange=not survives))
@@ -337,9 +353,6 @@ class PlanSearch:
         if again.step_s < better.step_s:
             better = self._candidate(self._polish.improved(again.pipelines))
         return better
-
-    def _finished(self, pipelines: PlacedPipelines) -> PlacedPipelines:
-        return self._polish.with_best_programs(pipelines)
 
     def _search_of(self, timed: TimedPipeline) -> PipelineSearch:
         return self._searches[0 if timed.scheduler.split_backward else 1]
@@ -374,7 +387,7 @@ class PlanSearch:
         for search in self._searches:
             pipelines = recut(self._current, search, self._costs, self._options)
             if pipelines is not None:
-                yield self._candidate(self._finished(pipelines), "recut")
+                yield self._candidate(pipelines, "recut")
 
 
 def _with_survivor(chosen: Sequence[Candidate], placed: Sequence[Candidate]) -> list[Candidate]:

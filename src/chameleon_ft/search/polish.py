@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -73,7 +72,7 @@ class Polish:
         self, pipelines: PlacedPipelines, neighbours: Callable[[PlacedPipelines], Iterator[PlacedPipelines]]
     ) -> PlacedPipelines:
         best, best_s = pipelines, self._sync.step_s(pipelines)
-        most = math.inf if self._options.effort is None else self._spent() + _EFFORT * self._options.effort
+        most = self._spent() + _EFFORT * self._options.effort
         for _ in range(_ROUNDS):
             if self._spent() > most:
                 break

@@ -63,7 +63,7 @@ def recut_plan(
     if not costs.cluster.workers:
         return None
     merged = CostModel(costs.workload, next(merged_clusters(costs.cluster)))
-    options = SearchOptions(effort)
+    options = SearchOptions.of(effort)
     pool = WorkerPool.of(merged.cluster)
     stages = Stages(merged, pool.classes, split_backward=split_backward)
     search, sync = PipelineSearch(PipelineScheduler(stages, pool, options), options), GradientSync(merged)
