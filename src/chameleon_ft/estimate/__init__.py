@@ -9,10 +9,9 @@ from chameleon_ft.estimate.bounds import pipeline_bound_s, plan_bound_s, total_w
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync
 from chameleon_ft.estimate.layer_memory import MemoryUse
 from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory
-from chameleon_ft.estimate.parts import PartsEstimate, estimate_parts, peak_bytes_of
-from chameleon_ft.estimate.step import StepEstimate, estimate_step
+from chameleon_ft.estimate.step import PartsEstimate, StepEstimate, estimate_parts, estimate_step, peak_bytes_of
 from chameleon_ft.estimate.transition import StallModel, TransitionEstimate, state_bytes
-from chameleon_ft.schedule.pipeline_times import PipelineTimes, pipeline_times
+from chameleon_ft.schedule.costs import PipelineTimes, pipeline_times
 
 __all__ = [
     "MemoryUse",

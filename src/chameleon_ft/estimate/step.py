@@ -1,20 +1,99 @@
-"""Everything that is predicted of a step before it is run."""
+"""Everything that is predicted of a step before it is run: of a program, or of the schedules of its parts."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chameleon_ft.estimate.bounds import plan_bound_s
-from chameleon_ft.estimate.gradient_sync import SyncEstimate, estimate_sync
-from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory
-from chameleon_ft.estimate.parts import bytes_over_capacity
+from chameleon_ft.estimate.gradient_sync import SyncEstimate, estimate_sync, sync_after
+from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory, workload_memory
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, Program, Timeline, replay
+from chameleon_ft.schedule.best import ScheduledPart, step_s_of
+from chameleon_ft.schedule.program import records_by_code
 
-__all__ = ["StepEstimate", "estimate_step"]
+__all__ = ["PartsEstimate", "StepEstimate", "bytes_over_capacity", "estimate_parts", "estimate_step", "peak_bytes_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class PartsEstimate:
+    """The figures of a `StepEstimate` that decisions are made by.
+
+    Attributes:
+        program_s: seconds until the last operation has ended.
+        step_s: seconds until all gradients are reduced as well; vote and update come on top.
+        peak_bytes: what each worker holds at its worst moment.
+    """
+
+    program_s: float
+    step_s: float
+    peak_bytes: Mapping[int, int]
+
+    def over_capacity(self, costs: CostModel) -> dict[int, int]:
+        """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
+        return bytes_over_capacity(self.peak_bytes, costs)
+
+
+def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> PartsEstimate:
+    """The figures of `estimate_step` for the program of these parts, without making it; raises the same errors."""
+    made_s: dict[int, dict[tuple[int, int], float]] = {}
+    for part in parts:
+        made_s |= _made_s(part)
+    sync = sync_after(plan.placement, made_s, step_s_of(parts), costs)
+    # The same sum as in `StepEstimate`, so that both round alike.
+    return PartsEstimate(sync.program_s, sync.program_s + sync.exposed_s, peak_bytes_of(plan, parts, costs))
+
+
+def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> dict[int, int]:
+    """Bytes that each worker holds at its worst moment if it recomputes as `plan` says and runs the parts' operations.
+
+    The parts may have been scheduled for a plan with other recomputation: the orders of their operations count, not
+    their times.
+    """
+    known: dict[tuple[object, ...], list[int]] = {}
+    memory = workload_memory(costs.workload)
+    peak_bytes = memory.state_bytes(plan.placement)
+    for part in parts:
+        schedule, workers = part.schedule, part.component.workers
+        recompute = tuple(map(plan.recompute.get, workers))
+        layers = [hop.layers for hop in part.component.ways[0]]
+        # Pipelines whose stages take equally long share a schedule, even if they are cut differently.
+        key = id(schedule), recompute, *layers
+        if key not in known:
+            records = records_by_code(plan, part.component.routes)[schedule.codes]
+            known[key] = memory.moving_bytes(records, schedule.first)
+        for worker, own_bytes in zip(workers, known[key], strict=True):
+            peak_bytes[worker] += own_bytes
+    return peak_bytes
+
+
+def bytes_over_capacity(peak_bytes: Mapping[int, int], costs: CostModel) -> dict[int, int]:
+    """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
+    found: dict[int, int] = {}
+    for worker, peak in peak_bytes.items():
+        capacity = costs.cluster.worker(worker).memory_bytes
+        if capacity is not None and peak > capacity:
+            found[worker] = peak - capacity
+    return found
+
+
+def _made_s(part: ScheduledPart) -> dict[int, dict[tuple[int, int], float]]:
+    """By worker and range of layers, the end of the last operation that makes gradients."""
+    component, schedule = part.component, part.schedule
+    if component.is_pipeline:
+        # Each worker has one range, and its last operation makes gradients.
+        ends = zip(component.ways[0], schedule.last_s, strict=True)
+        return {hop.worker: {(hop.layers.start, hop.layers.stop): end_s} for hop, end_s in ends}
+    hops = [hop for route in component.routes for hop in route.hops]
+    found: dict[int, dict[tuple[int, int], float]] = {worker: {} for worker in component.workers}
+    # B, or W, which are the last of the codes.
+    for hop, end_s in zip(hops, schedule.ends_s[-len(hops) :].tolist(), strict=True):
+        own, layers = found[hop.worker], (hop.layers.start, hop.layers.stop)
+        own[layers] = max(own.get(layers, 0.0), end_s)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,7 @@ from chameleon_ft.plan.placement import RecomputedLayers
 from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._records import CHANNEL, OPERATION, SLOT, Integers, Records
 from chameleon_ft.schedule.components import different_ways
-from chameleon_ft.schedule.costs import CostModel
-from chameleon_ft.schedule.pipeline_times import PipelineTimes, pipeline_times
+from chameleon_ft.schedule.costs import CostModel, PipelineTimes, pipeline_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,8 +13,14 @@ import numpy as np
 from chameleon_ft.schedule._network import Network, NetworkBuilder
 from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.components import Way
-from chameleon_ft.schedule.limits import InFlightLimit, limits_array, limits_of_routes
-from chameleon_ft.schedule.list_scheduler import Rules, Schedule, schedule
+from chameleon_ft.schedule.list_scheduler import (
+    InFlightLimit,
+    Rules,
+    Schedule,
+    limits_array,
+    limits_of_routes,
+    schedule,
+)
 
 __all__ = ["ROUNDING", "ListSchedules", "Problem"]
 

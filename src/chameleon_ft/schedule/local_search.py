@@ -54,18 +54,17 @@ def best_schedule(problem: Problem, *, effort: float, slack: float = ROUNDING) -
     if found.beyond_limits or found.step_s <= enough_s:
         return found
     priorities = _PRIORITIES if problem.shared else 0.0
-    found = reprioritized(found, enough_s=enough_s, effort=effort * priorities)
+    found = reprioritized(problem.network, found, enough_s=enough_s, effort=effort * priorities)
     replays = effort * (1 - _HEURISTICS - priorities) / _REPLAY
-    shorter = reordered(found, problem.largest(), enough_s=enough_s, effort=replays)
+    shorter = reordered(problem.network, found, problem.largest(), enough_s=enough_s, effort=replays)
     return shorter if shorter.step_s < found.step_s * (1 - ROUNDING) else found
 
 
-def reprioritized(found: Schedule, *, enough_s: float, effort: float) -> Schedule:
+def reprioritized(network: Network, found: Schedule, *, enough_s: float, effort: float) -> Schedule:
     """A schedule under the rules of `found`, whose priorities are the usual ones, that takes no longer.
 
     Takes the first improvement until there is none, the time is `enough_s`, or `effort` operations have been scheduled.
     """
-    network = found.network
     trials = int(effort) // len(network.operations)
     if trials < _LEAST_SCHEDULES:
         return found
@@ -99,35 +98,26 @@ def _neighbours(ways: _Ways) -> Iterator[_Ways]:
                 yield (*rest[:target], way, *rest[target:])
 
 
-def reordered(found: Schedule, limits: Integers, *, enough_s: float, effort: float) -> Schedule:
+def reordered(network: Network, found: Schedule, limits: Integers, *, enough_s: float, effort: float) -> Schedule:
     """A schedule within `limits`, int64 [3, workers], that takes no longer than `found`, which must be within them too.
 
     Tabu search: goes to the best neighbour that has not been visited, even if it takes longer, and returns the best
     schedule of all. Ends at `enough_s`, without such a neighbour, or when `effort` operations have been replayed.
     """
-    network = found.network
     if len(network.operations) * _LEAST_REPLAYS > effort:
         return found
     # Imported here, as everywhere: importing a kernel loads numba, and most users of this module run none.
-    from chameleon_ft.schedule._kernels.replay import replay_neighbours
+    from chameleon_ft.schedule._kernels.replay import Neighbourhood, replay_neighbours
 
-    workers = np.ascontiguousarray(network.slots["worker"])
     received_in, sent_in = _channels_of_operations(network)
+    workers = np.ascontiguousarray(network.slots["worker"])
+    of = Neighbourhood(workers, network.operations, received_in, sent_in, network.first, limits, network.split_backward)
     present = best = found.codes
     best_s = found.step_s
     visited = {present.tobytes()}
     operations = 0
     while best_s > enough_s and operations < effort:
-        changes, steps_s, sums_s = replay_neighbours(
-            workers,
-            network.operations,
-            received_in,
-            sent_in,
-            present,
-            network.first,
-            limits,
-            network.split_backward,
-        )
+        changes, steps_s, sums_s = replay_neighbours(of, present)
         operations += (1 + len(changes)) * len(present)
         # Of neighbours that take equally long, the one with the lowest sum of the workers' ends comes first.
         for number in np.lexsort((sums_s, steps_s)).tolist():
@@ -169,7 +159,7 @@ def _changed(codes: Integers, exchange: int, source: int, target: int) -> Intege
 
 def _can_run(network: Network, received_in: Integers, sent_in: Integers, codes: Integers) -> bool:
     """Whether these orders end if channels hold one message, as `check_program` asks."""
-    from chameleon_ft.schedule._kernels.blocking import run_blocking
+    from chameleon_ft.schedule._kernels.replay import run_blocking
 
     senders, receivers = (np.ascontiguousarray(network.channels[name]) for name in ("sender", "receiver"))
     reached, _ = run_blocking(network.first, received_in[codes], sent_in[codes], senders, receivers)

@@ -108,19 +108,19 @@ def _decide(run: Run, worker: int, now: float) -> float:
     full = own.pending_end - own.pending >= own.deferred
     forward = -1
     if own.room > 0 and state.forward_first:
-        forward = _ready_forward(run, worker, horizon)
+        forward = _ready(run, worker, True, horizon)
         if forward >= 0:
             if own.kept > 0:
                 return _start_forward(run, worker, forward, now)
             if pending:
                 return _start_weight_grad(run, worker, now)
-    backward = _ready_backward(run, worker, horizon)
+    backward = _ready(run, worker, False, horizon)
     if backward >= 0:
         if full:
             return _start_weight_grad(run, worker, now)
         return _start_backward(run, worker, backward, now)
     if own.room > 0 and not state.forward_first:
-        forward = _ready_forward(run, worker, horizon)
+        forward = _ready(run, worker, True, horizon)
         if forward >= 0 and own.kept > 0:
             return _start_forward(run, worker, forward, now)
     if pending and (full or forward >= 0 or not _better_soon(run, worker, horizon)):
@@ -129,28 +129,17 @@ def _decide(run: Run, worker: int, now: float) -> float:
 
 
 @lean_part
-def _ready_forward(run: Run, worker: int, horizon: float) -> int:
-    """The slot of the ready forward with the highest priority whose result may be sent, or -1."""
-    best = -1
-    for place in range(run.workers[worker].forward_in, run.workers[worker].forward_in_end):
+def _ready(run: Run, worker: int, forward: bool, horizon: float) -> int:
+    """The slot of the ready forward, or backward, with the highest priority whose result may be sent, or -1."""
+    own, best = run.workers[worker], -1
+    begin, end = (own.forward_in, own.forward_in_end) if forward else (own.backward_in, own.backward_in_end)
+    for place in range(begin, end):
         slot = _first_in(run, run.lists[place])
-        is_there = slot >= 0 and run.hops[slot].forward_at <= horizon
-        # `_may_send` comes last because it records a denial.
-        if is_there and _goes_before(run, slot, best) and _may_send(run, worker, run.slots[slot].down):
-            best = slot
-    return best
-
-
-@lean_part
-def _ready_backward(run: Run, worker: int, horizon: float) -> int:
-    """The slot of the ready backward with the highest priority whose result may be sent, or -1."""
-    best = -1
-    for place in range(run.workers[worker].backward_in, run.workers[worker].backward_in_end):
-        slot = _first_in(run, run.lists[place])
-        is_there = slot >= 0 and run.hops[slot].backward_at <= horizon
-        # `_may_send` comes last because it records a denial.
-        if is_there and _goes_before(run, slot, best) and _may_send(run, worker, run.slots[slot].up):
-            best = slot
+        if slot >= 0 and (run.hops[slot].forward_at if forward else run.hops[slot].backward_at) <= horizon:
+            channel = run.slots[slot].down if forward else run.slots[slot].up
+            # `_may_send` comes last because it records a denial.
+            if _goes_before(run, slot, best) and _may_send(run, worker, channel):
+                best = slot
     return best
 
 
@@ -318,7 +307,7 @@ def _exceed_limit(run: Run) -> int:
     first, best = -1, -1
     for worker in range(len(run.workers)):
         if not _is_blocked(run, worker):
-            slot = _ready_forward(run, worker, math.inf)
+            slot = _ready(run, worker, True, math.inf)
             if slot >= 0 and _goes_before(run, slot, best):
                 first, best = worker, slot
     if first >= 0:

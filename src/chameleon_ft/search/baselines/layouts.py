@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ import numpy as np
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.estimate.memory import MessageBuffers, workload_memory
-from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan
+from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan, split_layers
 from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, default_limits
 from chameleon_ft.schedule._records import PROGRAM_RECORD
 from chameleon_ft.schedule.best import DEFAULT_EFFORT
@@ -31,6 +32,7 @@ __all__ = [
     "CutPoints",
     "Layout",
     "OneFOneBMemory",
+    "equal_layouts",
     "fastest_layout",
     "memory_of",
     "smallest_memory_bytes",
@@ -225,3 +227,48 @@ def _by_memory(plan: Plan, costs: CostModel) -> dict[int, int]:
         for hops, share in shares.items()
         for hop in hops
     }
+
+
+# So that there is a choice of depths where the number of workers is a prime, some workers stay idle.
+_LEAST_DEPTHS = 2
+
+
+def equal_layouts(costs: CostModel, *, split_backward: bool) -> list[FoundPlan]:
+    """The fastest plan of equal pipelines for each depth that fits the memory, the shallowest first.
+
+    A policy that never changes the depth of its pipelines depends on the depth that it begins with, and that which is
+    fastest is not always that which is best with detours. Pipelines of one depth use up the workers; if fewer than two
+    such depths fit, one worker stays idle, and so on. Workers recompute activations where that is faster or where
+    nothing else fits, and backward is fused where split backward does not fit. Shares of the micro-batches differ by
+    one at most.
+
+    Args:
+        costs: what is to be computed, and the live workers.
+        split_backward: whether plans run our programs with split backward, and not 1F1B.
+    """
+    found: dict[int, FoundPlan] = {}
+    for used in range(len(costs.cluster.workers), 0, -1):
+        for depth in range(1, min(used, len(costs.workload.layers)) + 1):
+            if used % depth == 0 and depth not in found and used // depth <= costs.workload.micro_batches:
+                plan = _fastest(depth, used // depth, costs, split_backward=split_backward)
+                if plan is not None:
+                    found[depth] = plan
+        if len(found) >= _LEAST_DEPTHS:
+            break
+    return [found[depth] for depth in sorted(found)]
+
+
+def _fastest(depth: int, pipelines: int, costs: CostModel, *, split_backward: bool) -> FoundPlan | None:
+    layouts: list[Layout] = []
+    for recompute in (False, True):
+        layers = (costs.workload.recomputed() if recompute else costs.workload).layers
+        stages = split_layers([layer.forward_s + layer.backward_s for layer in layers], depth)
+        cut_points = tuple(stage.stop for stage in stages)
+        least, left = divmod(costs.workload.micro_batches, pipelines)
+        shares = [least + (number < left) for number in range(pipelines)]
+        layouts.append(Layout(tuple((cut_points, share) for share in shares), recompute, math.nan))
+    for split in (True, False) if split_backward else (False,):
+        chosen = fastest_layout(f"{pipelines} x {depth}", layouts, costs, split_backward=split, current=None)
+        if chosen is not None:
+            return chosen.found
+    return None
