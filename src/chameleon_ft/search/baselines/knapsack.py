@@ -40,7 +40,7 @@ class LeastMix:
         workers: int,
         micro_batches: int,
         time_s: Callable[[int, int], float],
-        least_share: Callable[[int], int],
+        least_share: Callable[[int], int] = lambda _: 1,
         least_pipelines: int = 1,
         sync_s: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
@@ -142,9 +142,9 @@ class LeastMix:
             depths.append(depth)
             workers, left = workers - depth, left - share
         depths.sort(reverse=True)
-        shares = shared_out(depths, self._micro_batches, self._time_s, least_share=self._shares.__getitem__)
-        slowest_s = max(map(self._time_s, depths, shares))
-        return Mix(tuple(zip(depths, shares, strict=True)), slowest_s + self._sync_s(pipelines))
+        return shared_out(
+            depths, self._micro_batches, self._time_s, least_share=self._shares.__getitem__, sync_s=self._sync_s
+        )
 
 
 def shared_out(
@@ -153,8 +153,9 @@ def shared_out(
     time_s: Callable[[int, int], float],
     *,
     least_share: Callable[[int], int] = lambda _: 1,
-) -> list[int]:
-    """Micro-batches of pipelines of these depths so that the slowest ends as early as can be.
+    sync_s: Callable[[int], float] = lambda _: 0.0,
+) -> Mix:
+    """Pipelines of these depths, with shares of the micro-batches so that the slowest ends as early as can be.
 
     The micro-batches left after the least shares go, one by one, to the pipeline that ends earliest with one more.
     """
@@ -162,7 +163,7 @@ def shared_out(
     for _ in range(micro_batches - sum(shares)):
         index = min(range(len(depths)), key=lambda index: time_s(depths[index], shares[index] + 1))
         shares[index] += 1
-    return shares
+    return Mix(tuple(zip(depths, shares, strict=True)), max(map(time_s, depths, shares)) + sync_s(len(depths)))
 
 
 def _shifted(bits: int, low: int, high: int) -> int:

@@ -35,7 +35,6 @@ __all__ = [
     "equal_layouts",
     "fastest_layout",
     "memory_of",
-    "smallest_memory_bytes",
 ]
 
 CutPoints: TypeAlias = tuple[int, ...]
@@ -45,6 +44,10 @@ CutPoints: TypeAlias = tuple[int, ...]
 _COMPARE_EFFORT: Final = 10_000
 # Steady 1F1B repeats itself, so a stage holds no more with more micro-batches than it has in flight and in buffers.
 _BUFFERED: Final = MessageBuffers().receives_ahead + MessageBuffers().sends_kept
+
+
+# So that there is a choice of depths where the number of workers is a prime, some workers stay idle.
+_LEAST_DEPTHS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,34 +79,41 @@ class Layout:
 
 
 class OneFOneBMemory:
-    """Whether stages under 1F1B fit the smallest worker."""
+    """Whether stages under 1F1B fit the smallest worker.
+
+    Attributes:
+        workload: of the layers.
+        capacity_bytes: of the smallest worker; None if no worker's is known.
+        recompute: whether all workers recompute activations.
+    """
 
     def __init__(self, workload: Workload, capacity_bytes: int | None, *, recompute: bool) -> None:
-        self._workload = workload
-        self._recompute = recompute
+        self.workload = workload
+        self.capacity_bytes = capacity_bytes
+        self.recompute = recompute
         self._needed: dict[tuple[int, int, int, int], int] = {}
         layers = (workload.recomputed() if recompute else workload).layers
         self._held = list(accumulate((state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
         self._activations = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
-        self.capacity_bytes = capacity_bytes
+
+    def fits_without_messages(self, start: int, stop: int, *, in_flight: int) -> bool:
+        """Whether the state of layers `start` to `stop` fits, with the activations of so many micro-batches."""
+        activations = in_flight * (self._activations[stop] - self._activations[start])
+        held = self._held[stop] - self._held[start]
+        return self.capacity_bytes is None or held + activations <= self.capacity_bytes
 
     def fits(self, start: int, stop: int, *, to_end: int, micro_batches: int) -> bool:
         """Whether layers `start` to `stop` do, `to_end` stages from the end of the pipeline, 1 at the last one."""
         if self.capacity_bytes is None:
             return True
         # Less than that, without messages and work space, no stage needs when its warm-up has ended.
-        in_flight = min(to_end, micro_batches)
-        least = self._held[stop] - self._held[start] + in_flight * (self._activations[stop] - self._activations[start])
-        if least > self.capacity_bytes:
+        if not self.fits_without_messages(start, stop, in_flight=min(to_end, micro_batches)):
             return False
         key = start, stop, to_end, min(micro_batches, to_end + _BUFFERED)
         if key not in self._needed:
+            layers = LayerRange(start, stop)
             self._needed[key] = one_f_one_b_bytes(
-                self._workload,
-                LayerRange(start, stop),
-                to_end=to_end,
-                micro_batches=key[-1],
-                recompute=self._recompute,
+                self.workload, layers, to_end=to_end, micro_batches=key[-1], recompute=self.recompute
             )
         return self._needed[key] <= self.capacity_bytes
 
@@ -152,15 +162,14 @@ def one_f_one_b_bytes(
     return state_bytes + moving_bytes
 
 
-@lru_cache(maxsize=8)
-def memory_of(workload: Workload, capacity_bytes: int | None, *, recompute: bool) -> OneFOneBMemory:
-    """Shared by all plans for the workload: a policy asks again after each loss."""
-    return OneFOneBMemory(workload, capacity_bytes, recompute=recompute)
+# Shared by all plans for a workload: a policy asks again after each loss.
+_shared_memory = lru_cache(maxsize=8)(OneFOneBMemory)
 
 
-def smallest_memory_bytes(cluster: Cluster) -> int | None:
-    """The least known capacity; None if no worker's is known."""
-    return min((each.memory_bytes for each in cluster.workers if each.memory_bytes is not None), default=None)
+def memory_of(costs: CostModel, *, recompute: bool) -> OneFOneBMemory:
+    """The memory of the workload's stages on the cluster; the least known capacity counts."""
+    known = [each.memory_bytes for each in costs.cluster.workers if each.memory_bytes is not None]
+    return _shared_memory(costs.workload, min(known, default=None), recompute=recompute)
 
 
 def fastest_layout(
@@ -219,18 +228,13 @@ def _fitting(name: str, plan: Plan, costs: CostModel, current: Placement | None,
 
 def _by_memory(plan: Plan, costs: CostModel) -> dict[int, int]:
     """As many micro-batches as would fit each worker under 1F1B, up to twice the depth of its pipeline."""
-    capacity_bytes = smallest_memory_bytes(costs.cluster)
-    memory = memory_of(costs.workload, capacity_bytes, recompute=bool(plan.recompute))
+    memory = memory_of(costs, recompute=bool(plan.recompute))
     shares = Counter(route.hops for route in plan.routes)
     return {
         hop.worker: memory.most_in_flight(hop.layers, at_most=2 * len(hops), micro_batches=share)
         for hops, share in shares.items()
         for hop in hops
     }
-
-
-# So that there is a choice of depths where the number of workers is a prime, some workers stay idle.
-_LEAST_DEPTHS = 2
 
 
 def equal_layouts(costs: CostModel, *, split_backward: bool) -> list[FoundPlan]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
@@ -21,11 +21,14 @@ from chameleon_ft.search.baselines.layouts import (
     OneFOneBMemory,
     fastest_layout,
     memory_of,
-    smallest_memory_bytes,
 )
 from chameleon_ft.workload import Workload
 
 __all__ = ["PipelineTemplate", "oobleck_plan", "pipeline_templates", "reconfigured_pipelines"]
+
+# N_b / S, for which templates are made.
+_PER_STAGE = 4
+_ROUNDING = 1e-12
 
 
 def oobleck_plan(
@@ -93,18 +96,30 @@ def oobleck_plan(
     """
     if not costs.cluster.workers:
         raise PlanError("no worker is left to plan for; start at least one")
-    layouts = (
-        layout
-        for recompute in (True, False)
-        for layout in _layouts(
-            costs,
-            pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute, with_room=with_room),
-            least_pipelines=fault_tolerance + 1,
-            live_nodes=live_nodes,
-            recompute=recompute,
-        )
-    )
-    return fastest_layout("oobleck", layouts, costs, split_backward=split_backward, current=current)
+    cluster = costs.cluster
+    link = cluster.inter_host if len(cluster.host_sizes) > 1 else cluster.intra_host
+
+    def layouts() -> Iterator[Layout]:
+        """The best choices by Oobleck's estimate, with and without recomputation."""
+        for recompute in (True, False):
+            templates = pipeline_templates(
+                costs, fault_tolerance=fault_tolerance, recompute=recompute, with_room=with_room
+            )
+            depths = None
+            if live_nodes is not None:
+                depths = tuple(map(len, reconfigured_pipelines(map(range, live_nodes), min(templates, default=0))))
+            for mix in _mixes(
+                memory_of(costs, recompute=recompute),
+                link,
+                tuple(templates.items()),
+                workers=len(cluster.workers),
+                least_pipelines=fault_tolerance + 1,
+                depths=depths,
+            ):
+                pipelines = tuple((templates[nodes].cut_points, share) for nodes, share in mix.pipelines)
+                yield Layout(pipelines, recompute, mix.time_s)
+
+    return fastest_layout("oobleck", layouts(), costs, split_backward=split_backward, current=current)
 
 
 def reconfigured_pipelines(pipelines: Iterable[Sequence[int]], fewest: int) -> list[list[int]]:
@@ -130,42 +145,13 @@ def reconfigured_pipelines(pipelines: Iterable[Sequence[int]], fewest: int) -> l
     return left
 
 
-def _layouts(
-    costs: CostModel,
-    templates: Mapping[int, PipelineTemplate],
-    *,
-    least_pipelines: int,
-    live_nodes: Sequence[int] | None,
-    recompute: bool,
-) -> Iterator[Layout]:
-    """The best choices by Oobleck's estimate, with or without recomputation."""
-    cluster, reconfigured = costs.cluster, None
-    if live_nodes is not None:
-        reconfigured = reconfigured_pipelines(map(range, live_nodes), min(templates, default=0))
-    mixes = _mixes(
-        costs.workload,
-        smallest_memory_bytes(cluster),
-        cluster.inter_host if len(cluster.host_sizes) > 1 else cluster.intra_host,
-        tuple(templates.items()),
-        recompute=recompute,
-        workers=len(cluster.workers),
-        least_pipelines=least_pipelines,
-        depths=None if reconfigured is None else tuple(map(len, reconfigured)),
-    )
-    for mix in mixes:
-        pipelines = tuple((templates[nodes].cut_points, share) for nodes, share in mix.pipelines)
-        yield Layout(pipelines, recompute, mix.time_s)
-
-
 # Shared by decisions on as many workers: which of them are lost makes no difference.
 @lru_cache(maxsize=64)
 def _mixes(
-    workload: Workload,
-    capacity_bytes: int | None,
+    memory: OneFOneBMemory,
     link: Link,
     templates: tuple[tuple[int, PipelineTemplate], ...],
     *,
-    recompute: bool,
     workers: int,
     least_pipelines: int,
     depths: tuple[int, ...] | None,
@@ -174,8 +160,7 @@ def _mixes(
 
     The estimate is that of the slowest pipeline, and the all-reduce of the first layer on `link`.
     """
-    of_nodes = dict(templates)
-    memory = memory_of(workload, capacity_bytes, recompute=recompute)
+    of_nodes, workload = dict(templates), memory.workload
 
     @cache
     def time_s(nodes: int, share: int) -> float:
@@ -191,21 +176,13 @@ def _mixes(
             workers=workers,
             micro_batches=workload.micro_batches,
             time_s=time_s,
-            least_share=lambda _: 1,
             least_pipelines=least_pipelines,
             sync_s=sync_s,
         ).mixes()
     if not depths or not of_nodes.keys() >= set(depths) or len(depths) > workload.micro_batches:
         return []
-    shares = shared_out(depths, workload.micro_batches, time_s)
-    slowest_s = max(map(time_s, depths, shares))
-    mix = Mix(tuple(zip(depths, shares, strict=True)), slowest_s + sync_s(len(depths)))
-    return [mix] if slowest_s < math.inf else []
-
-
-# N_b / S, for which templates are made.
-_PER_STAGE = 4
-_ROUNDING = 1e-12
+    mix = shared_out(depths, workload.micro_batches, time_s, sync_s=sync_s)
+    return [mix] if mix.time_s < math.inf else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +235,8 @@ def pipeline_templates(
     """
     if fault_tolerance < 0:
         raise ConfigError(f"fault_tolerance must be zero or more; got {fault_tolerance}")
-    memory_bytes = smallest_memory_bytes(costs.cluster)
-    cutter = _cutter(costs.workload, memory_bytes, recompute=recompute)
+    memory = memory_of(costs, recompute=recompute)
+    cutter = _cutter(memory)
     most = min(len(costs.cluster.workers), len(costs.workload.layers))
     found: dict[int, PipelineTemplate] = {}
     for nodes in range(1, most + 1):
@@ -267,9 +244,9 @@ def pipeline_templates(
             break
         if (template := cutter.template(nodes)) is not None:
             found[nodes] = template
-    if not with_room or memory_bytes is None:
+    if not with_room or (most_bytes := memory.capacity_bytes) is None:
         return found
-    roomy = (nodes for nodes in found if _exchange_bytes(found[nodes].cut_points, costs.workload) <= memory_bytes)
+    roomy = (nodes for nodes in found if _exchange_bytes(found[nodes].cut_points, costs.workload) <= most_bytes)
     fewest = next(roomy, 0)
     return {nodes: template for nodes, template in found.items() if nodes >= fewest}
 
@@ -280,11 +257,6 @@ def _exchange_bytes(cut_points: CutPoints, workload: Workload) -> int:
     return max(held[stop] - held[start] for start, stop in pairwise((0, *cut_points)))
 
 
-@lru_cache(maxsize=8)
-def _cutter(workload: Workload, capacity_bytes: int | None, *, recompute: bool) -> _Cutter:
-    return _Cutter(workload, memory_of(workload, capacity_bytes, recompute=recompute), recompute=recompute)
-
-
 class _Cutter:
     """The stages of least T1 + T2 + T3.
 
@@ -292,8 +264,9 @@ class _Cutter:
     ahead of it. Others may be any that are no slower.
     """
 
-    def __init__(self, workload: Workload, memory: OneFOneBMemory, *, recompute: bool) -> None:
-        layers = (workload.recomputed() if recompute else workload).layers
+    def __init__(self, memory: OneFOneBMemory) -> None:
+        workload = memory.workload
+        layers = (workload.recomputed() if memory.recompute else workload).layers
         self._num_layers = len(layers)
         self._micro_batches = workload.micro_batches
         self._memory = memory
@@ -374,3 +347,6 @@ class _Cutter:
 
     def _stage_s(self, start: int, stop: int) -> float:
         return self._until_s[stop] - self._until_s[start] + self._overhead_s
+
+
+_cutter = lru_cache(maxsize=8)(_Cutter)
