@@ -194,14 +194,14 @@ def best_parts(
 
     Pipelines with the times, micro-batches and ceiling of one that is `known` get its schedule.
     """
-    found = {_problem_key(one.times, one.split_backward, one.micro_batches, one.ceiling): one for one in known}
+    found = {(one.times, one.split_backward, one.micro_batches, one.ceiling.tobytes()): one for one in known}
     builder = builder_of(plan, costs)
 
     def scheduled(component: Component, own: NetworkBuilder, most: Integers) -> Schedule:
         if not component.is_pipeline:
             return best_schedule(Problem.of(own, component.ways, component.taken, ceiling), effort=effort)
         times, micro_batches, split = own.times(component.ways[0]), len(component.taken), own.split_backward
-        if (one := found.get(_problem_key(times, split, micro_batches, most))) is not None:
+        if (one := found.get((times, split, micro_batches, most.tobytes()))) is not None:
             return one
         return pipeline_schedule(times, micro_batches, split_backward=split, ceiling=most, effort=effort)
 
@@ -276,10 +276,3 @@ def pipeline_schedule(
         micro_batches=micro_batches,
         ceiling=ceiling,
     )
-
-
-def _problem_key(
-    times: PipelineTimes, split_backward: bool, micro_batches: int, ceiling: Integers
-) -> tuple[object, ...]:
-    """All that the schedule of a pipeline follows from, but for the effort."""
-    return times, split_backward, micro_batches, ceiling.tobytes()

@@ -182,21 +182,16 @@ def schedule(network: Network, rules: Rules, ways: Integers | None = None) -> Sc
 def schedule_under(network: Network, rules: Rules, ways: Integers) -> Schedule | None:
     """The list schedule under exactly these rules, or None at a dead end; see the kernel for both."""
     # Imported here, as everywhere: importing a kernel loads numba, and most users of this module run none.
-    from chameleon_ft.schedule._kernels.list_scheduler import scheduled
+    from chameleon_ft.schedule._kernels.list_scheduler import run_scheduler
+    from chameleon_ft.schedule._kernels.scheduler_state import Run, initial_state
 
-    found = scheduled(
-        network.slots,
-        network.channels,
-        ways,
-        rules.limits,
-        split=network.split_backward,
-        forward_first=rules.forward_first,
-        patience=rules.patience,
-        gradients_only=rules.gradients_only,
+    split = network.split_backward
+    # Returned as a plain tuple: unboxing a named one from a kernel takes much longer.
+    run = Run(*initial_state(network.slots, network.channels, rules.limits, 3 if split else 2))
+    ended, strained, beyond_limits = run_scheduler(
+        run, ways, split, rules.forward_first, rules.patience, rules.gradients_only
     )
-    if found is None:
-        return None
-    return replayed(network, rules, found.codes, strained=found.strained, beyond_limits=found.beyond_limits)
+    return replayed(network, rules, run.codes, strained=strained, beyond_limits=beyond_limits) if ended else None
 
 
 def replayed(

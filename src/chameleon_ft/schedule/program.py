@@ -146,7 +146,10 @@ def records_by_code(plan: Plan, routes: Sequence[Route]) -> Records:
     """
     ways, taken = different_ways(route.hops for route in routes)
     split = [plan.splits(hops[0].worker) for hops in ways]
-    kinds = kinds_by_phase(split_backward=any(split))
+    # By phase.
+    kinds: tuple[OperationKind, ...] = (OperationKind.FORWARD, OperationKind.BACKWARD)
+    if any(split):
+        kinds = OperationKind.FORWARD, OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD
     # The fields that do not depend on the micro-batch: by phase, and way after way by hop.
     common = [
         records_from(
@@ -167,13 +170,6 @@ def records_by_code(plan: Plan, routes: Sequence[Route]) -> Records:
     records = np.concatenate([own[slots] for own in common])
     records["micro_batch"] = np.tile(np.repeat([route.micro_batch for route in routes], hops_of_route), len(kinds))
     return records
-
-
-def kinds_by_phase(*, split_backward: bool) -> tuple[OperationKind, ...]:
-    """The kind of operation of each phase: codes are numbers of slots, phase after phase."""
-    if split_backward:
-        return OperationKind.FORWARD, OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD
-    return OperationKind.FORWARD, OperationKind.BACKWARD
 
 
 class Program:

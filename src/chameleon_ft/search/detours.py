@@ -98,8 +98,8 @@ def _improved(
             for neighbour in _neighbours(best):
                 if operations >= _SEARCH:
                     return best
-                network = builder.network_of(route.hops for route in losses.routes(neighbour))
-                found = schedule(network, rules)
+                ways = different_ways(route.hops for route in losses.routes(neighbour))
+                found = schedule(builder.network(*ways), rules)
                 operations += len(found.codes)
                 if found.step_s < step_s * (1 - ROUNDING):
                     best, step_s, improved = neighbour, found.step_s, True

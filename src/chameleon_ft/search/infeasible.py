@@ -1,11 +1,10 @@
-"""The error for a model that does not fit: which limit binds, by how much, and how many workers would do."""
+"""Whether workers can hold the model; and if not, which limit binds, by how much, and how many workers would do."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -19,6 +18,9 @@ from chameleon_ft.search.worker_classes import Shape, WorkerClass, WorkerPool
 
 __all__ = ["InfeasibleError", "fitting_pipeline", "infeasible_error"]
 
+# Workers of each class that are used, and at which layers as many stages can stop; bool [L + 1].
+_Reached = dict[tuple[int, ...], Booleans]
+
 
 class InfeasibleError(PlanError):
     """No pipelines of the live workers fit their memory.
@@ -29,19 +31,13 @@ class InfeasibleError(PlanError):
         workers_needed: how many workers like the largest would do; None where no number does.
     """
 
-    layer: int | None
-    missing_bytes: int
-    workers_needed: int | None
-
-    def __init__(self, message: str, *, layer: int | None, missing_bytes: int, workers_needed: int | None) -> None:
+    def __init__(
+        self, message: str, *, layer: int | None = None, missing_bytes: int = 0, workers_needed: int | None = None
+    ) -> None:
         super().__init__(message)
         self.layer = layer
         self.missing_bytes = missing_bytes
         self.workers_needed = workers_needed
-
-    def __reduce__(self) -> tuple[object, ...]:
-        figures = {"layer": self.layer, "missing_bytes": self.missing_bytes, "workers_needed": self.workers_needed}
-        return partial(InfeasibleError, **figures), (str(self),)  # type: ignore[arg-type]
 
 
 def infeasible_error(costs: CostModel) -> InfeasibleError:
@@ -62,7 +58,6 @@ def infeasible_error(costs: CostModel) -> InfeasibleError:
                 "short; use smaller micro-batches, tensor parallelism, or workers with more memory",
                 layer=number,
                 missing_bytes=missing,
-                workers_needed=None,
             )
     needed = _workers_needed(costs, capacity)
     count = len(cluster.workers)
@@ -74,7 +69,6 @@ def infeasible_error(costs: CostModel) -> InfeasibleError:
     return InfeasibleError(
         f"the model does not fit the memory of {count} worker{'s' if count > 1 else ''}: each needs "
         f"{data_size(missing)} more; {remedy}",
-        layer=None,
         missing_bytes=missing,
         workers_needed=needed,
     )
@@ -106,10 +100,6 @@ def _workers_needed(costs: CostModel, capacity: int) -> int | None:
         if found is not None:
             return len(found[0])
     return None
-
-
-# Workers of each class that are used, and at which layers as many stages can stop; bool [L + 1].
-_Reached = dict[tuple[int, ...], Booleans]
 
 
 def fitting_pipeline(stages: Stages, counts: Sequence[int]) -> tuple[Shape, Stops] | None:

@@ -1,4 +1,4 @@
-"""The result of a search."""
+"""The result of a search, and the Pareto front of several."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import InFlightLimit, PipelineSchedule
 
 __all__ = ["BoundFamily", "FoundPlan", "SearchResult", "SizeFigures", "pareto_front"]
+
+T = TypeVar("T")
 
 
 class BoundFamily(StrEnum):
@@ -100,9 +102,6 @@ class SearchResult:
     def gap(self) -> float:
         """By which share of the bound the best plan is slower than it; negative for one outside the family."""
         return self.best.step_s / self.bound_s - 1 if self.bound_s else 0.0
-
-
-T = TypeVar("T")
 
 
 def pareto_front(items: Iterable[T], figures: Callable[[T], tuple[float, ...]]) -> list[T]:

@@ -12,54 +12,27 @@ sends that ends, and the program they make cannot deadlock.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
-from chameleon_ft.schedule._kernels.scheduler_state import Run, initial_state
-from chameleon_ft.schedule._records import Integers, Records
-
-
-class Scheduled(NamedTuple):
-    """Codes of all operations, worker by worker, int64 [operations], and two attributes of `Schedule`."""
-
-    codes: Integers
-    strained: bool
-    beyond_limits: bool
-
-
-def scheduled(
-    slots: Records,
-    channels: Records,
-    ways: Integers,
-    limits: Integers,
-    *,
-    split: bool,
-    forward_first: bool,
-    patience: float,
-    gradients_only: bool,
-) -> Scheduled | None:
-    """A schedule, or None at a dead end: any further operation would close a cycle of blocked workers.
-
-    If limits stop all workers, the one with the first ready forward exceeds its own.
-
-    Args:
-        slots, channels: of the network, `SLOT` and `CHANNEL` by number.
-        ways: the first slot of each route by priority, the highest first; int64 [routes].
-        limits: in flight, kept and deferred by worker; int64 [3, workers].
-        split: whether backward is split.
-        forward_first, patience, gradients_only: of `Rules`.
-    """
-    # Returned as a plain tuple: unboxing a named one from a kernel takes much longer.
-    run = Run(*initial_state(slots, channels, limits, 3 if split else 2))
-    found, strained, beyond_limits = run_scheduler(run, ways, split, forward_first, patience, gradients_only)
-    return Scheduled(run.codes, strained, beyond_limits) if found else None
+from chameleon_ft.schedule._kernels.scheduler_state import Run
+from chameleon_ft.schedule._records import Integers
 
 
 @lean_kernel
 def run_scheduler(
     run: Run, ways: Integers, split: bool, forward_first: bool, patience: float, gradients_only: bool
 ) -> tuple[bool, bool, bool]:
-    """Schedule; returns whether all operations have been, whether it is strained, and whether it exceeds a limit."""
+    """Schedule; returns whether all operations have been, whether it is strained, and whether it exceeds a limit.
+
+    There is a dead end if any further operation would close a cycle of blocked workers. If limits stop all workers, the
+    one with the first ready forward exceeds its own.
+
+    Args:
+        run: as it is at time zero.
+        ways: the first slot of each route by priority, the highest first; int64 [routes].
+        split: whether backward is split.
+        forward_first, patience, gradients_only: of `Rules`.
+    """
     state = run.state[0]
     state.split, state.forward_first = split, forward_first
     state.patience, state.gradients_only = patience, gradients_only
