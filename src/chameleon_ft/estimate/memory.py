@@ -33,7 +33,7 @@ working bytes of the last layer. With tensor parallelism all bytes are those of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -43,7 +43,7 @@ import numpy as np
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.estimate.layer_memory import LayerMemory, MemoryUse, Moment
 from chameleon_ft.plan import LayerRange, Placement, RecomputedLayers
-from chameleon_ft.schedule import Operation, OperationKind, Program
+from chameleon_ft.schedule import Operation, Program
 from chameleon_ft.schedule._records import Integers, Records
 from chameleon_ft.schedule.program import KINDS, operations_from
 from chameleon_ft.workload import Workload
@@ -107,7 +107,7 @@ def program_memory(
             "use the workload of the model that is planned"
         )
     of = workload_memory(workload)
-    memory = {worker: WorkerMemory(of.state_of(placement, worker), None) for worker in placement.workers}
+    memory = {worker: WorkerMemory(of.layers.state_of(placement, worker), None) for worker in placement.workers}
     places, amounts = of.worst(program.records, program.starts, buffers)
     for worker, place, own in zip(program.workers, places.tolist(), amounts.tolist(), strict=True):
         if place >= 0 and worker in memory:
@@ -126,13 +126,9 @@ class WorkloadMemory:
     """Bytes that workers hold for the layers of a workload, throughout a step and at its worst moment."""
 
     def __init__(self, workload: Workload) -> None:
-        self._layers = LayerMemory(workload)
+        self.layers = LayerMemory(workload)
         self._state_bytes: dict[tuple[object, ...], int] = {}
         self._figures = cache(self._new_figures)
-
-    def state_of(self, placement: Placement, worker: int) -> MemoryUse:
-        """Bytes that a worker holds throughout a step."""
-        return self._layers.state_of(placement, worker)
 
     def state_bytes(self, placement: Placement) -> dict[int, int]:
         """Bytes that each worker holds all the time."""
@@ -141,7 +137,7 @@ class WorkloadMemory:
             # Most hold one range, and few ranges are held.
             key = (held[0].start, held[0].stop) if len(held) == 1 else held
             if key not in self._state_bytes:
-                self._state_bytes[key] = self.state_of(placement, worker).total_bytes
+                self._state_bytes[key] = self.layers.state_of(placement, worker).total_bytes
             found[worker] = self._state_bytes[key]
         return found
 
@@ -180,16 +176,13 @@ class WorkloadMemory:
         self, start: int, stop: int, again_start: int, again_stop: int, num_selective: int
     ) -> tuple[tuple[int, ...], list[Moment]]:
         """Of a range of layers, of which some are recomputed, `stages` and `moments` as in `_worst_moments`."""
-        of, layers = self._layers, LayerRange(start, stop)
+        of, layers = self.layers, LayerRange(start, stop)
         again = RecomputedLayers(again_start, again_stop, num_selective) if again_stop else None
         kept = of.activations(layers, again), of.weight_grads(layers), of.kept_output(layers, again)
         return (of.output(start - 1), of.output(stop - 1), *kept), [of.worst(kind, layers, again) for kind in KINDS]
 
 
-_FORWARD, _BACKWARD, _INPUT_GRAD, _WEIGHT_GRAD = (
-    KINDS.index(kind)
-    for kind in (OperationKind.FORWARD, OperationKind.BACKWARD, OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD)
-)
+_FORWARD, _BACKWARD, _INPUT_GRAD, _WEIGHT_GRAD = range(len(KINDS))
 
 
 def _worst_moments(
@@ -215,7 +208,6 @@ def _worst_moments(
     idle, late = (kind == _INPUT_GRAD) & first, (kind == _WEIGHT_GRAD) & first
     backward = (kind == _BACKWARD) | late
     input_grad, weight_grad = (kind == _INPUT_GRAD) & ~first, (kind == _WEIGHT_GRAD) & ~first
-    sum_before = _sums_before(starts)
 
     # From F to the backward; an input that comes from the same worker is counted as the output of the hop before.
     shared = np.where(np.where(forward, receives, is_sent), 0, below)
@@ -223,18 +215,18 @@ def _worst_moments(
     answered = np.where(idle | late, above - output, 0)
     released = np.where(backward | input_grad, activations + above - shared - answered, 0)
     kept = np.where(forward, activations + above - shared, -np.where(idle, answered, 0))
-    held_activations = sum_before(kept - released)
+    held_activations = _sum_before(kept - released, starts)
 
     # From I to W; at a first hop that is the gradient that came in.
     used = np.where(weight_grad, weight_grads, np.where(late, above, 0))
-    held_weight_grads = sum_before(np.where(input_grad, weight_grads, np.where(idle, above, 0)) - used)
+    held_weight_grads = _sum_before(np.where(input_grad, weight_grads, np.where(idle, above, 0)) - used, starts)
 
     # Gradients that go down, to another worker or to another hop of this one, which uses it up.
     gradient = np.where((backward | input_grad) & ~first, below, 0)
     is_used_up = ((kind == _BACKWARD) | (kind == _INPUT_GRAD)) & ~receives
     handed_over = np.where(is_sent, 0, gradient) - np.where(is_used_up, above, 0)
     sent = _sent(records, starts, gradient, buffers.sends_kept)
-    held_messages = sum_before(handed_over + sent)
+    held_messages = _sum_before(handed_over + sent, starts)
 
     # Receives are asked for when an operation begins to wait, some ahead.
     arrived = np.concatenate(([0], np.cumsum(receives)))
@@ -252,16 +244,11 @@ def _worst_moments(
     return _worst(np.stack([waiting, running], axis=1), starts)
 
 
-def _sums_before(starts: Integers) -> Callable[[Integers], Integers]:
+def _sum_before(changes: Integers, starts: Integers) -> Integers:
     """Of changes by operation, the sum of those by earlier operations of the same worker."""
-    start_of = np.repeat(starts[:-1], np.diff(starts))
-
-    def sums(changes: Integers) -> Integers:
-        until = np.concatenate(([0], np.cumsum(changes)))
-        found: Integers = until[:-1] - until[start_of]
-        return found
-
-    return sums
+    until = np.concatenate(([0], np.cumsum(changes)))
+    found: Integers = until[:-1] - np.repeat(until[starts[:-1]], np.diff(starts))
+    return found
 
 
 def _sent(records: Records, starts: Integers, gradient: Integers, sends_kept: int) -> Integers:

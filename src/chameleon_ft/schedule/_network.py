@@ -17,9 +17,8 @@ from itertools import pairwise
 import numpy as np
 
 from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Hop, Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.placement import RecomputedLayers
-from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._records import CHANNEL, OPERATION, SLOT, Integers, Records
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes, pipeline_times
 

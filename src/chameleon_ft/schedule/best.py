@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 
 from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.plan import Plan
 from chameleon_ft.schedule._network import NetworkBuilder, builder_of, pipeline_network
 from chameleon_ft.schedule._records import PROGRAM_RECORD, Integers
 from chameleon_ft.schedule.components import Component, components
@@ -38,7 +38,6 @@ __all__ = [
     "ScheduledProgram",
     "best_parts",
     "best_program",
-    "best_step_s",
     "list_schedule",
     "pipeline_schedule",
     "program_of",
@@ -231,13 +230,6 @@ def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
 def step_s_of(parts: Iterable[ScheduledPart]) -> float:
     """Seconds until the last operation has ended."""
     return max(part.schedule.step_s for part in parts)
-
-
-def best_step_s(
-    plan: Plan, costs: CostModel, *, ceiling: Mapping[int, InFlightLimit] | None = None, effort: float = DEFAULT_EFFORT
-) -> float:
-    """`step_s` of `best_program`, without the program."""
-    return step_s_of(best_parts(plan, costs, ceiling=ceiling, effort=effort))
 
 
 def pipeline_schedule(

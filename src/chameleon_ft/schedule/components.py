@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.plan.plan import Hop, Route
+from chameleon_ft.plan import Hop, Route
 
 __all__ = ["Component", "Way", "components", "different_ways"]
 

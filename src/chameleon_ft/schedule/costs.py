@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Hop, LayerRange, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.placement import LayerRange, RecomputedLayers
-from chameleon_ft.plan.plan import Hop
 from chameleon_ft.schedule.program import Operation, OperationKind
 from chameleon_ft.workload import LayerCost, Workload, is_recomputed
 
@@ -84,12 +83,9 @@ class CostModel:
 
 def _backward_s(costs: Iterable[LayerCost], again_s: Iterable[float]) -> float:
     """Of the halves where there is no other figure, each rounded with the rest only once."""
-    halves = (
-        part
+    halves = chain.from_iterable(
+        (cost.input_grad_s, cost.weight_grad_s) if cost.fused_backward_s is None else (cost.fused_backward_s,)
         for cost in costs
-        for part in (
-            (cost.input_grad_s, cost.weight_grad_s) if cost.fused_backward_s is None else (cost.fused_backward_s,)
-        )
     )
     return math.fsum((*halves, *again_s))
 

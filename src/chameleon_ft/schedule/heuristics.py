@@ -128,11 +128,6 @@ class Problem:
             shared=len(ways) > 1,
         )
 
-    @property
-    def least(self) -> int:
-        """How many heuristics are tried however small the effort is."""
-        return 1 if self.shared else _LEAST_PLAIN
-
     def rules(self) -> tuple[Rules, ...]:
         """The rules to try, in order: the default limits and larger ones, by one pipeline depth at most.
 
@@ -186,22 +181,17 @@ class ListSchedules:
 
     def __init__(self, problem: Problem, *, slack: float = ROUNDING) -> None:
         self._network = problem.network
-        self._least = problem.least
+        # However small the effort is.
+        self._least = 1 if problem.shared else _LEAST_PLAIN
         self._untried = deque(problem.rules())
         self._strained: list[Schedule] = []
         self.enough_s = problem.network.lower_bound_s() * (1 + slack)
         self.schedules: list[Schedule] = []
         self.effort = 0
 
-    @property
-    def best(self) -> Schedule:
-        """The best schedule so far."""
-        return self.schedules[0]
-
-    def search(self, effort: float = math.inf, *, enough_s: float = 0.0) -> Schedule:
-        """Try heuristics until the best takes `enough_s` or is good enough, none is left, or the effort is spent."""
-        enough_s = max(enough_s, self.enough_s)
-        while not self._is_within(enough_s) and (rules := self._next_rules(effort)) is not None:
+    def search(self, effort: float = math.inf) -> Schedule:
+        """Try heuristics until the best is good enough, none is left, or the effort is spent."""
+        while not self._is_good_enough() and (rules := self._next_rules(effort)) is not None:
             found = schedule(self._network, rules)
             self.effort += len(found.codes)
             self.schedules.append(found)
@@ -209,18 +199,19 @@ class ListSchedules:
             if found.strained:
                 self._strained.append(found)
                 self._strained.sort(key=_quality)
-        return self.best
+        return self.schedules[0]
 
     def _next_rules(self, effort: float) -> Rules | None:
         is_spent = self.effort >= effort
         if self._untried and (not is_spent or len(self.schedules) < self._least):
             return self._untried.popleft()
-        if self._strained and (not is_spent or self._strained[0] is self.best):
+        if self._strained and (not is_spent or self._strained[0] is self.schedules[0]):
             return replace(self._strained.pop(0).rules, gradients_only=True)
         return None
 
-    def _is_within(self, enough_s: float) -> bool:
-        return bool(self.schedules) and self.best.step_s <= enough_s and not self.best.beyond_limits
+    def _is_good_enough(self) -> bool:
+        best = self.schedules[0] if self.schedules else None
+        return best is not None and best.step_s <= self.enough_s and not best.beyond_limits
 
 
 def _quality(found: Schedule) -> tuple[bool, float]:

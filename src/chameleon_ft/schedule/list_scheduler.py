@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan.plan import Hop, Plan
+from chameleon_ft.plan import Hop, Plan
 from chameleon_ft.schedule._network import Network
 from chameleon_ft.schedule._records import Floats, Integers
 

@@ -107,7 +107,7 @@ def reordered(network: Network, found: Schedule, limits: Integers, *, enough_s: 
     if len(network.operations) * _LEAST_REPLAYS > effort:
         return found
     # Imported here, as everywhere: importing a kernel loads numba, and most users of this module run none.
-    from chameleon_ft.schedule._kernels.replay import Neighbourhood, replay_neighbours
+    from chameleon_ft.schedule._kernels.replay import Neighbourhood, changed, replay_neighbours
 
     received_in, sent_in = _channels_of_operations(network)
     workers = np.ascontiguousarray(network.slots["worker"])
@@ -121,7 +121,7 @@ def reordered(network: Network, found: Schedule, limits: Integers, *, enough_s: 
         operations += (1 + len(changes)) * len(present)
         # Of neighbours that take equally long, the one with the lowest sum of the workers' ends comes first.
         for number in np.lexsort((sums_s, steps_s)).tolist():
-            neighbour = _changed(present, *changes[number].tolist())
+            neighbour = changed(present, *changes[number].tolist())
             if neighbour.tobytes() not in visited and _can_run(network, received_in, sent_in, neighbour):
                 break
         else:
@@ -142,19 +142,6 @@ def _channels_of_operations(network: Network) -> tuple[Integers, Integers]:
     sent_in[sender] = received_in[sender + 1] = slots["down"][sender]
     sent_in[count + sender + 1] = received_in[count + sender] = slots["up"][sender + 1]
     return received_in, sent_in
-
-
-def _changed(codes: Integers, exchange: int, source: int, target: int) -> Integers:
-    """With two operations exchanged, or the one at `source` moved to `target`."""
-    changed = codes.copy()
-    if exchange:
-        changed[source] = codes[target]
-    elif source < target:
-        changed[source:target] = codes[source + 1 : target + 1]
-    else:
-        changed[target + 1 : source + 1] = codes[target:source]
-    changed[target] = codes[source]
-    return changed
 
 
 def _can_run(network: Network, received_in: Integers, sent_in: Integers, codes: Integers) -> bool:

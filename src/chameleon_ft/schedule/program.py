@@ -16,9 +16,8 @@ from typing import Final
 
 import numpy as np
 
+from chameleon_ft.plan import LayerRange, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.placement import LayerRange, RecomputedLayers
-from chameleon_ft.plan.plan import Plan, Route
 from chameleon_ft.schedule._records import PROGRAM_RECORD, Records
 from chameleon_ft.schedule.components import different_ways
 

@@ -59,24 +59,17 @@ def replay(program: Program, costs: CostModel) -> Timeline:
     Raises:
         ProgramError: operations wait for each other for ever, or for one that no worker runs.
     """
-    workers: list[int] = []
-    operations: list[Operation] = []
-    first = [0]
-    for worker, own in program.operations.items():
-        operations += own
-        workers += [worker] * len(own)
-        first.append(len(operations))
+    operations = [operation for own in program.operations.values() for operation in own]
+    workers = [worker for worker, own in program.operations.items() for _ in own]
     if not operations:
         return Timeline(())
     # Imported here: importing a kernel loads numba, and most users of this module run none.
     from chameleon_ft.schedule._kernels.replay import longest_path
 
-    numbers = np.arange(len(operations))
-    starts_s, ends_s = map(
-        np.ndarray.tolist, longest_path(_needs(workers, operations, costs), numbers, np.array(first))
-    )
+    found = longest_path(_needs(workers, operations, costs), np.arange(len(operations)), np.array(program.starts))
+    starts_s, ends_s = (times_s.tolist() for times_s in found)
     if min(ends_s) < 0:
-        orders = (range(*own) for own in pairwise(first))
+        orders = (range(*own) for own in pairwise(program.starts))
         never = (next((number for number in order if ends_s[number] < 0), None) for order in orders)
         stuck = ", ".join(f"worker {workers[number]} at {operations[number]}" for number in never if number is not None)
         raise ProgramError(f"the program never ends: no operation will make what is needed by {stuck}")

@@ -12,7 +12,7 @@ from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind
 from chameleon_ft.schedule._network import builder_of
-from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_step_s
+from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_parts, step_s_of
 from chameleon_ft.schedule.components import components, different_ways
 from chameleon_ft.schedule.heuristics import ROUNDING, ListSchedules, Problem
 from chameleon_ft.schedule.list_scheduler import schedule
@@ -70,7 +70,7 @@ def reroute(
         spreads += [_improved(spread, losses, costs, ceiling) for spread in spreads[:2]]
     plans = [losses.rerouted(spread) for spread in spreads]
     effort = _COMPARE if is_small else DEFAULT_EFFORT
-    return min(plans, key=lambda each: best_step_s(each, costs, ceiling=ceiling, effort=effort))
+    return min(plans, key=lambda each: step_s_of(best_parts(each, costs, ceiling=ceiling, effort=effort)))
 
 
 def _spreads(losses: _Losses, *, cuts: Iterable[bool]) -> list[_Spread]:

@@ -59,7 +59,11 @@ def infeasible_error(costs: CostModel) -> InfeasibleError:
                 layer=number,
                 missing_bytes=missing,
             )
-    needed = _workers_needed(costs, capacity)
+    largest = [WorkerClass(1.0, capacity)]
+    pipelines = (
+        fitting_pipeline(Stages(costs, largest, split_backward=split), [len(layers)]) for split in (False, True)
+    )
+    needed = next((len(shape) for shape, _ in filter(None, pipelines)), None)
     count = len(cluster.workers)
     remedy = (
         f"{needed} workers with {data_size(capacity)} each would do"
@@ -90,16 +94,6 @@ def _missing_bytes(costs: CostModel, capacity: int, *, most: int) -> int:
         )
 
     return step * bisect_left(range(most // step + 1), True, key=fit)
-
-
-def _workers_needed(costs: CostModel, capacity: int) -> int | None:
-    """The fewest workers of the largest memory that hold the model."""
-    largest = WorkerClass(1.0, capacity)
-    for split in (False, True):
-        found = fitting_pipeline(Stages(costs, [largest], split_backward=split), [len(costs.workload.layers)])
-        if found is not None:
-            return len(found[0])
-    return None
 
 
 def fitting_pipeline(stages: Stages, counts: Sequence[int]) -> tuple[Shape, Stops] | None:

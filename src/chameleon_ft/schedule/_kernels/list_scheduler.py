@@ -261,17 +261,12 @@ def _may_send(run: Run, worker: int, channel: int) -> bool:
     while _is_blocked(run, holder):
         holder = run.queues[run.workers[holder].sending].receiver
         if holder == worker:
-            _deny(run, worker)
-            run.state[0].strained = True
+            own, state = run.workers[worker], run.state[0]
+            if not own.denied:
+                own.denied, own.next_denied, state.denied = True, state.denied, worker
+            state.strained = True
             return False
     return True
-
-
-@lean_part
-def _deny(run: Run, worker: int) -> None:
-    own, state = run.workers[worker], run.state[0]
-    if not own.denied:
-        own.denied, own.next_denied, state.denied = True, state.denied, worker
 
 
 @lean_part

@@ -162,6 +162,14 @@ def _changes(of: Neighbourhood, codes: Integers, starts_s: Floats, ends_s: Float
     return changes[:count]
 
 
+@kernel
+def changed(codes: Integers, exchange: int, source: int, target: int) -> Integers:
+    """`codes` after one change, as `replay_neighbours` gives it."""
+    trial = codes.copy()
+    _change(trial, exchange, source, target)
+    return trial
+
+
 @lean_part
 def _change(codes: Integers, exchange: int, source: int, target: int) -> None:
     """Exchange two operations, or move the one at `source` to `target`; with both places swapped, undo that."""

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Final, TypeAlias
 
@@ -91,7 +91,7 @@ class OneFOneBMemory:
         self.workload = workload
         self.capacity_bytes = capacity_bytes
         self.recompute = recompute
-        self._needed: dict[tuple[int, int, int, int], int] = {}
+        self._needed_bytes = cache(partial(one_f_one_b_bytes, workload, recompute=recompute))
         layers = (workload.recomputed() if recompute else workload).layers
         self._held = list(accumulate((state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
         self._activations = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
@@ -109,13 +109,8 @@ class OneFOneBMemory:
         # Less than that, without messages and work space, no stage needs when its warm-up has ended.
         if not self.fits_without_messages(start, stop, in_flight=min(to_end, micro_batches)):
             return False
-        key = start, stop, to_end, min(micro_batches, to_end + _BUFFERED)
-        if key not in self._needed:
-            layers = LayerRange(start, stop)
-            self._needed[key] = one_f_one_b_bytes(
-                self.workload, layers, to_end=to_end, micro_batches=key[-1], recompute=self.recompute
-            )
-        return self._needed[key] <= self.capacity_bytes
+        share = min(micro_batches, to_end + _BUFFERED)
+        return self._needed_bytes(LayerRange(start, stop), to_end=to_end, micro_batches=share) <= self.capacity_bytes
 
     def most_in_flight(self, layers: LayerRange, *, at_most: int, micro_batches: int) -> int:
         """Micro-batches that a stage can keep in flight, up to `at_most`; 1 at the least."""

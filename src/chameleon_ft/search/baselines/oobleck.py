@@ -172,7 +172,7 @@ def _mixes(
 
     if depths is None:
         return LeastMix(
-            list(of_nodes),
+            depths=list(of_nodes),
             workers=workers,
             micro_batches=workload.micro_batches,
             time_s=time_s,
@@ -290,9 +290,9 @@ class _Cutter:
             for position in range(max(0, nodes - self._num_layers + stop - 1), min(start, nodes - 1) + 1):
                 if self._estimate_s(nodes, position, start, slowest_s) >= best_s * (1 - _ROUNDING):
                     continue
-                stops = self._around(nodes, position, start, stop)
-                if stops is not None:
-                    best = self._of(stops)
+                cut_points = self._around(nodes, position, start, stop)
+                if cut_points is not None:
+                    best = self._of(cut_points)
                     best_s = best.iteration_s(_PER_STAGE * nodes)
         return best
 
@@ -301,12 +301,12 @@ class _Cutter:
         tail_s = self._until_s[-1] - self._until_s[start] + (nodes - slowest) * self._overhead_s
         return whole_s + ((_PER_STAGE - 1) * nodes + slowest - 1) * slowest_s + tail_s
 
-    def _of(self, stops: CutPoints) -> PipelineTemplate:
-        times_s = [self._stage_s(start, stop) for start, stop in pairwise((0, *stops))]
+    def _of(self, cut_points: CutPoints) -> PipelineTemplate:
+        times_s = [self._stage_s(start, stop) for start, stop in pairwise((0, *cut_points))]
         # The estimate depends on which of equals it is: no matter of rounding.
         slowest = next(stage for stage, own_s in enumerate(times_s) if own_s >= max(times_s) * (1 - _ROUNDING))
         return PipelineTemplate(
-            cut_points=stops,
+            cut_points=cut_points,
             slowest=slowest,
             slowest_s=times_s[slowest],
             pass_s=math.fsum(times_s),

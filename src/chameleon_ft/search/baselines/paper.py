@@ -59,7 +59,7 @@ def paper_plan(
         raise PlanError("no worker is left to plan for; start at least one")
     cuts = _equal_cuts(memory_of(costs, recompute=False))
     mixes = LeastMix(
-        range(1, min(workers, len(costs.workload.layers)) + 1),
+        depths=range(1, min(workers, len(costs.workload.layers)) + 1),
         workers=workers,
         micro_batches=micro_batches,
         time_s=lambda depth, share: cuts.best(depth, share)[0],
@@ -81,17 +81,13 @@ class _EqualCuts:
         self._memory = memory
         self._forward = list(accumulate((layer.forward_s for layer in layers), initial=0.0))
         self._backward = list(accumulate((layer.backward_s for layer in layers), initial=0.0))
-        self._known: dict[tuple[int, int], tuple[float, CutPoints]] = {}
+        self.best = cache(self._best)
 
-    def best(self, depth: int, micro_batches: int) -> tuple[float, CutPoints]:
-        """Seconds and cut points of the best placement of the layers; infinite if none fits."""
-        key = depth, micro_batches
-        if key not in self._known:
-            self._known[key] = self._searched(depth, micro_batches)
-        return self._known[key]
+    def _best(self, depth: int, micro_batches: int) -> tuple[float, CutPoints]:
+        """Seconds and cut points of the best placement of the layers; infinite if none fits.
 
-    def _searched(self, depth: int, micro_batches: int) -> tuple[float, CutPoints]:
-        """Branch and bound over the stages, the most promising next stage first."""
+        Branch and bound over the stages, the most promising next stage first.
+        """
         share, spare = divmod(self._num_layers, depth)
         best: tuple[float, CutPoints] = (math.inf, ())
 
