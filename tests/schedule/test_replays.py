@@ -10,9 +10,8 @@ import pytest
 from chameleon_ft.plan import Hop, LayerRange
 from chameleon_ft.schedule._kernels.replay import Neighbourhood, changed, longest_path, replay_neighbours
 from chameleon_ft.schedule._network import NetworkBuilder
-from chameleon_ft.schedule.heuristics import ListSchedules, Problem
+from chameleon_ft.schedule.heuristics import ListSchedules, Problem, _channels_of_operations
 from chameleon_ft.schedule.list_scheduler import InFlightLimit
-from chameleon_ft.schedule.local_search import _channels_of_operations
 from tests.schedule.test_pipelines import some_costs
 
 

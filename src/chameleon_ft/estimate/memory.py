@@ -1,4 +1,4 @@
-"""How much memory each worker needs at its worst moment, by going through its operations one by one.
+"""How much memory each worker needs at its worst moment.
 
 What a worker holds:
 
@@ -123,7 +123,11 @@ def workload_memory(workload: Workload) -> WorkloadMemory:
 
 
 class WorkloadMemory:
-    """Bytes that workers hold for the layers of a workload, throughout a step and at its worst moment."""
+    """Bytes that workers hold for the layers of a workload, throughout a step and at its worst moment.
+
+    Attributes:
+        layers: bytes of ranges of layers.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self.layers = LayerMemory(workload)

@@ -21,7 +21,6 @@ from chameleon_ft.schedule.program import records_by_code
 __all__ = [
     "PartsEstimate",
     "StepEstimate",
-    "bytes_over_capacity",
     "estimate_parts",
     "estimate_step",
     "peak_bytes_of",
@@ -94,7 +93,8 @@ class PartsEstimate:
 
     def over_capacity(self, costs: CostModel) -> dict[int, int]:
         """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
-        return bytes_over_capacity(self.peak_bytes, costs)
+        known = ((worker, peak, costs.cluster.worker(worker).memory_bytes) for worker, peak in self.peak_bytes.items())
+        return {worker: peak - most for worker, peak, most in known if most is not None and peak > most}
 
 
 def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> PartsEstimate:
@@ -128,16 +128,6 @@ def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) 
         for worker, own_bytes in zip(workers, known[key], strict=True):
             peak_bytes[worker] += own_bytes
     return peak_bytes
-
-
-def bytes_over_capacity(peak_bytes: Mapping[int, int], costs: CostModel) -> dict[int, int]:
-    """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
-    found: dict[int, int] = {}
-    for worker, peak in peak_bytes.items():
-        capacity = costs.cluster.worker(worker).memory_bytes
-        if capacity is not None and peak > capacity:
-            found[worker] = peak - capacity
-    return found
 
 
 def _made_s(part: ScheduledPart) -> dict[int, dict[tuple[int, int], float]]:
@@ -197,7 +187,8 @@ class StepEstimate:
 
     def over_capacity(self, costs: CostModel) -> dict[int, int]:
         """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
-        return bytes_over_capacity({worker: memory.peak_bytes for worker, memory in self.memory.items()}, costs)
+        peak_bytes = {worker: memory.peak_bytes for worker, memory in self.memory.items()}
+        return PartsEstimate(self.program_s, self.step_s, peak_bytes).over_capacity(costs)
 
 
 def estimate_step(

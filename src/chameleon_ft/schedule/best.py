@@ -16,7 +16,7 @@ from chameleon_ft.schedule._network import NetworkBuilder, builder_of, pipeline_
 from chameleon_ft.schedule._records import PROGRAM_RECORD, Integers
 from chameleon_ft.schedule.components import Component, components
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes
-from chameleon_ft.schedule.heuristics import ROUNDING, Problem
+from chameleon_ft.schedule.heuristics import ROUNDING, Problem, best_schedule
 from chameleon_ft.schedule.list_scheduler import (
     InFlightLimit,
     Rules,
@@ -27,7 +27,6 @@ from chameleon_ft.schedule.list_scheduler import (
     replayed,
     schedule,
 )
-from chameleon_ft.schedule.local_search import best_schedule
 from chameleon_ft.schedule.program import Program, records_by_code
 
 __all__ = [

@@ -95,26 +95,19 @@ def _needs(workers: list[int], operations: list[Operation], costs: CostModel) ->
     def message_s(maker: int, worker: int, layer: int) -> float:
         return costs.message_s(maker, worker, costs.message_bytes(layer))
 
-    needs = [-1] * len(operations)
-    delay_s = [0.0] * len(operations)
-    duration_s = [0.0] * len(operations)
-    for number, operation in enumerate(operations):
-        kind, micro_batch, hop, worker = operation.kind, operation.micro_batch, operation.hop, workers[number]
-        duration_s[number] = compute_s(worker, kind, operation.layers, recompute=operation.recompute)
+    rows: list[tuple[int, float, float]] = []
+    for number, (worker, operation) in enumerate(zip(workers, operations, strict=True)):
+        kind, layers, hop = operation.kind, operation.layers, operation.hop
         if kind is forward:
-            if operation.first:
-                continue
-            made_by = (False, micro_batch, hop - 1)
-        elif kind is weight_grad:
-            made_by = (True, micro_batch, hop)
-        elif operation.last:
-            made_by = (False, micro_batch, hop)
+            made_by = (False, operation.micro_batch, hop - 1)
+        elif kind is weight_grad or not operation.last:
+            made_by = (True, operation.micro_batch, hop if kind is weight_grad else hop + 1)
         else:
-            made_by = (True, micro_batch, hop + 1)
-        needs[number] = needed = makers.get(made_by, number)
-        if workers[needed] != worker:
-            last_before = (operation.layers.start if kind is forward else operation.layers.stop) - 1
-            delay_s[number] = message_s(workers[needed], worker, last_before)
-    found = np.empty(len(operations), OPERATION)
-    found["needs"], found["delay_s"], found["duration_s"] = needs, delay_s, duration_s
-    return found
+            made_by = (False, operation.micro_batch, hop)
+        needed = -1 if kind is forward and operation.first else makers.get(made_by, number)
+        delay_s = 0.0
+        if needed >= 0 and workers[needed] != worker:
+            last_before = (layers.start if kind is forward else layers.stop) - 1
+            delay_s = message_s(workers[needed], worker, last_before)
+        rows.append((needed, delay_s, compute_s(worker, kind, layers, recompute=operation.recompute)))
+    return np.array(rows, OPERATION)

@@ -123,11 +123,7 @@ class GradientSync:
         self._reductions = cache(partial(_reductions, costs.workload))
 
     def step_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
-        """Seconds until all operations have ended and all gradients are reduced.
-
-        Args:
-            pipelines: each with its workers.
-        """
+        """Seconds until all operations have ended and all gradients are reduced, of pipelines with their workers."""
         key = tuple(pipelines)
         if key not in self._known:
             program_s = max(timed.program_s for timed, _ in pipelines)

@@ -38,11 +38,9 @@ class PlacementSearch:
 
     def ways(self, shapes: Sequence[Shape], cuts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
         """Workers for each pipeline: all ways if links matter and there are few, else the usual ones."""
-        if self._with_sync and not links_are_equal(self._cluster):
-            every = _every_way(shapes, self._pool, self._cluster)
-            if every:
-                return every
-        return self.usual_ways(shapes, cuts)
+        links_matter = self._with_sync and not links_are_equal(self._cluster)
+        every = _every_way(shapes, self._pool, self._cluster) if links_matter else []
+        return every or self.usual_ways(shapes, cuts)
 
     def usual_ways(self, shapes: Sequence[Shape], cuts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
         """Workers for each pipeline: with neighbours on one host; and where gradients are reduced, also with holders of
