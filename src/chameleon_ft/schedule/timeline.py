@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -59,8 +59,9 @@ def replay(program: Program, costs: CostModel) -> Timeline:
     Raises:
         ProgramError: operations wait for each other for ever, or for one that no worker runs.
     """
-    operations = [operation for own in program.operations.values() for operation in own]
-    workers = [worker for worker, own in program.operations.items() for _ in own]
+    by_worker = program.operations
+    operations = [*chain.from_iterable(by_worker.values())]
+    workers = [worker for worker, own in by_worker.items() for _ in own]
     if not operations:
         return Timeline(())
     # Imported here: importing a kernel loads numba, and most users of this module run none.
@@ -95,19 +96,21 @@ def _needs(workers: list[int], operations: list[Operation], costs: CostModel) ->
     def message_s(maker: int, worker: int, layer: int) -> float:
         return costs.message_s(maker, worker, costs.message_bytes(layer))
 
-    rows: list[tuple[int, float, float]] = []
+    needs, delay_s, duration_s = [-1] * len(operations), [0.0] * len(operations), [0.0] * len(operations)
     for number, (worker, operation) in enumerate(zip(workers, operations, strict=True)):
-        kind, layers, hop = operation.kind, operation.layers, operation.hop
+        kind, layers, micro_batch, hop = operation.kind, operation.layers, operation.micro_batch, operation.hop
+        duration_s[number] = compute_s(worker, kind, layers, recompute=operation.recompute)
         if kind is forward:
-            made_by = (False, operation.micro_batch, hop - 1)
-        elif kind is weight_grad or not operation.last:
-            made_by = (True, operation.micro_batch, hop if kind is weight_grad else hop + 1)
+            if operation.first:
+                continue
+            made_by = (False, micro_batch, hop - 1)
+        elif kind is weight_grad:
+            made_by = (True, micro_batch, hop)
         else:
-            made_by = (False, operation.micro_batch, hop)
-        needed = -1 if kind is forward and operation.first else makers.get(made_by, number)
-        delay_s = 0.0
-        if needed >= 0 and workers[needed] != worker:
-            last_before = (layers.start if kind is forward else layers.stop) - 1
-            delay_s = message_s(workers[needed], worker, last_before)
-        rows.append((needed, delay_s, compute_s(worker, kind, layers, recompute=operation.recompute)))
-    return np.array(rows, OPERATION)
+            made_by = (False, micro_batch, hop) if operation.last else (True, micro_batch, hop + 1)
+        needs[number] = needed = makers.get(made_by, number)
+        if workers[needed] != worker:
+            delay_s[number] = message_s(workers[needed], worker, (layers.start if kind is forward else layers.stop) - 1)
+    found = np.empty(len(operations), OPERATION)
+    found["needs"], found["delay_s"], found["duration_s"] = needs, delay_s, duration_s
+    return found
