@@ -30,7 +30,6 @@ from chameleon_ft.schedule import (
 from chameleon_ft.schedule.best import (
     DEFAULT_EFFORT,
     best_parts,
-    best_step_s,
     program_of,
     step_s_of,
 )
@@ -124,7 +123,7 @@ def test_a_plan_takes_as_long_as_the_slowest_of_its_parts_alone(
     assert replay(best.program, case.costs).step_s == best.step_s
     alone = [best_program(part, case.costs, ceiling=ceiling, effort=effort).step_s for part in apart(case.plan)]
     assert best.step_s == max(alone)
-    assert best_step_s(case.plan, case.costs, ceiling=ceiling, effort=effort) == best.step_s
+    assert step_s_of(best_parts(case.plan, case.costs, ceiling=ceiling, effort=effort)) == best.step_s
 
 
 @settings(max_examples=40)

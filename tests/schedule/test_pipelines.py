@@ -25,9 +25,8 @@ from chameleon_ft.schedule import (
 from chameleon_ft.schedule._network import NetworkBuilder, pipeline_network
 from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_parts, program_of
-from chameleon_ft.schedule.heuristics import Problem
-from chameleon_ft.schedule.limits import limits_array, limits_of_array
-from chameleon_ft.schedule.local_search import best_schedule
+from chameleon_ft.schedule.heuristics import Problem, best_schedule
+from chameleon_ft.schedule.list_scheduler import limits_array, limits_of_array
 from chameleon_ft.workload import LayerCost, Workload
 
 _EFFORTS = (1, 3_000, 20_000, 100_000)
@@ -130,7 +129,7 @@ def test_the_network_made_of_times_is_scheduled_like_the_one_made_of_routes(seed
     assert found.codes.tolist() == wanted.codes.tolist()
     assert found.ends_s.tolist() == wanted.ends_s.tolist()
     assert found.limits.tolist() == wanted.limits.tolist()
-    assert list(found.last_s) == wanted.last_s
+    assert found.last_s == wanted.last_s
     assert [order.tolist() for order in found.orders] == [order.tolist() for order in wanted.orders]
 
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from chameleon_ft.plan import Hop, LayerRange
-from chameleon_ft.schedule._kernels.replay import longest_path, replay_neighbours
+from chameleon_ft.schedule._kernels.replay import Neighbourhood, changed, longest_path, replay_neighbours
 from chameleon_ft.schedule._network import NetworkBuilder
-from chameleon_ft.schedule.heuristics import ListSchedules, Problem
-from chameleon_ft.schedule.limits import InFlightLimit
-from chameleon_ft.schedule.local_search import _changed, _channels_of_operations
+from chameleon_ft.schedule.heuristics import ListSchedules, Problem, _channels_of_operations
+from chameleon_ft.schedule.list_scheduler import InFlightLimit
 from tests.schedule.test_pipelines import some_costs
 
 
@@ -36,20 +35,15 @@ def _check_neighbours(rng: random.Random, *, split_backward: bool) -> int:
     network = problem.network
     received_in, sent_in = _channels_of_operations(network)
 
-    changes, steps_s, sums_s = replay_neighbours(
-        np.ascontiguousarray(network.slots["worker"]),
-        network.operations,
-        received_in,
-        sent_in,
-        found.codes,
-        network.first,
-        problem.largest(),
-        network.split_backward,
-    )
+    workers = np.ascontiguousarray(network.slots["worker"])
+    limits = problem.largest()
+    of = Neighbourhood(workers, network.operations, received_in, sent_in, network.first, limits, split_backward)
+
+    changes, steps_s, sums_s = replay_neighbours(of, found.codes)
 
     last = network.first[1:] - 1
     for change, step_s, sum_s in zip(changes.tolist(), steps_s, sums_s, strict=True):
-        codes = _changed(found.codes, *change)
+        codes = changed(found.codes, *change)
         assert codes.tolist() != found.codes.tolist()
         ends_s = longest_path(network.operations, codes, network.first)[1]
         if ends_s.min() < 0:

@@ -21,11 +21,10 @@ from chameleon_ft.schedule import (
     replay,
 )
 from chameleon_ft.schedule._network import builder_of
-from chameleon_ft.schedule._orders import build_program
+from chameleon_ft.schedule.best import ScheduledPart, program_of
 from chameleon_ft.schedule.components import Component, different_ways
-from chameleon_ft.schedule.heuristics import ListSchedules, Problem
+from chameleon_ft.schedule.heuristics import ListSchedules, Problem, reordered, reprioritized
 from chameleon_ft.schedule.list_scheduler import Rules, Schedule, schedule
-from chameleon_ft.schedule.local_search import reordered, reprioritized
 from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable
 
 # Enough for every search to begin.
@@ -94,16 +93,16 @@ def _lower(limits: Mapping[int, InFlightLimit], ceiling: dict[int, InFlightLimit
 @settings(max_examples=50)
 @given(st.one_of(planned(), rerouted()))
 def test_each_search_says_what_its_orders_take(case: Planned) -> None:
-    found = listed(case)
+    network, found = problem_of(case).network, listed(case)
     assume(not found.beyond_limits)
 
     plan = case.plan
     every = Component(workers=plan.workers, routes=plan.routes, ways=(), taken=())
     for better in (
-        reprioritized(found, enough_s=0.0, effort=EFFORT),
-        reordered(found, found.limits, enough_s=0.0, effort=EFFORT),
+        reprioritized(network, found, enough_s=0.0, effort=EFFORT),
+        reordered(network, found, found.limits, enough_s=0.0, effort=EFFORT),
     ):
-        program = build_program(plan, [(every, better.orders)])
+        program = program_of(plan, [ScheduledPart(every, better)])
         check_program(program, plan)
         assert better.step_s <= found.step_s
         assert better.step_s == replay(program, case.costs).step_s
@@ -112,10 +111,10 @@ def test_each_search_says_what_its_orders_take(case: Planned) -> None:
 @settings(max_examples=40)
 @given(rerouted())
 def test_what_is_enough_is_left_as_it_is(case: Planned) -> None:
-    found = listed(case)
+    network, found = problem_of(case).network, listed(case)
 
-    assert reprioritized(found, enough_s=found.step_s, effort=EFFORT) is found
-    again = reordered(found, found.limits, enough_s=found.step_s, effort=EFFORT)
+    assert reprioritized(network, found, enough_s=found.step_s, effort=EFFORT) is found
+    again = reordered(network, found, found.limits, enough_s=found.step_s, effort=EFFORT)
     assert again.codes.tolist() == found.codes.tolist()
 
 
@@ -133,6 +132,6 @@ def test_another_order_of_micro_batches_is_found_where_it_is_shorter(
     rules = Rules(limits=problem.largest(), forward_first=True, patience=0.75 if split_backward else 0.0)
     found = schedule(problem.network, rules)
 
-    better = reprioritized(found, enough_s=0.0, effort=EFFORT)
+    better = reprioritized(problem.network, found, enough_s=0.0, effort=EFFORT)
 
     assert (found.step_s, better.step_s) == (listed_s, searched_s)

@@ -14,8 +14,7 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import estimate_sync
 from chameleon_ft.plan import LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import CostModel, Operation, Program, replay
-from chameleon_ft.schedule._orders import records_by_code
-from chameleon_ft.schedule.program import operations_from
+from chameleon_ft.schedule.program import operations_from, records_by_code
 from chameleon_ft.search.gradient_sync import GradientSync
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.placement import _by_pipeline, _by_stage, _orders_of_hosts

@@ -5,14 +5,21 @@ The paper's own closed forms are in `chameleon_ft.estimate.paper`, apart from th
 
 from __future__ import annotations
 
-from chameleon_ft.estimate.bounds import pipeline_bound_s, plan_bound_s, total_work_bound_s
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync
 from chameleon_ft.estimate.layer_memory import MemoryUse
 from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory
-from chameleon_ft.estimate.parts import PartsEstimate, estimate_parts, peak_bytes_of
-from chameleon_ft.estimate.step import StepEstimate, estimate_step
+from chameleon_ft.estimate.step import (
+    PartsEstimate,
+    StepEstimate,
+    estimate_parts,
+    estimate_step,
+    peak_bytes_of,
+    pipeline_bound_s,
+    plan_bound_s,
+    total_work_bound_s,
+)
 from chameleon_ft.estimate.transition import StallModel, TransitionEstimate, state_bytes
-from chameleon_ft.schedule.pipeline_times import PipelineTimes, pipeline_times
+from chameleon_ft.schedule.costs import PipelineTimes, pipeline_times
 
 __all__ = [
     "MemoryUse",

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from chameleon_ft.plan import LayerRange, Placement, RecomputedLayers
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.workload import LayerCost, Workload, is_recomputed
 
-__all__ = ["LayerMemory", "MemoryUse"]
+__all__ = ["LayerMemory", "MemoryUse", "Moment"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,19 +36,13 @@ class MemoryUse:
         return sum(astuple(self))
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes that an operation needs while one of its layers runs, the activations of its hop included."""
 
     activation_bytes: int = 0
     weight_grad_bytes: int = 0
     message_bytes: int = 0
     working_bytes: int = 0
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return sum(astuple(self))
 
 
 class LayerMemory:
@@ -90,8 +85,7 @@ class LayerMemory:
 
     def worst(self, kind: OperationKind, layers: LayerRange, again: RecomputedLayers | None) -> Moment:
         """The worst moment of an operation, without messages that come in or wait."""
-        moments = (self._moment(kind, layers, again, running) for running in layers)
-        return max(moments, key=lambda moment: moment.total_bytes)
+        return max((self._moment(kind, layers, again, running) for running in layers), key=sum)
 
     def state_of(self, placement: Placement, worker: int) -> MemoryUse:
         """Bytes that a worker holds throughout a step."""

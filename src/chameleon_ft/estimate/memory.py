@@ -1,4 +1,4 @@
-"""How much memory each worker needs at its worst moment, by going through its operations one by one.
+"""How much memory each worker needs at its worst moment.
 
 What a worker holds:
 
@@ -35,14 +35,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Final
+from functools import cache, lru_cache
+from itertools import pairwise
 
 import numpy as np
 
 from chameleon_ft.errors import ConfigError, PlanError
-from chameleon_ft.estimate._worst_moments import worst_moments
-from chameleon_ft.estimate.layer_memory import LayerMemory, MemoryUse
+from chameleon_ft.estimate.layer_memory import LayerMemory, MemoryUse, Moment
 from chameleon_ft.plan import LayerRange, Placement, RecomputedLayers
 from chameleon_ft.schedule import Operation, Program
 from chameleon_ft.schedule._records import Integers, Records
@@ -50,9 +49,6 @@ from chameleon_ft.schedule.program import KINDS, operations_from
 from chameleon_ft.workload import Workload
 
 __all__ = ["MessageBuffers", "WorkerMemory", "WorkloadMemory", "program_memory", "workload_memory"]
-
-# Columns of the tables below.
-_AMOUNTS: Final = ("activation_bytes", "weight_grad_bytes", "message_bytes", "working_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +107,11 @@ def program_memory(
             "use the workload of the model that is planned"
         )
     of = workload_memory(workload)
-    memory = {worker: WorkerMemory(of.state_of(placement, worker), None) for worker in placement.workers}
+    memory = {worker: WorkerMemory(of.layers.state_of(placement, worker), None) for worker in placement.workers}
     places, amounts = of.worst(program.records, program.starts, buffers)
     for worker, place, own in zip(program.workers, places.tolist(), amounts.tolist(), strict=True):
         if place >= 0 and worker in memory:
-            peak = dataclasses.replace(memory[worker].peak, **dict(zip(_AMOUNTS, own, strict=True)))
+            peak = dataclasses.replace(memory[worker].peak, **Moment(*own)._asdict())
             memory[worker] = WorkerMemory(peak, *operations_from(program.records[place : place + 1]))
     return memory
 
@@ -127,19 +123,16 @@ def workload_memory(workload: Workload) -> WorkloadMemory:
 
 
 class WorkloadMemory:
-    """Bytes that workers hold for the layers of a workload, throughout a step and at its worst moment."""
+    """Bytes that workers hold for the layers of a workload, throughout a step and at its worst moment.
+
+    Attributes:
+        layers: bytes of ranges of layers.
+    """
 
     def __init__(self, workload: Workload) -> None:
-        self._layers = LayerMemory(workload)
+        self.layers = LayerMemory(workload)
         self._state_bytes: dict[tuple[object, ...], int] = {}
-        # By range of layers and what of it is recomputed, the row of the tables, which `worst_moments` describes.
-        self._rows: dict[tuple[int, ...], int] = {}
-        self._stages: list[tuple[int, ...]] = []
-        self._moments: list[list[tuple[int, ...]]] = []
-
-    def state_of(self, placement: Placement, worker: int) -> MemoryUse:
-        """Bytes that a worker holds throughout a step."""
-        return self._layers.state_of(placement, worker)
+        self._figures = cache(self._new_figures)
 
     def state_bytes(self, placement: Placement) -> dict[int, int]:
         """Bytes that each worker holds all the time."""
@@ -148,7 +141,7 @@ class WorkloadMemory:
             # Most hold one range, and few ranges are held.
             key = (held[0].start, held[0].stop) if len(held) == 1 else held
             if key not in self._state_bytes:
-                self._state_bytes[key] = self.state_of(placement, worker).total_bytes
+                self._state_bytes[key] = self.layers.state_of(placement, worker).total_bytes
             found[worker] = self._state_bytes[key]
         return found
 
@@ -169,40 +162,121 @@ class WorkloadMemory:
 
         Returns:
             The places of the operations that the workers are in then, -1 for a worker that has none; and what they hold
-            beside their state by `_AMOUNTS`, int64 [workers, 4].
+            beside their state by the fields of `Moment`, int64 [workers, 4].
         """
-        stages, row_of = self._rows_of(records)
-        return worst_moments(
-            records,
-            np.array(starts),
-            np.array([self._stages[row] for row in stages]).reshape(-1, 5)[row_of],
-            np.array([self._moments[row] for row in stages]).reshape(-1, len(KINDS), len(_AMOUNTS)),
-            row_of,
-            receives_ahead=buffers.receives_ahead,
-            sends_kept=buffers.sends_kept,
-        )
-
-    def _rows_of(self, records: Records) -> tuple[list[int], Integers]:
-        """The rows of the tables that are needed, and for each operation the index among these."""
         fields = ["start", "stop", "recompute_start", "recompute_stop", "recompute_selective"]
         width = 1 + int(records["stop"].max(initial=0))
         # As one number: sorting rows takes many times as long.
         keys = np.zeros(len(records), np.int64)
         for name in fields:
             keys = keys * width + records[name]
-        _, first, index = np.unique(keys, return_index=True, return_inverse=True)
-        rows = [self._row(*own) for own in records[fields][first].tolist()]
-        return rows, index
+        _, first, row_of = np.unique(keys, return_index=True, return_inverse=True)
+        rows = [self._figures(*own) for own in records[fields][first].tolist()]
+        stages = np.array([stage for stage, _ in rows]).reshape(-1, 5)[row_of]
+        moments = np.array([own for _, own in rows]).reshape(-1, len(KINDS), 4)
+        return _worst_moments(records, np.array(starts), stages, moments, row_of, buffers)
 
-    def _row(self, start: int, stop: int, again_start: int, again_stop: int, num_selective: int) -> int:
-        key = start, stop, again_start, again_stop, num_selective
-        if key not in self._rows:
-            self._rows[key] = len(self._stages)
-            of, layers = self._layers, LayerRange(start, stop)
-            again = RecomputedLayers(again_start, again_stop, num_selective) if again_stop else None
-            below, above = of.output(start - 1), of.output(stop - 1)
-            self._stages.append(
-                (below, above, of.activations(layers, again), of.weight_grads(layers), of.kept_output(layers, again))
-            )
-            self._moments.append([dataclasses.astuple(of.worst(kind, layers, again)) for kind in KINDS])
-        return self._rows[key]
+    def _new_figures(
+        self, start: int, stop: int, again_start: int, again_stop: int, num_selective: int
+    ) -> tuple[tuple[int, ...], list[Moment]]:
+        """Of a range of layers, of which some are recomputed, `stages` and `moments` as in `_worst_moments`."""
+        of, layers = self.layers, LayerRange(start, stop)
+        again = RecomputedLayers(again_start, again_stop, num_selective) if again_stop else None
+        kept = of.activations(layers, again), of.weight_grads(layers), of.kept_output(layers, again)
+        return (of.output(start - 1), of.output(stop - 1), *kept), [of.worst(kind, layers, again) for kind in KINDS]
+
+
+_FORWARD, _BACKWARD, _INPUT_GRAD, _WEIGHT_GRAD = range(len(KINDS))
+
+
+def _worst_moments(
+    records: Records, starts: Integers, stages: Integers, moments: Integers, row_of: Integers, buffers: MessageBuffers
+) -> tuple[Integers, Integers]:
+    """`WorkloadMemory.worst` by what single operations need.
+
+    Every amount that a worker holds is a sum of changes, each of which follows from one operation alone. So operations
+    are not gone through one by one: arrays have an element for each operation.
+
+    Args:
+        stages: bytes of the layers of each operation: of the tensor that comes in from below, of that which leaves
+            above, of the activations that are kept, of what is kept for the weight gradients, and of the output if the
+            layers keep it themselves; int64 [operations, 5].
+        moments: what an operation needs at its worst, by row and kind, as in `Moment`; int64 [rows, 4, 4].
+        row_of: of each operation, the row in `moments`; int64 [operations].
+    """
+    below, above, activations, weight_grads, output = stages.T
+    kind, first = records["kind"], records["first"]
+    receives, is_sent = records["receive_from"] >= 0, records["send_to"] >= 0
+    forward = kind == _FORWARD
+    # The I of a first hop computes nothing: what the hop keeps stays until its W, which is the backward in one go.
+    idle, late = (kind == _INPUT_GRAD) & first, (kind == _WEIGHT_GRAD) & first
+    backward = (kind == _BACKWARD) | late
+    input_grad, weight_grad = (kind == _INPUT_GRAD) & ~first, (kind == _WEIGHT_GRAD) & ~first
+
+    # From F to the backward; an input that comes from the same worker is counted as the output of the hop before.
+    shared = np.where(np.where(forward, receives, is_sent), 0, below)
+    # When the gradient is there, the output is let go of, unless the hop keeps it itself.
+    answered = np.where(idle | late, above - output, 0)
+    released = np.where(backward | input_grad, activations + above - shared - answered, 0)
+    kept = np.where(forward, activations + above - shared, -np.where(idle, answered, 0))
+    held_activations = _sum_before(kept - released, starts)
+
+    # From I to W; at a first hop that is the gradient that came in.
+    used = np.where(weight_grad, weight_grads, np.where(late, above, 0))
+    held_weight_grads = _sum_before(np.where(input_grad, weight_grads, np.where(idle, above, 0)) - used, starts)
+
+    # Gradients that go down, to another worker or to another hop of this one, which uses it up.
+    gradient = np.where((backward | input_grad) & ~first, below, 0)
+    is_used_up = ((kind == _BACKWARD) | (kind == _INPUT_GRAD)) & ~receives
+    handed_over = np.where(is_sent, 0, gradient) - np.where(is_used_up, above, 0)
+    sent = _sent(records, starts, gradient, buffers.sends_kept)
+    held_messages = _sum_before(handed_over + sent, starts)
+
+    # Receives are asked for when an operation begins to wait, some ahead.
+    arrived = np.concatenate(([0], np.cumsum(receives)))
+    asked_for = np.minimum(arrived[:-1] + buffers.receives_ahead, np.repeat(arrived[starts[1:]], np.diff(starts)))
+    bytes_until = np.concatenate(([0], np.cumsum(np.where(forward, below, above)[receives])))
+    waiting = np.stack([held_activations, held_weight_grads, held_messages, np.zeros_like(sent)], axis=1)
+    waiting[:, 2] += bytes_until[asked_for] - bytes_until[arrived[:-1]]
+
+    running = moments[row_of, np.where(late, _BACKWARD, kind)]
+    running[:, 0] += held_activations - released - np.where(forward | backward, shared, 0)
+    running[:, 1] += held_weight_grads - used
+    running[:, 2] += held_messages + bytes_until[asked_for] - bytes_until[arrived[1:]]
+    running[:, 2] += np.where(backward & (late | receives), above, 0)
+    running[idle] = 0
+    return _worst(np.stack([waiting, running], axis=1), starts)
+
+
+def _sum_before(changes: Integers, starts: Integers) -> Integers:
+    """Of changes by operation, the sum of those by earlier operations of the same worker."""
+    until = np.concatenate(([0], np.cumsum(changes)))
+    found: Integers = until[:-1] - np.repeat(until[starts[:-1]], np.diff(starts))
+    return found
+
+
+def _sent(records: Records, starts: Integers, gradient: Integers, sends_kept: int) -> Integers:
+    """Changes in the bytes of sent gradients: of those to one receiver, only the latest few are held."""
+    worker = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    receiver = np.where((records["kind"] != _FORWARD) & (records["send_to"] >= 0), records["send_to"], -1)
+    sends = np.flatnonzero(receiver >= 0)
+    # The sort is stable, so sends from one worker to another keep their order.
+    order = sends[np.lexsort((receiver[sends], worker[sends]))]
+    later, earlier = order[sends_kept:], order[:-sends_kept]
+    alike = (worker[later] == worker[earlier]) & (receiver[later] == receiver[earlier])
+    changes = np.zeros_like(gradient)
+    changes[order] = gradient[order]
+    changes[later] -= np.where(alike, gradient[earlier], 0)
+    return changes
+
+
+def _worst(amounts: Integers, starts: Integers) -> tuple[Integers, Integers]:
+    """Of the amounts at each moment of each operation, [operations, moments, 4], the first of the largest by worker."""
+    totals = amounts.sum(axis=2)
+    places = np.full(len(starts) - 1, -1)
+    found = np.zeros((len(starts) - 1, amounts.shape[2]), np.int64)
+    for worker, (start, stop) in enumerate(pairwise(starts.tolist())):
+        if stop > start:
+            place, moment = divmod(int(totals[start:stop].argmax()), totals.shape[1])
+            places[worker], found[worker] = start + place, amounts[start + place, moment]
+    return places, found

@@ -1,20 +1,149 @@
-"""Everything that is predicted of a step before it is run."""
+"""Everything that is predicted of a step before it is run: lower bounds, time and memory."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.estimate.bounds import plan_bound_s
-from chameleon_ft.estimate.gradient_sync import SyncEstimate, estimate_sync
-from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory
-from chameleon_ft.estimate.parts import bytes_over_capacity
+from chameleon_ft.errors import PlanError
+from chameleon_ft.estimate.gradient_sync import SyncEstimate, estimate_sync, sync_after
+from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory, workload_memory
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule import CostModel, Program, Timeline, replay
+from chameleon_ft.schedule import CostModel, PipelineTimes, Program, Timeline, replay
+from chameleon_ft.schedule._network import builder_of
+from chameleon_ft.schedule.best import ScheduledPart, step_s_of
+from chameleon_ft.schedule.components import components
+from chameleon_ft.schedule.program import records_by_code
 
-__all__ = ["StepEstimate", "estimate_step"]
+__all__ = [
+    "PartsEstimate",
+    "StepEstimate",
+    "estimate_parts",
+    "estimate_step",
+    "peak_bytes_of",
+    "pipeline_bound_s",
+    "plan_bound_s",
+    "total_work_bound_s",
+]
+
+
+def pipeline_bound_s(times: PipelineTimes, micro_batches: int) -> float:
+    """A lower bound on the time of one pipeline, whatever the order of its operations; notation as in `PipelineTimes`.
+
+    Of m micro-batches, at each stage i: the first activation has to come down, sum_{j<i} (f_j + c_j); the stage has
+    m (f_i + b_i) to do; and after its last B or I the gradient has to go up, sum_{j<i} (b_j + c_j), and be followed by
+    w_0. With split backward the stage has m w_i to do as well, which may be done meanwhile. Fused, this is max_i
+    [sum_{j<i} (f_j + b_j + 2 c_j) + m (f_i + b_i)].
+    """
+    bound_s = before_s = after_s = 0.0
+    for stage in range(times.depth):
+        work_s = micro_batches * (times.forward_s[stage] + times.backward_s[stage])
+        tail_s = max(micro_batches * times.weight_grad_s[stage], after_s + times.weight_grad_s[0])
+        bound_s = max(bound_s, before_s + work_s + tail_s)
+        if stage < times.depth - 1:
+            before_s += times.forward_s[stage] + times.message_s[stage]
+            after_s += times.backward_s[stage] + times.message_s[stage]
+    return bound_s
+
+
+def plan_bound_s(plan: Plan, costs: CostModel) -> float:
+    """A lower bound on the time of a plan, whatever its program: `pipeline_bound_s` for each worker and its own routes.
+
+    Raises:
+        PlanError: the workload has another number of layers than the plan.
+        ConfigError: the plan has a worker that the cluster does not.
+    """
+    builder = builder_of(plan, costs)
+    return max(
+        builder.part(own.workers, split_backward=plan.splits(own.workers[0]))
+        .network(own.ways, own.taken)
+        .lower_bound_s()
+        for own in components(plan.routes)
+    )
+
+
+def total_work_bound_s(costs: CostModel, *, micro_batches: int | None = None) -> float:
+    """A lower bound on the time of any plan: all work over the speed of all workers of the cluster.
+
+    `micro_batches` are the workload's unless given. Raises PlanError when the cluster is empty.
+    """
+    if not costs.cluster.workers:
+        raise PlanError("no worker is left to do the work; there is no time in which it gets done")
+    per_micro_batch_s = math.fsum(layer.forward_s + layer.least_backward_s for layer in costs.workload.layers)
+    count = costs.workload.micro_batches if micro_batches is None else micro_batches
+    return count * per_micro_batch_s / math.fsum(worker.speed for worker in costs.cluster.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class PartsEstimate:
+    """The figures of a `StepEstimate` that decisions are made by.
+
+    Attributes:
+        program_s: seconds until the last operation has ended.
+        step_s: seconds until all gradients are reduced as well; vote and update come on top.
+        peak_bytes: what each worker holds at its worst moment.
+    """
+
+    program_s: float
+    step_s: float
+    peak_bytes: Mapping[int, int]
+
+    def over_capacity(self, costs: CostModel) -> dict[int, int]:
+        """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
+        known = ((worker, peak, costs.cluster.worker(worker).memory_bytes) for worker, peak in self.peak_bytes.items())
+        return {worker: peak - most for worker, peak, most in known if most is not None and peak > most}
+
+
+def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> PartsEstimate:
+    """The figures of `estimate_step` for the program of these parts, without making it; raises the same errors."""
+    made_s: dict[int, dict[tuple[int, int], float]] = {}
+    for part in parts:
+        made_s |= _made_s(part)
+    sync = sync_after(plan.placement, made_s, step_s_of(parts), costs)
+    # The same sum as in `StepEstimate`, so that both round alike.
+    return PartsEstimate(sync.program_s, sync.program_s + sync.exposed_s, peak_bytes_of(plan, parts, costs))
+
+
+def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> dict[int, int]:
+    """Bytes that each worker holds at its worst moment if it recomputes as `plan` says and runs the parts' operations.
+
+    The parts may have been scheduled for a plan with other recomputation: the orders of their operations count, not
+    their times.
+    """
+    known: dict[tuple[object, ...], list[int]] = {}
+    memory = workload_memory(costs.workload)
+    peak_bytes = memory.state_bytes(plan.placement)
+    for part in parts:
+        schedule, workers = part.schedule, part.component.workers
+        recompute = tuple(map(plan.recompute.get, workers))
+        layers = [hop.layers for hop in part.component.ways[0]]
+        # Pipelines whose stages take equally long share a schedule, even if they are cut differently.
+        key = id(schedule), recompute, *layers
+        if key not in known:
+            records = records_by_code(plan, part.component.routes)[schedule.codes]
+            known[key] = memory.moving_bytes(records, schedule.first)
+        for worker, own_bytes in zip(workers, known[key], strict=True):
+            peak_bytes[worker] += own_bytes
+    return peak_bytes
+
+
+def _made_s(part: ScheduledPart) -> dict[int, dict[tuple[int, int], float]]:
+    """By worker and range of layers, the end of the last operation that makes gradients."""
+    component, schedule = part.component, part.schedule
+    if component.is_pipeline:
+        # Each worker has one range, and its last operation makes gradients.
+        ends = zip(component.ways[0], schedule.last_s, strict=True)
+        return {hop.worker: {(hop.layers.start, hop.layers.stop): end_s} for hop, end_s in ends}
+    hops = [hop for route in component.routes for hop in route.hops]
+    found: dict[int, dict[tuple[int, int], float]] = {worker: {} for worker in component.workers}
+    # B, or W, which are the last of the codes.
+    for hop, end_s in zip(hops, schedule.ends_s[-len(hops) :].tolist(), strict=True):
+        own, layers = found[hop.worker], (hop.layers.start, hop.layers.stop)
+        own[layers] = max(own.get(layers, 0.0), end_s)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +187,8 @@ class StepEstimate:
 
     def over_capacity(self, costs: CostModel) -> dict[int, int]:
         """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
-        return bytes_over_capacity({worker: memory.peak_bytes for worker, memory in self.memory.items()}, costs)
+        peak_bytes = {worker: memory.peak_bytes for worker, memory in self.memory.items()}
+        return PartsEstimate(self.program_s, self.step_s, peak_bytes).over_capacity(costs)
 
 
 def estimate_step(

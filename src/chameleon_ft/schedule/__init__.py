@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from chameleon_ft.schedule.best import ScheduledProgram, best_program
+from chameleon_ft.schedule.best import (
+    PipelineSchedule,
+    Preference,
+    ScheduledProgram,
+    best_program,
+    list_schedule,
+    pipeline_schedule,
+)
 from chameleon_ft.schedule.check import check_program
-from chameleon_ft.schedule.costs import CostModel
-from chameleon_ft.schedule.limits import InFlightLimit, default_limits
-from chameleon_ft.schedule.list_scheduler import Preference, list_schedule
-from chameleon_ft.schedule.pipeline_times import PipelineTimes
-from chameleon_ft.schedule.pipelines import PipelineSchedule, pipeline_schedule
+from chameleon_ft.schedule.costs import CostModel, PipelineTimes
+from chameleon_ft.schedule.list_scheduler import InFlightLimit, default_limits
 from chameleon_ft.schedule.program import Operation, OperationKind, Program
 from chameleon_ft.schedule.timeline import TimedOperation, Timeline, replay
 

@@ -9,22 +9,18 @@ Operations have *codes*: of n slots, slot for F, slot + n for B or I, and slot +
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import numpy as np
 
 from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Hop, Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.placement import RecomputedLayers
-from chameleon_ft.plan.plan import Hop, Plan
 from chameleon_ft.schedule._records import CHANNEL, OPERATION, SLOT, Integers, Records
-from chameleon_ft.schedule.components import different_ways
-from chameleon_ft.schedule.costs import CostModel
-from chameleon_ft.schedule.pipeline_times import PipelineTimes, pipeline_times
+from chameleon_ft.schedule.costs import CostModel, PipelineTimes, pipeline_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,26 +116,16 @@ class NetworkBuilder:
         workers: tuple[int, ...] = (),
     ) -> None:
         self.split_backward = split_backward
+        self.workers = workers
         self._costs = costs
         self._recompute = recompute
-        self._start(workers)
+        self._index = {worker: index for index, worker in enumerate(workers)}
+        self._channels: dict[tuple[int, int, bool], int] = {}
+        self.slots = cache(self._slots)
 
     def part(self, workers: tuple[int, ...], *, split_backward: bool) -> NetworkBuilder:
         """A builder for routes between some of the workers, which are numbered in the order in which they are given."""
-        part = copy(self)
-        part.split_backward = split_backward
-        part._start(workers)
-        return part
-
-    def _start(self, workers: tuple[int, ...]) -> None:
-        self.workers = workers
-        self._index = {worker: index for index, worker in enumerate(workers)}
-        self._channels: dict[tuple[int, int, bool], int] = {}
-        self._known: dict[tuple[Hop, ...], Records] = {}
-
-    def network_of(self, routes: Iterable[tuple[Hop, ...]]) -> Network:
-        """The network of these routes, each given by its hops."""
-        return self.network(*different_ways(routes))
+        return NetworkBuilder(self._costs, split_backward=split_backward, recompute=self._recompute, workers=workers)
 
     def network(self, ways: Sequence[tuple[Hop, ...]], way_of: Sequence[int]) -> Network:
         """The network of routes over these ways; `way_of` has the index of that of each route."""
@@ -163,18 +149,12 @@ class NetworkBuilder:
             ways=begin[_by_priority(slots, begin, ways, taken, len(self.workers))],
         )
 
-    def slots(self, hops: tuple[Hop, ...]) -> Records:
-        """The slots of one route; `SLOT` [hops]."""
-        found = self._known.get(hops)
-        if found is None:
-            found = self._known[hops] = self._slots(hops)
-        return found
-
     def times(self, hops: Sequence[Hop]) -> PipelineTimes:
         """Seconds of the operations and messages of a route."""
         return pipeline_times(hops, self._costs, split_backward=self.split_backward, recompute=self._recompute)
 
     def _slots(self, hops: tuple[Hop, ...]) -> Records:
+        """The slots of one route; `SLOT` [hops]."""
         workers = [self._index[hop.worker] for hop in hops]
         downs = [self._channel(*pair, gradient=False) for pair in pairwise(workers)]
         ups = [self._channel(after, before, gradient=True) for before, after in pairwise(workers)]

@@ -1,39 +1,82 @@
-"""The program of a plan that takes the least time, of those that list scheduling and a bounded local search find."""
+"""Programs of plans: by list scheduling alone, or those that a bounded local search finds to take the least time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from typing import Final
 
+import numpy as np
+
+from chameleon_ft.errors import PlanError
+from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.plan import Plan
-from chameleon_ft.schedule._network import NetworkBuilder, builder_of
-from chameleon_ft.schedule._orders import build_program
-from chameleon_ft.schedule._records import Integers
+from chameleon_ft.schedule._network import NetworkBuilder, builder_of, pipeline_network
+from chameleon_ft.schedule._records import PROGRAM_RECORD, Integers
 from chameleon_ft.schedule.components import Component, components
-from chameleon_ft.schedule.costs import CostModel
-from chameleon_ft.schedule.heuristics import Problem
-from chameleon_ft.schedule.limits import InFlightLimit, limits_array, limits_of_array
-from chameleon_ft.schedule.list_scheduler import Schedule
-from chameleon_ft.schedule.local_search import best_schedule
-from chameleon_ft.schedule.pipeline_times import PipelineTimes
-from chameleon_ft.schedule.pipelines import PipelineSchedule, pipeline_schedule
-from chameleon_ft.schedule.program import Program
+from chameleon_ft.schedule.costs import CostModel, PipelineTimes
+from chameleon_ft.schedule.heuristics import ROUNDING, Problem, best_schedule
+from chameleon_ft.schedule.list_scheduler import (
+    InFlightLimit,
+    Rules,
+    Schedule,
+    default_limits,
+    limits_array,
+    limits_of_array,
+    replayed,
+    schedule,
+)
+from chameleon_ft.schedule.program import Program, records_by_code
 
 __all__ = [
     "DEFAULT_EFFORT",
+    "PipelineSchedule",
+    "Preference",
     "ScheduledPart",
     "ScheduledProgram",
     "best_parts",
     "best_program",
-    "best_step_s",
+    "list_schedule",
+    "pipeline_schedule",
     "program_of",
     "step_s_of",
 ]
 
 # Some milliseconds.
 DEFAULT_EFFORT: Final = 100_000
+
+
+class Preference(StrEnum):
+    """What a worker runs first when a forward and a backward are both ready and its limits allow both.
+
+    Forward first keeps as many micro-batches in flight as the limits allow, which is what 1F1B and ZB-H1 do, and is the
+    better choice where limits are tight. Backward first frees memory as early as it can, and is often better where they
+    are not.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineSchedule(Schedule):
+    """The schedule of one pipeline, whose workers are its stages: micro-batch m has the slot m * stages + s at stage s.
+
+    Attributes:
+        times, split_backward, micro_batches, ceiling: what is scheduled, as for `pipeline_schedule`.
+    """
+
+    times: PipelineTimes
+    split_backward: bool
+    micro_batches: int
+    ceiling: Integers
+
+    def replayed(self, times: PipelineTimes) -> PipelineSchedule:
+        """These orders under other times of as many stages, such as those of other links."""
+        network = pipeline_network(times, self.micro_batches, split_backward=self.split_backward)
+        again = replayed(network, self.rules, self.codes)
+        return replace(self, times=times, ends_s=again.ends_s, step_s=again.step_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +102,45 @@ class ScheduledPart:
     """
 
     component: Component
-    schedule: Schedule | PipelineSchedule
+    schedule: Schedule
+
+
+def list_schedule(
+    plan: Plan,
+    costs: CostModel,
+    limits: Mapping[int, InFlightLimit] | None = None,
+    *,
+    prefer: Preference = Preference.FORWARD,
+) -> Program:
+    """A program that runs `plan`, made by letting every worker take what it can run as soon as it is free.
+
+    On a pipeline of equal stages under `default_limits` the program is 1F1B, and with split backward ZB-H1. On any plan
+    it is deterministic and passes `check_program`. Among ready operations of a kind a worker takes the micro-batch that
+    is earliest in its own pipeline; a W is run when nothing else is ready or about to be, or to make room for an F.
+
+    A limit is exceeded, by as little as possible, only if otherwise no worker could run anything: limits that are too
+    tight for a worker on several stages of one route.
+
+    Args:
+        plan: what to run.
+        costs: how long operations and messages take.
+        limits: how much each worker may keep; `default_limits(plan)` when None.
+        prefer: what goes first when a forward and a backward are both ready.
+
+    Raises:
+        PlanError: `limits` misses a worker of the plan, or the workload has another number of layers than the plan.
+        ConfigError: the plan has a worker that the cluster does not.
+    """
+    limits = default_limits(plan) if limits is None else limits
+    if missing := [worker for worker in plan.workers if worker not in limits]:
+        raise PlanError(f"the limits say nothing about worker {missing[0]}; give one for every worker of the plan")
+    builder = builder_of(plan, costs)
+    parts: list[ScheduledPart] = []
+    for component in components(plan.routes):
+        own = builder.part(component.workers, split_backward=plan.splits(component.workers[0]))
+        rules = Rules(limits=limits_array(own.workers, limits), forward_first=prefer is Preference.FORWARD)
+        parts.append(ScheduledPart(component, schedule(own.network(component.ways, component.taken), rules)))
+    return program_of(plan, parts)
 
 
 def best_program(
@@ -111,19 +192,19 @@ def best_parts(
 
     Pipelines with the times, micro-batches and ceiling of one that is `known` get its schedule.
     """
-    found = {_problem_key(one.times, one.split_backward, one.micro_batches, one.ceiling): one for one in known}
+    found = {(one.times, one.split_backward, one.micro_batches, one.ceiling.tobytes()): one for one in known}
     builder = builder_of(plan, costs)
 
-    def scheduled(component: Component, own: NetworkBuilder, most: Integers) -> Schedule | PipelineSchedule:
+    def scheduled(component: Component, own: NetworkBuilder, most: Integers) -> Schedule:
         if not component.is_pipeline:
             return best_schedule(Problem.of(own, component.ways, component.taken, ceiling), effort=effort)
         times, micro_batches, split = own.times(component.ways[0]), len(component.taken), own.split_backward
-        if (one := found.get(_problem_key(times, split, micro_batches, most))) is not None:
+        if (one := found.get((times, split, micro_batches, most.tobytes()))) is not None:
             return one
         return pipeline_schedule(times, micro_batches, split_backward=split, ceiling=most, effort=effort)
 
     # Components that are alike are scheduled once.
-    schedules: dict[tuple[object, ...], Schedule | PipelineSchedule] = {}
+    schedules: dict[tuple[object, ...], Schedule] = {}
     parts: list[ScheduledPart] = []
     for component in components(plan.routes):
         split = plan.splits(component.workers[0])
@@ -138,7 +219,11 @@ def best_parts(
 
 def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
     """The program that runs these schedules of a plan's components."""
-    return build_program(plan, ((part.component, part.schedule.orders) for part in parts))
+    records = dict.fromkeys(plan.workers, np.empty(0, PROGRAM_RECORD))
+    for part in parts:
+        by_code = records_by_code(plan, part.component.routes)
+        records.update(zip(part.component.workers, map(by_code.__getitem__, part.schedule.orders), strict=True))
+    return Program.of_records(records)
 
 
 def step_s_of(parts: Iterable[ScheduledPart]) -> float:
@@ -146,15 +231,39 @@ def step_s_of(parts: Iterable[ScheduledPart]) -> float:
     return max(part.schedule.step_s for part in parts)
 
 
-def best_step_s(
-    plan: Plan, costs: CostModel, *, ceiling: Mapping[int, InFlightLimit] | None = None, effort: float = DEFAULT_EFFORT
-) -> float:
-    """`step_s` of `best_program`, without the program."""
-    return step_s_of(best_parts(plan, costs, ceiling=ceiling, effort=effort))
+def pipeline_schedule(
+    times: PipelineTimes,
+    micro_batches: int,
+    *,
+    split_backward: bool,
+    ceiling: Integers,
+    effort: float,
+    slack: float = ROUNDING,
+) -> PipelineSchedule:
+    """The schedule that `best_program` takes for a pipeline with a worker for each stage, alone or beside others.
 
-
-def _problem_key(
-    times: PipelineTimes, split_backward: bool, micro_batches: int, ceiling: Integers
-) -> tuple[object, ...]:
-    """All that the schedule of a pipeline follows from, but for the effort."""
-    return times, split_backward, micro_batches, ceiling.tobytes()
+    Args:
+        times: of each stage.
+        micro_batches: their number.
+        split_backward: whether backward is split.
+        ceiling: by stage, how many micro-batches it may have in flight, keep and defer; int64 [3, stages].
+        effort: as for `best_program`. With 0 a few list schedules are made, the best of which is seldom a hundredth
+            longer than what much effort finds.
+        slack: a step time that is longer than the lower bound by this share is good enough.
+    """
+    depth = times.depth
+    problem = Problem(
+        network=pipeline_network(times, micro_batches, split_backward=split_backward),
+        default=np.stack([np.arange(depth, 0, -1), *np.full((2, depth), depth)]),
+        ceiling=np.ascontiguousarray(ceiling, np.int64),
+        depth=depth,
+        shared=False,
+    )
+    found = best_schedule(problem, effort=effort, slack=slack)
+    return PipelineSchedule(
+        **{field.name: getattr(found, field.name) for field in fields(found)},
+        times=times,
+        split_backward=split_backward,
+        micro_batches=micro_batches,
+        ceiling=ceiling,
+    )

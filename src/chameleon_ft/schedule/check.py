@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, NoReturn
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from chameleon_ft.errors import ProgramError
-from chameleon_ft.plan.plan import Plan
-from chameleon_ft.schedule._orders import records_by_code
-from chameleon_ft.schedule._records import Booleans, Integers, Records
-from chameleon_ft.schedule.program import Program, operations_from
+from chameleon_ft.plan import Hop, Plan
+from chameleon_ft.schedule._records import Integers, Records
+from chameleon_ft.schedule.program import Program, operations_from, records_by_code
 
 __all__ = ["check_program"]
 
@@ -29,96 +28,65 @@ def check_program(program: Program, plan: Plan) -> None:
       gradients: there are no tags to tell messages apart.
     - It does not deadlock when each such channel holds one message and a send into a full channel blocks its worker.
     """
-    _check_operations(program, _Wanted.of(plan))
-    sent, received = (_Messages.of(program, sent=sent) for sent in (True, False))
+    _check_operations(program, plan)
+    sent, received = (_messages(program, sent=sent) for sent in (True, False))
     _check_order(sent, received)
     _check_blocking(program, sent, received)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """The operations that a plan asks for, by code: numbers of hops, phase after phase.
+def _check_operations(program: Program, plan: Plan) -> None:
+    """Every operation that the plan asks for is there once, and on its worker after what it needs from there."""
+    wanted = records_by_code(plan, plan.routes)
+    hops = [hop for route in plan.routes for hop in route.hops]
+    numbers = np.arange(len(wanted))
+    phase = numbers // len(hops)
+    runs_on = np.tile([hop.worker for hop in hops], len(wanted) // len(hops))
+    # There is no W of a backward that is not split.
+    is_asked = (phase < 2) | ~np.isin(runs_on, list(plan.fused_workers))
+    records, workers = program.records, _workers_of(program)
+    # Codes ascend by phase, micro-batch and hop.
+    codes = np.searchsorted(_keys(wanted, hops), _keys(records, hops)).clip(max=len(wanted) - 1)
+    is_wanted = is_asked[codes] & (runs_on[codes] == workers) & (wanted[codes] == records)
+    codes = np.where(is_wanted, codes, -1)
 
-    Attributes:
-        records: as an array of `PROGRAM_RECORD`.
-        workers: the worker that runs each.
-        before: in two rows, the codes of what its worker must have run before, or -1.
-        first: for each route the number of its first hop.
-        lengths: for each route how many it has.
-        is_asked: whether the plan asks for it: not for the W of a backward that is not split.
-    """
-
-    records: Records
-    workers: Integers
-    before: Integers
-    first: Integers
-    lengths: Integers
-    is_asked: Booleans
-
-    @classmethod
-    def of(cls, plan: Plan) -> _Wanted:
-        records = records_by_code(plan, plan.routes)
-        lengths = np.array([len(route.hops) for route in plan.routes])
-        count = int(lengths.sum())
-        workers = np.tile(np.array([hop.worker for route in plan.routes for hop in route.hops]), len(records) // count)
-        codes = np.arange(len(records))
-        phase = codes // count
-        # What others must have run is a matter of messages; a tensor that is handed over on the worker must be there.
-        handed_over = records["receive_from"] < 0
-        comes_from = np.where(phase == 0, codes - 1, np.where(phase == 1, codes + 1, -1))
-        is_end = np.where(phase == 0, records["first"], records["last"])
-        return cls(
-            records=records,
-            workers=workers,
-            before=np.stack([np.where(phase == 0, -1, codes - count), np.where(handed_over & ~is_end, comes_from, -1)]),
-            first=np.cumsum(lengths) - lengths,
-            lengths=lengths,
-            is_asked=(phase < 2) | ~np.isin(workers, list(plan.fused_workers)),
+    # Where each operation is first; past the end if it is missing. The last element stands for "nothing".
+    places = np.arange(len(codes))
+    place = np.full(len(wanted) + 1, len(codes))
+    np.minimum.at(place, codes, places)
+    place[-1] = -1
+    # What other workers must have run is a matter of messages; a tensor that is handed over on a worker must be there.
+    needs_no_tensor = np.where(phase == 0, wanted["first"], wanted["last"] | (phase == 2))
+    is_handed_over = (wanted["receive_from"] < 0) & ~needs_no_tensor
+    needed = np.stack(
+        [np.maximum(numbers - len(hops), -1), np.where(is_handed_over, numbers + np.where(phase == 0, -1, 1), -1)]
+    )
+    too_late = place[needed[:, codes]] > places
+    is_repeated = place[codes] != places
+    if (wrong := (codes < 0) | is_repeated | too_late.any(0)).any():
+        index = int(wrong.argmax())
+        what = f"worker {workers[index]} runs {_name(records, index)}"
+        if codes[index] < 0:
+            raise ProgramError(f"{what} in a form that the plan does not ask of it; make the program from the plan")
+        if is_repeated[index]:
+            raise ProgramError(f"{what} twice; make the program from the plan")
+        before = needed[too_late[:, index], codes[index]][0]
+        raise ProgramError(f"{what} before {_name(wanted, before)}, which it needs")
+    if missing := np.flatnonzero(is_asked & (place[:-1] == len(codes))).tolist():
+        first = min(missing, key=lambda code: (code % len(hops), code))
+        raise ProgramError(
+            f"the program lacks {len(missing)} operations of the plan, first {_name(wanted, first)} "
+            f"on worker {runs_on[first]}"
         )
 
-    def codes_of(self, records: Records) -> Integers:
-        """The codes of these operations, or -1 for those of no hop or phase of the plan."""
-        phase, micro_batch, hop = _PHASES[records["kind"]], records["micro_batch"], records["hop"]
-        is_route = (micro_batch >= 0) & (micro_batch < len(self.first))
-        route = np.where(is_route, micro_batch, 0)
-        known = is_route & (phase < len(self.records) // self.lengths.sum()) & (hop >= 0) & (hop < self.lengths[route])
-        return np.where(known, phase * int(self.lengths.sum()) + self.first[route] + hop, -1)
+
+def _keys(records: Records, hops: Sequence[Hop]) -> Integers:
+    """Numbers in the order of phase, micro-batch and hop, of which there are fewer than `hops`."""
+    keys: Integers = (_PHASES[records["kind"]] * len(hops) + records["micro_batch"]) * len(hops) + records["hop"]
+    return keys
 
 
-def _check_operations(program: Program, wanted: _Wanted) -> None:
-    records, workers = program.records, _workers_of(program)
-    codes = wanted.codes_of(records)
-    places = np.arange(len(records))
-    alike = (codes >= 0) & wanted.is_asked[codes]
-    alike &= (wanted.workers[codes] == workers) & (wanted.records[codes] == records)
-    place = np.full(len(wanted.records) + 1, len(records))  # the last one stands for "nothing is needed"
-    np.minimum.at(place, codes[alike], places[alike])
-    place[-1] = -1
-    repeated = alike & (place[codes] != places)
-    too_late = place[wanted.before[:, codes]] > places
-    if not (wrong := ~alike | repeated | too_late.any(0)).any():
-        if (missing := (place[:-1] == len(records)) & wanted.is_asked).any():
-            _complain_of_missing(missing, wanted)
-        return
-    index = int(wrong.argmax())
-    (operation,) = operations_from(records[index : index + 1])
-    what = f"worker {workers[index]} runs {operation}"
-    if not alike[index] or repeated[index]:
-        problem = "twice" if repeated[index] else "in a form that the plan does not ask of it"
-        raise ProgramError(f"{what} {problem}; make the program from the plan")
-    needed = wanted.before[too_late[:, index], codes[index]][:1]
-    raise ProgramError(f"{what} before {operations_from(wanted.records[needed])[0]}, which it needs")
-
-
-def _complain_of_missing(missing: Booleans, wanted: _Wanted) -> NoReturn:
-    """Name the first missing operation of the first hop that lacks one."""
-    by_hop = missing.reshape(-1, int(wanted.lengths.sum()))
-    hop = int(by_hop.any(0).argmax())
-    code = hop + int(by_hop[:, hop].argmax()) * by_hop.shape[1]
-    raise ProgramError(
-        f"the program lacks {missing.sum()} operations of the plan, first "
-        f"{operations_from(wanted.records[code : code + 1])[0]} on worker {wanted.workers[code]}"
-    )
+def _name(records: Records, index: int) -> str:
+    return str(*operations_from(records[index : index + 1]))
 
 
 def _workers_of(program: Program) -> Integers:
@@ -126,8 +94,7 @@ def _workers_of(program: Program) -> Integers:
     return np.repeat(np.array(program.workers, np.int64), np.diff(program.starts))
 
 
-@dataclass(frozen=True, slots=True)
-class _Messages:
+class _Messages(NamedTuple):
     """The messages of a program at one of their ends, channel after channel, and those of each in the worker's order.
 
     Attributes:
@@ -140,17 +107,17 @@ class _Messages:
     channels: Integers
     needed_by: Integers
 
-    @classmethod
-    def of(cls, program: Program, *, sent: bool) -> _Messages:
-        peers = program.records["send_to" if sent else "receive_from"]
-        places = np.flatnonzero(peers >= 0)
-        workers, peers, records = _workers_of(program)[places], peers[places], program.records[places]
-        is_gradient = records["kind"] != _FORWARD
-        channels = np.stack([workers, peers, is_gradient] if sent else [peers, workers, is_gradient])
-        further = np.where(is_gradient, -1, 1) if sent else 0
-        needed_by = np.stack([records["micro_batch"], records["hop"] + further])
-        order = np.lexsort(channels[::-1])  # which is stable
-        return cls(places[order], channels[:, order], needed_by[:, order])
+
+def _messages(program: Program, *, sent: bool) -> _Messages:
+    peers = program.records["send_to" if sent else "receive_from"]
+    places = np.flatnonzero(peers >= 0)
+    workers, peers, records = _workers_of(program)[places], peers[places], program.records[places]
+    is_gradient = records["kind"] != _FORWARD
+    channels = np.stack([workers, peers, is_gradient] if sent else [peers, workers, is_gradient])
+    further = np.where(is_gradient, -1, 1) if sent else 0
+    needed_by = np.stack([records["micro_batch"], records["hop"] + further])
+    order = np.lexsort(channels[::-1])  # which is stable
+    return _Messages(places[order], channels[:, order], needed_by[:, order])
 
 
 def _check_order(sent: _Messages, received: _Messages) -> None:
@@ -169,7 +136,7 @@ def _check_order(sent: _Messages, received: _Messages) -> None:
 
 def _check_blocking(program: Program, sent: _Messages, received: _Messages) -> None:
     # Imported here: importing a kernel loads numba, and most users of this module check nothing.
-    from chameleon_ft.schedule._kernels.blocking import run_blocking
+    from chameleon_ft.schedule._kernels.replay import run_blocking
 
     # Both ends have the same channels, as their order was checked.
     is_new = np.ones(len(sent.places), np.bool_)
@@ -182,7 +149,7 @@ def _check_blocking(program: Program, sent: _Messages, received: _Messages) -> N
     reached, sending = run_blocking(starts, sources, targets, ends[0], ends[1])
     stuck = [
         f"worker {worker} {'sending the result of' if sending[index] else 'waiting to run'} "
-        f"{operations_from(program.records[place : place + 1])[0]}"
+        f"{_name(program.records, place)}"
         for index, (worker, place) in enumerate(zip(program.workers, reached, strict=True))
         if place < starts[index + 1]
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.plan.plan import Hop, Route
+from chameleon_ft.plan import Hop, Route
 
 __all__ = ["Component", "Way", "components", "different_ways"]
 
@@ -41,7 +41,18 @@ def components(routes: Sequence[Route]) -> list[Component]:
     numbers: dict[int, list[int]] = {}
     for number, way in enumerate(taken):
         numbers.setdefault(root[ways[way][0].worker], []).append(number)
-    return [_component(routes, ways, taken, own) for own in numbers.values()]
+    found: list[Component] = []
+    for own in numbers.values():
+        places = {way: place for place, way in enumerate(dict.fromkeys(taken[number] for number in own))}
+        found.append(
+            Component(
+                workers=tuple(dict.fromkeys(hop.worker for way in places for hop in ways[way])),
+                routes=tuple(routes[number] for number in own),
+                ways=tuple(ways[way] for way in places),
+                taken=tuple(places[taken[number]] for number in own),
+            )
+        )
+    return found
 
 
 def different_ways(hops_of_routes: Iterable[Way]) -> tuple[list[Way], list[int]]:
@@ -75,13 +86,3 @@ def _joined(ways: Iterable[Way]) -> dict[int, int]:
         for hop in hops:
             parent[root(hop.worker)] = first
     return {worker: root(worker) for worker in list(parent)}
-
-
-def _component(routes: Sequence[Route], ways: Sequence[Way], taken: Sequence[int], numbers: Sequence[int]) -> Component:
-    own = {way: index for index, way in enumerate(dict.fromkeys(taken[number] for number in numbers))}
-    return Component(
-        workers=tuple(dict.fromkeys(hop.worker for way in own for hop in ways[way])),
-        routes=tuple(routes[number] for number in numbers),
-        ways=tuple(ways[way] for way in own),
-        taken=tuple(own[taken[number]] for number in numbers),
-    )

@@ -1,18 +1,20 @@
-"""How long operations and messages take."""
+"""How long operations and messages take, one by one and as the times of a pipeline's stages."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan.placement import LayerRange, RecomputedLayers
+from chameleon_ft.plan import Hop, LayerRange, RecomputedLayers
+from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule.program import Operation, OperationKind
 from chameleon_ft.workload import LayerCost, Workload, is_recomputed
 
-__all__ = ["CostModel"]
+__all__ = ["CostModel", "PipelineTimes", "pipeline_times"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,73 @@ class CostModel:
 
 def _backward_s(costs: Iterable[LayerCost], again_s: Iterable[float]) -> float:
     """Of the halves where there is no other figure, each rounded with the rest only once."""
-    halves = (
-        part
+    halves = chain.from_iterable(
+        (cost.input_grad_s, cost.weight_grad_s) if cost.fused_backward_s is None else (cost.fused_backward_s,)
         for cost in costs
-        for part in (
-            (cost.input_grad_s, cost.weight_grad_s) if cost.fused_backward_s is None else (cost.fused_backward_s,)
-        )
     )
     return math.fsum((*halves, *again_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTimes:
+    """Seconds of each stage of a pipeline, first to last, for one micro-batch.
+
+    Attributes:
+        forward_s: of F at each stage (f).
+        backward_s: of B, or with split backward of I (b).
+        weight_grad_s: of W (w); zeros with fused backward.
+        message_s: one way between a stage and the next (c); one fewer than there are stages.
+
+    Raises:
+        PlanError: no stages, or lists whose lengths do not fit.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_grad_s: tuple[float, ...]
+    message_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        depth = len(self.forward_s)
+        if depth < 1 or (len(self.backward_s), len(self.weight_grad_s), len(self.message_s)) != (
+            depth,
+            depth,
+            depth - 1,
+        ):
+            raise PlanError(
+                "a pipeline of p stages needs p forward, backward and weight-gradient times and p - 1 message times; "
+                f"got {depth}, {len(self.backward_s)}, {len(self.weight_grad_s)} and {len(self.message_s)}"
+            )
+
+    @property
+    def depth(self) -> int:
+        """Stages (p)."""
+        return len(self.forward_s)
+
+
+def pipeline_times(
+    hops: Sequence[Hop],
+    costs: CostModel,
+    *,
+    split_backward: bool = False,
+    recompute: Mapping[int, RecomputedLayers] = FrozenMap({}),
+) -> PipelineTimes:
+    """The times of a route's hops, each on its worker; `recompute` is that of the plan.
+
+    Raises:
+        PlanError: no hops, or unknown layers.
+        ConfigError: the cluster lacks a worker.
+    """
+
+    def times_s(kind: OperationKind) -> tuple[float, ...]:
+        return tuple(costs.compute_s(hop.worker, kind, hop.layers, recompute=recompute.get(hop.worker)) for hop in hops)
+
+    return PipelineTimes(
+        forward_s=times_s(OperationKind.FORWARD),
+        backward_s=times_s(OperationKind.INPUT_GRAD if split_backward else OperationKind.BACKWARD),
+        weight_grad_s=times_s(OperationKind.WEIGHT_GRAD) if split_backward else (0.0,) * len(hops),
+        message_s=tuple(
+            costs.message_s(hop.worker, after.worker, costs.message_bytes(hop.layers.stop - 1))
+            for hop, after in pairwise(hops)
+        ),
+    )

@@ -1,42 +1,104 @@
-"""List scheduling: programs from plans by one event loop, under limits and preferences."""
+"""One event loop that makes schedules of networks, under limits and preferences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan.plan import Plan
-from chameleon_ft.schedule._network import Network, builder_of
-from chameleon_ft.schedule._orders import build_program
+from chameleon_ft.plan import Hop, Plan
+from chameleon_ft.schedule._network import Network
 from chameleon_ft.schedule._records import Floats, Integers
-from chameleon_ft.schedule.components import Component, components
-from chameleon_ft.schedule.costs import CostModel
-from chameleon_ft.schedule.limits import InFlightLimit, default_limits, limits_array
-from chameleon_ft.schedule.program import Program
 
-__all__ = ["Preference", "Rules", "Schedule", "list_schedule", "replayed", "schedule", "schedule_under"]
+__all__ = [
+    "UNLIMITED",
+    "InFlightLimit",
+    "Rules",
+    "Schedule",
+    "default_limits",
+    "limits_array",
+    "limits_of_array",
+    "limits_of_routes",
+    "replayed",
+    "schedule",
+    "schedule_under",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightLimit:
+    """Bounds on what a worker keeps in memory between operations, counted in hops of micro-batches.
+
+    Attributes:
+        in_flight: hops forwarded whose B or I has not run yet.
+        kept: those, and the ones whose W has not run yet. Without split backward it equals what is in flight.
+        deferred: hops whose I has run and whose W has not; None where only `kept` bounds them. What I leaves for W can
+            be many times what F keeps for a worker that recomputes.
+
+    Raises:
+        PlanError: unless 1 <= in_flight <= kept, and 1 <= deferred.
+    """
+
+    in_flight: int
+    kept: int
+    deferred: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.in_flight <= self.kept:
+            raise PlanError(f"a limit needs 1 <= in_flight <= kept; got in_flight {self.in_flight}, kept {self.kept}")
+        if self.deferred is not None and self.deferred < 1:
+            raise PlanError(f"a limit needs 1 <= deferred; got deferred {self.deferred}")
+
+
+UNLIMITED: Final = InFlightLimit(2**31, 2**31)
+"""More than any program keeps."""
+
+
+def default_limits(plan: Plan) -> Mapping[int, InFlightLimit]:
+    """The limits under which the list scheduler makes 1F1B, and with split backward ZB-H1.
+
+    In flight: the worker's largest distance from the end of a route, which is p - i at stage i of a plain pipeline of
+    depth p. Kept: the length of the longest route through the worker, which is what stage 0 of 1F1B keeps, and ZB-H1
+    (Qi et al., Zero Bubble Pipeline Parallelism, 2023) lets every stage keep.
+    """
+    return limits_of_routes(plan.workers, (route.hops for route in plan.routes))
+
+
+def limits_of_routes(workers: Iterable[int], routes: Iterable[tuple[Hop, ...]]) -> dict[int, InFlightLimit]:
+    """`default_limits` of these workers and routes, the latter given by their hops."""
+    in_flight = dict.fromkeys(workers, 1)
+    kept = dict(in_flight)
+    # By identity: hashing hops is slow, and most routes share one tuple of hops.
+    for hops in {id(hops): hops for hops in routes}.values():
+        depth = len(hops)
+        for position, hop in enumerate(hops):
+            in_flight[hop.worker] = max(in_flight[hop.worker], depth - position)
+            kept[hop.worker] = max(kept[hop.worker], depth)
+    return {worker: InFlightLimit(in_flight[worker], kept[worker]) for worker in in_flight}
+
+
+def limits_of_array(limits: Integers) -> list[InFlightLimit]:
+    """The limits of the columns of an int64 [3, workers] array; `deferred` is None where `kept` bounds as much."""
+    return [
+        InFlightLimit(in_flight, kept, deferred if deferred < kept else None)
+        for in_flight, kept, deferred in limits.T.tolist()
+    ]
+
+
+def limits_array(workers: Iterable[int], limits: Mapping[int, InFlightLimit]) -> Integers:
+    """In flight, kept and deferred of these workers, `UNLIMITED` where `limits` lacks one; int64 [3, workers]."""
+    own = [limits.get(worker, UNLIMITED) for worker in workers]
+    deferred = [limit.kept if limit.deferred is None else limit.deferred for limit in own]
+    return np.array([[limit.in_flight for limit in own], [limit.kept for limit in own], deferred], np.int64)
+
 
 # With this patience and free messages the split schedule of a plain pipeline under the default limits meets its bound
 # for every ratio of F, I and W that the tests try.
 _PATIENCE: Final = 0.75
-
-
-class Preference(StrEnum):
-    """What a worker runs first when a forward and a backward are both ready and its limits allow both.
-
-    Forward first keeps as many micro-batches in flight as the limits allow, which is what 1F1B and ZB-H1 do, and is the
-    better choice where limits are tight. Backward first frees memory as early as it can, and is often better where they
-    are not.
-    """
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +124,7 @@ class Schedule:
     """The order of operations on each worker, and the times that result.
 
     Attributes:
-        network: the problem.
+        first: of the network, where the codes of each worker begin, and in the end their number; int64 [workers + 1].
         rules: the rules that the schedule was made under; its limits are kept unless `beyond_limits`.
         codes: of all operations, worker by worker, each worker's in its order; int64 [operations].
         ends_s: end of each operation by its code, from the replay without blocking sends; float64 [operations].
@@ -72,7 +134,7 @@ class Schedule:
         beyond_limits: whether a limit was exceeded because no worker could run anything otherwise.
     """
 
-    network: Network
+    first: Integers
     rules: Rules
     codes: Integers
     ends_s: Floats
@@ -88,53 +150,13 @@ class Schedule:
     @property
     def orders(self) -> list[Integers]:
         """Codes of operations by worker index, in order."""
-        return [self.codes[start:stop] for start, stop in pairwise(self.network.first.tolist())]
+        return [self.codes[start:stop] for start, stop in pairwise(self.first.tolist())]
 
     @property
-    def last_s(self) -> list[float]:
+    def last_s(self) -> tuple[float, ...]:
         """By worker index, the end of its last operation; zero for a worker that has none."""
-        ends = self.network.first
-        last = self.ends_s[self.codes[np.maximum(ends[1:], 1) - 1]]
-        found: list[float] = np.where(ends[1:] > ends[:-1], last, 0.0).tolist()
-        return found
-
-
-def list_schedule(
-    plan: Plan,
-    costs: CostModel,
-    limits: Mapping[int, InFlightLimit] | None = None,
-    *,
-    prefer: Preference = Preference.FORWARD,
-) -> Program:
-    """A program that runs `plan`, made by letting every worker take what it can run as soon as it is free.
-
-    On a pipeline of equal stages under `default_limits` the program is 1F1B, and with split backward ZB-H1. On any plan
-    it is deterministic and passes `check_program`. Among ready operations of a kind a worker takes the micro-batch that
-    is earliest in its own pipeline; a W is run when nothing else is ready or about to be, or to make room for an F.
-
-    A limit is exceeded, by as little as possible, only if otherwise no worker could run anything: limits that are too
-    tight for a worker on several stages of one route.
-
-    Args:
-        plan: what to run.
-        costs: how long operations and messages take.
-        limits: how much each worker may keep; `default_limits(plan)` when None.
-        prefer: what goes first when a forward and a backward are both ready.
-
-    Raises:
-        PlanError: `limits` misses a worker of the plan, or the workload has another number of layers than the plan.
-        ConfigError: the plan has a worker that the cluster does not.
-    """
-    limits = default_limits(plan) if limits is None else limits
-    if missing := [worker for worker in plan.workers if worker not in limits]:
-        raise PlanError(f"the limits say nothing about worker {missing[0]}; give one for every worker of the plan")
-    builder = builder_of(plan, costs)
-    orders: list[tuple[Component, list[Integers]]] = []
-    for component in components(plan.routes):
-        own = builder.part(component.workers, split_backward=plan.splits(component.workers[0]))
-        rules = Rules(limits=limits_array(own.workers, limits), forward_first=prefer is Preference.FORWARD)
-        orders.append((component, schedule(own.network(component.ways, component.taken), rules).orders))
-    return build_program(plan, orders)
+        last = self.ends_s[self.codes[np.maximum(self.first[1:], 1) - 1]]
+        return tuple(np.where(self.first[1:] > self.first[:-1], last, 0.0).tolist())
 
 
 def schedule(network: Network, rules: Rules, ways: Integers | None = None) -> Schedule:
@@ -160,21 +182,16 @@ def schedule(network: Network, rules: Rules, ways: Integers | None = None) -> Sc
 def schedule_under(network: Network, rules: Rules, ways: Integers) -> Schedule | None:
     """The list schedule under exactly these rules, or None at a dead end; see the kernel for both."""
     # Imported here, as everywhere: importing a kernel loads numba, and most users of this module run none.
-    from chameleon_ft.schedule._kernels.list_scheduler import scheduled
+    from chameleon_ft.schedule._kernels.list_scheduler import run_scheduler
+    from chameleon_ft.schedule._kernels.scheduler_state import Run, initial_state
 
-    found = scheduled(
-        network.slots,
-        network.channels,
-        ways,
-        rules.limits,
-        split=network.split_backward,
-        forward_first=rules.forward_first,
-        patience=rules.patience,
-        gradients_only=rules.gradients_only,
+    split = network.split_backward
+    # Returned as a plain tuple: unboxing a named one from a kernel takes much longer.
+    run = Run(*initial_state(network.slots, network.channels, rules.limits, 3 if split else 2))
+    ended, strained, beyond_limits = run_scheduler(
+        run, ways, split, rules.forward_first, rules.patience, rules.gradients_only
     )
-    if found is None:
-        return None
-    return replayed(network, rules, found.codes, strained=found.strained, beyond_limits=found.beyond_limits)
+    return replayed(network, rules, run.codes, strained=strained, beyond_limits=beyond_limits) if ended else None
 
 
 def replayed(
@@ -185,7 +202,7 @@ def replayed(
 
     ends_s = longest_path(network.operations, codes, network.first)[1]
     return Schedule(
-        network=network,
+        first=network.first,
         rules=rules,
         codes=codes,
         ends_s=ends_s,

@@ -7,7 +7,7 @@ checked, handed on and renamed all at once, and become `Operation` objects where
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -16,12 +16,12 @@ from typing import Final
 
 import numpy as np
 
+from chameleon_ft.plan import LayerRange, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.plan.placement import LayerRange, RecomputedLayers
-from chameleon_ft.plan.plan import Route
 from chameleon_ft.schedule._records import PROGRAM_RECORD, Records
+from chameleon_ft.schedule.components import different_ways
 
-__all__ = ["KINDS", "Operation", "OperationKind", "Program", "operations_from", "records_from"]
+__all__ = ["KINDS", "Operation", "OperationKind", "Program", "operations_from", "records_by_code", "records_from"]
 
 
 class OperationKind(StrEnum):
@@ -135,6 +135,40 @@ def operations_from(records: Records) -> tuple[Operation, ...]:
             Operation(KINDS[kind], micro_batch, hop, layers(start, stop), source, target, first, last, recompute)
         )
     return tuple(operations)
+
+
+def records_by_code(plan: Plan, routes: Sequence[Route]) -> Records:
+    """The operations of these routes by their codes, as an array of `PROGRAM_RECORD`.
+
+    If only some of them split their backward, the B of the others has the code of I, and the plan asks for no operation
+    with their codes of W.
+    """
+    ways, taken = different_ways(route.hops for route in routes)
+    split = [plan.splits(hops[0].worker) for hops in ways]
+    # By phase.
+    kinds: tuple[OperationKind, ...] = (OperationKind.FORWARD, OperationKind.BACKWARD)
+    if any(split):
+        kinds = OperationKind.FORWARD, OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD
+    # The fields that do not depend on the micro-batch: by phase, and way after way by hop.
+    common = [
+        records_from(
+            Operation.of(
+                kind if is_split or phase != 1 else OperationKind.BACKWARD, Route(0, hops), hop, plan.recompute
+            )
+            for hops, is_split in zip(ways, split, strict=True)
+            for hop in range(len(hops))
+        )
+        for phase, kind in enumerate(kinds)
+    ]
+    lengths = np.array([len(hops) for hops in ways])
+    begins = np.cumsum(lengths) - lengths
+    way = np.array(taken)
+    hops_of_route = lengths[way]
+    before = np.cumsum(hops_of_route) - hops_of_route
+    slots = np.arange(hops_of_route.sum()) + np.repeat(begins[way] - before, hops_of_route)
+    records = np.concatenate([own[slots] for own in common])
+    records["micro_batch"] = np.tile(np.repeat([route.micro_batch for route in routes], hops_of_route), len(kinds))
+    return records
 
 
 class Program:

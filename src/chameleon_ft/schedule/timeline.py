@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -59,24 +59,18 @@ def replay(program: Program, costs: CostModel) -> Timeline:
     Raises:
         ProgramError: operations wait for each other for ever, or for one that no worker runs.
     """
-    workers: list[int] = []
-    operations: list[Operation] = []
-    first = [0]
-    for worker, own in program.operations.items():
-        operations += own
-        workers += [worker] * len(own)
-        first.append(len(operations))
+    by_worker = program.operations
+    operations = [*chain.from_iterable(by_worker.values())]
+    workers = [worker for worker, own in by_worker.items() for _ in own]
     if not operations:
         return Timeline(())
     # Imported here: importing a kernel loads numba, and most users of this module run none.
     from chameleon_ft.schedule._kernels.replay import longest_path
 
-    numbers = np.arange(len(operations))
-    starts_s, ends_s = map(
-        np.ndarray.tolist, longest_path(_needs(workers, operations, costs), numbers, np.array(first))
-    )
+    found = longest_path(_needs(workers, operations, costs), np.arange(len(operations)), np.array(program.starts))
+    starts_s, ends_s = (times_s.tolist() for times_s in found)
     if min(ends_s) < 0:
-        orders = (range(*own) for own in pairwise(first))
+        orders = (range(*own) for own in pairwise(program.starts))
         never = (next((number for number in order if ends_s[number] < 0), None) for order in orders)
         stuck = ", ".join(f"worker {workers[number]} at {operations[number]}" for number in never if number is not None)
         raise ProgramError(f"the program never ends: no operation will make what is needed by {stuck}")
@@ -102,26 +96,21 @@ def _needs(workers: list[int], operations: list[Operation], costs: CostModel) ->
     def message_s(maker: int, worker: int, layer: int) -> float:
         return costs.message_s(maker, worker, costs.message_bytes(layer))
 
-    needs = [-1] * len(operations)
-    delay_s = [0.0] * len(operations)
-    duration_s = [0.0] * len(operations)
-    for number, operation in enumerate(operations):
-        kind, micro_batch, hop, worker = operation.kind, operation.micro_batch, operation.hop, workers[number]
-        duration_s[number] = compute_s(worker, kind, operation.layers, recompute=operation.recompute)
+    needs, delay_s, duration_s = [-1] * len(operations), [0.0] * len(operations), [0.0] * len(operations)
+    for number, (worker, operation) in enumerate(zip(workers, operations, strict=True)):
+        kind, layers, micro_batch, hop = operation.kind, operation.layers, operation.micro_batch, operation.hop
+        duration_s[number] = compute_s(worker, kind, layers, recompute=operation.recompute)
         if kind is forward:
             if operation.first:
                 continue
             made_by = (False, micro_batch, hop - 1)
         elif kind is weight_grad:
             made_by = (True, micro_batch, hop)
-        elif operation.last:
-            made_by = (False, micro_batch, hop)
         else:
-            made_by = (True, micro_batch, hop + 1)
+            made_by = (False, micro_batch, hop) if operation.last else (True, micro_batch, hop + 1)
         needs[number] = needed = makers.get(made_by, number)
         if workers[needed] != worker:
-            last_before = (operation.layers.start if kind is forward else operation.layers.stop) - 1
-            delay_s[number] = message_s(workers[needed], worker, last_before)
+            delay_s[number] = message_s(workers[needed], worker, (layers.start if kind is forward else layers.stop) - 1)
     found = np.empty(len(operations), OPERATION)
     found["needs"], found["delay_s"], found["duration_s"] = needs, delay_s, duration_s
     return found

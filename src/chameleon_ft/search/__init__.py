@@ -5,11 +5,10 @@ from __future__ import annotations
 from chameleon_ft.search.baselines import BaselinePlan, equal_layouts, oobleck_plan, paper_plan
 from chameleon_ft.search.detours import reroute
 from chameleon_ft.search.find import find_plan, find_plan_of_sizes
-from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.infeasible import InfeasibleError
 from chameleon_ft.search.options import DEFAULT_EFFORT
 from chameleon_ft.search.recut import recut_plan
-from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult, SizeFigures
+from chameleon_ft.search.result import BoundFamily, FoundPlan, SearchResult, SizeFigures, pareto_front
 
 __all__ = [
     "DEFAULT_EFFORT",

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -63,15 +63,10 @@ class LeastSync:
     def __init__(self, costs: CostModel, most_s: float) -> None:
         self._costs = costs
         self._most_s = most_s
-        self._known: dict[int, SyncCost] = {}
-
-    def of(self, pipelines: int) -> SyncCost:
-        """The least cost with this number of pipelines."""
-        if pipelines not in self._known:
-            self._known[pipelines] = self._of(pipelines)
-        return self._known[pipelines]
+        self.of = cache(self._of)
 
     def _of(self, pipelines: int) -> SyncCost:
+        """The least cost with this number of pipelines."""
         cluster = self._costs.cluster
         if pipelines < 2 or not has_gradients(self._costs.workload):
             return SyncCost()
@@ -86,30 +81,20 @@ class LeastSync:
             return least
         return SyncCost(least.fixed_s, least.per_byte_s, self._inside_bytes(pipelines), passes * slower_s)
 
-    @cached_property
-    def _busy(self) -> list[tuple[float, float]]:
-        """(seconds, bytes of gradients) of the layers that take time."""
-        layers = self._costs.workload.layers
-        timed = ((layer.forward_s + layer.least_backward_s, float(layer.gradient_bytes)) for layer in layers)
-        return [(own_s, size) for own_s, size in timed if own_s > 0]
-
-    @cached_property
-    def _hosts(self) -> list[tuple[int, float]]:
-        """Workers of each host, and their speeds added up."""
+    def _inside_bytes(self, pipelines: int) -> float:
+        """Bytes of gradients, of layers that take time, that a host with a worker for each pipeline makes at most."""
+        workload = self._costs.workload
+        timed = ((layer.forward_s + layer.least_backward_s, float(layer.gradient_bytes)) for layer in workload.layers)
+        busy = [(own_s, size) for own_s, size in timed if own_s > 0]
+        if self._most_s == math.inf:
+            return sum(size for _, size in busy)
         speeds: dict[str, list[float]] = defaultdict(list)
         for worker in self._costs.cluster.workers:
             speeds[worker.host].append(worker.speed)
-        return [(len(own), sum(own)) for own in speeds.values()]
-
-    def _inside_bytes(self, pipelines: int) -> float:
-        """Bytes of gradients, of layers that take time, that a host with a worker for each pipeline makes at most."""
-        if self._most_s == math.inf:
-            return sum(size for _, size in self._busy)
-        speed = max((own for count, own in self._hosts if count >= pipelines), default=0.0)
+        speed = max((sum(own) for own in speeds.values() if len(own) >= pipelines), default=0.0)
         # A fractional knapsack: no more than parts of layers, those with most bytes for their time, fit the time of the
         # host; and no more layers than of those that take least.
-        busy = self._busy
-        budget_s = self._most_s * speed / self._costs.workload.micro_batches * (1 + _ROUNDING)
+        budget_s = self._most_s * speed / workload.micro_batches * (1 + _ROUNDING)
         count = sum(until_s <= budget_s for until_s in accumulate(sorted(own_s for own_s, _ in busy)))
         by_count = sum(sorted((size for _, size in busy), reverse=True)[:count])
         by_parts = 0.0
@@ -135,14 +120,10 @@ class GradientSync:
         self._costs = costs
         self._is_free = not has_gradients(costs.workload)
         self._known: dict[tuple[tuple[TimedPipeline, tuple[int, ...]], ...], float] = {}
-        self._reductions: dict[tuple[tuple[int, ...], ...], list[tuple[tuple[int, ...], int]]] = {}
+        self._reductions = cache(partial(_reductions, costs.workload))
 
     def step_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
-        """Seconds until all operations have ended and all gradients are reduced.
-
-        Args:
-            pipelines: each with its workers.
-        """
+        """Seconds until all operations have ended and all gradients are reduced, of pipelines with their workers."""
         key = tuple(pipelines)
         if key not in self._known:
             program_s = max(timed.program_s for timed, _ in pipelines)
@@ -151,13 +132,10 @@ class GradientSync:
 
     def _reduced_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
         """Seconds until the last gradients are reduced; zero if no two workers hold the same parameters."""
-        stops = tuple(timed.stops for timed, _ in pipelines)
-        if stops not in self._reductions:
-            self._reductions[stops] = _reductions(stops, self._costs.workload)
         workers_of = [worker for _, workers in pipelines for worker in workers]
         free_s = [end_s for timed, _ in pipelines for end_s in timed.ends_s]
         last_s = 0.0
-        for holders, num_bytes in self._reductions[stops]:
+        for holders, num_bytes in self._reductions(tuple(timed.stops for timed, _ in pipelines)):
             ring_s = self._costs.cluster.ring_all_reduce_s([workers_of[slot] for slot in holders], num_bytes)
             end_s = max(free_s[slot] for slot in holders) + ring_s
             for slot in holders:
@@ -166,12 +144,12 @@ class GradientSync:
         return last_s
 
 
-def _reductions(stops: Sequence[Sequence[int]], workload: Workload) -> list[tuple[tuple[int, ...], int]]:
-    """(holders, bytes) of all reductions of pipelines with these stops, in the order in which workers issue theirs.
+def _reductions(workload: Workload, cut_points: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:
+    """(holders, bytes) of all reductions of pipelines with these cut points, in the order in which workers issue them.
 
     Holders are stages, counted through all pipelines.
     """
-    ranges = (LayerRange(start, stop) for own in stops for start, stop in pairwise((0, *own)))
+    ranges = (LayerRange(start, stop) for own in cut_points for start, stop in pairwise((0, *own)))
     placement = Placement(len(workload.layers), {slot: (layers,) for slot, layers in enumerate(ranges)})
     return [
         (segment.holders, num_bytes)

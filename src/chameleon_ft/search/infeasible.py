@@ -1,21 +1,25 @@
-"""The error for a model that does not fit: which limit binds, by how much, and how many workers would do."""
+"""Whether workers can hold the model; and if not, which limit binds, by how much, and how many workers would do."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.quantities import data_size
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.feasibility import fitting_pipeline
+from chameleon_ft.schedule._records import Booleans
+from chameleon_ft.search.bounds import Stops
 from chameleon_ft.search.stages import Stages
-from chameleon_ft.search.worker_classes import WorkerClass, WorkerPool
+from chameleon_ft.search.worker_classes import Shape, WorkerClass, WorkerPool
 
-__all__ = ["InfeasibleError", "infeasible_error"]
+__all__ = ["InfeasibleError", "fitting_pipeline", "infeasible_error"]
+
+# Workers of each class that are used, and at which layers as many stages can stop; bool [L + 1].
+_Reached = dict[tuple[int, ...], Booleans]
 
 
 class InfeasibleError(PlanError):
@@ -27,19 +31,13 @@ class InfeasibleError(PlanError):
         workers_needed: how many workers like the largest would do; None where no number does.
     """
 
-    layer: int | None
-    missing_bytes: int
-    workers_needed: int | None
-
-    def __init__(self, message: str, *, layer: int | None, missing_bytes: int, workers_needed: int | None) -> None:
+    def __init__(
+        self, message: str, *, layer: int | None = None, missing_bytes: int = 0, workers_needed: int | None = None
+    ) -> None:
         super().__init__(message)
         self.layer = layer
         self.missing_bytes = missing_bytes
         self.workers_needed = workers_needed
-
-    def __reduce__(self) -> tuple[object, ...]:
-        figures = {"layer": self.layer, "missing_bytes": self.missing_bytes, "workers_needed": self.workers_needed}
-        return partial(InfeasibleError, **figures), (str(self),)  # type: ignore[arg-type]
 
 
 def infeasible_error(costs: CostModel) -> InfeasibleError:
@@ -60,9 +58,12 @@ def infeasible_error(costs: CostModel) -> InfeasibleError:
                 "short; use smaller micro-batches, tensor parallelism, or workers with more memory",
                 layer=number,
                 missing_bytes=missing,
-                workers_needed=None,
             )
-    needed = _workers_needed(costs, capacity)
+    largest = [WorkerClass(1.0, capacity)]
+    pipelines = (
+        fitting_pipeline(Stages(costs, largest, split_backward=split), [len(layers)]) for split in (False, True)
+    )
+    needed = next((len(shape) for shape, _ in filter(None, pipelines)), None)
     count = len(cluster.workers)
     remedy = (
         f"{needed} workers with {data_size(capacity)} each would do"
@@ -72,7 +73,6 @@ def infeasible_error(costs: CostModel) -> InfeasibleError:
     return InfeasibleError(
         f"the model does not fit the memory of {count} worker{'s' if count > 1 else ''}: each needs "
         f"{data_size(missing)} more; {remedy}",
-        layer=None,
         missing_bytes=missing,
         workers_needed=needed,
     )
@@ -96,11 +96,48 @@ def _missing_bytes(costs: CostModel, capacity: int, *, most: int) -> int:
     return step * bisect_left(range(most // step + 1), True, key=fit)
 
 
-def _workers_needed(costs: CostModel, capacity: int) -> int | None:
-    """The fewest workers of the largest memory that hold the model."""
-    largest = WorkerClass(1.0, capacity)
-    for split in (False, True):
-        found = fitting_pipeline(Stages(costs, [largest], split_backward=split), [len(costs.workload.layers)])
-        if found is not None:
-            return len(found[0])
+def fitting_pipeline(stages: Stages, counts: Sequence[int]) -> tuple[Shape, Stops] | None:
+    """A pipeline of the fewest workers that holds the model with one micro-batch at a time; None if there is none.
+
+    A worker that fits a stage fits it in every pipeline, and with any number of micro-batches. So by dynamic
+    programming over the workers of each class that are used, the layers up to which these hold the model.
+
+    Args:
+        stages: of the model.
+        counts: workers of each class.
+    """
+    fits, num_layers = stages.fits, stages.num_layers
+    reached: _Reached = {(0,) * len(counts): np.arange(num_layers + 1) == 0}
+    newest = reached
+    for _ in range(num_layers):
+        following: _Reached = {}
+        for used, stops in newest.items():
+            for kind, count in enumerate(counts):
+                if used[kind] < count:
+                    more = _with(used, kind, 1)
+                    following[more] = following.get(more, False) | (stops @ fits[kind])
+        reached |= following
+        for used, stops in following.items():
+            if stops[-1]:
+                return _traced(used, reached, fits)
+        newest = following
     return None
+
+
+def _traced(used: tuple[int, ...], reached: Mapping[tuple[int, ...], Booleans], fits: Booleans) -> tuple[Shape, Stops]:
+    """The pipeline of these workers."""
+    shape: list[int] = []
+    stops = [fits.shape[-1] - 1]
+    while any(used):
+        for kind in range(len(used)):
+            before = _with(used, kind, -1)
+            if before in reached and (starts := reached[before] & fits[kind, :, stops[-1]]).any():
+                shape.append(kind)
+                stops.append(int(starts.argmax()))
+                used = before
+                break
+    return tuple(reversed(shape)), tuple(reversed(stops[:-1]))
+
+
+def _with(used: tuple[int, ...], kind: int, more: int) -> tuple[int, ...]:
+    return (*used[:kind], used[kind] + more, *used[kind + 1 :])

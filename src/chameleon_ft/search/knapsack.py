@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import le
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -60,7 +61,7 @@ def best_mix(values: Mapping[Size, int], counts: Sequence[int], numbers: tuple[i
         counts: workers of each class.
         numbers: fewest and most items; None for any number.
     """
-    items = [(size, value) for size, value in sorted(values.items()) if value > 0 and _fits(size, counts)]
+    items = [(size, value) for size, value in sorted(values.items()) if value > 0 and all(map(le, size, counts))]
     if not items:
         return _NOTHING
     if is_exact(counts, len(items), numbers):
@@ -68,10 +69,6 @@ def best_mix(values: Mapping[Size, int], counts: Sequence[int], numbers: tuple[i
     if numbers is not None and len(counts) == 1:
         return _by_hull({size: value for (size,), value in items}, counts[0], *numbers)
     return _by_program(items, counts, numbers)
-
-
-def _fits(size: Size, counts: Sequence[int]) -> bool:
-    return all(own <= count for own, count in zip(size, counts, strict=True))
 
 
 def _by_table(items: Sequence[tuple[Size, int]], counts: Sequence[int], numbers: tuple[int, int] | None) -> BoundedMix:

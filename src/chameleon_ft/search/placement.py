@@ -38,11 +38,9 @@ class PlacementSearch:
 
     def ways(self, shapes: Sequence[Shape], cuts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
         """Workers for each pipeline: all ways if links matter and there are few, else the usual ones."""
-        if self._with_sync and not links_are_equal(self._cluster):
-            every = _every_way(shapes, self._pool, self._cluster)
-            if every:
-                return every
-        return self.usual_ways(shapes, cuts)
+        links_matter = self._with_sync and not links_are_equal(self._cluster)
+        every = _every_way(shapes, self._pool, self._cluster) if links_matter else []
+        return every or self.usual_ways(shapes, cuts)
 
     def usual_ways(self, shapes: Sequence[Shape], cuts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
         """Workers for each pipeline: with neighbours on one host; and where gradients are reduced, also with holders of
@@ -62,7 +60,7 @@ def assigned_workers(
     *,
     keep_hosts: bool,
 ) -> list[tuple[int, ...]]:
-    """For each pipeline, given by its stops and its workers, equal workers that hold most of its stages already.
+    """For each pipeline, given by its cut points and its workers, equal workers that hold most of its stages already.
 
     With `keep_hosts` a stage stays on its host, so that links, and with them times, stay as they are.
     """
@@ -72,8 +70,8 @@ def assigned_workers(
     }
     places = {
         hop.worker: Holding((hop.layers,), classes[hop.worker])
-        for stops, workers in pipelines
-        for hop in hops_of(workers, stops)
+        for cut_points, workers in pipelines
+        for hop in hops_of(workers, cut_points)
     }
     roles = assign_roles(holdings_of(current, classes), places, layers)
     return [tuple(roles[worker] for worker in workers) for _, workers in pipelines]
@@ -128,8 +126,8 @@ def _by_stage(
     # Twice the middle.
     slots = sorted(
         (start + stop, index, position)
-        for index, stops in enumerate(cuts)
-        for position, (start, stop) in enumerate(pairwise((0, *stops)))
+        for index, cut_points in enumerate(cuts)
+        for position, (start, stop) in enumerate(pairwise((0, *cut_points)))
     )
     ways: list[list[tuple[int, ...]]] = []
     for members in orders:

@@ -15,8 +15,6 @@ from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.candidates import Candidate, PlacedPipelines, figures
 from chameleon_ft.search.exhaustive import ExhaustiveSearch
-from chameleon_ft.search.feasibility import fitting_pipeline
-from chameleon_ft.search.front import pareto_front
 from chameleon_ft.search.gradient_sync import (
     GradientSync,
     LeastSync,
@@ -25,6 +23,7 @@ from chameleon_ft.search.gradient_sync import (
     links_are_equal,
     numbers_of_pipelines,
 )
+from chameleon_ft.search.infeasible import fitting_pipeline
 from chameleon_ft.search.knapsack import is_exact
 from chameleon_ft.search.layouts import promising_layouts
 from chameleon_ft.search.mixes import MixSearch, TimedMix
@@ -33,7 +32,7 @@ from chameleon_ft.search.pipelines import PipelineSearch
 from chameleon_ft.search.placement import PlacementSearch, assigned_workers, smaller_clusters
 from chameleon_ft.search.polish import Polish
 from chameleon_ft.search.recut import recut
-from chameleon_ft.search.result import FoundPlan
+from chameleon_ft.search.result import FoundPlan, pareto_front
 from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
 from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import Shape, WorkerPool

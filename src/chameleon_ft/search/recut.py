@@ -103,10 +103,10 @@ def recut(
     workers_used = len(left) + sum(map(len, whole))
     number = max(1, round(len(left) * len(whole) / (workers_used - len(left)))) if left else 0
     micro_batches = costs.workload.micro_batches
-    cuts: list[tuple[_Cut, tuple[int, ...]]] = []
-    for workers in whole:
-        shape = tuple(class_of[worker] for worker in workers)
-        cuts.append(((shape, tuple(held[worker][1] for worker in workers)), workers))
+    cuts: list[tuple[_Cut, tuple[int, ...]]] = [
+        ((tuple(class_of[worker] for worker in workers), tuple(held[worker][1] for worker in workers)), workers)
+        for workers in whole
+    ]
     for first in range(number):
         workers = tuple(left[first::number])
         shape = tuple(class_of[worker] for worker in workers)

@@ -1,15 +1,18 @@
-"""The result of a search."""
+"""The result of a search, and the Pareto front of several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
 from chameleon_ft.plan import Plan
 from chameleon_ft.schedule import InFlightLimit, PipelineSchedule
 
-__all__ = ["BoundFamily", "FoundPlan", "SearchResult", "SizeFigures"]
+__all__ = ["BoundFamily", "FoundPlan", "SearchResult", "SizeFigures", "pareto_front"]
+
+T = TypeVar("T")
 
 
 class BoundFamily(StrEnum):
@@ -99,3 +102,15 @@ class SearchResult:
     def gap(self) -> float:
         """By which share of the bound the best plan is slower than it; negative for one outside the family."""
         return self.best.step_s / self.bound_s - 1 if self.bound_s else 0.0
+
+
+def pareto_front(items: Iterable[T], figures: Callable[[T], tuple[float, ...]]) -> list[T]:
+    """Those that no other equals or beats in all their figures, of which less is better; least in the first one first.
+
+    Of items with equal figures, the first.
+    """
+    front: list[tuple[tuple[float, ...], T]] = []
+    for own, item in sorted(((figures(item), item) for item in items), key=lambda each: each[0]):
+        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in front):
+            front.append((own, item))
+    return [item for _, item in front]

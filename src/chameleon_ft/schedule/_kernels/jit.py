@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from numba import njit
 from numba.core.caching import FunctionCache
@@ -18,7 +18,7 @@ _UNCOUNTED: dict[str, Any] = {"_nrt": False, "forceinline": True}
 
 def kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """`function`, compiled at its first call and cached on disk for later processes, if that is possible."""
-    return _kept(function)
+    return _compiled(function, kept=True)
 
 
 def part_of_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -28,7 +28,7 @@ def part_of_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 def lean_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """A kernel without reference counting, so it must not create arrays. All functions that it calls are lean parts."""
-    return _kept(function, **_UNCOUNTED)
+    return _compiled(function, kept=True, **_UNCOUNTED)
 
 
 def lean_part(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -36,18 +36,13 @@ def lean_part(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return _compiled(function, **_UNCOUNTED)
 
 
-def _compiled(function: Callable[_P, _T], **options: Any) -> Callable[_P, _T]:
-    compiled: Callable[_P, _T] = njit(**options)(function)
-    return compiled
-
-
-def _kept(function: Callable[_P, _T], **options: Any) -> Callable[_P, _T]:
+def _compiled(function: Callable[_P, _T], *, kept: bool = False, **options: Any) -> Callable[_P, _T]:
     compiled: Any = njit(**options)(function)
-    # `cache=True` would use numba's own cache, which fails if a file does. Without a writable folder there is none.
-    with contextlib.suppress(RuntimeError):
-        compiled._cache = _Cache(function)  # type: ignore[no-untyped-call]
-    kept: Callable[_P, _T] = compiled
-    return kept
+    if kept:
+        # `cache=True` would use numba's own cache, which fails if a file does. Without a writable folder there is none.
+        with contextlib.suppress(RuntimeError):
+            compiled._cache = _Cache(function)  # type: ignore[no-untyped-call]
+    return cast("Callable[_P, _T]", compiled)
 
 
 class _Cache(FunctionCache):

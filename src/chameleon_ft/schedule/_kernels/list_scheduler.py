@@ -12,54 +12,27 @@ sends that ends, and the program they make cannot deadlock.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
-from chameleon_ft.schedule._kernels.scheduler_state import Run, initial_state
-from chameleon_ft.schedule._records import Integers, Records
-
-
-class Scheduled(NamedTuple):
-    """Codes of all operations, worker by worker, int64 [operations], and two attributes of `Schedule`."""
-
-    codes: Integers
-    strained: bool
-    beyond_limits: bool
-
-
-def scheduled(
-    slots: Records,
-    channels: Records,
-    ways: Integers,
-    limits: Integers,
-    *,
-    split: bool,
-    forward_first: bool,
-    patience: float,
-    gradients_only: bool,
-) -> Scheduled | None:
-    """A schedule, or None at a dead end: any further operation would close a cycle of blocked workers.
-
-    If limits stop all workers, the one with the first ready forward exceeds its own.
-
-    Args:
-        slots, channels: of the network, `SLOT` and `CHANNEL` by number.
-        ways: the first slot of each route by priority, the highest first; int64 [routes].
-        limits: in flight, kept and deferred by worker; int64 [3, workers].
-        split: whether backward is split.
-        forward_first, patience, gradients_only: of `Rules`.
-    """
-    # Returned as a plain tuple: unboxing a named one from a kernel takes much longer.
-    run = Run(*initial_state(slots, channels, limits, 3 if split else 2))
-    found, strained, beyond_limits = run_scheduler(run, ways, split, forward_first, patience, gradients_only)
-    return Scheduled(run.codes, strained, beyond_limits) if found else None
+from chameleon_ft.schedule._kernels.scheduler_state import Run
+from chameleon_ft.schedule._records import Integers
 
 
 @lean_kernel
 def run_scheduler(
     run: Run, ways: Integers, split: bool, forward_first: bool, patience: float, gradients_only: bool
 ) -> tuple[bool, bool, bool]:
-    """Schedule; returns whether all operations have been, whether it is strained, and whether it exceeds a limit."""
+    """Schedule; returns whether all operations have been, whether it is strained, and whether it exceeds a limit.
+
+    There is a dead end if any further operation would close a cycle of blocked workers. If limits stop all workers, the
+    one with the first ready forward exceeds its own.
+
+    Args:
+        run: as it is at time zero.
+        ways: the first slot of each route by priority, the highest first; int64 [routes].
+        split: whether backward is split.
+        forward_first, patience, gradients_only: of `Rules`.
+    """
     state = run.state[0]
     state.split, state.forward_first = split, forward_first
     state.patience, state.gradients_only = patience, gradients_only
@@ -108,19 +81,19 @@ def _decide(run: Run, worker: int, now: float) -> float:
     full = own.pending_end - own.pending >= own.deferred
     forward = -1
     if own.room > 0 and state.forward_first:
-        forward = _ready_forward(run, worker, horizon)
+        forward = _ready(run, worker, True, horizon)
         if forward >= 0:
             if own.kept > 0:
                 return _start_forward(run, worker, forward, now)
             if pending:
                 return _start_weight_grad(run, worker, now)
-    backward = _ready_backward(run, worker, horizon)
+    backward = _ready(run, worker, False, horizon)
     if backward >= 0:
         if full:
             return _start_weight_grad(run, worker, now)
         return _start_backward(run, worker, backward, now)
     if own.room > 0 and not state.forward_first:
-        forward = _ready_forward(run, worker, horizon)
+        forward = _ready(run, worker, True, horizon)
         if forward >= 0 and own.kept > 0:
             return _start_forward(run, worker, forward, now)
     if pending and (full or forward >= 0 or not _better_soon(run, worker, horizon)):
@@ -129,28 +102,17 @@ def _decide(run: Run, worker: int, now: float) -> float:
 
 
 @lean_part
-def _ready_forward(run: Run, worker: int, horizon: float) -> int:
-    """The slot of the ready forward with the highest priority whose result may be sent, or -1."""
-    best = -1
-    for place in range(run.workers[worker].forward_in, run.workers[worker].forward_in_end):
+def _ready(run: Run, worker: int, forward: bool, horizon: float) -> int:
+    """The slot of the ready forward, or backward, with the highest priority whose result may be sent, or -1."""
+    own, best = run.workers[worker], -1
+    begin, end = (own.forward_in, own.forward_in_end) if forward else (own.backward_in, own.backward_in_end)
+    for place in range(begin, end):
         slot = _first_in(run, run.lists[place])
-        is_there = slot >= 0 and run.hops[slot].forward_at <= horizon
-        # `_may_send` comes last because it records a denial.
-        if is_there and _goes_before(run, slot, best) and _may_send(run, worker, run.slots[slot].down):
-            best = slot
-    return best
-
-
-@lean_part
-def _ready_backward(run: Run, worker: int, horizon: float) -> int:
-    """The slot of the ready backward with the highest priority whose result may be sent, or -1."""
-    best = -1
-    for place in range(run.workers[worker].backward_in, run.workers[worker].backward_in_end):
-        slot = _first_in(run, run.lists[place])
-        is_there = slot >= 0 and run.hops[slot].backward_at <= horizon
-        # `_may_send` comes last because it records a denial.
-        if is_there and _goes_before(run, slot, best) and _may_send(run, worker, run.slots[slot].up):
-            best = slot
+        if slot >= 0 and (run.hops[slot].forward_at if forward else run.hops[slot].backward_at) <= horizon:
+            channel = run.slots[slot].down if forward else run.slots[slot].up
+            # `_may_send` comes last because it records a denial.
+            if _goes_before(run, slot, best) and _may_send(run, worker, channel):
+                best = slot
     return best
 
 
@@ -299,17 +261,12 @@ def _may_send(run: Run, worker: int, channel: int) -> bool:
     while _is_blocked(run, holder):
         holder = run.queues[run.workers[holder].sending].receiver
         if holder == worker:
-            _deny(run, worker)
-            run.state[0].strained = True
+            own, state = run.workers[worker], run.state[0]
+            if not own.denied:
+                own.denied, own.next_denied, state.denied = True, state.denied, worker
+            state.strained = True
             return False
     return True
-
-
-@lean_part
-def _deny(run: Run, worker: int) -> None:
-    own, state = run.workers[worker], run.state[0]
-    if not own.denied:
-        own.denied, own.next_denied, state.denied = True, state.denied, worker
 
 
 @lean_part
@@ -318,7 +275,7 @@ def _exceed_limit(run: Run) -> int:
     first, best = -1, -1
     for worker in range(len(run.workers)):
         if not _is_blocked(run, worker):
-            slot = _ready_forward(run, worker, math.inf)
+            slot = _ready(run, worker, True, math.inf)
             if slot >= 0 and _goes_before(run, slot, best):
                 first, best = worker, slot
     if first >= 0:

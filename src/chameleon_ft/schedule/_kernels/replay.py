@@ -9,11 +9,12 @@ float64 [operations].
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from chameleon_ft.schedule._kernels.jit import kernel, lean_part, part_of_kernel
-from chameleon_ft.schedule._records import Floats, Integers, Records
+from chameleon_ft.schedule._records import Booleans, Floats, Integers, Records
 
 
 @kernel
@@ -66,30 +67,36 @@ def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Flo
         free_s[worker] = now
 
 
+class Neighbourhood(NamedTuple):
+    """All that the neighbours of orders depend on.
+
+    Attributes:
+        workers: of each slot, by index; int64 [slots].
+        operations: `OPERATION` by code.
+        received_in, sent_in: by code, the channel that an operation receives from and sends into, or -1.
+        first: as for all orders, see above.
+        limits: in flight, kept and deferred by worker; int64 [3, workers].
+        split: whether backward is split.
+    """
+
+    workers: Integers
+    operations: Records
+    received_in: Integers
+    sent_in: Integers
+    first: Integers
+    limits: Integers
+    split: bool
+
+
 @kernel
-def replay_neighbours(
-    workers: Integers,
-    operations: Records,
-    received_in: Integers,
-    sent_in: Integers,
-    codes: Integers,
-    first: Integers,
-    limits: Integers,
-    split: bool,
-) -> tuple[Integers, Floats, Floats]:
+def replay_neighbours(of: Neighbourhood, codes: Integers) -> tuple[Integers, Floats, Floats]:
     """Replay each order that differs from `codes` by one change of operations on the critical path.
 
     The path is followed from its end to its start, block by block. In each block, operations move to its front and to
     its end, as far as limits allow, and its first and last are exchanged with earlier ones of their kind, which keeps
     any limit. Messages in one channel keep their order.
 
-    Args:
-        workers: of each slot, by index; int64 [slots].
-        operations: `OPERATION` by code.
-        received_in, sent_in: by code, the channel that an operation receives from and sends into, or -1.
-        codes, first: orders that run to their end.
-        limits: in flight, kept and deferred by worker, which `codes` is within; int64 [3, workers].
-        split: whether backward is split.
+    `codes` are orders that run to their end within the limits.
 
     Returns:
         Changes, int64 [changes, 3]: whether two operations are exchanged, and the places in `codes` of both, or those
@@ -97,33 +104,23 @@ def replay_neighbours(
         operations wait for each other.
     """
     starts_s, ends_s = np.zeros(len(codes)), np.empty(len(codes))
-    _replay(operations, codes, first, starts_s, ends_s)
-    changes = _changes(workers, operations, received_in, sent_in, codes, first, limits, split, starts_s, ends_s)
+    _replay(of.operations, codes, of.first, starts_s, ends_s)
+    changes = _changes(of, codes, starts_s, ends_s)
     steps_s, sums_s = np.empty(len(changes)), np.empty(len(changes))
     trial = codes.copy()
     for number in range(len(changes)):
         exchange, source, target = changes[number]
         _change(trial, exchange, source, target)
-        _replay(operations, trial, first, starts_s, ends_s)
-        steps_s[number], sums_s[number] = _last_ends(trial, first, ends_s)
+        _replay(of.operations, trial, of.first, starts_s, ends_s)
+        steps_s[number], sums_s[number] = _last_ends(trial, of.first, ends_s)
         _change(trial, exchange, target, source)
     return changes, steps_s, sums_s
 
 
 @part_of_kernel
-def _changes(
-    workers: Integers,
-    operations: Records,
-    received_in: Integers,
-    sent_in: Integers,
-    codes: Integers,
-    first: Integers,
-    limits: Integers,
-    split: bool,
-    starts_s: Floats,
-    ends_s: Floats,
-) -> Integers:
+def _changes(of: Neighbourhood, codes: Integers, starts_s: Floats, ends_s: Floats) -> Integers:
     """The changes to try; see `replay_neighbours`."""
+    workers, received_in, sent_in, first = of.workers, of.received_in, of.sent_in, of.first
     count, num_slots = 0, len(workers)
     changes = np.empty((64, 3), np.int64)
     trial = codes.copy()
@@ -147,7 +144,7 @@ def _changes(
                 between = codes[target:source] if target < source else codes[source + 1 : target + 1]
                 if _passes(num_slots, received_in, sent_in, codes[source], between):
                     _change(trial, 0, source, target)
-                    if _is_within(limits[:, worker], trial[low : first[worker + 1]], num_slots, split):
+                    if _is_within(of.limits[:, worker], trial[low : first[worker + 1]], num_slots, of.split):
                         changes[count] = 0, source, target
                         count += 1
                     _change(trial, 0, target, source)
@@ -161,8 +158,16 @@ def _changes(
                 if alike and _passes(num_slots, received_in, sent_in, codes[other], codes[other + 1 : place]):
                     changes[count] = 1, place, other
                     count += 1
-        code = operations[codes[begin]].needs
+        code = of.operations[codes[begin]].needs
     return changes[:count]
+
+
+@kernel
+def changed(codes: Integers, exchange: int, source: int, target: int) -> Integers:
+    """`codes` after one change, as `replay_neighbours` gives it."""
+    trial = codes.copy()
+    _change(trial, exchange, source, target)
+    return trial
 
 
 @lean_part
@@ -233,3 +238,53 @@ def _last_ends(codes: Integers, first: Integers, ends_s: Floats) -> tuple[float,
             step_s = max(step_s, end_s)
             sum_s += end_s
     return step_s, sum_s
+
+
+@kernel
+def run_blocking(
+    starts: Integers, sources: Integers, targets: Integers, senders: Integers, receivers: Integers
+) -> tuple[Integers, Booleans]:
+    """Run all workers until each has ended or is blocked, if a send into a full channel blocks.
+
+    Args:
+        starts: the first operation of each worker, and in the end the number of operations; int64 [workers + 1].
+        sources, targets: by operation, the channel that it receives from and sends into, or -1; int64 [operations].
+        senders, receivers: by channel, the workers at its ends; int64 [channels].
+
+    Returns:
+        By worker, the operation that it is blocked at or its end, and whether it has run that but not sent the result.
+    """
+    count = len(starts) - 1
+    position = starts[:-1].copy()
+    sending = np.zeros(count, np.bool_)
+    full = np.zeros(len(senders), np.bool_)
+    waiting = np.arange(count)
+    is_waiting = np.ones(count, np.bool_)
+    number = count
+    while number:
+        number -= 1
+        worker = waiting[number]
+        is_waiting[worker] = False
+        while position[worker] < starts[worker + 1]:
+            source, target = sources[position[worker]], targets[position[worker]]
+            woken = -1
+            if not sending[worker]:
+                if source >= 0:
+                    if not full[source]:
+                        break
+                    full[source] = False
+                    woken = senders[source]
+                sending[worker] = True
+            elif target < 0 or not full[target]:
+                if target >= 0:
+                    full[target] = True
+                    woken = receivers[target]
+                sending[worker] = False
+                position[worker] += 1
+            else:
+                break
+            if woken >= 0 and woken != worker and not is_waiting[woken]:
+                waiting[number] = woken
+                is_waiting[woken] = True
+                number += 1
+    return position, sending

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from chameleon_ft.search.baselines.layouts import BaselinePlan
-from chameleon_ft.search.baselines.oobleck import oobleck_plan, reconfigured_pipelines
+from chameleon_ft.search.baselines.layouts import BaselinePlan, equal_layouts
+from chameleon_ft.search.baselines.oobleck import (
+    PipelineTemplate,
+    oobleck_plan,
+    pipeline_templates,
+    reconfigured_pipelines,
+)
 from chameleon_ft.search.baselines.paper import paper_plan
-from chameleon_ft.search.baselines.starts import equal_layouts
-from chameleon_ft.search.baselines.templates import PipelineTemplate, pipeline_templates
 
 __all__ = [
     "BaselinePlan",

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 __all__ = ["LeastMix", "Mix", "shared_out"]
@@ -25,6 +26,7 @@ class Mix:
     time_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
 class LeastMix:
     """Depths that add up to `workers`, and shares that add up to `micro_batches`, of least time.
 
@@ -33,23 +35,18 @@ class LeastMix:
     with more pipelines, nor the time of a pipeline with more micro-batches.
     """
 
-    def __init__(
-        self,
-        depths: Sequence[int],
-        *,
-        workers: int,
-        micro_batches: int,
-        time_s: Callable[[int, int], float],
-        least_share: Callable[[int], int],
-        least_pipelines: int = 1,
-        sync_s: Callable[[int], float] = lambda _: 0.0,
-    ) -> None:
-        self._workers = workers
-        self._micro_batches = micro_batches
-        self._time_s = time_s
-        self._shares = {depth: max(1, least_share(depth)) for depth in depths}
-        self._least_pipelines = least_pipelines
-        self._sync_s = sync_s
+    depths: Sequence[int]
+    workers: int
+    micro_batches: int
+    time_s: Callable[[int, int], float]
+    least_share: Callable[[int], int] = lambda _: 1
+    least_pipelines: int = 1
+    sync_s: Callable[[int], float] = lambda _: 0.0
+
+    @cached_property
+    def _shares(self) -> dict[int, int]:
+        """The least share of each depth."""
+        return {depth: max(1, self.least_share(depth)) for depth in self.depths}
 
     def mixes(self) -> list[Mix]:
         """Mixes of least time with different numbers of pipelines, the two fewest and the two most; none if there is no
@@ -57,23 +54,23 @@ class LeastMix:
         """
         largest = {depth: self._most(depth, _FOREVER_S) for depth in self._shares}
         longest_s = max(
-            (self._time_s(depth, share) for depth, share in largest.items() if share >= self._shares[depth]),
+            (self.time_s(depth, share) for depth, share in largest.items() if share >= self._shares[depth]),
             default=0.0,
         )
-        pipelines_s = self._least_s(0.0, longest_s, self._least_pipelines, or_more=True)
+        pipelines_s = self._least_s(0.0, longest_s, self.least_pipelines, or_more=True)
         if pipelines_s == math.inf:
             return []
-        most = min(self._workers, self._micro_batches)
+        most = min(self.workers, self.micro_batches)
         table = self._table(pipelines_s, most, or_more=False)
-        numbers = [n for n in range(self._least_pipelines, most + 1) if self._is_whole(table[n])]
+        numbers = [n for n in range(self.least_pipelines, most + 1) if self._is_whole(table[n])]
         found = [self._mix(table, number, pipelines_s) for number in numbers]
         least_s = min(mix.time_s for mix in found)
         # Fewer pipelines take longer, but may gain as much in gradient sync; most do not, which one table shows.
-        fewer = range(self._least_pipelines, numbers[0])
-        table = self._table(least_s - self._sync_s(fewer[0]), fewer[-1], or_more=False) if fewer else []
+        fewer = range(self.least_pipelines, numbers[0])
+        table = self._table(least_s - self.sync_s(fewer[0]), fewer[-1], or_more=False) if fewer else []
         for number in reversed(fewer):
             if self._is_whole(table[number]):
-                own_s = self._least_s(pipelines_s, least_s - self._sync_s(number), number, or_more=False)
+                own_s = self._least_s(pipelines_s, least_s - self.sync_s(number), number, or_more=False)
                 if own_s < math.inf:
                     found.append(self._mix(self._table(own_s, number, or_more=False), number, own_s))
                     least_s = min(least_s, found[-1].time_s)
@@ -97,12 +94,12 @@ class LeastMix:
     def _most(self, depth: int, time_s: float) -> int:
         """The most micro-batches by then, or one less than the least share."""
         least = self._shares[depth]
-        shares = range(least, self._micro_batches + 1)
-        return least - 1 + bisect_right(shares, time_s, key=lambda share: self._time_s(depth, share))
+        shares = range(least, self.micro_batches + 1)
+        return least - 1 + bisect_right(shares, time_s, key=lambda share: self.time_s(depth, share))
 
     def _is_whole(self, row: list[int]) -> bool:
         """Whether a row of the table has all micro-batches on all workers."""
-        return bool(row[self._workers] >> self._micro_batches & 1)
+        return bool(row[self.workers] >> self.micro_batches & 1)
 
     def _table(self, time_s: float, pipelines: int, *, or_more: bool) -> list[list[int]]:
         """Which numbers of micro-batches (bits) can be done by then, by number of pipelines and of workers.
@@ -111,11 +108,11 @@ class LeastMix:
         """
         ranges = {depth: (share, self._most(depth, time_s)) for depth, share in self._shares.items()}
         able = {depth: (low, high) for depth, (low, high) in ranges.items() if high >= low}
-        everything = (1 << self._micro_batches + 1) - 1
-        table = [[1] + [0] * self._workers]
+        everything = (1 << self.micro_batches + 1) - 1
+        table = [[1] + [0] * self.workers]
         for number in range(1, pipelines + 1):
-            row = [0] * (self._workers + 1)
-            for workers in range(1, self._workers + 1):
+            row = [0] * (self.workers + 1)
+            for workers in range(1, self.workers + 1):
                 for depth, (low, high) in able.items():
                     if depth > workers:
                         continue
@@ -129,7 +126,7 @@ class LeastMix:
 
     def _mix(self, table: list[list[int]], pipelines: int, time_s: float) -> Mix:
         """So many pipelines that end by then, back through the table."""
-        workers, left = self._workers, self._micro_batches
+        workers, left = self.workers, self.micro_batches
         depths: list[int] = []
         for number in reversed(range(pipelines)):
             depth, share = next(
@@ -142,9 +139,9 @@ class LeastMix:
             depths.append(depth)
             workers, left = workers - depth, left - share
         depths.sort(reverse=True)
-        shares = shared_out(depths, self._micro_batches, self._time_s, least_share=self._shares.__getitem__)
-        slowest_s = max(map(self._time_s, depths, shares))
-        return Mix(tuple(zip(depths, shares, strict=True)), slowest_s + self._sync_s(pipelines))
+        return shared_out(
+            depths, self.micro_batches, self.time_s, least_share=self._shares.__getitem__, sync_s=self.sync_s
+        )
 
 
 def shared_out(
@@ -153,8 +150,9 @@ def shared_out(
     time_s: Callable[[int, int], float],
     *,
     least_share: Callable[[int], int] = lambda _: 1,
-) -> list[int]:
-    """Micro-batches of pipelines of these depths so that the slowest ends as early as can be.
+    sync_s: Callable[[int], float] = lambda _: 0.0,
+) -> Mix:
+    """Pipelines of these depths, with shares of the micro-batches so that the slowest ends as early as can be.
 
     The micro-batches left after the least shares go, one by one, to the pipeline that ends earliest with one more.
     """
@@ -162,7 +160,7 @@ def shared_out(
     for _ in range(micro_batches - sum(shares)):
         index = min(range(len(depths)), key=lambda index: time_s(depths[index], shares[index] + 1))
         shares[index] += 1
-    return shares
+    return Mix(tuple(zip(depths, shares, strict=True)), max(map(time_s, depths, shares)) + sync_s(len(depths)))
 
 
 def _shifted(bits: int, low: int, high: int) -> int:

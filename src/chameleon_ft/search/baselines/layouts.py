@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Final, TypeAlias
 
@@ -15,7 +16,7 @@ import numpy as np
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.estimate.memory import MessageBuffers, workload_memory
-from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan
+from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan, split_layers
 from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, default_limits
 from chameleon_ft.schedule._records import PROGRAM_RECORD
 from chameleon_ft.schedule.best import DEFAULT_EFFORT
@@ -31,9 +32,9 @@ __all__ = [
     "CutPoints",
     "Layout",
     "OneFOneBMemory",
+    "equal_layouts",
     "fastest_layout",
     "memory_of",
-    "smallest_memory_bytes",
 ]
 
 CutPoints: TypeAlias = tuple[int, ...]
@@ -43,6 +44,10 @@ CutPoints: TypeAlias = tuple[int, ...]
 _COMPARE_EFFORT: Final = 10_000
 # Steady 1F1B repeats itself, so a stage holds no more with more micro-batches than it has in flight and in buffers.
 _BUFFERED: Final = MessageBuffers().receives_ahead + MessageBuffers().sends_kept
+
+
+# So that there is a choice of depths where the number of workers is a prime, some workers stay idle.
+_LEAST_DEPTHS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,36 +79,38 @@ class Layout:
 
 
 class OneFOneBMemory:
-    """Whether stages under 1F1B fit the smallest worker."""
+    """Whether stages under 1F1B fit the smallest worker.
+
+    Attributes:
+        workload: of the layers.
+        capacity_bytes: of the smallest worker; None if no worker's is known.
+        recompute: whether all workers recompute activations.
+    """
 
     def __init__(self, workload: Workload, capacity_bytes: int | None, *, recompute: bool) -> None:
-        self._workload = workload
-        self._recompute = recompute
-        self._needed: dict[tuple[int, int, int, int], int] = {}
+        self.workload = workload
+        self.capacity_bytes = capacity_bytes
+        self.recompute = recompute
+        self._needed_bytes = cache(partial(one_f_one_b_bytes, workload, recompute=recompute))
         layers = (workload.recomputed() if recompute else workload).layers
         self._held = list(accumulate((state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
         self._activations = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
-        self.capacity_bytes = capacity_bytes
+
+    def fits_without_messages(self, start: int, stop: int, *, in_flight: int) -> bool:
+        """Whether the state of layers `start` to `stop` fits, with the activations of so many micro-batches."""
+        activations = in_flight * (self._activations[stop] - self._activations[start])
+        held = self._held[stop] - self._held[start]
+        return self.capacity_bytes is None or held + activations <= self.capacity_bytes
 
     def fits(self, start: int, stop: int, *, to_end: int, micro_batches: int) -> bool:
         """Whether layers `start` to `stop` do, `to_end` stages from the end of the pipeline, 1 at the last one."""
         if self.capacity_bytes is None:
             return True
         # Less than that, without messages and work space, no stage needs when its warm-up has ended.
-        in_flight = min(to_end, micro_batches)
-        least = self._held[stop] - self._held[start] + in_flight * (self._activations[stop] - self._activations[start])
-        if least > self.capacity_bytes:
+        if not self.fits_without_messages(start, stop, in_flight=min(to_end, micro_batches)):
             return False
-        key = start, stop, to_end, min(micro_batches, to_end + _BUFFERED)
-        if key not in self._needed:
-            self._needed[key] = one_f_one_b_bytes(
-                self._workload,
-                LayerRange(start, stop),
-                to_end=to_end,
-                micro_batches=key[-1],
-                recompute=self._recompute,
-            )
-        return self._needed[key] <= self.capacity_bytes
+        share = min(micro_batches, to_end + _BUFFERED)
+        return self._needed_bytes(LayerRange(start, stop), to_end=to_end, micro_batches=share) <= self.capacity_bytes
 
     def most_in_flight(self, layers: LayerRange, *, at_most: int, micro_batches: int) -> int:
         """Micro-batches that a stage can keep in flight, up to `at_most`; 1 at the least."""
@@ -150,15 +157,14 @@ def one_f_one_b_bytes(
     return state_bytes + moving_bytes
 
 
-@lru_cache(maxsize=8)
-def memory_of(workload: Workload, capacity_bytes: int | None, *, recompute: bool) -> OneFOneBMemory:
-    """Shared by all plans for the workload: a policy asks again after each loss."""
-    return OneFOneBMemory(workload, capacity_bytes, recompute=recompute)
+# Shared by all plans for a workload: a policy asks again after each loss.
+_shared_memory = lru_cache(maxsize=8)(OneFOneBMemory)
 
 
-def smallest_memory_bytes(cluster: Cluster) -> int | None:
-    """The least known capacity; None if no worker's is known."""
-    return min((each.memory_bytes for each in cluster.workers if each.memory_bytes is not None), default=None)
+def memory_of(costs: CostModel, *, recompute: bool) -> OneFOneBMemory:
+    """The memory of the workload's stages on the cluster; the least known capacity counts."""
+    known = [each.memory_bytes for each in costs.cluster.workers if each.memory_bytes is not None]
+    return _shared_memory(costs.workload, min(known, default=None), recompute=recompute)
 
 
 def fastest_layout(
@@ -217,11 +223,51 @@ def _fitting(name: str, plan: Plan, costs: CostModel, current: Placement | None,
 
 def _by_memory(plan: Plan, costs: CostModel) -> dict[int, int]:
     """As many micro-batches as would fit each worker under 1F1B, up to twice the depth of its pipeline."""
-    capacity_bytes = smallest_memory_bytes(costs.cluster)
-    memory = memory_of(costs.workload, capacity_bytes, recompute=bool(plan.recompute))
+    memory = memory_of(costs, recompute=bool(plan.recompute))
     shares = Counter(route.hops for route in plan.routes)
     return {
         hop.worker: memory.most_in_flight(hop.layers, at_most=2 * len(hops), micro_batches=share)
         for hops, share in shares.items()
         for hop in hops
     }
+
+
+def equal_layouts(costs: CostModel, *, split_backward: bool) -> list[FoundPlan]:
+    """The fastest plan of equal pipelines for each depth that fits the memory, the shallowest first.
+
+    A policy that never changes the depth of its pipelines depends on the depth that it begins with, and that which is
+    fastest is not always that which is best with detours. Pipelines of one depth use up the workers; if fewer than two
+    such depths fit, one worker stays idle, and so on. Workers recompute activations where that is faster or where
+    nothing else fits, and backward is fused where split backward does not fit. Shares of the micro-batches differ by
+    one at most.
+
+    Args:
+        costs: what is to be computed, and the live workers.
+        split_backward: whether plans run our programs with split backward, and not 1F1B.
+    """
+    found: dict[int, FoundPlan] = {}
+    for used in range(len(costs.cluster.workers), 0, -1):
+        for depth in range(1, min(used, len(costs.workload.layers)) + 1):
+            if used % depth == 0 and depth not in found and used // depth <= costs.workload.micro_batches:
+                plan = _fastest(depth, used // depth, costs, split_backward=split_backward)
+                if plan is not None:
+                    found[depth] = plan
+        if len(found) >= _LEAST_DEPTHS:
+            break
+    return [found[depth] for depth in sorted(found)]
+
+
+def _fastest(depth: int, pipelines: int, costs: CostModel, *, split_backward: bool) -> FoundPlan | None:
+    layouts: list[Layout] = []
+    for recompute in (False, True):
+        layers = (costs.workload.recomputed() if recompute else costs.workload).layers
+        stages = split_layers([layer.forward_s + layer.backward_s for layer in layers], depth)
+        cut_points = tuple(stage.stop for stage in stages)
+        least, left = divmod(costs.workload.micro_batches, pipelines)
+        shares = [least + (number < left) for number in range(pipelines)]
+        layouts.append(Layout(tuple((cut_points, share) for share in shares), recompute, math.nan))
+    for split in (True, False) if split_backward else (False,):
+        chosen = fastest_layout(f"{pipelines} x {depth}", layouts, costs, split_backward=split, current=None)
+        if chosen is not None:
+            return chosen.found
+    return None

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.errors import PlanError
+from chameleon_ft.errors import ConfigError, PlanError
+from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.baselines.knapsack import LeastMix, Mix, shared_out
 from chameleon_ft.search.baselines.layouts import (
     BaselinePlan,
+    CutPoints,
     Layout,
+    OneFOneBMemory,
     fastest_layout,
     memory_of,
-    smallest_memory_bytes,
 )
-from chameleon_ft.search.baselines.templates import PipelineTemplate, pipeline_templates
 from chameleon_ft.workload import Workload
 
-__all__ = ["oobleck_plan", "reconfigured_pipelines"]
+__all__ = ["PipelineTemplate", "oobleck_plan", "pipeline_templates", "reconfigured_pipelines"]
+
+# N_b / S, for which templates are made.
+_PER_STAGE = 4
+_ROUNDING = 1e-12
 
 
 def oobleck_plan(
@@ -89,18 +96,30 @@ def oobleck_plan(
     """
     if not costs.cluster.workers:
         raise PlanError("no worker is left to plan for; start at least one")
-    layouts = (
-        layout
-        for recompute in (True, False)
-        for layout in _layouts(
-            costs,
-            pipeline_templates(costs, fault_tolerance=fault_tolerance, recompute=recompute, with_room=with_room),
-            least_pipelines=fault_tolerance + 1,
-            live_nodes=live_nodes,
-            recompute=recompute,
-        )
-    )
-    return fastest_layout("oobleck", layouts, costs, split_backward=split_backward, current=current)
+    cluster = costs.cluster
+    link = cluster.inter_host if len(cluster.host_sizes) > 1 else cluster.intra_host
+
+    def layouts() -> Iterator[Layout]:
+        """The best choices by Oobleck's estimate, with and without recomputation."""
+        for recompute in (True, False):
+            templates = pipeline_templates(
+                costs, fault_tolerance=fault_tolerance, recompute=recompute, with_room=with_room
+            )
+            depths = None
+            if live_nodes is not None:
+                depths = tuple(map(len, reconfigured_pipelines(map(range, live_nodes), min(templates, default=0))))
+            for mix in _mixes(
+                memory_of(costs, recompute=recompute),
+                link,
+                tuple(templates.items()),
+                workers=len(cluster.workers),
+                least_pipelines=fault_tolerance + 1,
+                depths=depths,
+            ):
+                pipelines = tuple((templates[nodes].cut_points, share) for nodes, share in mix.pipelines)
+                yield Layout(pipelines, recompute, mix.time_s)
+
+    return fastest_layout("oobleck", layouts(), costs, split_backward=split_backward, current=current)
 
 
 def reconfigured_pipelines(pipelines: Iterable[Sequence[int]], fewest: int) -> list[list[int]]:
@@ -126,42 +145,13 @@ def reconfigured_pipelines(pipelines: Iterable[Sequence[int]], fewest: int) -> l
     return left
 
 
-def _layouts(
-    costs: CostModel,
-    templates: Mapping[int, PipelineTemplate],
-    *,
-    least_pipelines: int,
-    live_nodes: Sequence[int] | None,
-    recompute: bool,
-) -> Iterator[Layout]:
-    """The best choices by Oobleck's estimate, with or without recomputation."""
-    cluster, reconfigured = costs.cluster, None
-    if live_nodes is not None:
-        reconfigured = reconfigured_pipelines(map(range, live_nodes), min(templates, default=0))
-    mixes = _mixes(
-        costs.workload,
-        smallest_memory_bytes(cluster),
-        cluster.inter_host if len(cluster.host_sizes) > 1 else cluster.intra_host,
-        tuple(templates.items()),
-        recompute=recompute,
-        workers=len(cluster.workers),
-        least_pipelines=least_pipelines,
-        depths=None if reconfigured is None else tuple(map(len, reconfigured)),
-    )
-    for mix in mixes:
-        pipelines = tuple((templates[nodes].cut_points, share) for nodes, share in mix.pipelines)
-        yield Layout(pipelines, recompute, mix.time_s)
-
-
 # Shared by decisions on as many workers: which of them are lost makes no difference.
 @lru_cache(maxsize=64)
 def _mixes(
-    workload: Workload,
-    capacity_bytes: int | None,
+    memory: OneFOneBMemory,
     link: Link,
     templates: tuple[tuple[int, PipelineTemplate], ...],
     *,
-    recompute: bool,
     workers: int,
     least_pipelines: int,
     depths: tuple[int, ...] | None,
@@ -170,8 +160,7 @@ def _mixes(
 
     The estimate is that of the slowest pipeline, and the all-reduce of the first layer on `link`.
     """
-    of_nodes = dict(templates)
-    memory = memory_of(workload, capacity_bytes, recompute=recompute)
+    of_nodes, workload = dict(templates), memory.workload
 
     @cache
     def time_s(nodes: int, share: int) -> float:
@@ -183,17 +172,181 @@ def _mixes(
 
     if depths is None:
         return LeastMix(
-            list(of_nodes),
+            depths=list(of_nodes),
             workers=workers,
             micro_batches=workload.micro_batches,
             time_s=time_s,
-            least_share=lambda _: 1,
             least_pipelines=least_pipelines,
             sync_s=sync_s,
         ).mixes()
     if not depths or not of_nodes.keys() >= set(depths) or len(depths) > workload.micro_batches:
         return []
-    shares = shared_out(depths, workload.micro_batches, time_s)
-    slowest_s = max(map(time_s, depths, shares))
-    mix = Mix(tuple(zip(depths, shares, strict=True)), slowest_s + sync_s(len(depths)))
-    return [mix] if slowest_s < math.inf else []
+    mix = shared_out(depths, workload.micro_batches, time_s, sync_s=sync_s)
+    return [mix] if mix.time_s < math.inf else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTemplate:
+    """A pipeline for a number of nodes.
+
+    Attributes:
+        cut_points: for each stage, one on each node, the layer after its last one.
+        slowest: number of the slowest stage (k*), from 0; the first of equals.
+        slowest_s: seconds of its forward and backward.
+        pass_s: T1, seconds of one micro-batch through all stages and back.
+        tail_s: T3, the same from the slowest stage on.
+    """
+
+    cut_points: CutPoints
+    slowest: int
+    slowest_s: float
+    pass_s: float
+    tail_s: float
+
+    @property
+    def nodes(self) -> int:
+        """Stages, one for each node."""
+        return len(self.cut_points)
+
+    def iteration_s(self, micro_batches: int) -> float:
+        """T1 + T2 + T3, with T2 = (N_b - S + k* - 1) t_k*; linear in the micro-batches (N_b)."""
+        return self.pass_s + (micro_batches - self.nodes + self.slowest - 1) * self.slowest_s + self.tail_s
+
+
+def pipeline_templates(
+    costs: CostModel, *, fault_tolerance: int = 0, recompute: bool = False, with_room: bool = False
+) -> dict[int, PipelineTemplate]:
+    """Templates by number of nodes, ascending, for n_0, n_0 + 1, ... N - f n_0 nodes.
+
+    n_0 is the fewest nodes that hold the model under 1F1B, with 4 S micro-batches or the step's if those are fewer. See
+    `oobleck_plan`.
+
+    Such a pipeline may leave no room for layers that arrive, and then its nodes can take no other template's stages.
+    `with_room`, n_0 is the fewest nodes of which each can receive any stage beside its own, if there are any.
+
+    Args:
+        costs: what is to be computed, and the live workers.
+        fault_tolerance: f, losses that leave a copy of every layer.
+        recompute: whether all stages recompute activations.
+        with_room: whether nodes have room to be reconfigured.
+
+    Raises:
+        ConfigError: negative `fault_tolerance`.
+    """
+    if fault_tolerance < 0:
+        raise ConfigError(f"fault_tolerance must be zero or more; got {fault_tolerance}")
+    memory = memory_of(costs, recompute=recompute)
+    cutter = _cutter(memory)
+    most = min(len(costs.cluster.workers), len(costs.workload.layers))
+    found: dict[int, PipelineTemplate] = {}
+    for nodes in range(1, most + 1):
+        if found and nodes > len(costs.cluster.workers) - fault_tolerance * next(iter(found)):
+            break
+        if (template := cutter.template(nodes)) is not None:
+            found[nodes] = template
+    if not with_room or (most_bytes := memory.capacity_bytes) is None:
+        return found
+    roomy = (nodes for nodes in found if _exchange_bytes(found[nodes].cut_points, costs.workload) <= most_bytes)
+    fewest = next(roomy, 0)
+    return {nodes: template for nodes, template in found.items() if nodes >= fewest}
+
+
+def _exchange_bytes(cut_points: CutPoints, workload: Workload) -> int:
+    """Bytes of the largest stage between two steps, gradients included, and of the state of another such beside it."""
+    held = list(accumulate((2 * state_bytes(layer) + layer.gradient_bytes for layer in workload.layers), initial=0))
+    return max(held[stop] - held[start] for start, stop in pairwise((0, *cut_points)))
+
+
+class _Cutter:
+    """The stages of least T1 + T2 + T3.
+
+    T1 is the same for all cuts. So all depends on the slowest stage: which layers it has, and how many stages are
+    ahead of it. Others may be any that are no slower.
+    """
+
+    def __init__(self, memory: OneFOneBMemory) -> None:
+        workload = memory.workload
+        layers = (workload.recomputed() if memory.recompute else workload).layers
+        self._num_layers = len(layers)
+        self._micro_batches = workload.micro_batches
+        self._memory = memory
+        self._overhead_s = 2 * workload.operation_overhead_s
+        self.template = cache(self._template)
+        self._until_s = list(accumulate((layer.forward_s + layer.backward_s for layer in layers), initial=0.0))
+        stages = ((start, stop) for start in range(len(layers)) for stop in range(start + 1, len(layers) + 1))
+        self._by_time = sorted((self._stage_s(*stage), *stage) for stage in stages)
+
+    def _template(self, nodes: int) -> PipelineTemplate | None:
+        """The best cut for so many nodes; None if none fits."""
+        best: PipelineTemplate | None = None
+        best_s = math.inf
+        whole_s = self._until_s[-1] + nodes * self._overhead_s
+        for slowest_s, start, stop in self._by_time:
+            if nodes * slowest_s < whole_s * (1 - _ROUNDING):
+                continue
+            # With k* = 0, and nothing after the slowest.
+            if whole_s + (_PER_STAGE - 1) * nodes * slowest_s >= best_s:
+                break
+            for position in range(max(0, nodes - self._num_layers + stop - 1), min(start, nodes - 1) + 1):
+                if self._estimate_s(nodes, position, start, slowest_s) >= best_s * (1 - _ROUNDING):
+                    continue
+                cut_points = self._around(nodes, position, start, stop)
+                if cut_points is not None:
+                    best = self._of(cut_points)
+                    best_s = best.iteration_s(_PER_STAGE * nodes)
+        return best
+
+    def _estimate_s(self, nodes: int, slowest: int, start: int, slowest_s: float) -> float:
+        whole_s = self._until_s[-1] + nodes * self._overhead_s
+        tail_s = self._until_s[-1] - self._until_s[start] + (nodes - slowest) * self._overhead_s
+        return whole_s + ((_PER_STAGE - 1) * nodes + slowest - 1) * slowest_s + tail_s
+
+    def _of(self, cut_points: CutPoints) -> PipelineTemplate:
+        times_s = [self._stage_s(start, stop) for start, stop in pairwise((0, *cut_points))]
+        # The estimate depends on which of equals it is: no matter of rounding.
+        slowest = next(stage for stage, own_s in enumerate(times_s) if own_s >= max(times_s) * (1 - _ROUNDING))
+        return PipelineTemplate(
+            cut_points=cut_points,
+            slowest=slowest,
+            slowest_s=times_s[slowest],
+            pass_s=math.fsum(times_s),
+            tail_s=math.fsum(times_s[slowest:]),
+        )
+
+    def _around(self, nodes: int, position: int, start: int, stop: int) -> CutPoints | None:
+        """A cut with this stage at this position and none slower; None if there is none that fits."""
+        if not self._fits(nodes, position, start, stop):
+            return None
+        most_s = self._stage_s(start, stop) * (1 + _ROUNDING)
+        ahead = self._cut(nodes, range(position), 0, start, most_s)
+        after = None if ahead is None else self._cut(nodes, range(position + 1, nodes), stop, self._num_layers, most_s)
+        return None if ahead is None or after is None else (*ahead, stop, *after)
+
+    def _cut(self, nodes: int, positions: range, first: int, last: int, most_s: float) -> CutPoints | None:
+        """Stages at these positions for layers `first` to `last`, each as large as can be, or smaller where memory
+        makes that a dead end."""
+
+        @cache
+        def cut(position: int, start: int) -> CutPoints | None:
+            left = positions.stop - position
+            if not left:
+                return () if start == last else None
+            if self._until_s[last] - self._until_s[start] + left * self._overhead_s <= left * most_s:
+                for stop in range(last - left + 1, start, -1):
+                    if self._stage_s(start, stop) <= most_s and self._fits(nodes, position, start, stop):
+                        rest = cut(position + 1, stop)
+                        if rest is not None:
+                            return (stop, *rest)
+            return None
+
+        return cut(positions.start, first)
+
+    def _fits(self, nodes: int, position: int, start: int, stop: int) -> bool:
+        share = min(_PER_STAGE * nodes, self._micro_batches)
+        return self._memory.fits(start, stop, to_end=nodes - position, micro_batches=share)
+
+    def _stage_s(self, start: int, stop: int) -> float:
+        return self._until_s[stop] - self._until_s[start] + self._overhead_s
+
+
+_cutter = lru_cache(maxsize=8)(_Cutter)

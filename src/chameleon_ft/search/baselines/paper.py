@@ -7,7 +7,6 @@ from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.estimate import state_bytes
 from chameleon_ft.estimate.paper import pipeline_step_s
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
@@ -19,9 +18,7 @@ from chameleon_ft.search.baselines.layouts import (
     OneFOneBMemory,
     fastest_layout,
     memory_of,
-    smallest_memory_bytes,
 )
-from chameleon_ft.workload import Workload
 
 __all__ = ["paper_plan"]
 
@@ -60,9 +57,9 @@ def paper_plan(
     workers, micro_batches = len(costs.cluster.workers), costs.workload.micro_batches
     if not workers:
         raise PlanError("no worker is left to plan for; start at least one")
-    cuts = _equal_cuts(costs.workload, smallest_memory_bytes(costs.cluster))
+    cuts = _equal_cuts(memory_of(costs, recompute=False))
     mixes = LeastMix(
-        range(1, min(workers, len(costs.workload.layers)) + 1),
+        depths=range(1, min(workers, len(costs.workload.layers)) + 1),
         workers=workers,
         micro_batches=micro_batches,
         time_s=lambda depth, share: cuts.best(depth, share)[0],
@@ -74,35 +71,23 @@ def paper_plan(
     return fastest_layout("paper", layouts, costs, split_backward=split_backward, current=current)
 
 
-@lru_cache(maxsize=4)
-def _equal_cuts(workload: Workload, capacity_bytes: int | None) -> _EqualCuts:
-    """Shared by all plans for the workload: a policy asks again after each loss."""
-    return _EqualCuts(workload, memory_of(workload, capacity_bytes, recompute=False))
-
-
 class _EqualCuts:
     """Equal stages, but for the remainder, which is placed so that the paper's estimate is least."""
 
-    def __init__(self, workload: Workload, memory: OneFOneBMemory) -> None:
-        layers = workload.layers
+    def __init__(self, memory: OneFOneBMemory) -> None:
+        workload, layers = memory.workload, memory.workload.layers
         self._num_layers = len(layers)
         self._overhead_s = workload.operation_overhead_s
         self._memory = memory
         self._forward = list(accumulate((layer.forward_s for layer in layers), initial=0.0))
         self._backward = list(accumulate((layer.backward_s for layer in layers), initial=0.0))
-        self._state = list(accumulate((state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
-        self._activations = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
-        self._known: dict[tuple[int, int], tuple[float, CutPoints]] = {}
+        self.best = cache(self._best)
 
-    def best(self, depth: int, micro_batches: int) -> tuple[float, CutPoints]:
-        """Seconds and cut points of the best placement of the layers; infinite if none fits."""
-        key = depth, micro_batches
-        if key not in self._known:
-            self._known[key] = self._searched(depth, micro_batches)
-        return self._known[key]
+    def _best(self, depth: int, micro_batches: int) -> tuple[float, CutPoints]:
+        """Seconds and cut points of the best placement of the layers; infinite if none fits.
 
-    def _searched(self, depth: int, micro_batches: int) -> tuple[float, CutPoints]:
-        """Branch and bound over the stages, the most promising next stage first."""
+        Branch and bound over the stages, the most promising next stage first.
+        """
         share, spare = divmod(self._num_layers, depth)
         best: tuple[float, CutPoints] = (math.inf, ())
 
@@ -144,27 +129,26 @@ class _EqualCuts:
         Before a stage runs anything, its forward and its backward have to pass all stages ahead; and its first backward
         waits for the pipeline's others, while it runs no more than its warm-up and one forward.
         """
-        if not self._fits(start, stop, depth - position, micro_batches):
+        # By the paper's formula, with what unequal layers need added up, and by our own count.
+        to_end, memory = depth - position, self._memory
+        if not (
+            memory.fits_without_messages(start, stop, in_flight=to_end)
+            and memory.fits(start, stop, to_end=to_end, micro_batches=micro_batches)
+        ):
             return math.inf
         forward_s, backward_s = self._stage_s(start, stop)
         ahead_s = self._forward[start] + self._backward[start] + 2 * position * self._overhead_s
         whole_s = self._forward[-1] + self._backward[-1] + 2 * depth * self._overhead_s
-        after = micro_batches - min(depth - position, micro_batches)
+        after = micro_batches - min(to_end, micro_batches)
         return max(
             ahead_s + micro_batches * (forward_s + backward_s),
             whole_s + (micro_batches - 1) * backward_s + after * forward_s,
         )
 
-    def _fits(self, start: int, stop: int, to_end: int, micro_batches: int) -> bool:
-        """By the paper's formula, with what unequal layers need added up, and by our own count."""
-        if self._memory.capacity_bytes is None:
-            return True
-        state = self._state[stop] - self._state[start]
-        reported = state + to_end * (self._activations[stop] - self._activations[start])
-        return reported <= self._memory.capacity_bytes and self._memory.fits(
-            start, stop, to_end=to_end, micro_batches=micro_batches
-        )
-
     def _stage_s(self, start: int, stop: int) -> tuple[float, float]:
         forward_s = self._overhead_s + self._forward[stop] - self._forward[start]
         return forward_s, self._overhead_s + self._backward[stop] - self._backward[start]
+
+
+# Shared by all plans for a workload: a policy asks again after each loss.
+_equal_cuts = lru_cache(maxsize=4)(_EqualCuts)
