@@ -55,7 +55,9 @@ def test_what_is_chosen_is_best_and_can_be_run(
             assert each.step_s is not None
             assert each.last_hosts == 0 or hosts > 1
             assert 0 <= each.fatal_share <= 1
-            assert each.return_s == pytest.approx(each.fatal_share * (now.restart_s + elapsed_s))
+            # A checkpoint after every step: no more than one is done again.
+            least_s = each.fatal_share * (now.restart_s + elapsed_s)
+            assert least_s * (1 - 1e-9) <= each.return_s <= (least_s + each.fatal_share * each.step_s) * (1 + 1e-9)
             trained = gap.left_after(each.stall_s) / each.step_s - each.return_s / reference_step_s
             assert each.samples == pytest.approx(samples * trained, rel=1e-9)
         else:
@@ -206,7 +208,7 @@ def test_all_holders_of_a_layer_share_a_host_if_that_pays(
 def test_a_return_to_a_checkpoint_that_is_to_be_expected_counts() -> None:
     now = after(situation(dp=2, pp=2), 0)
     rate = rate_of(1000.0, now)
-    (cheap,) = decide(replace(now, next_restart_s=0.0), "reroute", rate).candidates
+    (cheap,) = decide(replace(now, restart_s=0.0), "reroute", rate).candidates
     (dear,) = decide(now, "reroute", rate).candidates
     assert cheap.last_holders == dear.last_holders == 1
     assert dear.step_s is not None
