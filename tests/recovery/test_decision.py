@@ -15,7 +15,17 @@ from chameleon_ft.control.transition import placement_of
 from chameleon_ft.errors import ConfigError, NoHolderError, PlanError
 from chameleon_ft.estimate import estimate_step, program_memory, state_bytes, total_work_bound_s
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
-from chameleon_ft.recovery import POLICIES, STAY, Candidate, Decision, FailureModel, Proposal, Situation, decide
+from chameleon_ft.recovery import (
+    POLICIES,
+    STAY,
+    Candidate,
+    Checkpoints,
+    Decision,
+    FailureModel,
+    Proposal,
+    Situation,
+    decide,
+)
 from chameleon_ft.recovery.decision import prospect_of
 from chameleon_ft.recovery.scoring import Course, best_of, measure
 from chameleon_ft.schedule import CostModel, InFlightLimit, Program, check_program
@@ -267,6 +277,16 @@ def test_where_memory_forbids_to_re_partition_it_reroutes_or_begins_anew() -> No
     anew = decide(with_checkpoint, "chameleon", rate_of(1e6, now)).chosen
     assert anew is not None
     assert anew.policy == "anew"
+
+
+def test_if_no_worker_is_lost_a_checkpoint_is_written_before_all_begin_anew() -> None:
+    joined = situation(dp=1, pp=2, spares=2)
+    for write_s, stalls_s in ((None, []), (5.0, [joined.restart_s + 5.0])):
+        now = replace(joined, checkpoints=Checkpoints(unsaved_s=900.0, longest_s=3_600.0, write_s=write_s))
+        decision = decide(now, "chameleon", rate_of(1e6, now))
+        assert [each.stall_s for each in decision.candidates if each.from_checkpoint] == stalls_s
+        lost = after(now, 1)
+        assert lost.return_s == lost.restart_s + 900.0
 
 
 @pytest.mark.parametrize(
