@@ -85,7 +85,9 @@ class Prospect:
             has_checkpoints=has_checkpoints,
         )
 
-    def of_plan(self, *, step_s: float, stall_s: float, fatal: float, from_checkpoint: bool) -> Expected:
+    def of_plan(
+        self, *, step_s: float, stall_s: float, fatal: float, from_checkpoint: bool, total_loss: float = 0.0
+    ) -> Expected:
         """Return what a plan is expected to come to, with the expected number of steps
 
             E[max(0, G - stall)] / (step time (1 + w / I)) - (seconds of a return) / (reference step time).
@@ -104,13 +106,19 @@ class Prospect:
             stall_s: seconds until it is reached, work of the interrupted step that is done again included.
             fatal: probability that the next incident takes all holders of some layer once the plan is reached.
             from_checkpoint: whether its state is read from a checkpoint.
+            total_loss: probability that the incident takes all workers. The time of that return is the same whatever is
+                chosen, and left out; steps that are done again are not.
         """
         exposed, unsaved_s = (1.0, 0.0) if from_checkpoint else (self.exposed, self.checkpoints.unsaved_s)
         mean_gap_s = self.gap.left_after(0.0)
-        interval_s = self.checkpoints.interval_s(step_s=step_s, return_gap_s=mean_gap_s / fatal if fatal else math.inf)
+        returns = fatal + total_loss
+        interval_s = self.checkpoints.interval_s(
+            step_s=step_s, return_gap_s=mean_gap_s / returns if returns else math.inf
+        )
         during = self.gap.within(stall_s)
         before, after = during * exposed, (1 - during) * fatal
-        again_s = before * unsaved_s + after * expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
+        again_s = (before + during * total_loss) * unsaved_s
+        again_s += (after + (1 - during) * total_loss) * expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
         return_s = (before + after) * self.restart_s + again_s
         trains_s = self.gap.left_after(stall_s) / (1 + (self.checkpoints.write_s or 0.0) / interval_s)
         return Expected(

@@ -198,6 +198,7 @@ def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) 
             stall_s=candidate.stall_s,
             fatal=prospect.failures.fatal_probability(candidate.risk),
             from_checkpoint=candidate.from_checkpoint,
+            total_loss=prospect.failures.total_loss_probability(candidate.risk),
         )
         return replace(
             candidate,

@@ -240,9 +240,10 @@ class _Run:
 
     def _go_on(self, chosen: Chosen, *, cause: str, finish_step: bool) -> None:
         parameters, option = self.parameters, chosen.option
-        fatal = 1.0 if self.restarts else 0.0 if chosen.risk is None else self.rate.fatal_probability(chosen.risk)
-        horizon_s = self.rate.horizon_s(max(1, len(self.speeds)))
-        return_gap_s = horizon_s / fatal if fatal else math.inf
+        returns = 1.0
+        if chosen.risk is not None and not self.restarts:
+            returns = self.rate.fatal_probability(chosen.risk) + self.rate.total_loss_probability(chosen.risk)
+        return_gap_s = self.rate.horizon_s(max(1, len(self.speeds))) / returns if returns else math.inf
         self.account.changes(
             step_s=option.step_s + parameters.step_overhead_s,
             stall_s=option.stall_s,
