@@ -397,6 +397,7 @@ SURFACE = {
     ],
     "recovery": [
         "Candidate",
+        "Checkpoints",
         "Course",
         "Decision",
         "FailureModel",

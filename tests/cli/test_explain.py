@@ -103,10 +103,7 @@ def test_the_stall_of_a_restart_has_parts_too(tmp_path: Path, capsys: pytest.Cap
     loss = {**lost(5, 2), "policy": "restart", "resume_step": 38}
     outcome = {**came(2), "policy": "restart", "predicted_stall_s": 300.0, "measured_stall_s": 1.5}
     text = told(capsys, write(tmp_path, started(), restart, planned(2, "restart"), loss, outcome))
-    assert (
-        "predicted  step 400 ms, stall 300.0 s: recovery.restart_s, all that a return to a checkpoint is taken to "
-        "cost\n" in text
-    )
+    assert "predicted  step 400 ms, stall 300.0 s: recovery.restart_s and the steps since the checkpoint\n" in text
     assert "came       step 410 ms (+2.5%), stall 1.500 s (-99.5%), after 10 steps\n" in text
     assert (
         "stall = repeat 1.367 (2 steps repeated) + detect 0.010 + stop 0.020 + decide 0.003 + regroup 0.100\n" in text

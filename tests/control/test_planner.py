@@ -15,7 +15,7 @@ from chameleon_ft.control.planner import Planner
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile
-from chameleon_ft.recovery import FailureModel
+from chameleon_ft.recovery import FailureModel, decide
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.transfer import Message, Transfer
 from chameleon_ft.workload import LayerCost
@@ -34,7 +34,9 @@ PROFILE = Profile(
 )
 
 
-def planner(*, profile: Profile | None = None, plan: Plan | None = None, policy: str = "chameleon") -> Planner:
+def planner(
+    *, profile: Profile | None = None, plan: Plan | None = None, policy: str = "chameleon", every: int = 0
+) -> Planner:
     config = RunConfig.model_validate(
         {
             "job": "a.job:job",
@@ -42,6 +44,7 @@ def planner(*, profile: Profile | None = None, plan: Plan | None = None, policy:
             "parallel": Parallel(dp=3, pp=2),
             "batch": Batch(micro_batches=12, micro_batch_size=2),
             "recovery": Recovery.model_validate({"policy": policy}),
+            "checkpoint": {"every": every},
         }
     )
     return Planner(config, JOB, profile=profile, plan=plan)
@@ -189,6 +192,18 @@ def test_transfers_that_took_longer_make_stalls_longer_where_something_moves() -
         assert new.transfer_s == pytest.approx(5 * old.transfer_s)
         assert old.stall_s is not None
         assert new.stall_s == pytest.approx(old.stall_s + 4 * old.transfer_s)
+
+
+def test_a_return_to_a_checkpoint_costs_the_steps_since_it() -> None:
+    by = planner(profile=PROFILE, every=10)
+    decision = begin(by)
+    report(by, {}, steps=3, forward_s=0.02, backward_s=0.04)
+    outlook = by.outlook(decision, range(6), HOSTS, phases=PHASES, repeat_s=0.5, unsaved=5)
+    stays = decide(outlook, "reroute", FailureModel(worker_mtbf_s=3600.0, prior_failures=1.0)).chosen
+    assert stays is not None
+    assert stays.step_s is not None
+    assert outlook.return_s == pytest.approx(outlook.restart_s + 5 * stays.step_s)
+    assert outlook.checkpoints.longest_s == pytest.approx(10 * stays.step_s)
 
 
 def test_what_was_known_is_told() -> None:

@@ -15,7 +15,17 @@ from chameleon_ft.control.transition import placement_of
 from chameleon_ft.errors import ConfigError, NoHolderError, PlanError
 from chameleon_ft.estimate import estimate_step, program_memory, state_bytes, total_work_bound_s
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
-from chameleon_ft.recovery import POLICIES, STAY, Candidate, Decision, FailureModel, Proposal, Situation, decide
+from chameleon_ft.recovery import (
+    POLICIES,
+    STAY,
+    Candidate,
+    Checkpoints,
+    Decision,
+    FailureModel,
+    Proposal,
+    Situation,
+    decide,
+)
 from chameleon_ft.recovery.decision import prospect_of
 from chameleon_ft.recovery.scoring import Course, best_of, measure
 from chameleon_ft.schedule import CostModel, InFlightLimit, Program, check_program
@@ -55,7 +65,9 @@ def test_what_is_chosen_is_best_and_can_be_run(
             assert each.step_s is not None
             assert each.last_hosts == 0 or hosts > 1
             assert 0 <= each.fatal_share <= 1
-            assert each.return_s == pytest.approx(each.fatal_share * (now.restart_s + elapsed_s))
+            # A checkpoint after every step: no more than one is done again.
+            least_s = each.fatal_share * (now.restart_s + elapsed_s)
+            assert least_s * (1 - 1e-9) <= each.return_s <= least_s + each.step_s
             trained = gap.left_after(each.stall_s) / each.step_s - each.return_s / reference_step_s
             assert each.samples == pytest.approx(samples * trained, rel=1e-9)
         else:
@@ -206,7 +218,7 @@ def test_all_holders_of_a_layer_share_a_host_if_that_pays(
 def test_a_return_to_a_checkpoint_that_is_to_be_expected_counts() -> None:
     now = after(situation(dp=2, pp=2), 0)
     rate = rate_of(1000.0, now)
-    (cheap,) = decide(replace(now, next_restart_s=0.0), "reroute", rate).candidates
+    (cheap,) = decide(replace(now, restart_s=0.0), "reroute", rate).candidates
     (dear,) = decide(now, "reroute", rate).candidates
     assert cheap.last_holders == dear.last_holders == 1
     assert dear.step_s is not None
@@ -265,6 +277,16 @@ def test_where_memory_forbids_to_re_partition_it_reroutes_or_begins_anew() -> No
     anew = decide(with_checkpoint, "chameleon", rate_of(1e6, now)).chosen
     assert anew is not None
     assert anew.policy == "anew"
+
+
+def test_if_no_worker_is_lost_a_checkpoint_is_written_before_all_begin_anew() -> None:
+    joined = situation(dp=1, pp=2, spares=2)
+    for write_s, stalls_s in ((None, []), (5.0, [joined.restart_s + 5.0])):
+        now = replace(joined, checkpoints=Checkpoints(unsaved_s=900.0, longest_s=3_600.0, write_s=write_s))
+        decision = decide(now, "chameleon", rate_of(1e6, now))
+        assert [each.stall_s for each in decision.candidates if each.from_checkpoint] == stalls_s
+        lost = after(now, 1)
+        assert lost.return_s == lost.restart_s + 900.0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.stats import beta, expon, lomax, nbinom  # type: ignore[import-untyped]
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.recovery import FailureModel, HolderSets, LossRisk
+from chameleon_ft.recovery import Checkpoints, FailureModel, HolderSets, LossRisk, Prospect
 from chameleon_ft.recovery.failure_model import _PRIORS, Gap, Wait
 
 positive = st.floats(0.1, 1e6)
@@ -230,3 +230,35 @@ def test_it_can_be_written_down() -> None:
 def test_without_workers_nothing_can_fail() -> None:
     with pytest.raises(ConfigError, match="no worker that could fail"):
         FailureModel(worker_mtbf_s=1.0, prior_failures=1.0).horizon_s(0)
+
+
+def test_what_no_plan_survives_takes_all_workers_or_all_hosts() -> None:
+    model = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0, prior_host_share=0.25)
+    workers = HolderSets(8, {4: 2})
+    alone = model.total_loss_probability(LossRisk(workers=workers, hosts=None))
+    two, four = (
+        model.total_loss_probability(LossRisk(workers=workers, hosts=HolderSets(hosts, {2: 1}))) for hosts in (2, 4)
+    )
+    assert 0.25 < alone < 0.26, "every failure of the only host takes all"
+    assert 0 < four < two < alone
+    more = 0.75 * (1 - math.fsum(model.size_shares(7))) + 0.25 * (1 - math.fsum(model.size_shares(1)))
+    assert two == pytest.approx(more)
+
+
+def test_checkpoints_are_more_frequent_if_a_host_is_the_only_one() -> None:
+    gap = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0).gap(8, after_incident=False)
+    ahead = Prospect(
+        failures=FailureModel(worker_mtbf_s=1e6, prior_failures=1.0),
+        gap=gap,
+        restart_s=300.0,
+        checkpoints=Checkpoints(longest_s=3_600.0, write_s=1.0),
+        reference_step_s=1.0,
+        exposed=0.0,
+        has_checkpoints=True,
+    )
+    safe, alone = (
+        ahead.of_plan(step_s=1.0, stall_s=0.0, fatal=0.0, from_checkpoint=False, total_loss=total_loss)
+        for total_loss in (0.0, 0.25)
+    )
+    assert safe.return_s == 0 < alone.return_s < 0.25 * 3_600.0 / 2
+    assert alone.steps < safe.steps

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.estimate import StallModel
-from chameleon_ft.recovery import POLICIES, Situation, decide, refreshed
+from chameleon_ft.recovery import POLICIES, Checkpoints, Situation, decide, refreshed
 from chameleon_ft.schedule import CostModel
 from tests.recovery.situations import after, rate_of, situation, situations
 
@@ -27,6 +27,7 @@ seconds = st.sampled_from([0.0, 0.25, 8.0])
     transfer_factor=factors,
     phases=st.builds(StallModel, detect_s=seconds, stop_s=seconds, decide_s=seconds, regroup_s=seconds),
     repeat_s=seconds,
+    unsaved_s=seconds,
 )
 def test_it_is_what_would_be_decided_now(
     before: Situation,
@@ -36,8 +37,16 @@ def test_it_is_what_would_be_decided_now(
     transfer_factor: float,
     phases: StallModel,
     repeat_s: float,
+    unsaved_s: float,
 ) -> None:
-    now = replace(before, step_factor=step_factor, transfer_factor=transfer_factor, phases=phases, repeat_s=repeat_s)
+    now = replace(
+        before,
+        step_factor=step_factor,
+        transfer_factor=transfer_factor,
+        phases=phases,
+        repeat_s=repeat_s,
+        checkpoints=Checkpoints(unsaved_s=unsaved_s, longest_s=20.0),
+    )
     # The published rule weighs transfers when it proposes.
     if policy == "paper":
         horizons_s, now = (horizons_s[0],) * 2, replace(now, transfer_factor=1.0, phases=before.phases)

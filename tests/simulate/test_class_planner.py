@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from chameleon_ft.recovery import POLICIES, FailureModel
+from chameleon_ft.recovery import POLICIES, Checkpoints, FailureModel
 from chameleon_ft.search import equal_layouts
 from chameleon_ft.simulate.class_planner import ClassPlanner
 from chameleon_ft.simulate.fleet import Fleet
@@ -29,10 +29,9 @@ def outlook(rate: FailureModel) -> Outlook:
         lost=frozenset(),
         horizon_s=rate.horizon_s(WORKERS),
         repeat_s=0.0,
-        rollback_s=0.0,
         running_s=1e6,
         interrupted=False,
-        next_restart_s=2_000.0,
+        checkpoints=Checkpoints(longest_s=3_600.0),
         rate=rate,
     )
 
@@ -44,7 +43,7 @@ def world() -> World:
 
 def pipelines_of(world: World, policy: str, rate: FailureModel) -> int:
     planner = ClassPlanner(POLICIES[policy], world)
-    assert planner.start(SPEEDS) is not None
+    assert planner.start(SPEEDS, Checkpoints(longest_s=3_600.0)) is not None
     chosen = planner.decide(outlook(rate))
     assert chosen is not None
     return len(chosen.option.plan.pipelines)

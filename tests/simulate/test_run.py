@@ -10,9 +10,9 @@ import pytest
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.recovery import FailureModel, Situation, decide, in_flight_ceiling
+from chameleon_ft.recovery.checkpoints import daly_interval_s
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search import equal_layouts
-from chameleon_ft.simulate.checkpoints import daly_interval_s
 from chameleon_ft.simulate.exact_planner import Decisions
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.results import ConservationError, PolicyResult, Results

@@ -113,7 +113,7 @@ class Recovery(Section):
         description="Share of failures that take all workers of a host, as sure as the hours above.",
     )
     restart_s: float = Field(
-        default=300.0, ge=0, description="Seconds that going back to a checkpoint takes, work done again included."
+        default=300.0, ge=0, description="Seconds that going back to a checkpoint takes, steps since it left out."
     )
     respawn: bool = Field(default=False, description="Start a lost worker again, on the host that ran it.")
     respawn_delay_s: float = Field(

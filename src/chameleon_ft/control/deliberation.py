@@ -151,6 +151,7 @@ class Deliberation:
             self._members.hosts(),
             phases=phases,
             repeat_s=repeat_s,
+            unsaved=0 if situation is None else situation.committed - max(situation.checkpoints, default=0),
             held=None if situation is None else situation.held,
         )
         return outlook, self._history.rate

@@ -34,7 +34,7 @@ def known(step: int, outlook: recovery.Situation, rate: FailureModel, correction
             "stop_s": phases.stop_s,
             "decide_s": phases.decide_s,
             "regroup_s": phases.regroup_s,
-            "restart_s": outlook.restart_s,
+            "restart_s": outlook.return_s,
         },
         "corrections": corrections.to_json(),
     }

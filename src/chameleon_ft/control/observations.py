@@ -211,6 +211,10 @@ class Observations:
             self._step = statistics.median(self._steps_s) / self._estimate_s(costs)
         return self._step
 
+    def step_s(self, costs: CostModel) -> float:
+        """Return the seconds of a step of the plan in force."""
+        return self.unexplained(costs) * self._estimate_s(costs)
+
     def _estimate_s(self, costs: CostModel) -> float:
         """Of the plan in force. Replayed anew for other workers; with other times of layers it is in proportion."""
         assert self._plan is not None

@@ -92,6 +92,7 @@ class Planner:
         *,
         phases: StallModel,
         repeat_s: float,
+        unsaved: int = 0,
         held: Mapping[int, Collection[int]] | None = None,
     ) -> recovery.Situation:
         """The situation in numbers, when only `live` are left of the workers.
@@ -100,11 +101,15 @@ class Planner:
             in_force: whose placement the workers hold.
             phases: what the stall will take, transfers left out.
             repeat_s: seconds of work of the interrupted step that is done again.
+            unsaved: steps since the newest complete checkpoint.
             held: live worker -> the layers that it holds; None: its part of the placement in force.
         """
         costs = self._costs(hosts)
         cluster = costs.cluster
         workers = tuple(worker for worker in cluster.workers if worker.id in live)
+        every = self._config.checkpoint.every
+        # Costs of a replay, which only runs with checkpoints need.
+        step_s = self._seen.step_s(costs) if every else 0.0
         return recovery.Situation(
             plan=in_force.plan,
             ceiling=in_force.ceiling,
@@ -112,7 +117,8 @@ class Planner:
             phases=phases,
             repeat_s=repeat_s,
             restart_s=self._config.recovery.restart_s,
-            has_checkpoints=self._config.checkpoint.every > 0,
+            has_checkpoints=every > 0,
+            checkpoints=recovery.Checkpoints(unsaved_s=unsaved * step_s, longest_s=every * step_s),
             step_factor=self._seen.unexplained(costs),
             transfer_factor=self._seen.transfers,
             holdings=None if held is None else placement_of(held, in_force.plan.placement.num_layers),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from chameleon_ft.recovery.checkpoints import Checkpoints
 from chameleon_ft.recovery.decision import STAY, Candidate, Course, Decision, decide
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.layout import in_flight_ceiling, largest_symmetric_layout
@@ -22,6 +23,7 @@ __all__ = [
     "POLICIES",
     "STAY",
     "Candidate",
+    "Checkpoints",
     "Course",
     "Decision",
     "FailureModel",

@@ -70,13 +70,13 @@ def decide(
 ) -> Decision:
     """Score what the policy proposes, and choose what is expected to train the most samples.
 
-    The score is `Prospect.steps` times the samples of a step: what is trained until the next incident, less what a
-    return to a checkpoint costs times the probability that the incident makes one necessary, because it takes all
-    holders of some layer. If there is no checkpoint, such a loss ends the run: a plan with workers that are the only
-    ones to hold some layer is chosen only if there is no other; and of those without them one with such hosts only if
-    no host is expected to fail, or the others train nothing. Of equals, that which moves the fewest bytes; of equals
-    still, what was proposed first. What does not fit the memory, in a step or while layers move, or has layers without
-    a holder, is listed with the reason and never chosen. Deterministic.
+    The score is the steps of `Prospect.of_plan` times the samples of a step: what is trained until the next incident,
+    less what a return to a checkpoint costs times the probability that the incident makes one necessary, because it
+    takes all holders of some layer. If there is no checkpoint, such a loss ends the run: a plan with workers that are
+    the only ones to hold some layer is chosen only if there is no other; and of those without them one with such hosts
+    only if no host is expected to fail, or the others train nothing. Of equals, that which moves the fewest bytes; of
+    equals still, what was proposed first. What does not fit the memory, in a step or while layers move, or has layers
+    without a holder, is listed with the reason and never chosen. Deterministic.
 
     As long as no worker is lost, to continue as before is scored first, whatever the policy proposes: it costs no
     stall, and can be done.
@@ -125,7 +125,8 @@ def prospect_of(situation: Situation, failures: FailureModel) -> Prospect:
         workers=len(situation.live),
         after_incident=bool(situation.lost),
         held=None if held.unheld_layers else risk_of(held, situation.costs.cluster.hosts),
-        restart_s=situation.restart_s if situation.next_restart_s is None else situation.next_restart_s,
+        restart_s=situation.restart_s,
+        checkpoints=situation.checkpoints,
         reference_step_s=total_work_bound_s(situation.costs) * situation.step_factor,
         has_checkpoints=situation.has_checkpoints,
     )

@@ -301,6 +301,12 @@ class FailureModel:
             total += part * math.fsum(share * sets.hit(size) for size, share in enumerate(shares, start=1))
         return total
 
+    def total_loss_probability(self, risk: LossRisk) -> float:
+        """Return the probability that the next incident takes all workers or all hosts, whatever the plan."""
+        hosts = 1 if risk.hosts is None else risk.hosts.groups
+        survived = [math.fsum(self.size_shares(groups - 1)) for groups in (risk.workers.groups, hosts)]
+        return (1 - self.host_share) * (1 - survived[0]) + self.host_share * (1 - survived[1])
+
 
 @lru_cache(maxsize=64)
 def _size_shares(incidents: int, logs: float) -> tuple[float, ...]:

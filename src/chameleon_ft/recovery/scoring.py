@@ -79,10 +79,11 @@ class Candidate:
         transfer_s: seconds of these in which state moves; zero if it is read from a checkpoint.
         moved_bytes: parameters and optimizer state that workers receive, or read.
         risk: which workers and hosts hold the layers.
-        fatal_share: probability that the next incident takes all holders of some layer, by `Prospect.fatal_share`.
-        return_s: expected seconds of a return to a checkpoint after the next incident.
-        samples: expected samples until the next incident, less those that it is expected to cost: B times
-            `Prospect.steps`. Negative if the cost is larger; zero if the candidate is not feasible.
+        from_checkpoint: whether the state is read from a checkpoint.
+        fatal_share: probability that the next incident makes a return to a checkpoint necessary.
+        return_s: expected seconds of that return, work that is done again included.
+        samples: expected samples until the next incident, less those that it is expected to cost: B times the steps of
+            `Prospect.of_plan`. Negative if the cost is larger; zero if the candidate is not feasible.
         reason: why it cannot be chosen; None if it can.
     """
 
@@ -93,6 +94,7 @@ class Candidate:
     transfer_s: float | None = None
     moved_bytes: int | None = None
     risk: LossRisk | None = None
+    from_checkpoint: bool = False
     fatal_share: float = 0.0
     return_s: float = 0.0
     samples: float = 0.0
@@ -142,6 +144,7 @@ def measure(proposal: Proposal, situation: Situation) -> tuple[Candidate, Course
         transfer_s=moves_s,
         moved_bytes=_all_bytes(plan, situation) if transfer is None else transfer.total_bytes,
         risk=risk_of(plan.placement, cluster.hosts),
+        from_checkpoint=proposal.from_checkpoint,
         reason=reason,
     )
     if reason:
@@ -166,8 +169,10 @@ def remeasure(candidate: Candidate, *, before: Situation, now: Situation) -> Can
     known_s = before.phases.total_s + before.repeat_s
     later_s = now.phases.total_s + now.repeat_s - known_s
     step_s, stall_s = candidate.step_s * slower, candidate.stall_s
-    # Not what comes from a checkpoint, or continues without a stop.
-    if math.isclose(stall_s, known_s + candidate.transfer_s):
+    if candidate.from_checkpoint:
+        stall_s = now.return_s
+    # Not what continues without a stop.
+    elif math.isclose(stall_s, known_s + candidate.transfer_s):
         stall_s = max(0.0, stall_s + later_s + candidate.transfer_s * (slower_transfer - 1))
     return replace(candidate, step_s=step_s, stall_s=stall_s, transfer_s=candidate.transfer_s * slower_transfer)
 
@@ -177,7 +182,7 @@ def _work_s(situation: Situation) -> float:
 
 
 def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) -> tuple[Candidate, ...]:
-    """Return the candidates with what they are expected to train; see `Prospect.steps` for the rule.
+    """Return the candidates with what they are expected to train; see `Prospect.of_plan` for the rule.
 
     Args:
         candidates: those that are feasible have a step time, a stall and a risk.
@@ -188,11 +193,18 @@ def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) 
     def scored(candidate: Candidate) -> Candidate:
         if not candidate.feasible or candidate.step_s is None or candidate.stall_s is None or candidate.risk is None:
             return candidate
-        fatal = prospect.failures.fatal_probability(candidate.risk)
-        fatal_share = prospect.fatal_share(candidate.stall_s, fatal)
-        steps = prospect.steps(step_s=candidate.step_s, stall_s=candidate.stall_s, fatal_share=fatal_share)
+        expected = prospect.of_plan(
+            step_s=candidate.step_s,
+            stall_s=candidate.stall_s,
+            fatal=prospect.failures.fatal_probability(candidate.risk),
+            from_checkpoint=candidate.from_checkpoint,
+            total_loss=prospect.failures.total_loss_probability(candidate.risk),
+        )
         return replace(
-            candidate, fatal_share=fatal_share, return_s=fatal_share * prospect.restart_s, samples=samples * steps
+            candidate,
+            fatal_share=expected.fatal_share,
+            return_s=expected.return_s,
+            samples=samples * expected.steps,
         )
 
     return tuple(map(scored, candidates))
@@ -290,7 +302,7 @@ def is_noop(proposal: Proposal, situation: Situation) -> bool:
 
 def _stall_s(proposal: Proposal, situation: Situation, moves_s: float) -> float:
     if proposal.from_checkpoint:
-        return situation.restart_s
+        return situation.return_s
     return TransitionEstimate(phases=situation.phases, transfer_s=moves_s, repeat_s=situation.repeat_s).lost_s
 
 

@@ -10,6 +10,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.recovery.checkpoints import Checkpoints
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search import DEFAULT_EFFORT
 
@@ -26,7 +27,7 @@ class Situation:
         costs: what a step computes, and on whom: its cluster is that of all live workers, spares and new ones too.
         phases: what the stall will take, transfers left out.
         repeat_s: work of the interrupted step that is done again, in seconds; see `TransitionEstimate`.
-        restart_s: seconds that are lost if all go back to a checkpoint now, steps that are repeated included.
+        restart_s: seconds that going back to a checkpoint takes, steps since it left out.
         has_checkpoints: whether there is one to go back to when a layer loses its last holder; else the run ends then.
         step_factor: measured seconds of a step by those that its operations explain; every predicted step is as much
             longer, whatever the plan.
@@ -34,8 +35,7 @@ class Situation:
         effort: how much `find_plan` searches.
         holdings: what live workers hold, where that is more than their part of the plan: a transfer that was cut short
             leaves layers behind that need not be sent again.
-        next_restart_s: seconds that are lost if all have to go back to a checkpoint after the next incident; None if
-            that takes `restart_s` too.
+        checkpoints: how often they are written, if there are any.
         home: the plan whose empty places idle workers may take; None if they stay idle.
         home_ceiling: what workers can keep at most under it.
 
@@ -54,7 +54,7 @@ class Situation:
     transfer_factor: float = 1.0
     effort: int | None = DEFAULT_EFFORT
     holdings: Placement | None = None
-    next_restart_s: float | None = None
+    checkpoints: Checkpoints = Checkpoints()  # noqa: RUF009 - frozen
     home: Plan | None = None
     home_ceiling: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
     # Asked for time and again while a decision is made.
@@ -98,3 +98,14 @@ class Situation:
     def held(self) -> Placement:
         """What the live workers hold: what need not be sent to them, and what they can send."""
         return self.placement if self.holdings is None else self.holdings
+
+    @property
+    def saves_first(self) -> bool:
+        """Whether a checkpoint is written before all go back to one: if no worker is lost, and runs may write then."""
+        return self.checkpoints.write_s is not None and not self.lost and not self.held.unheld_layers
+
+    @property
+    def return_s(self) -> float:
+        """Seconds that are lost if all go back to a checkpoint now, work that is done again included."""
+        written_s = self.checkpoints.write_s if self.saves_first else None
+        return self.restart_s + (self.checkpoints.unsaved_s if written_s is None else written_s)

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from chameleon_ft.recovery import FailureModel
+from chameleon_ft.recovery import Checkpoints, FailureModel
 from chameleon_ft.simulate.accounts import Account
-from chameleon_ft.simulate.checkpoints import daly_interval_s, expected_unsaved_s
 from chameleon_ft.simulate.oracle import KnownRates, live_of
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planner import Chosen, Option, Outlook, Planner
@@ -45,7 +44,8 @@ def course_of(
     samples_per_step: int,
     parameters: Parameters,
     known: KnownRates,
-    optimised_checkpoints: bool,
+    restarts: bool,
+    adapts_checkpoints: bool,
     progress: Callable[[float], None] | None = None,
 ) -> Course:
     """Let a planner live through a trace.
@@ -56,10 +56,11 @@ def course_of(
         samples_per_step: B.
         parameters: what is assumed.
         known: is told how fast the live workers train under this planner.
-        optimised_checkpoints: whether the interval between checkpoints is the best for the failures seen, or fixed.
+        restarts: whether every loss sends it back to a checkpoint.
+        adapts_checkpoints: whether checkpoints are written whenever that pays, or at fixed intervals.
         progress: is called with the share of the trace that is done.
     """
-    run = _Run(trace, planner, samples_per_step, parameters, known, optimised_checkpoints)
+    run = _Run(trace, planner, samples_per_step, parameters, known, restarts, adapts_checkpoints)
     for time_s, events in trace.groups():
         run.pass_to(time_s)
         run.happens(events)
@@ -96,7 +97,8 @@ class _Run:
     samples_per_step: int
     parameters: Parameters
     known: KnownRates
-    optimised: bool
+    restarts: bool
+    adapts_checkpoints: bool
     account: Account = field(default_factory=Account)
     speeds: dict[int, float] = field(init=False)
     chosen: Chosen | None = None
@@ -169,7 +171,7 @@ class _Run:
         if self.chosen is None:
             self._decide(frozenset(), "back")
             return
-        begins_anew = self.optimised and self.chosen.option.from_checkpoint and now_s < self.account.resume_s
+        begins_anew = self.restarts and self.chosen.option.from_checkpoint and now_s < self.account.resume_s
         at_s = (now_s if begins_anew else max(now_s, self.account.resume_s)) + self.parameters.weigh_s
         if at_s == now_s:
             self._decide(frozenset(), "back")
@@ -177,12 +179,12 @@ class _Run:
             self.weighs_at_s = at_s
 
     def _start(self) -> None:
-        self.chosen = self.planner.start(dict(self.speeds)) if self.speeds else None
+        self.chosen = self.planner.start(dict(self.speeds), self._checkpoints) if self.speeds else None
         if self.chosen is None:
             self.account.waits()
         else:
             self.has_started = True
-            self._go_on(self.chosen.option, cause="start", finish_step=False)
+            self._go_on(self.chosen, cause="start", finish_step=False)
 
     def _decide(self, lost: frozenset[int], cause: str) -> None:
         self.weighs_at_s = None
@@ -198,10 +200,9 @@ class _Run:
             lost=lost if hit or before is None else frozenset(),
             horizon_s=horizon_s,
             repeat_s=account.part_s if hit else 0.0,
-            rollback_s=account.unsaved_s if hit or before is None else 0.0,
             running_s=max(0.0, account.clock_s - account.resume_s),
             interrupted=account.clock_s < account.resume_s,
-            next_restart_s=self._next_restart_s(horizon_s),
+            checkpoints=self._checkpoints,
             rate=self.rate,
         )
         self.chosen = self.planner.decide(outlook)
@@ -225,28 +226,29 @@ class _Run:
             account.lose_step()
             account.back_to_checkpoint()
         self._opened(outlook, cause, option.kind, option.step_s, option.predicted_stall_s, option.again_s)
-        self._go_on(option, cause=cause, finish_step=not hit)
+        self._go_on(self.chosen, cause=cause, finish_step=not hit)
 
-    def _next_restart_s(self, horizon_s: float) -> float:
-        """Return the expected seconds of a return to a checkpoint after the next incident, work done again included."""
+    @property
+    def _checkpoints(self) -> Checkpoints:
         parameters = self.parameters
-        if not parameters.has_checkpoints:
-            return parameters.restart_s
-        interval_s = parameters.checkpoint_interval_s
-        return parameters.restart_s + expected_unsaved_s(self.account.unsaved_s, interval_s, horizon_s)
+        return Checkpoints(
+            unsaved_s=self.account.unsaved_s,
+            # Where there are no checkpoints, the first would come after the end.
+            longest_s=min(parameters.checkpoint_interval_s, 2 * self.trace.duration_s),
+            write_s=parameters.checkpoint_write_s if self.adapts_checkpoints else None,
+        )
 
-    def _go_on(self, option: Option, *, cause: str, finish_step: bool) -> None:
-        parameters = self.parameters
-        # Where there are no checkpoints, the first would come after the end.
-        every_s = min(parameters.checkpoint_interval_s, 2 * self.trace.duration_s)
-        if self.optimised:
-            mtbf_s = self.rate.horizon_s(max(1, len(self.speeds)))
-            every_s = max(option.step_s, daly_interval_s(parameters.checkpoint_write_s, mtbf_s))
+    def _go_on(self, chosen: Chosen, *, cause: str, finish_step: bool) -> None:
+        parameters, option = self.parameters, chosen.option
+        returns = 1.0
+        if chosen.risk is not None and not self.restarts:
+            returns = self.rate.fatal_probability(chosen.risk) + self.rate.total_loss_probability(chosen.risk)
+        return_gap_s = self.rate.horizon_s(max(1, len(self.speeds))) / returns if returns else math.inf
         self.account.changes(
             step_s=option.step_s + parameters.step_overhead_s,
             stall_s=option.stall_s,
             cause=cause,
-            checkpoint_every_s=every_s,
+            checkpoint_every_s=self._checkpoints.interval_s(step_s=option.step_s, return_gap_s=return_gap_s),
             write_s=parameters.checkpoint_write_s,
             finish_step=finish_step,
             saved=option.saves_first,

@@ -194,11 +194,11 @@ class ExactPlanner(PlanInForce[RealPlan]):
     def _used(self, plan: RealPlan) -> frozenset[int]:
         return frozenset(plan.plan.workers)
 
-    def _in_force(self, option: Option) -> Chosen:
+    def _in_force(self, option: Option, live: Collection[int]) -> Chosen:
         self._last = option.plan
         if not self._as_in_run and (self._home is None or _places(self._last) - _places(self._home)):
             self._home = self._last
-        return super()._in_force(option)
+        return super()._in_force(option, live)
 
     def _of(self, speeds: Mapping[int, float]) -> CostModel:
         cluster = self._costs.cluster
@@ -215,9 +215,9 @@ class ExactPlanner(PlanInForce[RealPlan]):
             costs=self._of(speeds),
             phases=phases,
             repeat_s=outlook.repeat_s,
-            restart_s=parameters.restart_s + (outlook.rollback_s if parameters.has_checkpoints else 0.0),
+            restart_s=parameters.restart_s,
             has_checkpoints=parameters.has_checkpoints,
-            next_restart_s=outlook.next_restart_s,
+            checkpoints=outlook.checkpoints,
             home=None if self._home is None else self._home.plan,
             home_ceiling={} if self._home is None else self._home.ceiling,
         )
@@ -257,16 +257,19 @@ class ExactPlanner(PlanInForce[RealPlan]):
         if chosen is None or course is None or chosen.step_s is None or chosen.stall_s is None:
             return []
         from_checkpoint = course.transfer is None
-        again_s = outlook.rollback_s if from_checkpoint else outlook.repeat_s if chosen.stall_s else 0.0
+        saves_first = from_checkpoint and self._lost.isdisjoint(reached.plan.workers)
+        again_s = outlook.checkpoints.unsaved_s if from_checkpoint else outlook.repeat_s
+        again_s = again_s if chosen.stall_s and not saves_first else 0.0
         return [
             Option(
                 kind="as-it-is" if chosen.policy == STAY else chosen.policy,
                 plan=RealPlan(course.plan, course.ceiling),
                 step_s=chosen.step_s,
-                stall_s=self._parameters.restart_s if from_checkpoint else chosen.stall_s - again_s,
+                stall_s=chosen.stall_s - again_s,
                 again_s=again_s,
                 moved_bytes=chosen.moved_bytes or 0,
                 from_checkpoint=from_checkpoint,
+                saves_first=saves_first,
             )
         ]
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from chameleon_ft.estimate import total_work_bound_s
-from chameleon_ft.recovery import LossRisk, Prospect
+from chameleon_ft.recovery import Checkpoints, FailureModel, LossRisk, Prospect
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.simulate.checkpoints import expected_unsaved_s
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planner import Chosen, Option, Outlook, best_option
 
@@ -35,11 +34,12 @@ class PlanInForce(ABC, Generic[_P]):
         # Workers that were lost since then. Those that are back hold nothing.
         self._lost: frozenset[int] = frozenset()
 
-    def start(self, speeds: Mapping[int, float]) -> Chosen | None:
+    def start(self, speeds: Mapping[int, float], checkpoints: Checkpoints) -> Chosen | None:
         """See `Planner`."""
+        prospect = self._prospect(self._parameters.rate, speeds, checkpoints, after_incident=False)
         options = self._starts(speeds)
-        best = best_option([(option, self._risk(option.plan, speeds)) for option in options], self._at_start(speeds))
-        return None if best is None else self._in_force(best)
+        best = best_option([(option, self._risk(option.plan, speeds)) for option in options], prospect)
+        return None if best is None else self._in_force(best, speeds)
 
     def decide(self, outlook: Outlook) -> Chosen | None:
         """See `Planner`."""
@@ -53,13 +53,13 @@ class PlanInForce(ABC, Generic[_P]):
             return None
         if best.from_checkpoint:
             self._reached = None
-        return self._in_force(best)
+        return self._in_force(best, outlook.speeds)
 
     def _restored(self, outlook: Outlook) -> list[Option]:
         """The ways to go on from the last checkpoint."""
         if not (self._has_checkpoints and outlook.speeds):
             return []
-        restart_s, again_s = self._parameters.restart_s, outlook.rollback_s
+        restart_s, again_s = self._parameters.restart_s, outlook.checkpoints.unsaved_s
         return [
             replace(option, kind="checkpoint", stall_s=restart_s, again_s=again_s, from_checkpoint=True)
             for option in self._restarts(outlook)
@@ -68,29 +68,21 @@ class PlanInForce(ABC, Generic[_P]):
     def _best(self, options: Sequence[Option], outlook: Outlook) -> Option | None:
         if len(options) < 2:
             return next(iter(options), None)
-        prospect = Prospect.of(
-            outlook.rate,
-            workers=len(outlook.speeds),
-            after_incident=bool(outlook.lost),
-            held=None if self._reached is None else self._risk(self._reached, outlook.speeds),
-            restart_s=outlook.next_restart_s,
-            reference_step_s=self._reference_step_s(outlook.speeds),
-            has_checkpoints=self._has_checkpoints,
-        )
+        after_incident = bool(outlook.lost)
+        prospect = self._prospect(outlook.rate, outlook.speeds, outlook.checkpoints, after_incident=after_incident)
         return best_option([(option, self._risk(option.plan, outlook.speeds)) for option in options], prospect)
 
-    def _at_start(self, speeds: Mapping[int, float]) -> Prospect:
-        """Return what lies ahead of workers that begin."""
-        parameters, rate = self._parameters, self._parameters.rate
-        restart_s = parameters.restart_s
-        if parameters.has_checkpoints:
-            restart_s += expected_unsaved_s(0.0, parameters.checkpoint_interval_s, rate.horizon_s(len(speeds)))
+    def _prospect(
+        self, failures: FailureModel, speeds: Mapping[int, float], checkpoints: Checkpoints, *, after_incident: bool
+    ) -> Prospect:
+        """Return what lies ahead of these workers."""
         return Prospect.of(
-            rate,
+            failures,
             workers=len(speeds),
-            after_incident=False,
-            held=None,
-            restart_s=restart_s,
+            after_incident=after_incident,
+            held=None if self._reached is None else self._risk(self._reached, speeds),
+            restart_s=self._parameters.restart_s,
+            checkpoints=checkpoints,
             reference_step_s=self._reference_step_s(speeds),
             has_checkpoints=self._has_checkpoints,
         )
@@ -100,9 +92,9 @@ class PlanInForce(ABC, Generic[_P]):
         whole = sum(worker.speed for worker in self._costs.cluster.workers)
         return total_work_bound_s(self._costs) * whole / sum(speeds.values())
 
-    def _in_force(self, option: Option) -> Chosen:
+    def _in_force(self, option: Option, live: Collection[int]) -> Chosen:
         self._decided = option.plan
-        return Chosen(option=option, used=self._used(option.plan))
+        return Chosen(option=option, used=self._used(option.plan), risk=self._risk(option.plan, live))
 
     def _reach(self, plan: _P | None) -> None:
         self._reached = plan

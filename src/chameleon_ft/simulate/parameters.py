@@ -33,8 +33,8 @@ class Parameters:
             steps that are repeated left out: the 5 minutes of `[recovery] restart_s`.
         checkpoint_write_s: seconds that training stands still for a checkpoint: a copy to the host's memory, and the
             rest goes on in the background, as in CheckFreq (Mohan et al., FAST 2021). How long is a guess.
-        checkpoint_interval_s: seconds between two checkpoints, for all but `restart`, whose interval is optimised. They
-            need one only when a layer has lost its last holder. Infinite: there are none, and who needs one ends.
+        checkpoint_interval_s: seconds of steps between two checkpoints at most; see `recovery.Checkpoints`. Infinite:
+            there are none but for `restart`, and a policy that needs one ends.
         redundant_forward: how much of a stage's forward its neighbour computes again, under `redundant`: all of it in
             Bamboo (Thorpe et al., NSDI 2023), which hides it in the bubbles. What does not fit into them makes the
             step longer here, and nothing else: a loss costs the phases above, and the layout for those that are left is

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from chameleon_ft.recovery import Candidate, FailureModel, LossRisk, Prospect, best_of, score
+from chameleon_ft.recovery import Candidate, Checkpoints, FailureModel, LossRisk, Prospect, best_of, score
 
 __all__ = ["Chosen", "Option", "Outlook", "Planner", "best_option"]
 
@@ -20,10 +20,9 @@ class Outlook:
         lost: workers that were lost just now.
         horizon_s: seconds until the next failure that are to be expected (D).
         repeat_s: work of the interrupted step that is done again.
-        rollback_s: the same, with all steps since the last checkpoint, for those that go back to one.
         running_s: seconds since training went on with the plan in force; zero in a stall.
         interrupted: whether the change that was decided last had not been completed, so that its plan was not reached.
-        next_restart_s: seconds that a return to a checkpoint is expected to cost after the next incident.
+        checkpoints: how often they are written, and the steps since the last one.
         rate: what the horizon is from.
     """
 
@@ -31,10 +30,9 @@ class Outlook:
     lost: frozenset[int]
     horizon_s: float
     repeat_s: float
-    rollback_s: float
     running_s: float
     interrupted: bool
-    next_restart_s: float
+    checkpoints: Checkpoints
     rate: FailureModel
 
 
@@ -75,16 +73,18 @@ class Chosen:
     Attributes:
         option: the way to go on.
         used: workers that are part of it; the loss of another one disturbs nobody.
+        risk: which workers and hosts hold the layers.
     """
 
     option: Option
     used: frozenset[int]
+    risk: LossRisk | None
 
 
 class Planner(Protocol):
     """A policy with the plan that it has in force."""
 
-    def start(self, speeds: Mapping[int, float]) -> Chosen | None:
+    def start(self, speeds: Mapping[int, float], checkpoints: Checkpoints) -> Chosen | None:
         """Begin with these workers; None where nothing fits them."""
 
     def decide(self, outlook: Outlook) -> Chosen | None:
@@ -105,6 +105,7 @@ def best_option(options: Sequence[tuple[Option, LossRisk | None]], prospect: Pro
             stall_s=option.predicted_stall_s,
             moved_bytes=option.moved_bytes,
             risk=risk,
+            from_checkpoint=option.from_checkpoint,
         )
         for option, risk in options
     ]

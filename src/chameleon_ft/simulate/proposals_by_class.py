@@ -81,7 +81,7 @@ class ProposalsByClass:
 
     def _from_checkpoint(self, name: str, layouts: Sequence[Fleet]) -> list[Option]:
         return [
-            self.model.from_checkpoint(name, layout, step_s, self.state)
+            self.model.from_checkpoint(name, layout, step_s, self.state, saves_first=self.is_intact)
             for layout in layouts
             if (step_s := self.model.step_s(layout, self.state.speeds)) is not None
         ]

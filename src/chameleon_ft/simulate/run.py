@@ -89,8 +89,11 @@ def simulate(
     for policy in policies:
         if policy != ORACLE:
             planners = _planners(policy, world, decisions, real_start, as_in_run=as_in_run)
-            optimised = policy == "restart" and not _restarts_as_in_run(parameters, as_in_run=as_in_run)
-            courses[policy] = _best_course(policy, planners, trace, world, known, progress, optimised=optimised)
+            restarts = policy == "restart" and not _restarts_as_in_run(parameters, as_in_run=as_in_run)
+            adapts = restarts or (parameters.has_checkpoints and not as_in_run)
+            courses[policy] = _best_course(
+                policy, planners, trace, world, known, progress, restarts=restarts, adapts_checkpoints=adapts
+            )
     oracle = _Oracle(trace, world, known)
     failure_free = known.best(live_of([1.0] * trace.workers)) * trace.duration_s
     results = {
@@ -166,7 +169,8 @@ def _best_course(
     known: KnownRates,
     progress: Callable[[str, float], None] | None,
     *,
-    optimised: bool,
+    restarts: bool,
+    adapts_checkpoints: bool,
 ) -> Course:
     """The better one, of policies that never leave the depth they begin with."""
     courses = [
@@ -176,7 +180,8 @@ def _best_course(
             samples_per_step=world.costs.workload.samples,
             parameters=world.parameters,
             known=known,
-            optimised_checkpoints=optimised,
+            restarts=restarts,
+            adapts_checkpoints=adapts_checkpoints,
             progress=None if progress is None else lambda share: progress(policy, share),
         )
         for planner in planners

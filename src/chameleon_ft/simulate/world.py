@@ -135,17 +135,17 @@ class World:
             moved_bytes=move.num_bytes,
         )
 
-    def from_checkpoint(self, kind: str, fleet: Fleet, step_s: float, outlook: Outlook) -> Option:
-        """All begin anew: after a loss from the last checkpoint, else from one that is written first."""
-        saved_s = 0.0 if outlook.lost else self.parameters.checkpoint_write_s
+    def from_checkpoint(self, kind: str, fleet: Fleet, step_s: float, outlook: Outlook, *, saves_first: bool) -> Option:
+        """All begin anew from the last checkpoint, or from one that is written first."""
+        saved_s = self.parameters.checkpoint_write_s if saves_first else 0.0
         return Option(
             kind=kind,
             plan=fleet,
             step_s=step_s,
             stall_s=self.parameters.restart_s + saved_s,
-            again_s=outlook.rollback_s if outlook.lost else 0.0,
+            again_s=0.0 if saves_first else outlook.checkpoints.unsaved_s,
             from_checkpoint=True,
-            saves_first=not outlook.lost,
+            saves_first=saves_first,
         )
 
     def fastest_fleet(self, current: Fleet, speeds: Mapping[int, float], *, copies: int = 1) -> Fleet | None:

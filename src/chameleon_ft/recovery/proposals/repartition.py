@@ -67,10 +67,11 @@ def proposed(name: str, found: SearchResult | InfeasibleError, situation: Situat
 def proposed_anew(name: str, found: SearchResult | InfeasibleError, situation: Situation) -> list[Proposal]:
     """Propose to read the plan that was found from a checkpoint, with layers that could move as well.
 
-    A stop costs minutes, but what is read needs no room beside what is held. A run does not stop for a worker that
-    joins. None if there is no checkpoint, or some layer has no holder: then `proposed` has it.
+    A stop costs minutes, but what is read needs no room beside what is held. If no worker is lost, a checkpoint is
+    written first. None if there is no checkpoint, or some layer has no holder: then `proposed` has it.
     """
-    if isinstance(found, InfeasibleError) or not (situation.lost and situation.has_checkpoints):
+    may_begin_anew = situation.has_checkpoints and (situation.lost or situation.saves_first)
+    if isinstance(found, InfeasibleError) or not may_begin_anew:
         return []
     best = found.best
     anew = Proposal(name=name, plan=best.plan, ceiling=best.ceiling, from_checkpoint=True, schedules=best.schedules)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.checkpoints import daly_interval_s, expected_unsaved_s, young_interval_s
+from chameleon_ft.recovery.checkpoints import Checkpoints, daly_interval_s, expected_unsaved_s
 
 
 def time_of_work_s(interval_s: float, write_s: float, mtbf_s: float) -> float:
@@ -23,8 +23,8 @@ def test_no_interval_is_much_better_than_dalys(write_s: float, mtbf_s: float) ->
     assert time_of_work_s(daly_interval_s(write_s, mtbf_s), write_s, mtbf_s) <= best_s * 1.0005
 
 
-def test_young_and_daly_agree_where_failures_are_rare() -> None:
-    assert daly_interval_s(1.0, 1e8) == pytest.approx(young_interval_s(1.0, 1e8), rel=1e-4)
+def test_it_is_youngs_interval_if_failures_are_rare() -> None:
+    assert daly_interval_s(1.0, 1e8) == pytest.approx(math.sqrt(2 * 1e8), rel=1e-4)
 
 
 def test_where_a_checkpoint_takes_longer_than_failures_are_apart() -> None:
@@ -35,7 +35,9 @@ def test_times_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="failures have some between them"):
         daly_interval_s(1.0, 0.0)
     with pytest.raises(ConfigError, match="zero or more seconds"):
-        young_interval_s(-1.0, 10.0)
+        daly_interval_s(-1.0, 10.0)
+    with pytest.raises(ConfigError, match="zero or positive numbers of seconds"):
+        Checkpoints(unsaved_s=-1.0)
 
 
 @pytest.mark.parametrize(
@@ -50,3 +52,12 @@ def test_work_since_the_last_checkpoint_is_the_mean_over_drawn_waits(
     expected_s = expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
     assert expected_s == pytest.approx(sum(drawn) / len(drawn), rel=0.02)
     assert 0 <= expected_unsaved_s(unsaved_s, interval_s, 1e-6) <= interval_s
+
+
+def test_checkpoints_are_written_whenever_that_pays_or_at_fixed_intervals() -> None:
+    fixed = Checkpoints(longest_s=3_600.0)
+    adapted = Checkpoints(longest_s=3_600.0, write_s=1.0)
+    for return_gap_s, interval_s in ((10_000.0, daly_interval_s(1.0, 10_000.0)), (1e9, 3_600.0), (math.inf, 3_600.0)):
+        assert fixed.interval_s(step_s=2.0, return_gap_s=return_gap_s) == 3_600.0
+        assert adapted.interval_s(step_s=2.0, return_gap_s=return_gap_s) == interval_s
+    assert adapted.interval_s(step_s=200.0, return_gap_s=10_000.0) == 200.0

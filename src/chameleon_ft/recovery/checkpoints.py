@@ -1,0 +1,79 @@
+"""How often checkpoints are written, and how much work is done again after a return to one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from chameleon_ft.errors import ConfigError
+
+__all__ = ["Checkpoints", "daly_interval_s", "expected_unsaved_s"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoints:
+    """When checkpoints are written.
+
+    Attributes:
+        unsaved_s: seconds of steps since the last one.
+        longest_s: seconds of steps between two, at most; zero: one is written after every step.
+        write_s: seconds that training stands still for one, if they are written whenever that pays; None if they are
+            written every `longest_s` seconds.
+
+    Raises:
+        ConfigError: a time that is negative.
+    """
+
+    unsaved_s: float = 0.0
+    longest_s: float = 0.0
+    write_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.unsaved_s >= 0 and self.longest_s >= 0 and (self.write_s is None or self.write_s >= 0)):
+            raise ConfigError(f"times of checkpoints must be zero or positive numbers of seconds; got {self}")
+
+    def interval_s(self, *, step_s: float, return_gap_s: float) -> float:
+        """Return the seconds of steps between two checkpoints: those that lose least, within the bounds.
+
+        Args:
+            step_s: seconds of a step.
+            return_gap_s: mean seconds between two returns to a checkpoint; infinite if there are none.
+        """
+        if self.write_s is None or return_gap_s == math.inf:
+            return max(step_s, self.longest_s)
+        return max(step_s, min(self.longest_s, daly_interval_s(self.write_s, return_gap_s)))
+
+
+def daly_interval_s(write_s: float, mtbf_s: float) -> float:
+    """Return the seconds of work between two checkpoints that lose least.
+
+    Daly, Future Generation Computer Systems 22, 2006, Eq. 37: sqrt(2 d M) (1 + sqrt(d / 2 M) / 3 + (d / 2 M) / 9) - d
+    for d = `write_s` below 2 M = 2 `mtbf_s`, else M. Raises ConfigError if a time is negative or failures have no time
+    between them.
+    """
+    if not (write_s >= 0 and mtbf_s > 0):
+        raise ConfigError(
+            f"a checkpoint takes zero or more seconds and failures have some between them; got {write_s} and {mtbf_s}"
+        )
+    if write_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = write_s / (2 * mtbf_s)
+    return math.sqrt(2 * write_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - write_s
+
+
+def expected_unsaved_s(unsaved_s: float, interval_s: float, mean_gap_s: float) -> float:
+    """Return the expected seconds of work since the last checkpoint at the moment of the next incident.
+
+    The wait G is exponential, and a checkpoint is written whenever `interval_s` seconds of work have come together:
+
+        E[(u + G) mod I] = u + D - I exp(-(I - u) / D) / (1 - exp(-I / D)).
+
+    Args:
+        unsaved_s: seconds of work since the last checkpoint now (u).
+        interval_s: seconds of work between two checkpoints (I).
+        mean_gap_s: mean seconds until the next incident (D).
+    """
+    now_s = min(unsaved_s, interval_s)
+    written = math.exp(-(interval_s - now_s) / mean_gap_s) / -math.expm1(-interval_s / mean_gap_s)
+    # The difference of two large numbers where checkpoints are much more frequent than incidents.
+    return min(interval_s, max(0.0, now_s + mean_gap_s - interval_s * written))
