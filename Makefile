@@ -21,10 +21,12 @@ train: $(VENV)/.with-package
 	$(BIN)/chameleon train examples/quickstart.toml
 
 test: $(VENV)/.with-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal
+	# One after the other: these start a process for each worker.
+	$(BIN)/python -m pytest -m multiprocess
 
 explore: $(VENV)/.with-dev
-	$(BIN)/python -m pytest -m "not multiprocess" --hypothesis-profile=explore
+	$(BIN)/python -m pytest -m "not multiprocess" --numprocesses auto --dist worksteal --hypothesis-profile=explore
 
 check: $(VENV)/.with-dev
 	$(BIN)/ruff format --check .
