@@ -13,7 +13,7 @@ taken from the run itself: no step, no stall, no decision.
 Samples per second and seconds are those of the emulated devices. Going back to a checkpoint takes `--restart-s` of
 `benchmarks.policies` in both, and steps that are run again count as trained, as there. With --by-class every run is
 simulated a second time as clusters of more than 32 workers are, and the error of that stands in the last column.
---markdown FILE writes the table of docs/simulating.md.
+--markdown FILE writes the table of docs/simulator.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes the tables of configuration.md from the configuration's own types: `python docs/reference.py`.
 
-A test compares the two, so that the page cannot say anything else than the code.
+A test compares the page with the code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prints the tables of traces.md: `python docs/traces.py [FILE[=NODES] ...]`.
 
-The first has a column for each file and for each model: the mean over 40 seeds with the standard deviation. The
-others show each file at other failure rates.
+The first table has a column for each file and for each model, with the mean and standard deviation over 40 seeds. The
+other tables show each file at other failure rates.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class SimulateArguments:
     assume: Annotated[
         str,
         optional_argument(
-            "NAME=NUMBER[,...]", "Costs of failures other than those of docs/simulate.md, such as restart_s=600."
+            "NAME=NUMBER[,...]", "Costs of failures in place of those in docs/simulator-internals.md: restart_s=600."
         ),
     ] = ""
     sweep: Annotated[

@@ -60,7 +60,7 @@ class Section(BaseModel):
 
 
 class Parallel(Section):
-    """How the model and the batch are divided over the workers before anything fails."""
+    """The initial division of the model and the batch over the workers."""
 
     dp: int = Field(default=2, ge=1, description="Pipelines, each training a share of the batch.")
     pp: int = Field(default=2, ge=1, description="Stages of a pipeline, each holding a range of layers.")
@@ -90,11 +90,11 @@ class Checkpoint(Section):
 
 
 class Recovery(Section):
-    """What to do when workers are lost or join, and what is taken to be known of failures before there were any."""
+    """Recovery from losses, joins, and the prior knowledge of failures."""
 
     policy: PolicyName = Field(
         default="chameleon",
-        description="What may be done; chameleon weighs everything; see docs/policies.md.",
+        description="Policy that proposes plans; see docs/policies.md.",
         json_schema_extra={"flag": "--policy"},
     )
     worker_mtbf_hours: float = Field(
@@ -103,9 +103,7 @@ class Recovery(Section):
         description="Hours between two failures of one worker, as far as known beforehand. Workers of a host that are "
         "lost together are one failure.",
     )
-    prior_weight: float = Field(
-        default=1.0, gt=0, description="How many observed failures the hours above count as much as."
-    )
+    prior_weight: float = Field(default=1.0, gt=0, description="Weight of worker_mtbf_hours, in observed failures.")
     host_share: float = Field(
         default=0.25,
         ge=0,
@@ -117,15 +115,17 @@ class Recovery(Section):
     )
     respawn: bool = Field(default=False, description="Start a lost worker again, on the host that ran it.")
     respawn_delay_s: float = Field(
-        default=5.0, ge=0, description="Seconds until then; twice as many each time it is lost again soon."
+        default=5.0, ge=0, description="Seconds before a restart; doubled each time the worker is lost again soon."
     )
     max_respawns: int = Field(
-        default=3, ge=0, description="Losses of a worker, with few steps between them, after which it may come back."
+        default=3,
+        ge=0,
+        description="Losses of a worker, with few steps between them, after which it is still restarted.",
     )
 
 
 class Timeouts(Section):
-    """How long to wait before something is taken for lost; each must be longer than the one before it."""
+    """Waits before a worker or a message counts as lost; each must be longer than the one before it."""
 
     heartbeat_s: float = Field(
         default=5.0, gt=0, description="Seconds of silence after which a control connection is lost."
@@ -157,7 +157,7 @@ class Timeouts(Section):
 
 
 class Timelines(Section):
-    """Which steps' operations are written down, for `chameleon report`."""
+    """The steps whose operations are recorded, for `chameleon report`."""
 
     every: int = Field(
         default=10,
@@ -167,12 +167,14 @@ class Timelines(Section):
 
 
 class Emulation(Section):
-    """How devices are emulated, where `device` says so."""
+    """Settings of emulated devices."""
 
     time_scale: float = Field(
-        default=1.0, gt=0, description="Seconds that a second of the profile takes; larger ones hide the host's own."
+        default=1.0,
+        gt=0,
+        description="Seconds that a second of the profile takes; larger values hide the host's own time.",
     )
-    workers_per_host: int = Field(default=8, ge=1, description="Workers that an emulated host has.")
+    workers_per_host: int = Field(default=8, ge=1, description="Workers of an emulated host.")
     least_message_s: float = Field(
         default=2e-3,
         ge=0,
@@ -181,7 +183,7 @@ class Emulation(Section):
 
 
 class Control(Section):
-    """Where the coordinator listens."""
+    """Address of the coordinator."""
 
     host: str = Field(
         default="127.0.0.1", min_length=1, description="Address the coordinator listens on; loopback unless told."
@@ -194,7 +196,7 @@ class Failure(Section):
 
     step: int = Field(ge=0, description="Step in which it happens, counted from 0.")
     worker: int = Field(ge=0, description="Worker that fails, counted from 0.")
-    phase: FailurePhase = Field(default="forward", description="What the worker is doing when it fails.")
+    phase: FailurePhase = Field(default="forward", description="Phase of the step or of a recovery in which it fails.")
     kind: FailureKind = Field(
         default="kill", description="kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut."
     )
@@ -216,7 +218,7 @@ class LlamaConfig(Section):
     norm_eps: float = Field(default=1e-5, gt=0, description="Term that keeps the RMS norm from dividing by zero.")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of activations dropped in training.")
     tie_embeddings: bool = Field(
-        default=False, description="Whether the head's matrix is that of the embedding: one parameter in two layers."
+        default=False, description="Share one matrix between embedding and head: one parameter in two layers."
     )
 
     @property
@@ -238,7 +240,7 @@ class LlamaConfig(Section):
 
 
 class Data(Section):
-    """What to train on."""
+    """The training data."""
 
     path: str = Field(
         default="",

@@ -21,8 +21,8 @@ class Parameters:
         stop_s: until the last survivor has left its operation; likewise.
         decide_s: until the plan is chosen; a guess for decisions that were prepared.
         search_s: the same where none was: several workers are lost at once, or within a stall, or before the losses of
-            all had been prepared, each kind of which takes as long. That of 32 workers on two cores, docs/simulate.md.
-            By class all decisions count as prepared.
+            all had been prepared, each kind of which takes as long. That of 32 workers on two cores; see
+            docs/simulator-internals.md. By class all decisions count as prepared.
         regroup_s: until new communicators stand; a guess for some thousand ranks. Eight on one machine take 0.015 s.
         weigh_s: seconds from when workers are back until it is decided what to do with them, while training goes on.
         step_overhead_s: seconds that a step takes beyond its estimate: vote and update, and what the host adds.

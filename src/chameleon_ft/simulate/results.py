@@ -158,7 +158,7 @@ class PolicyResult:
         return _mean_error(steps)
 
     def to_json(self) -> dict[str, object]:
-        """The figures that stand in `--json`; see `docs/simulate.md`."""
+        """The figures that stand in `--json`; see `docs/simulator-internals.md`."""
         return {
             "goodput": self.goodput,
             "share_of_failure_free": self.share_of_failure_free,
