@@ -25,11 +25,14 @@ from chameleon_ft.search.schedules import TimedPipeline
 __all__ = ["ExhaustiveSearch"]
 
 _ROUNDING: Final = 1e-9
-# After so much effort the search ends. A pipeline that is added to others counts 1; for every worker of a plan, a
-# comparison takes about two times as long, and scheduling a pipeline about a hundred times.
-_MOST: Final = 100_000
-_COMPARE: Final = 2
-_SCHEDULE: Final = 100
+# Clusters with more routes are not searched.
+_MOST_ROUTES: Final = 5_000
+# The search ends after so much effort. To see that a route needs busy workers counts 1. Other steps take about so many
+# times as long: to add a pipeline, to compare plans, for each worker, and to schedule a pipeline.
+_MOST: Final = 2_000_000
+_ADD: Final = 10
+_COMPARE: Final = 20
+_SCHEDULE: Final = 1_000
 
 _Group: TypeAlias = tuple[int, str]
 """Class and host: workers of one group can be exchanged for each other."""
@@ -85,8 +88,9 @@ class ExhaustiveSearch:
         free = Counter({group: len(own) for group, own in self._members.items()})
         deepest = min(free.total(), len(self._costs.workload.layers))
         every = (route for depth in range(1, deepest + 1) for route in _routes(free, depth))
-        routes = [(route, Counter(route)) for route in islice(every, _MOST)]
-        self._extend((), routes, free, self._costs.workload.micro_batches)
+        routes = [(route, Counter(route)) for route in islice(every, _MOST_ROUTES + 1)]
+        if len(routes) <= _MOST_ROUTES:
+            self._extend((), routes, free, self._costs.workload.micro_batches)
         return self._best
 
     def _extend(
@@ -97,6 +101,7 @@ class ExhaustiveSearch:
         left: int,
     ) -> None:
         """Add pipelines over some of the routes, in their order, until no micro-batch is left."""
+        self._spent += len(routes)
         routes = [(route, needs) for route, needs in routes if needs <= free]
         for place, (route, needs) in enumerate(routes):
             rest = free - needs
@@ -106,7 +111,7 @@ class ExhaustiveSearch:
                 if (left - share) * self._work_s > self._best_s * speed:
                     continue
                 part = _Part(route, share)
-                self._spent += 1
+                self._spent += _ADD
                 if self._spent > _MOST or not self._timed(part):
                     break
                 if share == left:

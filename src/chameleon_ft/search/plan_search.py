@@ -105,7 +105,7 @@ class PlanSearch:
         found = self._found() or self._fitting()
         found += self._of_fewer_hosts(min((each.step_s for each in found), default=math.inf))
         found.sort(key=lambda each: each.step_s)
-        if found and self._is_small:
+        if found and self._is_small and found[0].step_s > self.bound_s * (1 + self._options.slack):
             found = self._completed(found)
         self._certify()
         few = [self._polished(each) for each in _with_survivor(found[:_POLISHED], found)]
