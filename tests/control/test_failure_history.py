@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from chameleon_ft.config import Recovery
-from chameleon_ft.control.failure_history import FailureHistory
+from chameleon_ft.control.state.failure_history import FailureHistory
 from tests.observe.records import failure_record
 
 

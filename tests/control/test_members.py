@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Worker as ClusterWorker
 from chameleon_ft.config import Batch, Parallel, RunConfig
-from chameleon_ft.control.address import join_address, local_address_towards, split_address, websocket_url
 from chameleon_ft.control.job_info import OperationRate
-from chameleon_ft.control.members import Members
-from chameleon_ft.control.messages import BoundaryMessage, Exit, Hello, HostHello, Kill, Spawn
-from chameleon_ft.control.outage import Loss, Outage, exit_in_words
-from chameleon_ft.control.server import Peer
+from chameleon_ft.control.state.incident import Loss, Outage, describe_exit
+from chameleon_ft.control.state.members import Members
+from chameleon_ft.control.wire.address import join_address, local_address_towards, split_address, websocket_url
+from chameleon_ft.control.wire.messages import BoundaryMessage, Exit, Hello, HostHello, Kill, Spawn
+from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.errors import ConfigError, ControlError
 from chameleon_ft.estimate import StallModel
 from tests.control.stage import JOB, Puppet
@@ -30,14 +30,14 @@ def puppet(peer: Peer | None) -> Puppet:
     return cast(Puppet, peer)
 
 
-def hello(worker: int, life: int = 0) -> Hello:
-    return Hello(worker=worker, host=f"10.0.0.{worker}", pid=worker, life=life)
+def hello(worker: int, incarnation: int = 0) -> Hello:
+    return Hello(worker=worker, host=f"10.0.0.{worker}", pid=worker, incarnation=incarnation)
 
 
-def joined(members: Members, worker: int, life: int = 0) -> Peer:
+def joined(members: Members, worker: int, incarnation: int = 0) -> Peer:
     """Have a rank join and take part; return its connection."""
-    rank = peer(f"worker {worker} in life {life}")
-    members.join(rank, hello(worker, life)).takes_part = True
+    rank = peer(f"worker {worker} in incarnation {incarnation}")
+    members.join(rank, hello(worker, incarnation)).takes_part = True
     return rank
 
 
@@ -65,7 +65,7 @@ def test_a_fenced_worker_is_killed_and_cut_off() -> None:
     members = Members(2)
     host = peer()
     members.add_host(host, HostHello(host="h", slots=2, pid=1))
-    rank = joined(members, 1, life=1)
+    rank = joined(members, 1, incarnation=1)
     assert members.live() == [1]
     assert members.worker_of(rank) is members[1]
     members.fence(members[1])
@@ -74,19 +74,19 @@ def test_a_fenced_worker_is_killed_and_cut_off() -> None:
     assert members.is_fenced(rank)
     assert members.worker_of(rank) is None
     assert members.live() == []
-    for life in (0, 1):
+    for incarnation in (0, 1):
         with pytest.raises(ControlError, match="worker 1 is lost"):
-            members.join(peer(), hello(1, life))
+            members.join(peer(), hello(1, incarnation))
 
 
 def test_a_lost_host_cannot_be_told_to_kill() -> None:
     members = Members(1)
     host = peer()
     members.add_host(host, HostHello(host="h", slots=1, pid=1))
-    rank = joined(members, 0, life=1)
-    assert members.remove_supervisor(host) == "h"
-    assert members.remove_supervisor(host) is None
-    assert not members.supervisors
+    rank = joined(members, 0, incarnation=1)
+    assert members.remove_agent(host) == "h"
+    assert members.remove_agent(host) is None
+    assert not members.agents
     members.fence(members[0])
     assert puppet(host).count(Kill) == 0
     assert puppet(rank).dropped
@@ -103,7 +103,7 @@ def test_only_live_workers_are_told() -> None:
     assert 3 not in members
 
 
-# --- several lives of a number ---------------------------------------------------------------------------------------
+# --- incarnations ----------------------------------------------------------------------------------------------------
 
 
 def host_of(members: Members, *, slots: int = 2) -> Peer:
@@ -115,25 +115,25 @@ def host_of(members: Members, *, slots: int = 2) -> Peer:
 def test_a_worker_that_is_started_again_is_another_one() -> None:
     members = Members(2)
     host = host_of(members)
-    first = joined(members, 1, life=1)
+    first = joined(members, 1, incarnation=1)
     before = members[1]
     members.fence(before)
     before.exit_code = -9
     members.respawn(before)
-    assert puppet(host).last(Spawn) == Spawn(workers=(1,), lives=(2,))
-    assert (members[1].life, members[1].lost, members[1].exit_code) == (2, False, None)
+    assert puppet(host).last(Spawn) == Spawn(workers=(1,), incarnations=(2,))
+    assert (members[1].incarnation, members[1].lost, members[1].exit_code) == (2, False, None)
     assert members.live() == [], "it has not joined"
     assert members.are_coming()
-    second = joined(members, 1, life=2)
+    second = joined(members, 1, incarnation=2)
     assert members.live() == [1]
     assert members.is_fenced(first)
     assert not members.is_fenced(second)
     assert members.worker_of(first) is None
     assert members.in_life(1, 1) is members.started_by(host, 1, 1) is before
     assert members.in_life(1, 2) is members.started_by(host, 1, 2) is members[1]
-    for life in (0, 3):
-        with pytest.raises(ControlError, match="worker 1 was not started by this supervisor"):
-            members.started_by(host, 1, life)
+    for incarnation in (0, 3):
+        with pytest.raises(ControlError, match="worker 1 was not started by this agent"):
+            members.started_by(host, 1, incarnation)
 
 
 def test_nobody_joins_in_the_name_of_a_life_that_is_over_or_of_another_process() -> None:
@@ -141,9 +141,9 @@ def test_nobody_joins_in_the_name_of_a_life_that_is_over_or_of_another_process()
     host_of(members)
     members.fence(members[1])
     members.respawn(members[1])
-    for life in (0, 1, 3):
-        with pytest.raises(ControlError, match="worker 1 is started by its host's supervisor"):
-            members.join(peer(), hello(1, life))
+    for incarnation in (0, 1, 3):
+        with pytest.raises(ControlError, match="worker 1 is started by its host's agent"):
+            members.join(peer(), hello(1, incarnation))
     members.join(peer(), hello(1, 2))
     with pytest.raises(ControlError, match="worker 1 has joined already"):
         members.join(peer(), hello(1, 2))
@@ -160,7 +160,7 @@ def test_a_launcher_may_start_a_lost_worker_again() -> None:
     joined(members, 1)
     members.fence(members[1])
     again = joined(members, 1)
-    assert members[1].life == 2
+    assert members[1].incarnation == 2
     assert members.worker_of(again) is members[1]
     with pytest.raises(ControlError, match="worker 1 has joined already"):
         members.join(peer(), hello(1))
@@ -170,15 +170,15 @@ def test_a_late_host_gets_what_nobody_has_any_more_and_then_new_workers() -> Non
     members = Members(4)
     gone, host = peer("gone"), peer("late")
     members.add_host(gone, HostHello(host="a", slots=3, pid=1))
-    joined(members, 0, life=1)
+    joined(members, 0, incarnation=1)
     joined(members, 3)
     for worker in (0, 3):
         members.fence(members[worker])
-    members.remove_supervisor(gone)
+    members.remove_agent(gone)
     assert members[1].lost, "it will never come"
     assert members.add_late_host(host, HostHello(host="b", slots=5, pid=2), banned=[2]) == (0, 1, 3, 4, 5)
-    assert puppet(host).last(Spawn) == Spawn(workers=(0, 1, 3, 4, 5), lives=(2, 2, 2, 1, 1))
-    joined(members, 5, life=1)
+    assert puppet(host).last(Spawn) == Spawn(workers=(0, 1, 3, 4, 5), incarnations=(2, 2, 2, 1, 1))
+    joined(members, 5, incarnation=1)
     assert members.live() == [5]
     with pytest.raises(ControlError, match="worker 6 does not exist"):
         members.join(peer(), hello(6))
@@ -187,7 +187,7 @@ def test_a_late_host_gets_what_nobody_has_any_more_and_then_new_workers() -> Non
 def test_a_late_host_leaves_alone_whom_another_one_may_start_again() -> None:
     members = Members(2)
     host_of(members)
-    joined(members, 0, life=1)
+    joined(members, 0, incarnation=1)
     members.fence(members[1])
     assert members.add_late_host(peer(), HostHello(host="b", slots=1, pid=2), banned=[]) == (2,)
 
@@ -195,7 +195,7 @@ def test_a_late_host_leaves_alone_whom_another_one_may_start_again() -> None:
 def test_whoever_is_loading_hears_only_that_the_run_is_over() -> None:
     members = Members(2)
     host = host_of(members)
-    joined(members, 0, life=1)
+    joined(members, 0, incarnation=1)
     loading = peer()
     members.join(loading, hello(1, 1))
     members.tell(Exit(reason="to those that take part"))
@@ -255,7 +255,7 @@ def test_what_is_over_adds_up_to_the_time_that_has_passed(
 
 @given(*[st.floats(0, 100) for _ in range(4)])
 def test_times_are_never_negative(noticed: float, stopped: float, decided: float, resumed: float) -> None:
-    # Clocks of different hosts differ, and a loss may be noticed after all others had parked.
+    # Clocks of different hosts differ, and a loss may be noticed after all others had quiesced.
     outage = Outage([loss(noticed_at=noticed)], stopped_at=stopped, decided_at=decided)
     (record,) = outage.records(None, generation=1, resumed_at=resumed, cause_of=lambda loss: "", stop="")
     assert record.detect_s is not None
@@ -266,7 +266,7 @@ def test_times_are_never_negative(noticed: float, stopped: float, decided: float
     ("code", "words"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-63, "signal 63")]
 )
 def test_how_a_process_ended(code: int, words: str) -> None:
-    assert exit_in_words(code) == words
+    assert describe_exit(code) == words
 
 
 @pytest.mark.parametrize(
@@ -282,13 +282,13 @@ def test_how_a_process_ended(code: int, words: str) -> None:
 def test_the_best_known_cause(known: dict[str, object], words: str) -> None:
     found = loss(noticed_by="connection", cause="connection closed")
     arguments = {"crash": None, "exit_code": None, "fault": None, **known}
-    assert found.cause_in_words(**arguments) == words  # type: ignore[arg-type]
+    assert found.describe_cause(**arguments) == words  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", ["watchdog", "heartbeat", "peer"])
 def test_who_was_given_up_was_not_killed_by_somebody_else(path: str) -> None:
     found = loss(noticed_by=path, cause="hung")
-    assert found.cause_in_words(crash=None, exit_code=-9, fault=None) == "hung"
+    assert found.describe_cause(crash=None, exit_code=-9, fault=None) == "hung"
 
 
 # --- numbers of a job ------------------------------------------------------------------------------------------------

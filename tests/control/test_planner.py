@@ -9,9 +9,9 @@ import pytest
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig
-from chameleon_ft.control.decision import Decision, Situation
-from chameleon_ft.control.messages import OperationTimes, Parked
-from chameleon_ft.control.planner import Planner
+from chameleon_ft.control.decisions.planner import Planner
+from chameleon_ft.control.decisions.recovery_plan import Decision, Situation
+from chameleon_ft.control.wire.messages import OperationTimes, Quiesced
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile
@@ -56,8 +56,8 @@ def begin(by: Planner) -> Decision:
 def lose(by: Planner, decision: Decision, worker: int) -> Decision:
     """What follows the loss of a worker."""
     live = [each for each in range(6) if each != worker]
-    parked = {
-        each: Parked(
+    quiesced = {
+        each: Quiesced(
             generation=2,
             committed=7,
             reduced=False,
@@ -67,7 +67,7 @@ def lose(by: Planner, decision: Decision, worker: int) -> Decision:
         )
         for each in live
     }
-    situation = Situation(plan=decision.plan, live=live, parked=parked, committed=7, last_vote=None, checkpoints=())
+    situation = Situation(plan=decision.plan, live=live, quiesced=quiesced, committed=7, last_vote=None, checkpoints=())
     outlook = by.outlook(decision, live, HOSTS, phases=PHASES, repeat_s=0.5)
     rate = FailureModel(worker_mtbf_s=3600.0, prior_failures=1.0, failures=1, worker_s=60.0)
     return by.go_on(situation, outlook, rate, prepared=None)

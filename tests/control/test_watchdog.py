@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.config import Timeouts
-from chameleon_ft.control.messages import Position, ProcessState
-from chameleon_ft.control.watchdog import Watchdog
+from chameleon_ft.control.detectors.watchdog import Watchdog
+from chameleon_ft.control.wire.messages import Position, ProcessState
 
 TIMEOUTS = Timeouts(heartbeat_s=1.0, watchdog_min_s=1.5, watchdog_factor=10.0, collective_s=30.0, rendezvous_s=60.0)
 

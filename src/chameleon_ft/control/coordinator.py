@@ -9,19 +9,25 @@ import traceback
 from concurrent.futures import Executor
 
 from chameleon_ft.config import RunConfig, config_to_toml
-from chameleon_ft.control.checkpoints import CheckpointCollector
-from chameleon_ft.control.crashes import Crashes
+from chameleon_ft.control.decisions.decision_cache import DecisionCache
+from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.deliberation import Deliberation
+from chameleon_ft.control.detectors.crash import Crashes
+from chameleon_ft.control.detectors.watchdog import Watchdog
 from chameleon_ft.control.disk import Disk
-from chameleon_ft.control.failure_history import FailureHistory
-from chameleon_ft.control.forethought import Forethought
 from chameleon_ft.control.generations import Generations, Phase
 from chameleon_ft.control.injected import Injected
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.joins import Joins
-from chameleon_ft.control.members import Members, Worker
-from chameleon_ft.control.messages import (
-    AtDisk,
+from chameleon_ft.control.newcomers import Newcomers
+from chameleon_ft.control.refusals import Refusals
+from chameleon_ft.control.state.checkpoint_events import CheckpointCollector
+from chameleon_ft.control.state.failure_history import FailureHistory
+from chameleon_ft.control.state.incident import describe_exit
+from chameleon_ft.control.state.members import Members, Worker
+from chameleon_ft.control.state.outcomes import Outcomes
+from chameleon_ft.control.state.respawns import Respawns
+from chameleon_ft.control.wire.messages import (
     CheckpointSaved,
     Committed,
     Crashed,
@@ -32,26 +38,20 @@ from chameleon_ft.control.messages import (
     HostHello,
     Inject,
     Message,
-    Parked,
     PeerFailed,
     Position,
+    Preallocated,
     Probe,
     ProcessState,
+    Quiesced,
     Ready,
-    RoomMade,
+    SlowIO,
     Started,
     Switched,
     Welcome,
     WorkerExited,
 )
-from chameleon_ft.control.newcomers import Newcomers
-from chameleon_ft.control.outage import exit_in_words
-from chameleon_ft.control.outcome import Outcomes
-from chameleon_ft.control.planner import Planner
-from chameleon_ft.control.refusals import Refusals
-from chameleon_ft.control.respawns import Respawns
-from chameleon_ft.control.server import Departure, Peer
-from chameleon_ft.control.watchdog import Watchdog
+from chameleon_ft.control.wire.server import Departure, Peer
 from chameleon_ft.errors import ControlError, ProfileError
 from chameleon_ft.observe import (
     FaultLog,
@@ -112,7 +112,7 @@ class Coordinator:
             history=FailureHistory(config.recovery),
             forethought=None
             if executor is None
-            else Forethought(config.recovery.policy, executor, prepared=self._on_prepared),
+            else DecisionCache(config.recovery.policy, executor, prepared=self._on_prepared),
             recorder=recorder,
         )
         self._generations = Generations(
@@ -146,7 +146,7 @@ class Coordinator:
         self._refusals = Refusals(recorder)
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
 
-    # --- its life ----------------------------------------------------------------------------------------------------
+    # --- the run ------------------------------------------------------------------------------------------------------
 
     async def wait(self) -> RunStatus:
         """Watch over the run until it ends; everything is recorded when this returns."""
@@ -196,8 +196,8 @@ class Coordinator:
                 self._joins.look(now)
             if (probe := self._watchdog.ask(now)) is not None:
                 self._members.tell(Probe(probe=probe))
-                for supervisor in self._members.supervisors:
-                    supervisor.send(Probe(probe=probe))
+                for agent in self._members.agents:
+                    agent.send(Probe(probe=probe))
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -214,10 +214,10 @@ class Coordinator:
                 self._joins.add_host(peer, message)
             case Inject():
                 peer.send(self._injected.inject(message, committed=self._generations.committed))
-            case WorkerExited() if self._members.is_supervisor(peer):
-                self._exited(self._members.started_by(peer, message.worker, message.life), message.exit_code)
-            case ProcessState() if self._members.is_supervisor(peer):
-                self._judge(self._members.started_by(peer, message.worker, message.life), message)
+            case WorkerExited() if self._members.is_agent(peer):
+                self._exited(self._members.started_by(peer, message.worker, message.incarnation), message.exit_code)
+            case ProcessState() if self._members.is_agent(peer):
+                self._judge(self._members.started_by(peer, message.worker, message.incarnation), message)
             case _:
                 worker = self._members.worker_of(peer)
                 if worker is None:
@@ -226,7 +226,7 @@ class Coordinator:
 
     def departed(self, peer: Peer, how: Departure) -> None:
         """Give up the worker, or the host, at the other end of a connection that has ended."""
-        host = self._members.remove_supervisor(peer)
+        host = self._members.remove_agent(peer)
         if host is not None and self._generations.phase is not Phase.OVER:
             self._recorder.event("host_lost", host=host)
             if self._generations.phase is Phase.GATHERING:
@@ -255,14 +255,14 @@ class Coordinator:
         match message:
             case Ready():
                 self._joins.ready(worker)
-            case RoomMade():
+            case Preallocated():
                 self._joins.made_room(worker, message)
             case Committed():
                 self._on_committed(worker, message)
             case Position():
                 self._judge(worker, message)
-            case Parked(generation=generation) if generation == generations.number:
-                generations.parked(worker.id, message)
+            case Quiesced(generation=generation) if generation == generations.number:
+                generations.quiesced(worker.id, message)
             case Switched(generation=generation) if generation == generations.number:
                 generations.switched(message)
             case Started(generation=generation) if generation == generations.number:
@@ -277,9 +277,9 @@ class Coordinator:
                 self._on_crash(worker, error)
             case CheckpointSaved():
                 self._disk.saved(message)
-            case AtDisk():
+            case SlowIO():
                 self._disk.waits(worker.id, message)
-            case Parked() | Switched() | Started() | PeerFailed() | Finished():
+            case Quiesced() | Switched() | Started() | PeerFailed() | Finished():
                 pass  # of a generation that is over
             case _:
                 raise ControlError(f"a rank does not say {message.type!r}")
@@ -294,7 +294,7 @@ class Coordinator:
                 config=config_to_toml(self._config),
                 run=str(self._run.path),
                 boundaries=self._job.boundaries,
-                life=worker.life,
+                incarnation=worker.incarnation,
             )
         )
         if gathering:
@@ -364,8 +364,8 @@ class Coordinator:
     def _exited(self, worker: Worker, exit_code: int) -> None:
         worker.exit_code = exit_code
         if self._members[worker.id] is not worker:
-            return  # it was in an earlier life
-        self.lose(worker.id, "child", exit_in_words(exit_code))
+            return  # it was in an earlier incarnation
+        self.lose(worker.id, "child", describe_exit(exit_code))
         self._respawns.reaped(worker, asyncio.get_running_loop().time())
 
     def _on_crash(self, worker: Worker, error: str) -> None:

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from chameleon_ft import recovery
-from chameleon_ft.control.decision import Decision, Prepared, Situation
-from chameleon_ft.control.failure_history import FailureHistory
-from chameleon_ft.control.forethought import Forethought
-from chameleon_ft.control.members import Members
-from chameleon_ft.control.outage import Outage
-from chameleon_ft.control.planner import Planner
+from chameleon_ft.control.decisions.decision_cache import DecisionCache
+from chameleon_ft.control.decisions.planner import Planner
+from chameleon_ft.control.decisions.recovery_plan import Decision, Prepared, Situation
+from chameleon_ft.control.state.failure_history import FailureHistory
+from chameleon_ft.control.state.incident import Outage
+from chameleon_ft.control.state.members import Members
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import FailureRecord, Recorder
 from chameleon_ft.recovery import FailureModel, refreshed
@@ -34,7 +34,7 @@ class Deliberation:
         members: Members,
         planner: Planner,
         history: FailureHistory,
-        forethought: Forethought | None,
+        forethought: DecisionCache | None,
         recorder: Recorder,
     ) -> None:
         self._members = members

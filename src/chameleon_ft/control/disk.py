@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from chameleon_ft.control.checkpoints import CheckpointCollector
-from chameleon_ft.control.messages import AtDisk, CheckpointSaved
+from chameleon_ft.control.state.checkpoint_events import CheckpointCollector
+from chameleon_ft.control.wire.messages import CheckpointSaved, SlowIO
 from chameleon_ft.observe import Recorder
 from chameleon_ft.quantities import duration
 
@@ -27,7 +27,7 @@ class Disk:
         self._checkpoints = checkpoints
         self._recorder = recorder
         self._failed: set[int] = set()
-        self._waits: set[AtDisk] = set()
+        self._waits: set[SlowIO] = set()
 
     def saved(self, part: CheckpointSaved) -> None:
         """A rank has written its layers of a checkpoint, or could not."""
@@ -37,7 +37,7 @@ class Disk:
             self._recorder.event("checkpoint", step=saved.step, copy_s=saved.copy_s, write_s=saved.write_s)
             asyncio.get_running_loop().run_in_executor(None, self._checkpoints.prune)
 
-    def waits(self, worker: int, message: AtDisk) -> None:
+    def waits(self, worker: int, message: SlowIO) -> None:
         """A rank has been reading or writing for long; nobody is given up for that, so it is said."""
         if message in self._waits:
             return

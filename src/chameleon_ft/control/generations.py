@@ -10,17 +10,17 @@ from enum import Enum, auto
 from typing import Protocol
 
 from chameleon_ft.config import Timeouts
-from chameleon_ft.control.checkpoints import CheckpointCollector
-from chameleon_ft.control.decision import Decision, Prepared, Situation
+from chameleon_ft.control.decisions.planner import Planner
+from chameleon_ft.control.decisions.recovery_plan import Decision, Prepared, Situation
 from chameleon_ft.control.deliberation import Deliberation
-from chameleon_ft.control.members import Members
-from chameleon_ft.control.messages import Committed, Parked, Pause, PeerFailed, Stop, Switched, Vote
+from chameleon_ft.control.detectors.peer_failure import Suspicion
+from chameleon_ft.control.detectors.watchdog import Watchdog
 from chameleon_ft.control.newcomers import Newcomers
-from chameleon_ft.control.outage import Loss, Outage
-from chameleon_ft.control.outcome import Outcomes
-from chameleon_ft.control.planner import Planner
-from chameleon_ft.control.suspicion import Suspicion
-from chameleon_ft.control.watchdog import Watchdog
+from chameleon_ft.control.state.checkpoint_events import CheckpointCollector
+from chameleon_ft.control.state.incident import Loss, Outage
+from chameleon_ft.control.state.members import Members
+from chameleon_ft.control.state.outcomes import Outcomes
+from chameleon_ft.control.wire.messages import Committed, Pause, PeerFailed, Quiesced, Stop, Switched, Vote
 from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
 from chameleon_ft.observe import NoticedBy, Recorder, RunStatus
 from chameleon_ft.plan import Plan
@@ -36,7 +36,7 @@ class Phase(Enum):
     GATHERING = auto()
     """Workers are joining."""
     STOPPING = auto()
-    """A generation is over, and not all survivors have parked."""
+    """A generation is over, and not all survivors have quiesced."""
     REGROUPING = auto()
     """A new generation has its orders, and has not run an operation."""
     TRAINING = auto()
@@ -99,8 +99,8 @@ class Generations:
         self._decision: Decision | None = None
         self._in_force: Decision | None = None  # the last whose placement all survivors hold their part of
         self._last_vote: Vote | None = None
-        self._parked: dict[int, Parked] = {}
-        self._park_by = 0.0  # by the event loop's clock
+        self._quiesced: dict[int, Quiesced] = {}
+        self._quiesce_by = 0.0  # by the event loop's clock
         self._finished: set[int] = set()
         self._suspicion = Suspicion()
         self._outage = Outage()
@@ -189,9 +189,9 @@ class Generations:
             self._deliberation.foresee(self._decision, step_s=self._watchdog.step_s)
         return True
 
-    def parked(self, worker: int, message: Parked) -> None:
+    def quiesced(self, worker: int, message: Quiesced) -> None:
         """A worker has left its operations and says what it holds."""
-        self._parked[worker] = message
+        self._quiesced[worker] = message
         self._proceed()
 
     def peer_failed(self, worker: int, message: PeerFailed) -> None:
@@ -227,7 +227,7 @@ class Generations:
         self._newcomers.workers.discard(loss.worker)
         self._deliberation.failed(loss.worker)
         if self.phase is Phase.STOPPING:
-            self._parked.pop(loss.worker, None)
+            self._quiesced.pop(loss.worker, None)
             self._proceed()
         elif self._decision is not None and self._is_needed(loss.worker, self._decision):
             if loss.worker not in self._finished:
@@ -249,10 +249,10 @@ class Generations:
         return worker in (decision.everyone if self.phase is Phase.REGROUPING else decision.plan.workers)
 
     def overdue(self, now: float) -> Sequence[int]:
-        """The workers that should have parked by `now`, by the event loop's clock."""
-        if self.phase is not Phase.STOPPING or now <= self._park_by:
+        """The workers that should have quiesced by `now`, by the event loop's clock."""
+        if self.phase is not Phase.STOPPING or now <= self._quiesce_by:
             return ()
-        return [worker for worker in self._members.live() if worker not in self._parked]
+        return [worker for worker in self._members.live() if worker not in self._quiesced]
 
     def _stop(self) -> None:
         """End the generation: everyone leaves what it is doing and says what it holds."""
@@ -260,16 +260,16 @@ class Generations:
         self.phase = Phase.STOPPING
         self._newcomers.is_pausing = False
         self._outage.ended_at = self._outage.ended_at or time.time()
-        self._parked.clear()
+        self._quiesced.clear()
         self._finished.clear()
         self._members.tell(Stop(generation=self.number))
-        self._park_by = asyncio.get_running_loop().time() + self._timeouts.collective_s
+        self._quiesce_by = asyncio.get_running_loop().time() + self._timeouts.collective_s
         self._watchdog.progress(asyncio.get_running_loop().time())
         self._proceed()
 
     def _proceed(self) -> None:
-        """Once all survivors have parked, decide and tell everyone how to go on."""
-        if self.phase is not Phase.STOPPING or not self._parked.keys() >= set(self._members.live()):
+        """Once all survivors have quiesced, decide and tell everyone how to go on."""
+        if self.phase is not Phase.STOPPING or not self._quiesced.keys() >= set(self._members.live()):
             return
         assert self._decision is not None
         at_boundary, self._at_boundary = self._at_boundary, False
@@ -279,13 +279,13 @@ class Generations:
         self._outage.stopped_at = time.time()
         self._outage.switched, self._outage.weighed_at = None, 0.0
         # Where one has switched, everybody has confirmed; where none has, everybody has what it had before.
-        if any(parked.placed == self.number - 1 for parked in self._parked.values()):
+        if any(quiesced.placed == self.number - 1 for quiesced in self._quiesced.values()):
             self._in_force = self._decision
         assert self._in_force is not None
         situation = Situation(
             plan=self._in_force.plan,
             live=self._members.live(),
-            parked=self._parked,
+            quiesced=self._quiesced,
             committed=self.committed,
             last_vote=self._last_vote,
             checkpoints=self._checkpoints.complete(),

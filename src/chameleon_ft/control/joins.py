@@ -9,16 +9,16 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
 
-from chameleon_ft.control.decision import Prepared
+from chameleon_ft.control.decisions.decision_cache import decide_and_check
+from chameleon_ft.control.decisions.planner import Planner
+from chameleon_ft.control.decisions.recovery_plan import Prepared
 from chameleon_ft.control.deliberation import Deliberation
-from chameleon_ft.control.forethought import decide_and_check
 from chameleon_ft.control.generations import Generations, Phase
-from chameleon_ft.control.members import Members, Worker
-from chameleon_ft.control.messages import Expect, Hello, HostHello, RoomMade
 from chameleon_ft.control.newcomers import Newcomers
-from chameleon_ft.control.planner import Planner
-from chameleon_ft.control.respawns import Respawns
-from chameleon_ft.control.server import Peer
+from chameleon_ft.control.state.members import Members, Worker
+from chameleon_ft.control.state.respawns import Respawns
+from chameleon_ft.control.wire.messages import Hello, HostHello, Preallocate, Preallocated
+from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.errors import ControlError, ProfileError
 from chameleon_ft.observe import Recorder
 
@@ -77,7 +77,7 @@ class Joins:
         self._change: _Change | None = None
 
     def add_host(self, peer: Peer, hello: HostHello) -> None:
-        """Have a supervisor that comes while the run goes on start its workers."""
+        """Have an agent that comes while the run goes on start its workers."""
         workers = self._members.add_late_host(peer, hello, banned=self._respawns.banned)
         names = ", ".join(map(str, workers))
         self._recorder.event(
@@ -103,7 +103,7 @@ class Joins:
         self._recorder.event(
             "joined",
             worker=worker.id,
-            life=worker.life,
+            incarnation=worker.incarnation,
             host=worker.host,
             message=f"worker {worker.id} has joined as a spare",
         )
@@ -114,7 +114,7 @@ class Joins:
         self._recorder.event(
             "join_failed",
             worker=worker.id,
-            life=worker.life,
+            incarnation=worker.incarnation,
             cause=cause,
             message=f"worker {worker.id} was lost before it took part: {cause}",
         )
@@ -140,7 +140,7 @@ class Joins:
             else:
                 self._leave_as_spares(f"{type(error).__name__}: {error}")
 
-    def made_room(self, worker: Worker, message: RoomMade) -> None:
+    def made_room(self, worker: Worker, message: Preallocated) -> None:
         """A worker has room for all that it was told of."""
         self._newcomers.made_room(worker.id, message.layers)
 
@@ -170,7 +170,7 @@ class Joins:
     def _is_of_those_live(self, prepared: Prepared) -> bool:
         return prepared.outlook.live == tuple(self._members.live())
 
-    def _tell(self, told: Mapping[int, Expect]) -> None:
+    def _tell(self, told: Mapping[int, Preallocate]) -> None:
         for worker, expect in told.items():
             self._members.send(worker, expect)
 

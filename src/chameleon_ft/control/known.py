@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from chameleon_ft import recovery
-from chameleon_ft.control.observations import Corrections
-from chameleon_ft.control.words import pipelines_in_words
+from chameleon_ft.control.decisions.calibration import Corrections
+from chameleon_ft.control.formatting import describe_pipelines
 from chameleon_ft.recovery import FailureModel
 
 __all__ = ["known"]
@@ -17,7 +17,7 @@ def known(step: int, outlook: recovery.Situation, rate: FailureModel, correction
         "step": step,
         "lost": list(outlook.lost),
         "live": len(outlook.live),
-        "plan": pipelines_in_words(outlook.plan),
+        "plan": describe_pipelines(outlook.plan),
         "rate": {
             "failures": rate.failures,
             "incidents": rate.incidents,

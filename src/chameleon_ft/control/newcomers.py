@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from chameleon_ft.control.decision import Prepared
-from chameleon_ft.control.messages import Expect
+from chameleon_ft.control.decisions.recovery_plan import Prepared
+from chameleon_ft.control.wire.messages import Preallocate
 from chameleon_ft.estimate import state_bytes
 
 __all__ = ["Newcomers"]
@@ -29,14 +29,16 @@ class Newcomers:
     is_pausing: bool = False
     prepared: Prepared | None = None
     expecting: set[int] = field(default_factory=set)
-    making_room: dict[int, Expect] = field(default_factory=dict)
+    making_room: dict[int, Preallocate] = field(default_factory=dict)
 
-    def expect(self, prepared: Prepared) -> dict[int, Expect]:
+    def expect(self, prepared: Prepared) -> dict[int, Preallocate]:
         """A change has been found; return what those newcomers are told that layers come to with it.
 
         Others are told nothing yet: who trains has memory for more layers only when it has given up its gradients.
         """
-        told = {worker: Expect(layers=layers) for worker, layers in _coming(prepared).items() if worker in self.workers}
+        told = {
+            worker: Preallocate(layers=layers) for worker, layers in _coming(prepared).items() if worker in self.workers
+        }
         self.expecting, self.making_room = set(told), dict(told)
         return told
 
@@ -46,10 +48,10 @@ class Newcomers:
         if told is not None and told.layers == layers:
             del self.making_room[worker]
 
-    def let_down(self, ordered: Collection[int] = ()) -> dict[int, Expect]:
+    def let_down(self, ordered: Collection[int] = ()) -> dict[int, Preallocate]:
         """What was found is not done, or it is and these get orders; return what all others that expect are told."""
         expecting, self.expecting, self.making_room = self.expecting, set(), {}
-        return {worker: Expect(layers=()) for worker in sorted(expecting - set(ordered))}
+        return {worker: Preallocate(layers=()) for worker in sorted(expecting - set(ordered))}
 
     def pause(self, prepared: Prepared) -> None:
         """A change has been found for which everyone is to stop."""

@@ -9,10 +9,10 @@ from itertools import groupby
 
 import torch
 
-from chameleon_ft.control.messages import Transition
+from chameleon_ft.control.wire.messages import Transition
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Communicators
-from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.layer_messages import (
     IncomingLayers,
     OutgoingLayer,
@@ -21,7 +21,7 @@ from chameleon_ft.runtime.layer_messages import (
     tensor_bytes,
 )
 from chameleon_ft.runtime.layers import HeldLayers
-from chameleon_ft.runtime.room import LayerRoom, Rooms
+from chameleon_ft.runtime.preallocation import Allocation, LayerAllocator
 
 __all__ = ["Mover", "channels_of_transition"]
 
@@ -43,7 +43,7 @@ class Mover:
         worker: int,
         device: torch.device,
         *,
-        rooms: Rooms,
+        rooms: LayerAllocator,
         activity: Activity,
         faults: FaultInjector,
         stand_ins: bool = False,
@@ -153,7 +153,7 @@ class _Exchange:
         held: HeldLayers,
         communicators: Communicators,
         device: torch.device,
-        rooms: Rooms,
+        rooms: LayerAllocator,
         activity: Activity,
         stand_ins: bool,
     ) -> None:
@@ -168,7 +168,7 @@ class _Exchange:
         self._stand_ins = stand_ins
         self._out: OutgoingLayers | None = None
         self._in: IncomingLayers | None = None
-        self._under_way: deque[LayerRoom] = deque()
+        self._under_way: deque[Allocation] = deque()
         self._slot = 0
         self.slots = max(len(outgoing), len(incoming))
         """Layers that go out or come in, those counted once that do at the same time."""
