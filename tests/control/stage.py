@@ -17,6 +17,7 @@ from chameleon_ft.control.wire.messages import (
     BoundaryMessage,
     CheckpointSaved,
     Committed,
+    Departure,
     Exit,
     Finished,
     Hello,
@@ -30,7 +31,7 @@ from chameleon_ft.control.wire.messages import (
     Vote,
     WorkerExited,
 )
-from chameleon_ft.control.wire.server import Departure, Peer
+from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.observe import FailureRecord, NullView, Recorder, RunDirectory
 from chameleon_ft.observe.checkpoints import layer_directory
 from chameleon_ft.profiles import Profile
@@ -233,8 +234,7 @@ class Stage:
     @property
     def ended(self) -> tuple[str, str] | None:
         """Status and reason, once the run has come to its end."""
-        end = self.coordinator._end
-        return end.result() if end.done() else None
+        return self.coordinator.state.ended
 
     def told_to_exit(self) -> list[int]:
         return [worker for worker, puppet in self.ranks.items() if puppet.count(Exit)]

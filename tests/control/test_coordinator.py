@@ -71,7 +71,7 @@ async def test_who_cannot_join_is_told_why(stage: Stage) -> None:
 async def test_only_members_may_say_what_members_say(stage: Stage) -> None:
     stage.train()
     for message in (Started(generation=1, step=0), CheckpointSaved(generation=1, step=2, layers=(0,))):
-        with pytest.raises(ControlError, match="from somebody who has not joined"):
+        with pytest.raises(ControlError, match="from a peer that has not joined"):
             stage.say(Puppet("stranger"), message)
     with pytest.raises(ControlError, match="a rank does not say 'exit'"):
         stage.say(stage.ranks[0], Exit(reason="enough"))

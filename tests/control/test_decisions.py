@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,7 @@ def test_a_search_is_predicted_as_long_as_it_took(tmp_path: Path, monkeypatch: p
         (outcome,) = stage.events("outcome")
         assert outcome["measured_stall_s"] == pytest.approx(0.75 + 0.25 + 1.5 + AFTER_S)
         assert outcome["predicted_stall_s"] == pytest.approx(outcome["measured_stall_s"])
-        generations: Any = stage.coordinator._generations
-        history = generations._deliberation._history
+        history = stage.coordinator.state.history
         assert history.phases(looked_up=False).decide_s == pytest.approx(1.5)
         assert history.phases(looked_up=True).decide_s < 0.1, "nothing has been looked up yet"
 
@@ -113,12 +113,11 @@ def test_of_several_losses_in_one_outage_as_much_is_predicted_as_comes(
 def test_what_is_looked_up_is_not_taken_to_be_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(stage: Stage, clock: Clock) -> None:
         stage.train(workers=6)
-        generations: Any = stage.coordinator._generations
-        deliberation = generations._deliberation
-        history = deliberation._history
-        history.decided(looked_up=False, decide_s=5.0, hand_out_s=4.0)
-        history.decided(looked_up=True, decide_s=0.5, hand_out_s=0.25)
-        (asked,) = _asked(deliberation, stage)
+        history = stage.coordinator.state.history
+        history = history.decided(looked_up=False, decide_s=5.0, hand_out_s=4.0)
+        history = history.decided(looked_up=True, decide_s=0.5, hand_out_s=0.25)
+        stage.coordinator.state = replace(stage.coordinator.state, history=history)
+        (asked,) = _asked(stage.coordinator._decisions, stage)
         assert asked.phases.decide_s == 0.5, "what is prepared will be looked up"
         stage.reap(1)
         stage.quiesce(2, 4)
@@ -139,14 +138,13 @@ def test_where_nothing_was_to_be_chosen_nothing_is_learnt_of_decisions(
         stage.start()
         stage.commit(3)
         assert not stage.events("decision")
-        generations: Any = stage.coordinator._generations
-        history = generations._deliberation._history
+        history = stage.coordinator.state.history
         assert history.hand_out_s(looked_up=True) == 0.01
 
     timed(tmp_path, monkeypatch, scene)
 
 
-def _asked(deliberation: Any, stage: Stage) -> list[Any]:
+def _asked(decisions: Any, stage: Stage) -> list[Any]:
     """What decisions are prepared for."""
     asked: list[Any] = []
 
@@ -160,6 +158,6 @@ def _asked(deliberation: Any, stage: Stage) -> list[Any]:
         def drop(self) -> None:
             pass
 
-    deliberation._forethought = Foreseeing()
+    decisions._cache = Foreseeing()
     stage.commit(3, 0)
     return asked

@@ -177,12 +177,10 @@ async def test_the_loss_of_a_spare_says_nothing_of_stalls(stage: Stage) -> None:
     stage.reap(1)
     stage.quiesce(2, 3)
     stage.start()
-    generations: Any = stage.coordinator._generations
-    history = generations._deliberation._history
-    before = history.phases(looked_up=False)
+    before = stage.coordinator.state.history.phases(looked_up=False)
     stage.reap(0)
     assert len(stage.failures) == 2
-    assert history.phases(looked_up=False) == before
+    assert stage.coordinator.state.history.phases(looked_up=False) == before
 
 
 class _Foreseeing:
@@ -203,8 +201,8 @@ class _Foreseeing:
 
 @scene(**THREE_PIPELINES)
 async def test_after_a_transition_the_next_loss_is_prepared_for(stage: Stage) -> None:
-    generations: Any = stage.coordinator._generations
-    foreseeing = generations._deliberation._forethought = _Foreseeing()
+    decisions: Any = stage.coordinator._decisions
+    foreseeing = decisions._cache = _Foreseeing()
     stage.train(workers=6)
     assert [each.plan.workers for each in foreseeing.asked] == [(0, 1, 2, 3, 4, 5)] * 3
     stage.reap(1)
@@ -213,4 +211,5 @@ async def test_after_a_transition_the_next_loss_is_prepared_for(stage: Stage) ->
     stage.commit(3)
     (asked,) = foreseeing.asked
     assert (asked.plan.workers, asked.lost) == (stage.order().members, ())
-    assert asked.plan == generations.plan
+    assert stage.coordinator.state.active is not None
+    assert asked.plan == stage.coordinator.state.active.plan

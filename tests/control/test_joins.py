@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -259,18 +260,17 @@ class _Gone(Executor):
 
 @scene(**RESPAWNING)
 async def test_who_cannot_be_weighed_stays_a_spare_and_training_goes_on(stage: Stage) -> None:
-    joins: Any = stage.coordinator._joins
-    joins._executor = _Gone()
+    decisions: Any = stage.coordinator._decisions
+    decisions._executor = _Gone()
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage)
         come(stage, 1)
-        await until(lambda: stage.events("not_weighed"))
+        await until(lambda: stage.events("decision_failed"))
         await asyncio.sleep(100.0)
         stage.commit(3)
-        assert messages(stage, "not_weighed") == [
-            "worker 1 stays a spare, for it cannot be weighed what to do with it: "
-            "BrokenProcessPool: a process was terminated abruptly"
+        assert messages(stage, "decision_failed") == [
+            "worker 1 stays a spare: the decision on it failed: BrokenProcessPool: a process was terminated abruptly"
         ]
         assert stage.ended is None
         assert stage.ranks[0].count(Pause) == 0
@@ -283,26 +283,26 @@ async def test_who_cannot_be_weighed_stays_a_spare_and_training_goes_on(stage: S
 
 @scene(**RESPAWNING)
 async def test_a_weighing_that_fails_after_a_loss_is_nobodys_concern(stage: Stage) -> None:
-    joins: Any = stage.coordinator._joins
+    decisions: Any = stage.coordinator._decisions
     gone = asyncio.Event()
 
-    async def weighed() -> None:
+    async def consider(*_: object) -> None:
         await gone.wait()
         raise BrokenProcessPool("a process was terminated abruptly")
 
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage)
-        joins._weighed = weighed
+        decisions.consider = consider
         come(stage, 1)
-        await until(lambda: joins._weighing is not None)
+        await until(lambda: stage.coordinator.state.scale_up.considering is not None)
         stage.reap(2)
         stage.quiesce(3, 3)
         stage.start()
         gone.set()
-        await until(lambda: joins._weighing is None)
+        await until(lambda: stage.coordinator.state.scale_up.considering is None)
         stage.commit(3)
-    assert stage.events("not_weighed") == []
+    assert stage.events("decision_failed") == []
     assert stage.ended is None
 
 
@@ -355,7 +355,7 @@ async def test_who_keeps_dying_is_not_taken_again(stage: Stage) -> None:
         times.append(asyncio.get_running_loop().time())
         assert times[1] - times[0] >= 8.0, "twice as long as the first time"
         stage.say(stage.host, WorkerExited(worker=1, incarnation=3, exit_code=1))
-        assert messages(stage, "banned") == [
+        assert messages(stage, "blocklisted") == [
             "worker 1 was lost 3 times and is not taken again; see recovery.max_respawns"
         ]
         await asyncio.sleep(100.0)
@@ -392,10 +392,9 @@ async def test_a_spare_that_is_lost_while_it_is_weighed_is_not_stopped_for(stage
         stage.train()
         await lose_and_respawn(stage)
         come(stage, 1)
-        joins: Any = stage.coordinator._joins
-        await until(lambda: joins._weighing is not None)
+        await until(lambda: stage.coordinator.state.scale_up.considering is not None)
         stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=-9))
-        await until(lambda: joins._weighing is None)
+        await until(lambda: stage.coordinator.state.scale_up.considering is None)
         stage.commit(3)
     assert stage.ranks[0].count(Pause) == 0
     assert [failure.action for failure in stage.failures][1:] == ["it was a spare: nothing changes"]
@@ -684,9 +683,10 @@ async def test_who_expects_layers_and_gets_no_orders_is_told_that_nothing_comes(
         stage.train()
         await lose_and_respawn(stage)
         rank = come(stage, 1)
-        generations: Any = stage.coordinator._generations
-        await until(lambda: 1 in generations._newcomers.workers)
-        generations._newcomers.expecting.update({0, 1})
+        await until(lambda: 1 in stage.coordinator.state.scale_up.newcomers)
+        state = stage.coordinator.state
+        scale_up = replace(state.scale_up, expecting=frozenset({0, 1}))
+        stage.coordinator.state = replace(state, scale_up=scale_up)
         stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))
         stage.quiesce(3, 3)
         assert 1 not in stage.order().everyone

@@ -557,7 +557,7 @@ async def test_an_agent_speaks_for_its_own_workers_only(stage: Stage) -> None:
     ):
         with pytest.raises(ControlError, match="worker 17 was not started by this agent"):
             stage.say(stage.host, message)
-    with pytest.raises(ControlError, match="from somebody who has not joined"):
+    with pytest.raises(ControlError, match="from a peer that has not joined"):
         stage.say(Puppet("stranger"), WorkerExited(worker=1, exit_code=1))
     assert stage.live() == [0, 1, 2, 3]
 

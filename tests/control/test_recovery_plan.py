@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.control.decisions.recovery_plan import Decision, Prepared, Situation, decide
+from chameleon_ft.control.decisions.decisions import ScaleUpDecision
+from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan, decide
 from chameleon_ft.control.wire.messages import Quiesced, Vote
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.estimate import StallModel
@@ -49,8 +50,8 @@ def layers_of(plan: Plan, worker: int) -> tuple[int, ...]:
 
 def situation(
     states: Mapping[int, Quiesced], *, plan: Plan = PLAN, committed: int = 7, checkpoints: Sequence[int] = ()
-) -> Situation:
-    return Situation(
+) -> ClusterState:
+    return ClusterState(
         plan=plan,
         live=sorted(states),
         quiesced={worker: holding(state, plan, worker) for worker, state in states.items()},
@@ -67,7 +68,7 @@ def holding(state: Quiesced, plan: Plan, worker: int) -> Quiesced:
 RATE = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0)
 
 
-def outlook_of(found: Situation, costs: CostModel = COSTS) -> recovery.Situation:
+def outlook_of(found: ClusterState, costs: CostModel = COSTS) -> recovery.Situation:
     cluster = costs.cluster
     live = tuple(worker for worker in cluster.workers if worker.id in found.live)
     return recovery.Situation(
@@ -80,7 +81,7 @@ def outlook_of(found: Situation, costs: CostModel = COSTS) -> recovery.Situation
     )
 
 
-def decided(found: Situation, *, policy: str = "reroute", costs: CostModel = COSTS) -> Decision:
+def decided(found: ClusterState, *, policy: str = "reroute", costs: CostModel = COSTS) -> RecoveryPlan:
     return decide(found, outlook_of(found, costs), policy=policy, rate=RATE)
 
 
@@ -217,7 +218,7 @@ def test_any_loss_has_a_way_on_that_every_survivor_can_take(data: st.DataObject,
         for worker in live
     }
     applied = max(state.committed for state in states.values())
-    found = Situation(
+    found = ClusterState(
         plan=plan,
         live=live,
         quiesced={worker: holding(state, plan, worker) for worker, state in states.items()},
@@ -322,7 +323,7 @@ def test_a_layer_that_nobody_has_received_is_lost() -> None:
 TWO = data_pipeline_plan(layer_costs=[1.0] * LAYERS, dp=2, pp=1, micro_batches=MICRO_BATCHES)
 
 
-def with_newcomer(*lost: int) -> Situation:
+def with_newcomer(*lost: int) -> ClusterState:
     """Worker 2 has come, and nothing of the model is with it."""
     live = {worker: quiesced(7) for worker in TWO.workers if worker not in lost}
     before = situation(live, plan=TWO)
@@ -357,7 +358,7 @@ def test_every_policy_can_do_something_with_a_newcomer(policy: str) -> None:
 def test_what_was_prepared_is_done_if_it_still_is_for_the_same() -> None:
     outlook = outlook_of(with_newcomer())
     weighed = recovery.decide(outlook, "repartition", RATE)
-    prepared = Prepared(outlook=outlook, rate=RATE, decision=weighed, search_s=0.5)
+    prepared = ScaleUpDecision(context=outlook, rate=RATE, decision=weighed, search_s=0.5)
     assert prepared.is_change
     assert prepared.is_for(outlook)
     assert not prepared.is_for(outlook_of(with_newcomer(1)))

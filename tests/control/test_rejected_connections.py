@@ -1,20 +1,22 @@
-"""Who was turned away is written down, and of very many not all."""
+"""Connections that are turned away are recorded, and of very many not all."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from chameleon_ft.control.commands import OtherRecord, Record
+from chameleon_ft.control.events import Moment, Rejected
+from chameleon_ft.control.state_machine import step
+from tests.control.histories import new_state
 
-from chameleon_ft.config import RunConfig
-from chameleon_ft.control.refusals import Refusals
-from chameleon_ft.observe import NullView, Recorder, RunDirectory
 
-
-def test_of_very_many_ever_fewer_are_written_down(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path / "run", RunConfig())
-    with Recorder(run, NullView()) as recorder:
-        refusals = Refusals(recorder)
-        for number in range(300):
-            refusals.add(f"10.0.0.{number}", "the token is wrong")
-    found = [event for event in run.events() if event["event"] == "refused"]
-    assert [event["count"] for event in found] == [*range(1, 101), 128, 256]
+def test_of_very_many_ever_fewer_are_recorded() -> None:
+    state, found = new_state(), []
+    for number in range(300):
+        event = Rejected(at=Moment(0.0, 0.0), address=f"10.0.0.{number}", reason="the token is wrong")
+        state, commands = step(state, event)
+        for command in commands:
+            assert isinstance(command, Record)
+            assert isinstance(command.record, OtherRecord)
+            assert command.record.event == "refused"
+            found.append(command.record.fields)
+    assert [fields["count"] for fields in found] == [*range(1, 101), 128, 256]
     assert (found[0]["address"], found[0]["reason"]) == ("10.0.0.0", "the token is wrong")

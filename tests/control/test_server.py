@@ -15,8 +15,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from chameleon_ft.control.wire.address import bearer, split_address, websocket_url
 from chameleon_ft.control.wire.connection import control_connection
-from chameleon_ft.control.wire.messages import Exit, Finish, Message, Refused, decode, encode
-from chameleon_ft.control.wire.server import Departure, Peer, control_server, listening_address
+from chameleon_ft.control.wire.messages import Departure, Exit, Finish, Message, Refused, decode, encode
+from chameleon_ft.control.wire.server import Peer, control_server, listening_address
 from chameleon_ft.errors import ControlError
 
 TOKEN = "open sesame"

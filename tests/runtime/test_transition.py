@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chameleon_ft.config import Failure, FailurePhase
-from chameleon_ft.control.state.transition import PlannedTransition, placement_of, plan_transition
+from chameleon_ft.control.decisions.transition import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.control.wire.messages import Transition
 from chameleon_ft.job import Job
 from chameleon_ft.observe import FaultLog
@@ -169,8 +169,8 @@ def carry_out(
     """Have all workers do their part; return what each returned, or raised."""
 
     def one(worker: int) -> Any:
-        rooms = LayerAllocator(toy_job(LAYERS), seed=SEED, device=CPU, ahead=ahead)
-        mover = Mover(worker, CPU, rooms=rooms, activity=Activity(), faults=nobody_fails(worker, directory))
+        allocator = LayerAllocator(toy_job(LAYERS), seed=SEED, device=CPU, ahead=ahead)
+        mover = Mover(worker, CPU, allocator=allocator, activity=Activity(), faults=nobody_fails(worker, directory))
         part = part_of(planned, worker)
         mover.begin(part, states[worker])
         try:

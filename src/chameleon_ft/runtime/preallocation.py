@@ -84,7 +84,7 @@ class LayerAllocator:
         self._coming: dict[int, Future[Allocation]] = {}
         self._stop = threading.Event()
 
-    def expect(self, state_bytes: Mapping[int, int], *, then: Callable[[], object] = lambda: None) -> None:
+    def preallocate(self, state_bytes: Mapping[int, int], *, then: Callable[[], object] = lambda: None) -> None:
         """Begin to make room for these layers, in this order, and let go of any other.
 
         Args:

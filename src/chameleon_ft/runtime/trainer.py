@@ -65,11 +65,18 @@ class Trainer:
         self._committer: Committer | None = None
         self._placed = 0  # the generation whose placement it has switched to
         emulated = context.pace is not None  # what stands in for a layer is small
-        self._rooms = LayerAllocator(context.job, seed=context.config.seed, device=context.device, ahead=not emulated)
-        self._mover = Mover(
-            context.worker, context.device, rooms=self._rooms, activity=activity, faults=faults, stand_ins=emulated
+        self._allocator = LayerAllocator(
+            context.job, seed=context.config.seed, device=context.device, ahead=not emulated
         )
-        self._has_parked = False
+        self._mover = Mover(
+            context.worker,
+            context.device,
+            allocator=self._allocator,
+            activity=activity,
+            faults=faults,
+            stand_ins=emulated,
+        )
+        self._has_quiesced = False
         self._recorder = StepRecorder(
             TimelineLog(context.run.timeline_file(context.worker)),
             worker=context.worker,
@@ -86,7 +93,7 @@ class Trainer:
         try:
             return self._serve()
         finally:
-            self._rooms.drop()
+            self._allocator.drop()
 
     def _serve(self) -> int:
         while True:
@@ -96,10 +103,10 @@ class Trainer:
                 case Refused():
                     return 1
                 case Stop():
-                    self._park(order.generation)
+                    self._quiesce(order.generation)
                 case Preallocate():
                     made = partial(self._client.send, Preallocated(layers=order.layers))
-                    self._rooms.expect(dict(order.layers), then=made)
+                    self._allocator.preallocate(dict(order.layers), then=made)
                 case StartGeneration():
                     try:
                         self._generation(order)
@@ -112,9 +119,9 @@ class Trainer:
                 case _:
                     raise ControlError(f"a joined rank does not expect {order.type!r}")
 
-    def _park(self, generation: int) -> None:
+    def _quiesce(self, generation: int) -> None:
         self._activity.idle("quiesced")
-        self._has_parked = True
+        self._has_quiesced = True
         committer = self._committer
         self._client.send(
             Quiesced(
@@ -130,14 +137,14 @@ class Trainer:
     def _generation(self, order: StartGeneration) -> None:
         """Take part in one generation until it is over or the run has come to its end."""
         self._activity.idle("loading its state")  # however long that takes, it is no sign of being stuck
-        if self._has_parked:
+        if self._has_quiesced:
             self._faults.at("recovery", order.first_step)
         segments, operations = order.unpack_segments(), order.unpack_operations()
         self._prepare(order, segments)
         communicators = self._context.new_communicators()
 
         def interrupt() -> None:
-            self._rooms.hurry()
+            self._allocator.hurry()
             communicators.interrupt()
 
         if not self._client.enter(order.generation, interrupt):
@@ -164,7 +171,7 @@ class Trainer:
     def _prepare(self, order: StartGeneration, segments: tuple[Segment, ...]) -> None:
         """Bring what this rank holds to the state in which `order.first_step` begins, or a transition to it does."""
         if order.transition is None:
-            self._rooms.drop()
+            self._allocator.drop()
         if order.load != "keep":
             self._load(order, segments)
         elif order.transition is None or order.transition.keep:

@@ -9,15 +9,16 @@ from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decisions.calibration import Calibration, Corrections
-from chameleon_ft.control.decisions.recovery_plan import Decision, Situation, decide
+from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan, decide
+from chameleon_ft.control.decisions.transition import placement_of
+from chameleon_ft.control.formatting import describe_pipelines
 from chameleon_ft.control.job_info import JobInfo, OperationRate
-from chameleon_ft.control.known import known
-from chameleon_ft.control.state.transition import placement_of
+from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.wire.messages import OperationTimes, StartGeneration, Transition
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
-from chameleon_ft.profiles import Profile, costs_of_run, hosts_of_run
+from chameleon_ft.profiles import Profile, costs_of_run
 from chameleon_ft.recovery import FailureModel, in_flight_ceiling
 from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.sync import gradient_rounds, gradient_segments, tied_segments
@@ -42,11 +43,11 @@ class Planner:
         self._plan = plan
         self._seen = Calibration(knows_layers=profile is not None)
 
-    def start(self, workers: Sequence[int], *, checkpoint: int | None) -> Decision:
+    def start(self, workers: Sequence[int], *, checkpoint: int | None) -> RecoveryPlan:
         """Begin with the layout of the configuration, at `checkpoint` or with fresh weights at step 0."""
         plan = self._layout(workers) if self._plan is None else self._plan
         depth = max(len(route.hops) for route in plan.routes)
-        return Decision(
+        return RecoveryPlan(
             plan=plan,
             ceiling=in_flight_ceiling(plan.workers, depth),
             first_step=0 if checkpoint is None else checkpoint,
@@ -67,10 +68,6 @@ class Planner:
             split_backward=parallel.split_backward,
         )
 
-    def hosts(self, hosts: Mapping[int, str]) -> Mapping[int, str]:
-        """The hosts that decisions take workers to be on: emulated ones, where devices are."""
-        return hosts_of_run(self._config, hosts)
-
     def measure(self, worker: int, times: OperationTimes) -> None:
         """Take in how long the operations of a worker of the plan took in a step."""
         self._seen.operations(worker, times)
@@ -84,9 +81,9 @@ class Planner:
         expected_s = transfer_s(transfer.rounds, self._reference(hosts).cluster)
         self._seen.transfer(expected_s=expected_s, observed_s=observed_s)
 
-    def outlook(
+    def context(
         self,
-        in_force: Decision,
+        in_force: ActivePlan | RecoveryPlan,
         live: Collection[int],
         hosts: Mapping[int, str],
         *,
@@ -120,23 +117,23 @@ class Planner:
 
     def go_on(
         self,
-        situation: Situation,
-        outlook: recovery.Situation,
+        cluster: ClusterState,
+        context: recovery.Situation,
         rate: FailureModel,
         *,
         prepared: recovery.Decision | None,
         decide_s: Callable[[], float] | None = None,
-    ) -> Decision:
+    ) -> RecoveryPlan:
         """Decide what follows a loss, or what to do with those who have come; see `decide`, also for what it raises."""
-        decision = decide(situation, outlook, policy=self.policy, rate=rate, prepared=prepared, decide_s=decide_s)
+        decision = decide(cluster, context, policy=self.policy, rate=rate, prepared=prepared, decide_s=decide_s)
         if decision.weighed is not None:
-            outlook = replace(outlook, phases=decision.weighed.phases)
-        return replace(decision, known=self.known(situation.committed, outlook, rate))
+            context = replace(context, phases=decision.weighed.phases)
+        return replace(decision, known=self.known(cluster.committed, context, rate))
 
-    def known(self, step: int, outlook: recovery.Situation, rate: FailureModel) -> dict[str, object]:
+    def known(self, step: int, context: recovery.Situation, rate: FailureModel) -> dict[str, object]:
         """What a decision in this step is made from, in JSON values."""
-        used = replace(self._corrections, step=outlook.step_factor, transfer=outlook.transfer_factor)
-        return known(step, outlook, rate, used)
+        used = replace(self._corrections, step=context.step_factor, transfer=context.transfer_factor)
+        return _known(step, context, rate, used)
 
     @property
     def policy(self) -> str:
@@ -148,7 +145,7 @@ class Planner:
         self._costs(hosts)
 
     def orders(
-        self, decision: Decision, hosts: Mapping[int, str], *, generation: int, store_port: int
+        self, decision: RecoveryPlan, hosts: Mapping[int, str], *, generation: int, store_port: int
     ) -> tuple[GenerationPlan, dict[int, StartGeneration]]:
         """Return what the generation does, checked that it can be run, and what each worker of the plan is told.
 
@@ -190,7 +187,7 @@ class Planner:
             for worker in decision.everyone
         }
 
-    def describe(self, decision: Decision, *, run: str, generation: int) -> RunInfo:
+    def describe(self, decision: RecoveryPlan, *, run: str, generation: int) -> RunInfo:
         """Say what is trained, on what, by whom, and from where it goes on."""
         plan = decision.plan
         return RunInfo(
@@ -230,11 +227,41 @@ class Planner:
 
     @property
     def _corrections(self) -> Corrections:
-        """Of what things cost; those of steps and transfers as a whole are in the outlook."""
+        """Of what things cost; those of steps and transfers as a whole are in the context."""
         return Corrections(operations=1.0 if self._profile is None else self._seen.both, slow=self._seen.slow())
 
 
-def _part_in(decision: Decision, worker: int, costs: CostModel) -> Transition | None:
+def _known(step: int, context: recovery.Situation, rate: FailureModel, corrections: Corrections) -> dict[str, object]:
+    """The fields of the event `decision` that say what was known; see docs/files.md."""
+    phases = context.phases
+    return {
+        "step": step,
+        "lost": list(context.lost),
+        "live": len(context.live),
+        "plan": describe_pipelines(context.plan),
+        "rate": {
+            "failures": rate.failures,
+            "incidents": rate.incidents,
+            "together": {str(size): count for size, count in sorted(rate.together.items())},
+            "bursts": rate.bursts,
+            "worker_s": rate.worker_s,
+            "prior_failures": rate.prior_failures,
+            "worker_mtbf_s": rate.worker_mtbf_s,
+            "host_share": rate.host_share if len(set(context.costs.cluster.hosts.values())) > 1 else None,
+        },
+        "stall": {
+            "repeat_s": context.repeat_s,
+            "detect_s": phases.detect_s,
+            "stop_s": phases.stop_s,
+            "decide_s": phases.decide_s,
+            "regroup_s": phases.regroup_s,
+            "restart_s": context.restart_s,
+        },
+        "corrections": corrections.to_json(),
+    }
+
+
+def _part_in(decision: RecoveryPlan, worker: int, costs: CostModel) -> Transition | None:
     """What the transition, if there is one, asks of a worker."""
     planned = decision.transition
     if planned is None:

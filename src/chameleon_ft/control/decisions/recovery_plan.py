@@ -1,4 +1,4 @@
-"""What to do when workers are lost: a pure function from what is known to what everyone does next."""
+"""What to do when workers are lost or have joined: a pure function from what is known to what every worker does."""
 
 from __future__ import annotations
 
@@ -7,56 +7,31 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from chameleon_ft import recovery
+from chameleon_ft.control.decisions.transition import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.control.formatting import counted, describe_pipelines
-from chameleon_ft.control.state.transition import PlannedTransition, placement_of, plan_transition
+from chameleon_ft.control.state.active_plan import ActivePlan, MovedLayers
 from chameleon_ft.control.wire.messages import Quiesced, Vote
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import in_ranges
-from chameleon_ft.recovery import STAY, FailureModel, largest_symmetric_layout
+from chameleon_ft.recovery import FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import Transfer, plan_in_roles, plan_transfer, worker_kinds
 
-__all__ = ["Decision", "Prepared", "Situation", "decide"]
+__all__ = ["ClusterState", "RecoveryPlan", "decide"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """What was weighed while training went on.
-
-    Attributes:
-        outlook: what it was weighed on.
-        rate: likewise.
-        decision: on how to go on with these; its program has been checked.
-        search_s: seconds that it took.
-    """
-
-    outlook: recovery.Situation
-    rate: FailureModel
-    decision: recovery.Decision
-    search_s: float
-
-    def is_for(self, outlook: recovery.Situation) -> bool:
-        """Whether the same plan runs, and the same workers are there."""
-        return (self.outlook.plan, self.outlook.live) == (outlook.plan, outlook.live)
-
-    @property
-    def is_change(self) -> bool:
-        """Whether it is better to stop for it than to go on as before."""
-        return self.decision.chosen is not None and self.decision.chosen.policy != STAY
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class ClusterState:
     """What is known when all survivors have quiesced.
 
     Attributes:
         plan: the plan whose placement is in force.
         live: workers that can go on, spares included.
-        quiesced: what each of them said it holds.
+        quiesced: what each of them reported that it holds.
         committed: steps known to be applied by some worker, alive or not.
-        last_vote: the vote of step ``committed - 1``, where a worker has reported it.
+        last_vote: the vote of step ``committed - 1``, if a worker has reported it.
         checkpoints: steps that complete checkpoints resume at, ascending.
         newcomers: those of the live workers that have come since the last decision.
     """
@@ -66,7 +41,7 @@ class Situation:
     quiesced: Mapping[int, Quiesced]
     committed: int
     last_vote: Vote | None
-    checkpoints: Sequence[int]
+    checkpoints: Sequence[int] = ()
     newcomers: Collection[int] = ()
 
     @property
@@ -76,8 +51,8 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What everyone does next. `policy` and `action` say it to people.
+class RecoveryPlan:
+    """What every worker does next. `policy` and `action` describe it to people.
 
     Attributes:
         plan: what is trained.
@@ -85,11 +60,11 @@ class Decision:
         first_step: the step to run next.
         load: where the layers' state comes from: fresh weights, what workers hold, or the checkpoint of this step.
         roll_forward: the vote by which workers apply step ``first_step - 1`` that have not.
-        transition: how the placement changes; None where it does not.
-        program: of the plan, where it is known already.
-        weighed: all that was considered; None where there was nothing to choose.
-        prepared: whether that was before everyone stopped; `program` has been checked then.
-        lost_layers: layers that nobody holds any more.
+        transition: how the placement changes; None if it does not.
+        program: of the plan, if it is known already.
+        weighed: all that was considered; None if there was nothing to choose.
+        prepared: whether that was before the workers quiesced; `program` has been checked then.
+        lost_layers: layers that no worker holds any more.
         known: what it was made from, in JSON values.
     """
 
@@ -112,6 +87,27 @@ class Decision:
         """The workers that have orders, ascending: those that train, and those that only send what they hold."""
         return self.plan.workers if self.transition is None else self.transition.everyone
 
+    def active(self) -> ActivePlan:
+        """Return what is still of interest once it is being carried out."""
+        transfer = None if self.transition is None else self.transition.transfer
+        return ActivePlan(
+            plan=self.plan,
+            ceiling=self.ceiling,
+            first_step=self.first_step,
+            policy=self.policy,
+            action=self.action,
+            everyone=self.everyone,
+            moved=None
+            if transfer is None
+            else MovedLayers(
+                layers=sum(len(message.layers) for message in transfer.messages),
+                messages=len(transfer.messages),
+                rounds=len(transfer.rounds),
+                num_bytes=transfer.total_bytes,
+            ),
+            lost_layers=self.lost_layers,
+        )
+
     def to_json(self) -> dict[str, object]:
         """The fields of the event `decision`, but for its generation and the seconds that it took."""
         weighed = {} if self.weighed is None else self.weighed.to_json()
@@ -119,20 +115,20 @@ class Decision:
 
 
 def decide(
-    situation: Situation,
-    outlook: recovery.Situation,
+    cluster: ClusterState,
+    context: recovery.Situation,
     *,
     policy: str,
     rate: FailureModel,
     prepared: recovery.Decision | None = None,
     decide_s: Callable[[], float] | None = None,
-) -> Decision:
+) -> RecoveryPlan:
     """Choose how to go on; where nothing that the policy proposes can be done, all return to the newest checkpoint.
 
     There is nothing to choose where nobody is lost and nobody has come: the same plan is tried again.
 
     Args:
-        outlook: the same situation in numbers: the plan in force, who is live, and what things cost.
+        context: the same cluster in numbers: the plan in force, who is live, and what things cost.
         policy: name of a policy.
         rate: how soon the next failure is to be expected.
         prepared: what was decided on this beforehand; None if nothing was.
@@ -143,33 +139,35 @@ def decide(
         ControlError: nothing else can be done, and there is no checkpoint; or the survivors' states do not fit
             together, which the commit protocol rules out.
     """
-    if not outlook.lost and not situation.newcomers:
-        return _again(situation, outlook)
-    weighed = prepared or recovery.decide(outlook, policy, rate, decide_s=decide_s)
+    if not context.lost and not cluster.newcomers:
+        return _again(cluster, context)
+    weighed = prepared or recovery.decide(context, policy, rate, decide_s=decide_s)
     if weighed.chosen is None or weighed.course is None:
-        return _fall_back(situation, outlook, weighed)
+        return _fall_back(cluster, context, weighed)
     course = weighed.course
-    if course.transfer is None and not situation.checkpoints and outlook.has_checkpoints:
+    if course.transfer is None and not cluster.checkpoints and context.has_checkpoints:
         # There will be checkpoints, but none is complete yet.
-        outlook = replace(outlook, has_checkpoints=False)
-        return decide(situation, outlook, policy=policy, rate=rate, decide_s=decide_s)
+        context = replace(context, has_checkpoints=False)
+        return decide(cluster, context, policy=policy, rate=rate, decide_s=decide_s)
     if course.transfer is None:
         anew = _from_checkpoint(
-            situation, outlook, weighed, course.plan, ceiling=course.ceiling, policy=weighed.chosen.policy
+            cluster, context, weighed, course.plan, ceiling=course.ceiling, policy=weighed.chosen.policy
         )
         return replace(anew, program=course.program, prepared=prepared is not None)
-    first_step, vote = _resume_point(situation)
+    first_step, vote = _resume_point(cluster)
     # What was decided beforehand is for workers that hold their part of the placement in force and no more.
-    is_as_planned = prepared is None or outlook.held == outlook.placement
-    transition = _transition(situation, course.plan, outlook, transfer=course.transfer if is_as_planned else None)
-    return Decision(
+    is_as_planned = prepared is None or context.held == context.placement
+    transition = _transition(cluster, course.plan, context, transfer=course.transfer if is_as_planned else None)
+    return RecoveryPlan(
         plan=course.plan,
         ceiling=course.ceiling,
         first_step=first_step,
         load="keep",
         roll_forward=vote,
         policy=weighed.chosen.policy,
-        action=_in_words(situation.plan, course.plan, transition, outlook.lost, first_step, rolls=vote is not None),
+        action=_describe_action(
+            cluster.plan, course.plan, transition, context.lost, first_step, rolls=vote is not None
+        ),
         transition=transition,
         program=course.program,
         weighed=weighed,
@@ -177,108 +175,106 @@ def decide(
     )
 
 
-def _again(situation: Situation, outlook: recovery.Situation) -> Decision:
-    first_step, vote = _resume_point(situation)
-    plan = situation.plan
-    return Decision(
+def _again(cluster: ClusterState, context: recovery.Situation) -> RecoveryPlan:
+    first_step, vote = _resume_point(cluster)
+    plan = cluster.plan
+    return RecoveryPlan(
         plan=plan,
-        ceiling=outlook.ceiling,
+        ceiling=context.ceiling,
         first_step=first_step,
         load="keep",
         roll_forward=vote,
         policy="again",
-        action=_in_words(plan, plan, None, (), first_step, rolls=vote is not None),
+        action=_describe_action(plan, plan, None, (), first_step, rolls=vote is not None),
     )
 
 
 def _transition(
-    situation: Situation, plan: Plan, outlook: recovery.Situation, *, transfer: Transfer | None = None
+    cluster: ClusterState, plan: Plan, context: recovery.Situation, *, transfer: Transfer | None = None
 ) -> PlannedTransition | None:
-    layers = outlook.costs.workload.layers
-    return plan_transition(
-        situation.plan.placement, plan.placement, held=situation.held, layers=layers, transfer=transfer
-    )
+    layers = context.costs.workload.layers
+    return plan_transition(cluster.plan.placement, plan.placement, held=cluster.held, layers=layers, transfer=transfer)
 
 
-def _resume_point(situation: Situation) -> tuple[int, Vote | None]:
+def _resume_point(cluster: ClusterState) -> tuple[int, Vote | None]:
     """Return (the step to run next, the vote by which workers that have not applied the step before it do so)."""
     # Not of spares, whose state may be of a time that was given up.
-    states = [situation.quiesced[worker] for worker in situation.plan.workers if worker in situation.quiesced]
-    first_step = max((situation.committed, *(state.committed for state in states)))
+    states = [cluster.quiesced[worker] for worker in cluster.plan.workers if worker in cluster.quiesced]
+    first_step = max((cluster.committed, *(state.committed for state in states)))
     behind = [state for state in states if state.committed < first_step]
     if not behind:
         return first_step, None
     if any(state.committed != first_step - 1 or not state.reduced for state in behind):
         raise ControlError(f"some workers cannot follow the others to step {first_step}: {behind}")
     votes = [state.last_vote for state in states if state.committed == first_step and state.last_vote is not None]
-    vote = votes[0] if votes else situation.last_vote
+    vote = votes[0] if votes else cluster.last_vote
     if vote is None:
         raise ControlError(f"step {first_step - 1} was applied by some worker, but its vote is not known")
     return first_step, vote
 
 
-def _fall_back(situation: Situation, outlook: recovery.Situation, weighed: recovery.Decision) -> Decision:
+def _fall_back(cluster: ClusterState, context: recovery.Situation, weighed: recovery.Decision) -> RecoveryPlan:
     """Nothing can be done with the placement in force."""
-    lost_layers = outlook.placement.unheld_layers
+    lost_layers = context.placement.unheld_layers
     plan = largest_symmetric_layout(
-        live=sorted(situation.live),
-        layer_costs=[cost.forward_s + cost.backward_s for cost in outlook.costs.workload.layers],
-        micro_batches=outlook.costs.workload.micro_batches,
-        preferred_pp=max(len(route.hops) for route in situation.plan.routes),
-        split_backward=situation.plan.split_backward,
+        live=sorted(cluster.live),
+        layer_costs=[cost.forward_s + cost.backward_s for cost in context.costs.workload.layers],
+        micro_batches=context.costs.workload.micro_batches,
+        preferred_pp=max(len(route.hops) for route in cluster.plan.routes),
+        split_backward=cluster.plan.split_backward,
     )
-    if lost_layers and not placement_of(situation.held, plan.placement.num_layers).unheld_layers:
-        return _salvaged(situation, outlook, weighed, plan)
-    if not situation.checkpoints and not lost_layers:
+    if lost_layers and not placement_of(cluster.held, plan.placement.num_layers).unheld_layers:
+        return _salvaged(cluster, context, weighed, plan)
+    if not cluster.checkpoints and not lost_layers:
         reasons = "; ".join(f"{each.policy}: {each.reason}" for each in weighed.candidates)
         raise ControlError(f"nothing that the policy proposes can be done ({reasons}), and there is no checkpoint")
-    return _from_checkpoint(situation, outlook, weighed, plan, ceiling=default_limits(plan), policy="checkpoint")
+    return _from_checkpoint(cluster, context, weighed, plan, ceiling=default_limits(plan), policy="checkpoint")
 
 
-def _salvaged(situation: Situation, outlook: recovery.Situation, weighed: recovery.Decision, plan: Plan) -> Decision:
+def _salvaged(
+    cluster: ClusterState, context: recovery.Situation, weighed: recovery.Decision, plan: Plan
+) -> RecoveryPlan:
     """A transition that failed has left copies of layers whose holders are all lost: go on with these."""
-    layers, cluster = outlook.costs.workload.layers, outlook.costs.cluster
-    held = placement_of(situation.held, len(layers))
-    plan = plan_in_roles(plan, plan_transfer(held, plan.placement, kinds=worker_kinds(cluster), layers=layers).roles)
-    first_step, vote = _resume_point(situation)
-    transition = _transition(situation, plan, outlook)
-    return Decision(
+    layers, workers = context.costs.workload.layers, context.costs.cluster
+    held = placement_of(cluster.held, len(layers))
+    plan = plan_in_roles(plan, plan_transfer(held, plan.placement, kinds=worker_kinds(workers), layers=layers).roles)
+    first_step, vote = _resume_point(cluster)
+    transition = _transition(cluster, plan, context)
+    return RecoveryPlan(
         plan=plan,
         ceiling=default_limits(plan),
         first_step=first_step,
         load="keep",
         roll_forward=vote,
         policy="salvage",
-        action=_in_words(situation.plan, plan, transition, outlook.lost, first_step, rolls=vote is not None),
+        action=_describe_action(cluster.plan, plan, transition, context.lost, first_step, rolls=vote is not None),
         transition=transition,
         weighed=weighed,
     )
 
 
 def _from_checkpoint(
-    situation: Situation,
-    outlook: recovery.Situation,
+    cluster: ClusterState,
+    context: recovery.Situation,
     weighed: recovery.Decision,
     plan: Plan,
     *,
     ceiling: Mapping[int, InFlightLimit],
     policy: str,
-) -> Decision:
-    lost_layers = outlook.placement.unheld_layers
-    if not situation.checkpoints:
+) -> RecoveryPlan:
+    lost_layers = context.placement.unheld_layers
+    if not cluster.checkpoints:
         if lost_layers:
             raise NoHolderError(lost_layers)
         raise ControlError(
             f"{policy} begins anew from a checkpoint, and this run has no complete one: set checkpoint.every, or take "
             "another recovery.policy"
         )
-    step = situation.checkpoints[-1]
-    reached = [
-        situation.quiesced[worker].committed for worker in situation.plan.workers if worker in situation.quiesced
-    ]
-    repeated = max((situation.committed, *reached)) - step
+    step = cluster.checkpoints[-1]
+    reached = [cluster.quiesced[worker].committed for worker in cluster.plan.workers if worker in cluster.quiesced]
+    repeated = max((cluster.committed, *reached)) - step
     why = f"nobody holds layers {in_ranges(lost_layers)} any more: " if lost_layers else ""
-    return Decision(
+    return RecoveryPlan(
         plan=plan,
         ceiling=ceiling,
         first_step=step,
@@ -294,7 +290,7 @@ def _from_checkpoint(
     )
 
 
-def _in_words(
+def _describe_action(
     before: Plan,
     plan: Plan,
     transition: PlannedTransition | None,
@@ -305,7 +301,7 @@ def _in_words(
 ) -> str:
     what = f"step {first_step - 1} applied, " if rolls else ""
     if transition is None:
-        return what + _rerouted_in_words(before, plan, lost, first_step)
+        return what + _describe_reroute(before, plan, lost, first_step)
     messages = transition.transfer.messages
     moved = (
         f"{counted(sum(len(message.layers) for message in messages), 'layer')} to "
@@ -317,7 +313,7 @@ def _in_words(
     return f"{what}{describe_pipelines(plan)}; {moved}; on with step {first_step}"
 
 
-def _rerouted_in_words(before: Plan, plan: Plan, lost: Sequence[int], first_step: int) -> str:
+def _describe_reroute(before: Plan, plan: Plan, lost: Sequence[int], first_step: int) -> str:
     moved = sum(1 for new, old in zip(plan.routes, before.routes, strict=True) if new.hops != old.hops)
     helpers = {
         hop.worker

@@ -1,28 +1,41 @@
-"""Errors of the ranks' own code: whose they are."""
+"""A rank reports an error of its own code: the loss of one worker, or a fault of the job that every worker has."""
 
 from __future__ import annotations
 
-from chameleon_ft.control.state.members import Worker
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
 
-__all__ = ["Crashes"]
+from chameleon_ft.control.detectors.base import ErrorReported, Fatal, Finding, Lost, Signal
+from chameleon_ft.plan.frozen_map import FrozenMap
+
+__all__ = ["CrashDetector"]
 
 
-class Crashes:
-    """Tells the error of one worker, which can be done without, from one that every other would run into as well."""
+@dataclass(frozen=True, slots=True)
+class CrashDetector:
+    """Tells the error of one worker, which the run can do without, from one that every other worker would run into.
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[int, str]] = {}  # step -> the worker that was ended by an error in it, and that
+    Attributes:
+        known: step -> the last worker that was ended by an error in it, and that error.
+    """
 
-    def is_everyones(self, worker: Worker, error: str, *, step: int) -> bool:
-        """Whether to go on without a worker is of no use: in step 0, or where another one has ended of the same.
+    known: Mapping[int, tuple[int, str]] = FrozenMap({})
 
-        A worker that has come in this step proves nothing: what it lacks, the others may have.
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "known", FrozenMap(self.known))
 
-        Args:
-            step: the one that is being run.
-        """
-        if not worker.takes_part or (step > 0 and (worker.first_step or 0) >= step):
-            return False
-        other, known = self._known.get(step, (worker.id, error))
-        self._known[step] = worker.id, error
-        return step == 0 or (known == error and other != worker.id)
+    def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
+        """See `Detector`."""
+        if not isinstance(signal, ErrorReported):
+            return self, ()
+        lost = Lost(signal.worker, "self", signal.error)
+        # A worker that has joined in this step proves nothing: what it lacks, the others may have.
+        if signal.since_step is None or (signal.step > 0 and signal.since_step >= signal.step):
+            return self, (lost,)
+        other, known = self.known.get(signal.step, (signal.worker, signal.error))
+        after = replace(self, known={**self.known, signal.step: (signal.worker, signal.error)})
+        if signal.step == 0 or (known == signal.error and other != signal.worker):
+            reason = f"worker {signal.worker} failed in step {signal.step}: {signal.error}; see {signal.log}"
+            return after, (Fatal(reason),)
+        return after, (lost,)

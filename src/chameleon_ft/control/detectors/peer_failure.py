@@ -1,66 +1,84 @@
-"""Whom to give up when messages fail although every worker is there: a bad network card, a cut between two hosts."""
+"""Messages fail although every worker is there: a bad network card, a cut between two hosts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Final, Self
 
-__all__ = ["Suspicion"]
+from chameleon_ft.control.detectors.base import (
+    Fatal,
+    Finding,
+    LossConfirmed,
+    Lost,
+    MessageFailed,
+    Note,
+    NoWorkerLost,
+    Signal,
+    StepCommitted,
+)
+from chameleon_ft.plan.frozen_map import FrozenMap
+
+__all__ = ["PeerFailureDetector"]
+
+_UNEXPLAINED_RETRIES: Final = 3  # generations that may fail in a row without a culprit
 
 
-class Suspicion:
-    """Collects who reported which failed message.
+@dataclass(frozen=True, slots=True)
+class PeerFailureDetector:
+    """Gives up the worker that most failed messages have in common.
 
-    A failed message speaks against both its ends, and the end that is in most of them is given up. What speaks against
-    a worker is remembered until the run commits a step, so that a bad one that reports first, and each time another
-    peer, is found out.
+    A failed message speaks against both its ends. What speaks against a worker is remembered until the run commits a
+    step, so that a bad one that reports first, and another peer each time, is found out.
+
+    Attributes:
+        reports: of the generation that is ending.
+        against: worker -> failed messages that it was an end of, over the generations since the last committed step.
+        unexplained: generations in a row that ended without a named peer.
+        last_error: the reason in the newest report.
     """
 
-    def __init__(self) -> None:
-        self._pairs: list[tuple[int, int]] = []
-        self._reports: list[dict[str, Any]] = []
-        self._against: Counter[int] = Counter()
-        self._unexplained = 0
-        self.last_error = ""
-        """What the newest report gave as its reason."""
+    reports: tuple[MessageFailed, ...] = ()
+    against: Mapping[int, int] = FrozenMap({})
+    unexplained: int = 0
+    last_error: str = ""
 
-    def report(self, reporter: int, peer: int | None, error: str) -> None:
-        """A message of `reporter` with `peer` failed; None where the operation does not tell with whom."""
-        self._reports.append({"reporter": reporter, "peer": peer, "error": error})
-        self.last_error = error
-        if peer is not None:
-            self._pairs.append((reporter, peer))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "against", FrozenMap(self.against))
 
-    @property
-    def reports(self) -> list[dict[str, Any]]:
-        """What has been reported of the generation that just ended."""
-        return self._reports
+    def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
+        """See `Detector`."""
+        match signal:
+            case MessageFailed():
+                return replace(self, reports=(*self.reports, signal), last_error=signal.error), ()
+            case LossConfirmed():
+                return replace(self, reports=()), ()
+            case StepCommitted():
+                return replace(self, reports=(), against={}, unexplained=0), ()
+            case NoWorkerLost(generation=generation):
+                after, finding = self._suspect()
+                reports = [asdict(report) for report in self.reports]
+                note = Note("messages_failed", {"generation": generation, "reports": reports})
+                return after, (note,) if finding is None else (note, finding)
+        return self, ()
 
-    @property
-    def unexplained(self) -> int:
-        """Generations in a row that ended with nobody named."""
-        return self._unexplained
-
-    def suspect(self) -> int | None:
-        """Return the worker to give up, nobody else being lost; None where nobody was named."""
-        if not self._pairs:
-            self._unexplained += 1
-            self.dismiss()
-            return None
-        self._against.update(worker for pair in self._pairs for worker in pair)
-        named = Counter(peer for _, peer in self._pairs)
-        suspect = max({w for pair in self._pairs for w in pair}, key=lambda w: (self._against[w], named[w], w))
-        del self._against[suspect]
-        self.dismiss()
-        return suspect
-
-    def dismiss(self) -> None:
-        """What was reported is explained by a loss."""
-        self._pairs.clear()
-        self._reports = []
-
-    def settle(self) -> None:
-        """A step was committed: whatever it was is over."""
-        self.dismiss()
-        self._against.clear()
-        self._unexplained = 0
+    def _suspect(self) -> tuple[Self, Finding | None]:
+        """Name the worker to give up; without a named peer the generation is tried again, a few times."""
+        pairs = [(report.reporter, report.peer) for report in self.reports if report.peer is not None]
+        if not pairs:
+            unexplained = self.unexplained + 1
+            after = replace(self, reports=(), unexplained=unexplained)
+            if unexplained <= _UNEXPLAINED_RETRIES:
+                return after, None
+            return after, Fatal(
+                f"messages failed {unexplained} times in a row though no worker is lost, at last because "
+                f"{self.last_error}; check that the workers reach each other at the addresses of --host"
+            )
+        against = Counter(self.against)
+        against.update(worker for pair in pairs for worker in pair)
+        named = Counter(peer for _, peer in pairs)
+        suspect = max({w for pair in pairs for w in pair}, key=lambda w: (against[w], named[w], w))
+        del against[suspect]
+        lost = Lost(suspect, "peer", f"messages with it failed: {self.last_error}")
+        return replace(self, reports=(), against=against), lost

@@ -1,84 +1,64 @@
-"""Putting checkpoints together from the parts that ranks write."""
+"""What ranks report of reading and writing checkpoints."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
 
-from chameleon_ft.control.wire.messages import CheckpointSaved
-from chameleon_ft.observe import complete_checkpoints, mark_complete, prune_checkpoints
+from chameleon_ft.control.wire.messages import CheckpointSaved, SlowIO
+from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["CheckpointCollector", "SavedCheckpoint"]
+__all__ = ["CheckpointEvents", "CheckpointParts"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedCheckpoint:
-    """A checkpoint that is complete.
+@dataclass(frozen=True, slots=True)
+class CheckpointParts:
+    """What is on disk of a checkpoint.
 
     Attributes:
-        step: the one that it resumes at.
         copy_s: seconds that training stood still for it: those of the rank that took longest to copy its layers.
         write_s: seconds in which the slowest rank wrote its copy to disk, beside training.
     """
 
-    step: int
-    copy_s: float
-    write_s: float
-
-
-@dataclass(slots=True)
-class _Parts:
-    """What is there of a checkpoint."""
-
-    layers: set[int] = field(default_factory=set)
+    layers: frozenset[int] = frozenset()
     copy_s: float = 0.0
     write_s: float = 0.0
 
-    def add(self, part: CheckpointSaved) -> None:
-        self.layers.update(part.layers)
-        self.copy_s = max(self.copy_s, part.copy_s)
-        self.write_s = max(self.write_s, part.write_s)
+    def with_part(self, part: CheckpointSaved) -> Self:
+        """Return the parts with one more."""
+        copy_s, write_s = max(self.copy_s, part.copy_s), max(self.write_s, part.write_s)
+        return replace(self, layers=self.layers | set(part.layers), copy_s=copy_s, write_s=write_s)
 
 
-class CheckpointCollector:
-    """Marks a checkpoint as complete once every layer of it is on disk, and knows which are not needed any more.
+@dataclass(frozen=True, slots=True)
+class CheckpointEvents:
+    """Puts checkpoints together from the parts that ranks write, and tells which reports are news.
 
-    Args:
-        directory: the run's folder of checkpoints.
-        num_layers: layers of the model.
-        model: its fingerprint.
-        keep: complete checkpoints to keep.
+    Attributes:
+        parts: step that a checkpoint resumes at -> its parts, of those that are not complete.
+        first_generation: parts of earlier generations are void, for their state was given up.
+        failed: steps whose checkpoint could not be written.
+        slow: reports of slow disks.
     """
 
-    def __init__(self, directory: Path, *, num_layers: int, model: str, keep: int) -> None:
-        self._directory = directory
-        self._num_layers = num_layers
-        self._model = model
-        self._keep = keep
-        self._saved: dict[int, _Parts] = {}
-        self._first_generation = 0
+    parts: Mapping[int, CheckpointParts] = FrozenMap({})
+    first_generation: int = 0
+    failed: frozenset[int] = frozenset()
+    slow: frozenset[SlowIO] = frozenset()
 
-    def add(self, part: CheckpointSaved) -> SavedCheckpoint | None:
-        """Take note of a part that was written; return the checkpoint that it completes, if it does."""
-        if part.generation < self._first_generation:
-            return None
-        parts = self._saved.setdefault(part.step, _Parts())
-        parts.add(part)
-        if len(parts.layers) < self._num_layers:
-            return None
-        del self._saved[part.step]
-        mark_complete(self._directory, part.step, model=self._model)
-        return SavedCheckpoint(step=part.step, copy_s=parts.copy_s, write_s=parts.write_s)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", FrozenMap(self.parts))
 
-    def prune(self) -> None:
-        """Remove the checkpoints that are not needed any more. That may take long; call it in a thread."""
-        prune_checkpoints(self._directory, keep=self._keep)
+    def saved(self, part: CheckpointSaved, *, num_layers: int) -> tuple[Self, CheckpointParts | None]:
+        """Add a part that was written; return also the whole checkpoint that it completes, if it does."""
+        if part.generation < self.first_generation:
+            return self, None
+        parts = self.parts.get(part.step, CheckpointParts()).with_part(part)
+        if len(parts.layers) < num_layers:
+            return replace(self, parts={**self.parts, part.step: parts}), None
+        return replace(self, parts={step: each for step, each in self.parts.items() if step != part.step}), parts
 
-    def forget(self, generation: int) -> None:
-        """With `generation` all begin from other state: incomplete checkpoints, and parts still under way, are void."""
-        self._saved.clear()
-        self._first_generation = generation
-
-    def complete(self) -> list[int]:
-        """Return the steps that complete checkpoints resume at, ascending."""
-        return complete_checkpoints(self._directory)
+    def forgotten(self, generation: int) -> Self:
+        """With `generation` all begin from other state: incomplete checkpoints, and parts under way, are void."""
+        return replace(self, parts={}, first_generation=generation)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The control connections: what is said on them, how they are addressed, opened and served."""

@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointSaved",
     "Committed",
     "Crashed",
+    "Departure",
     "Exit",
     "Finish",
     "Finished",
@@ -437,6 +438,9 @@ Message: TypeAlias = (
     | Kill
     | Refused
 )
+
+Departure: TypeAlias = Literal["connection", "heartbeat"]
+"""How a peer was lost: its connection closed, or it stopped answering pings."""
 
 _LONGEST_REASON = 200  # characters
 

@@ -8,20 +8,17 @@ from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 from websockets.asyncio.server import Server, ServerConnection, broadcast, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from chameleon_ft.control.wire.address import bearer, join_address
-from chameleon_ft.control.wire.messages import Message, Refused, decode, encode
+from chameleon_ft.control.wire.messages import Departure, Message, Refused, decode, encode
 from chameleon_ft.errors import ControlError
 
-__all__ = ["Departure", "Handler", "Peer", "control_server", "listening_address"]
-
-Departure = Literal["connection", "heartbeat"]
-"""How a peer was lost: its connection closed, or it stopped answering pings."""
+__all__ = ["Handler", "Peer", "control_server", "listening_address"]
 
 _PING_TIMEOUT_CODE = 1011
 
