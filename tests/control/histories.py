@@ -368,7 +368,9 @@ def _check_progress(state: State) -> None:
     match state.phase:
         case Phase.STOPPING:
             assert live - state.quiesced.keys(), "some worker has still to quiesce"
+            assert {report.generation for report in state.quiesced.values()} <= {state.generation}
         case Phase.DECIDING:
+            assert {report.generation for report in state.quiesced.values()} == {state.generation}
             assert live, "there is something to decide"
             assert live <= state.quiesced.keys(), "every survivor waits for the decision"
         case Phase.REGROUPING | Phase.TRAINING:

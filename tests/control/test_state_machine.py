@@ -29,21 +29,23 @@ from chameleon_ft.control.wire.messages import (
 from chameleon_ft.errors import ControlError
 from tests.control.histories import AGENT, LAYERS, History, new_state
 
-WORKERS = st.integers(0, 6)
+WORKERS = st.integers(0, 4)
+RARELY = st.integers(0, 19).map(lambda number: number == 13)
+"""Of what ends a run, or histories would be short."""
+OFTEN = st.sampled_from([True, True, True, False])
 
 
 class Runs(RuleBasedStateMachine):
     """A run of four workers, to which anything happens at any time."""
 
-    @initialize(respawn=st.booleans(), gathered=st.booleans(), holds=st.booleans())
-    def begin(self, respawn: bool, gathered: bool, holds: bool) -> None:
-        recovery = Recovery(respawn=respawn, respawn_delay_s=0.1, max_respawns=2)
-        self.history = History(new_state(steps=6, recovery=recovery))
-        if gathered:
-            self.history.gather()
-            self.history.start()
-        else:
+    @initialize(respawn=OFTEN, gathering=RARELY, holds=OFTEN)
+    def begin(self, respawn: bool, gathering: bool, holds: bool) -> None:
+        recovery = Recovery(respawn=respawn, respawn_delay_s=0.1, max_respawns=5)
+        self.history = History(new_state(steps=30, recovery=recovery))
+        if gathering:
             self.history.say(AGENT, HostHello(host="a host", slots=4, pid=1))
+        else:
+            self.history.train(steps=2)
         self.history.holds = holds
 
     def attempt(self, action: Callable[[], object]) -> None:
@@ -80,6 +82,44 @@ class Runs(RuleBasedStateMachine):
         if self.connected(worker):
             self.history.depart(self.history.connection(worker), "heartbeat" if silent else "connection")
 
+    @precondition(lambda self: self.history.state.phase is not Phase.OVER)
+    @rule(worker=WORKERS)
+    def lose_a_worker_in_training(self, worker: int) -> None:
+        if worker in self.history.live():
+            self.history.depart(self.history.connection(worker))
+            self.exit(worker, -9)
+            self.all_quiesce()
+
+    @precondition(lambda self: self.history.state.phase is Phase.DECIDING)
+    @rule(worker=WORKERS)
+    def lose_a_survivor_while_it_is_decided(self, worker: int) -> None:
+        if worker in self.history.live():
+            self.history.depart(self.history.connection(worker))
+
+    @precondition(lambda self: self.history.state.scale_up.newcomers)
+    @rule()
+    def lose_a_newcomer(self) -> None:
+        self.history.depart(self.history.connection(min(self.history.state.scale_up.newcomers)))
+
+    @precondition(lambda self: self.history.state.phase is Phase.TRAINING)
+    @rule(worker=WORKERS)
+    def come_back(self, worker: int) -> None:
+        if worker in self.history.state.members and not self.connected(worker):
+            self.history.wait(0.5)
+            self.join(worker)
+            self.be_ready(worker)
+            self.history.wait(0.7)
+
+    @precondition(lambda self: self.history.state.phase is Phase.TRAINING)
+    @rule(worker=WORKERS)
+    def be_lost_and_come_back(self, worker: int) -> None:
+        self.lose_a_worker_in_training(worker)
+        while self.history.questions:
+            self.history.answer(self.history.questions.pop(0))
+        if self.history.state.phase is Phase.REGROUPING:
+            self.history.start()
+            self.come_back(worker)
+
     @rule(worker=WORKERS, error=st.sampled_from(["an error", "another"]))
     def crash(self, worker: int, error: str) -> None:
         if self.connected(worker):
@@ -89,9 +129,10 @@ class Runs(RuleBasedStateMachine):
     def host_joins(self, slots: int) -> None:
         self.attempt(lambda: self.history.say(AGENT + 1, HostHello(host="late", slots=slots, pid=2)))
 
-    @rule(agent=st.sampled_from([AGENT, AGENT + 1]))
-    def host_leaves(self, agent: int) -> None:
-        self.history.depart(agent)
+    @rule(agent=st.sampled_from([AGENT, AGENT + 1]), rarely=RARELY)
+    def host_leaves(self, agent: int, rarely: bool) -> None:
+        if rarely:
+            self.history.depart(agent)
 
     # --- generations ---
 
@@ -129,7 +170,7 @@ class Runs(RuleBasedStateMachine):
     def commit(self) -> None:
         self.history.commit(pause=self.history.state.scale_up.is_pausing)
 
-    @rule(worker=WORKERS, number=st.integers(0, 6), late=st.integers(0, 2), pause=st.booleans())
+    @rule(worker=WORKERS, number=st.integers(0, 30), late=st.integers(0, 2), pause=st.booleans())
     def commit_anything(self, worker: int, number: int, late: int, pause: bool) -> None:
         if self.connected(worker):
             generation = self.history.state.generation - late
@@ -157,8 +198,10 @@ class Runs(RuleBasedStateMachine):
         self.history.answer(questions.pop(data.draw(st.integers(0, len(questions) - 1))))
 
     @precondition(lambda self: self.history.questions)
-    @rule()
-    def decision_fails(self) -> None:
+    @rule(rarely=RARELY)
+    def decision_fails(self, rarely: bool) -> None:
+        if not rarely:
+            return
         question = self.history.questions.pop(0).question
         self.history.happen(DecisionFailed(at=self.history.at, question=question, reason="a reason"))
 
@@ -178,6 +221,7 @@ class Runs(RuleBasedStateMachine):
 
     # --- time, probes, disks, the user ---
 
+    @precondition(lambda self: self.history.state.phase not in (Phase.GATHERING, Phase.OVER))
     @rule(ticks=st.sampled_from([1, 3, 20]))
     def time_passes(self, ticks: int) -> None:
         self.history.wait(0.05 * ticks)
@@ -209,13 +253,15 @@ class Runs(RuleBasedStateMachine):
         faults = (*self.history.state.faults, Fault(worker, kind, self.history.at.unix_s))  # type: ignore[arg-type]
         self.history.happen(FaultsInjected(at=self.history.at, faults=faults))
 
-    @rule()
-    def interrupt(self) -> None:
-        self.history.happen(Interrupted(at=self.history.at))
+    @rule(rarely=RARELY)
+    def interrupt(self, rarely: bool) -> None:
+        if rarely:
+            self.history.happen(Interrupted(at=self.history.at))
 
-    @rule()
-    def end(self) -> None:
-        self.history.happen(EndRequested(at=self.history.at, status="failed", reason="a reason"))
+    @rule(rarely=RARELY)
+    def end(self, rarely: bool) -> None:
+        if rarely:
+            self.history.happen(EndRequested(at=self.history.at, status="failed", reason="a reason"))
 
     # --- what is waited for ---
 

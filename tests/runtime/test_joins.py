@@ -117,10 +117,12 @@ def test_a_worker_that_keeps_dying_is_not_taken_again(tmp_path: Path) -> None:
         failures=failures,
         recovery=Recovery(policy="chameleon", respawn=True, respawn_delay_s=0.1, max_respawns=2),
     )
-    ended = train_until(config, tmp_path / "run", lambda ended: ended.events("banned") and len(ended.failures) == 3)
+    ended = train_until(
+        config, tmp_path / "run", lambda ended: ended.events("blocklisted") and len(ended.failures) == 3
+    )
     assert [event["worker"] for event in ended.events("respawn")] == [3, 3]
-    (banned,) = ended.events("banned")
-    assert (banned["worker"], banned["deaths"]) == (3, 3)
+    (blocklisted,) = ended.events("blocklisted")
+    assert (blocklisted["worker"], blocklisted["deaths"]) == (3, 3)
     assert 3 not in workers_of_last_plan(ended)
 
 

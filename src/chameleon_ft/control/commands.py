@@ -158,7 +158,7 @@ class RecordScaleUp:
 
 @dataclass(frozen=True, slots=True)
 class PrepareDecisions:
-    """Prepare decisions on the next loss beside training; what is prepared for the same already, stays."""
+    """Prepare decisions on the next loss beside training; what fits already, stays."""
 
     request: DecisionRequest
 

@@ -13,46 +13,10 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from chameleon_ft.config import RunConfig, config_to_toml
-from chameleon_ft.control.commands import (
-    Command,
-    CompleteCheckpoint,
-    ConsiderScaleUp,
-    Decide,
-    DecideStart,
-    Drop,
-    Finish,
-    ForgetDecisions,
-    Launch,
-    LogFault,
-    MeasureOperations,
-    MeasureStep,
-    MeasureTransfer,
-    OtherRecord,
-    PrepareDecisions,
-    Record,
-    RecordScaleUp,
-    Send,
-    Welcome,
-)
+from chameleon_ft.control import commands, events
 from chameleon_ft.control.decisions.decision_cache import DecisionCache
 from chameleon_ft.control.decisions.decisions import Decisions
 from chameleon_ft.control.decisions.planner import Planner
-from chameleon_ft.control.events import (
-    Considered,
-    Decided,
-    DecisionFailed,
-    DecisionsPrepared,
-    Disconnected,
-    EndRequested,
-    Event,
-    FaultsInjected,
-    Interrupted,
-    Launched,
-    Moment,
-    Received,
-    Rejected,
-    Ticked,
-)
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase, Settings, State
@@ -143,16 +107,16 @@ class Coordinator:
 
     def interrupt(self) -> None:
         """End the run after the current step with a checkpoint; called again, or before training, at once."""
-        self._handle(Interrupted(at=_now()))
+        self._handle(events.Interrupted(at=_now()))
 
     def end(self, status: RunStatus, reason: str) -> None:
         """End the run."""
-        self._handle(EndRequested(at=_now(), status=status, reason=reason))
+        self._handle(events.EndRequested(at=_now(), status=status, reason=reason))
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._handle(Ticked(at=_now()))
+            self._handle(events.Ticked(at=_now()))
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -166,17 +130,17 @@ class Coordinator:
         if peer not in self._ids:
             self._next_id += 1
             self._ids[peer], self._peers[self._next_id] = self._next_id, peer
-        self._handle(Received(at=_now(), connection=self._ids[peer], message=message))
+        self._handle(events.Received(at=_now(), connection=self._ids[peer], message=message))
 
     def departed(self, peer: Peer, how: Departure) -> None:
         """Act on the end of a connection."""
         if (connection := self._ids.get(peer)) is not None:
             self._peers.pop(connection, None)
-            self._handle(Disconnected(at=_now(), connection=connection, how=how))
+            self._handle(events.Disconnected(at=_now(), connection=connection, how=how))
 
     def refused(self, address: str, reason: str) -> None:
         """Record that a connection was turned away."""
-        self._handle(Rejected(at=_now(), address=address, reason=reason))
+        self._handle(events.Rejected(at=_now(), address=address, reason=reason))
 
     def broken(self, error: Exception) -> None:
         """End the run because of a mistake of the coordinator itself, and write it down."""
@@ -192,7 +156,7 @@ class Coordinator:
 
     # --- events and commands -----------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         """Change the state by an event and by those that its commands lead to. Raises ControlError, see `step`."""
         self._refresh_faults(event)
         events = deque([event])
@@ -205,22 +169,22 @@ class Coordinator:
                 if (answer := self._execute(command)) is not None:
                     events.append(answer)
 
-    def _refresh_faults(self, event: Event) -> None:
+    def _refresh_faults(self, event: events.Event) -> None:
         """Read the injected failures if the event may reveal a loss or be the time to record one."""
-        if isinstance(event, Received) and isinstance(event.message, Committed):
+        if isinstance(event, events.Received) and isinstance(event.message, Committed):
             return
-        if isinstance(event, Ticked) and self.state.phase is not Phase.STOPPING:
+        if isinstance(event, events.Ticked) and self.state.phase is not Phase.STOPPING:
             return
         if self.state.phase in (Phase.GATHERING, Phase.OVER):
             return
         lines = self._fault_log.since(self._began_at)
         faults = tuple(Fault(line["worker"], line["kind"], line["time"]) for line in lines)
         if faults != self.state.faults:
-            self.state, _ = step(self.state, FaultsInjected(at=event.at, faults=faults))
+            self.state, _ = step(self.state, events.FaultsInjected(at=event.at, faults=faults))
 
-    def _require_costs(self, state: State, event: Event) -> None:
+    def _require_costs(self, state: State, event: events.Event) -> None:
         """Raise ControlError if a rank joins a running training and no costs of its links are known."""
-        if not (isinstance(event, Received) and isinstance(event.message, Hello)):
+        if not (isinstance(event, events.Received) and isinstance(event.message, Hello)):
             return
         if self.state.phase in (Phase.GATHERING, Phase.OVER):
             return
@@ -229,48 +193,48 @@ class Coordinator:
         except ProfileError as error:
             raise ControlError(f"worker {event.message.worker} cannot take part: {error}") from None
 
-    def _execute(self, command: Command) -> Event | None:
+    def _execute(self, command: commands.Command) -> events.Event | None:
         """Carry out a command; return the event that it leads to at once, if any."""
         match command:
-            case Send(connection=connection, message=message):
+            case commands.Send(connection=connection, message=message):
                 self._send(connection, message)
-            case Welcome(connection=connection, incarnation=incarnation):
+            case commands.Welcome(connection=connection, incarnation=incarnation):
                 self._send(connection, self._welcome(incarnation))
-            case Drop(connection=connection):
+            case commands.Drop(connection=connection):
                 if (peer := self._peers.get(connection)) is not None:
                     peer.drop()
-            case Record(record=record):
+            case commands.Record(record=record):
                 self._record(record)
-            case LogFault(worker=worker):
+            case commands.LogFault(worker=worker):
                 self._fault_log.append(worker=worker, kind="kill", phase=None, step=None)
-            case CompleteCheckpoint(step=checkpoint):
+            case commands.CompleteCheckpoint(step=checkpoint):
                 self._complete_checkpoint(checkpoint)
-            case Finish(status=status, reason=reason):
+            case commands.Finish(status=status, reason=reason):
                 self._finish(status, reason)
-            case DecideStart(question=question, workers=workers):
+            case commands.DecideStart(question=question, workers=workers):
                 checkpoints = complete_checkpoints(self._run.checkpoints) if self._resume else []
                 plan = self._planner.start(workers, checkpoint=checkpoints[-1] if checkpoints else None)
-                return Decided(at=_now(), question=question, plan=plan)
-            case Decide():
+                return events.Decided(at=_now(), question=question, plan=plan)
+            case commands.Decide():
                 return self._decide(command)
-            case Launch():
+            case commands.Launch():
                 return self._launch(command)
-            case ConsiderScaleUp():
+            case commands.ConsiderScaleUp():
                 task = asyncio.get_running_loop().create_task(self._consider(command))
                 self._tasks.add(task)
                 task.add_done_callback(self._task_done)
-            case RecordScaleUp(question=question, generation=generation, step=committed):
+            case commands.RecordScaleUp(question=question, generation=generation, step=committed):
                 fields = self._decisions.describe_scale_up(question, step=committed)
                 self._recorder.event("decision", generation=generation, trigger="join", **fields)
-            case PrepareDecisions(request=request):
+            case commands.PrepareDecisions(request=request):
                 self._decisions.prepare(request)
-            case ForgetDecisions():
+            case commands.ForgetDecisions():
                 self._decisions.forget()
-            case MeasureOperations(worker=worker, times=times):
+            case commands.MeasureOperations(worker=worker, times=times):
                 self._planner.measure(worker, times)
-            case MeasureStep(step_s=step_s):
+            case commands.MeasureStep(step_s=step_s):
                 self._planner.stepped(step_s)
-            case MeasureTransfer(transfer_s=transfer_s, hosts=hosts):
+            case commands.MeasureTransfer(transfer_s=transfer_s, hosts=hosts):
                 if self._transfer is not None:
                     self._planner.transferred(self._transfer, transfer_s, hosts)
         return None
@@ -287,7 +251,7 @@ class Coordinator:
             incarnation=incarnation,
         )
 
-    def _record(self, record: StepRecord | FailureRecord | JoinRecord | OutcomeRecord | OtherRecord) -> None:
+    def _record(self, record: StepRecord | FailureRecord | JoinRecord | OutcomeRecord | commands.OtherRecord) -> None:
         match record:
             case StepRecord():
                 self._recorder.step(record)
@@ -297,7 +261,7 @@ class Coordinator:
                 self._recorder.join(record)
             case OutcomeRecord():
                 self._recorder.outcome(record)
-            case OtherRecord(event=event, fields=fields):
+            case commands.OtherRecord(event=event, fields=fields):
                 self._recorder.event(event, **fields)
 
     def _complete_checkpoint(self, checkpoint: int) -> None:
@@ -312,15 +276,15 @@ class Coordinator:
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
-    def _decide(self, command: Decide) -> Event:
+    def _decide(self, command: commands.Decide) -> events.Event:
         try:
             cluster = replace(command.cluster, checkpoints=complete_checkpoints(self._run.checkpoints))
             plan, timing = self._decisions.decide(cluster, command.request)
         except NoHolderError as error:
-            return DecisionFailed(at=_now(), question=command.question, reason=f"{error}{_NO_CHECKPOINT}")
+            return events.DecisionFailed(at=_now(), question=command.question, reason=f"{error}{_NO_CHECKPOINT}")
         except (ControlError, ProfileError) as error:
-            return DecisionFailed(at=_now(), question=command.question, reason=str(error))
-        return Decided(
+            return events.DecisionFailed(at=_now(), question=command.question, reason=str(error))
+        return events.Decided(
             at=_now(),
             question=command.question,
             plan=plan,
@@ -328,7 +292,7 @@ class Coordinator:
             looked_up=timing.looked_up,
         )
 
-    def _launch(self, command: Launch) -> Event:
+    def _launch(self, command: commands.Launch) -> events.Event:
         """Hand out the orders of a generation."""
         plan, generation = command.plan, command.generation
         self._transfer = None if plan.transition is None else plan.transition.transfer
@@ -337,27 +301,27 @@ class Coordinator:
                 plan, command.hosts, generation=generation, store_port=self._store_port
             )
         except ProfileError as error:  # of the links between hosts that have turned out to be several
-            return DecisionFailed(at=_now(), question=command.question, reason=str(error))
+            return events.DecisionFailed(at=_now(), question=command.question, reason=str(error))
         for worker, order in orders.items():
             if worker in command.connections:
                 self._send(command.connections[worker], order)
-        launched = Launched(at=_now(), generation=generation)
+        launched = events.Launched(at=_now(), generation=generation)
         # Before any answer is looked at: what is recorded of a generation means nothing without its plan.
         self._recorder.plan(planned, policy=plan.policy)
         if command.is_first:
             self._recorder.started(self._planner.describe(plan, run=str(self._run.path), generation=generation))
         return launched
 
-    async def _consider(self, command: ConsiderScaleUp) -> None:
+    async def _consider(self, command: commands.ConsiderScaleUp) -> None:
         question = command.question
         try:
             found = await self._decisions.consider(question, command.request)
         except Exception as error:  # noqa: BLE001 - the executor's process may be gone; training goes on without
             reason = f"{type(error).__name__}: {error}"
-            self._handle(Considered(at=_now(), question=question, incoming={}, error=reason))
+            self._handle(events.Considered(at=_now(), question=question, incoming={}, error=reason))
             return
         self._handle(
-            Considered(
+            events.Considered(
                 at=_now(),
                 question=question,
                 live=found.context.live,
@@ -367,8 +331,8 @@ class Coordinator:
         )
 
     def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:
-        self._handle(DecisionsPrepared(at=_now(), losses=losses, prepare_s=prepare_s, error=error))
+        self._handle(events.DecisionsPrepared(at=_now(), losses=losses, prepare_s=prepare_s, error=error))
 
 
-def _now() -> Moment:
-    return Moment(unix_s=time.time(), monotonic_s=asyncio.get_running_loop().time())
+def _now() -> events.Moment:
+    return events.Moment(unix_s=time.time(), monotonic_s=asyncio.get_running_loop().time())

@@ -10,69 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from chameleon_ft.control.commands import (
-    Command,
-    CompleteCheckpoint,
-    DecideStart,
-    LogFault,
-    MeasureOperations,
-    MeasureStep,
-    PrepareDecisions,
-    Record,
-    Send,
-    Welcome,
-)
-from chameleon_ft.control.detectors.base import (
-    ConnectionEnded,
-    ErrorReported,
-    OperationsTimed,
-    ProbeAnswered,
-    ProcessExited,
-    StepCommitted,
-)
-from chameleon_ft.control.detectors.base import Ticked as TickedSignal
-from chameleon_ft.control.events import (
-    Considered,
-    Decided,
-    DecisionFailed,
-    DecisionsPrepared,
-    Disconnected,
-    EndRequested,
-    Event,
-    FaultsInjected,
-    Interrupted,
-    Launched,
-    Received,
-    Rejected,
-    Ticked,
-)
+from chameleon_ft.control import commands, events
+from chameleon_ft.control.detectors import base as signals
 from chameleon_ft.control.handlers import incidents, scale_up
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import Phase, State
-from chameleon_ft.control.wire.messages import (
-    CheckpointSaved,
-    Committed,
-    Crashed,
-    Finish,
-    Finished,
-    Hello,
-    HostHello,
-    Inject,
-    Kill,
-    Message,
-    PeerFailed,
-    Position,
-    Preallocated,
-    ProcessState,
-    Quiesced,
-    Ready,
-    Refused,
-    SlowIO,
-    Started,
-    Switched,
-    WorkerExited,
-)
+from chameleon_ft.control.wire import messages
 from chameleon_ft.errors import ControlError
 from chameleon_ft.observe import StepRecord
 from chameleon_ft.quantities import duration
@@ -83,10 +27,17 @@ TICK_S: Final = 0.05
 """Seconds between two `Ticked` events, unless the coordinator is held up."""
 
 _ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two
+_OF_A_GENERATION: Final = (
+    messages.Quiesced,
+    messages.Switched,
+    messages.Started,
+    messages.PeerFailed,
+    messages.Finished,
+)
 _WATCHED: Final = (Phase.TRAINING, Phase.REGROUPING, Phase.STOPPING)
 
 
-def step(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
+def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Command, ...]]:
     """Return the state after an event, and what is to be done, in this order. Once the run is over, nothing is.
 
     Raises:
@@ -96,32 +47,32 @@ def step(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
         return state, ()
     draft = Draft(state, event.at)
     match event:
-        case Received(connection=connection, message=message):
+        case events.Received(connection=connection, message=message):
             _received(draft, connection, message)
-        case Disconnected():
+        case events.Disconnected():
             _disconnected(draft, event)
-        case Ticked():
+        case events.Ticked():
             _ticked(draft)
-        case Decided():
+        case events.Decided():
             incidents.decided(draft, event)
-        case DecisionFailed():
+        case events.DecisionFailed():
             incidents.decision_failed(draft, event)
-        case Launched():
+        case events.Launched():
             incidents.launched(draft, event)
-        case Considered():
+        case events.Considered():
             scale_up.considered(draft, event)
-        case FaultsInjected(faults=faults):
+        case events.FaultsInjected(faults=faults):
             draft.set(faults=faults)
-        case Rejected(address=address, reason=reason):
+        case events.Rejected(address=address, reason=reason):
             count = state.rejected + 1
             draft.set(rejected=count)
             if count <= _ALL_REJECTED or count.bit_count() == 1:
                 draft.record("refused", address=address, reason=reason, count=count)
-        case DecisionsPrepared(losses=losses, prepare_s=prepare_s, error=error):
+        case events.DecisionsPrepared(losses=losses, prepare_s=prepare_s, error=error):
             draft.record("prepared", generation=state.generation, losses=losses, prepare_s=prepare_s, error=error)
-        case Interrupted():
+        case events.Interrupted():
             _interrupt(draft)
-        case EndRequested(status=status, reason=reason):
+        case events.EndRequested(status=status, reason=reason):
             incidents.end(draft, status, reason)
     return draft.state, tuple(draft.commands)
 
@@ -134,7 +85,7 @@ def _ticked(draft: Draft) -> None:
         return
     is_stopping = state.phase is Phase.STOPPING
     unquiesced = tuple(w for w in state.members.live() if w not in state.quiesced) if is_stopping else ()
-    incidents.detect(draft, TickedSignal(now, held_up_s, unquiesced))
+    incidents.detect(draft, signals.Ticked(now, held_up_s, unquiesced))
     if draft.state.phase in _WATCHED and not draft.state.interrupted:
         scale_up.respawn_due(draft)
         scale_up.advance(draft)
@@ -147,10 +98,10 @@ def _interrupt(draft: Draft) -> None:
         return
     draft.set(interrupted=True)
     draft.record("interrupt", message="ending after this step with a checkpoint; again to end at once")
-    draft.tell_live(Finish())
+    draft.tell_live(messages.Finish())
 
 
-def _disconnected(draft: Draft, event: Disconnected) -> None:
+def _disconnected(draft: Draft, event: events.Disconnected) -> None:
     """Give up the worker, or the host, at the other end of a connection."""
     state, settings = draft.state, draft.state.settings
     host = state.members.agents.get(event.connection)
@@ -161,31 +112,31 @@ def _disconnected(draft: Draft, event: Disconnected) -> None:
             incidents.end(draft, "failed", f"host {host} was lost before the run began; see {settings.logs}")
     if (worker := draft.state.members.worker_of(event.connection)) is not None:
         draft.change_worker(worker, connection=None)
-        incidents.detect(draft, ConnectionEnded(worker.id, event.how))
+        incidents.detect(draft, signals.ConnectionEnded(worker.id, event.how))
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-def _received(draft: Draft, connection: int, message: Message) -> None:
+def _received(draft: Draft, connection: int, message: messages.Message) -> None:
     state = draft.state
     if connection in state.members.fenced:
         return
     is_agent = connection in state.members.agents
     match message:
-        case Hello():
+        case messages.Hello():
             _hello(draft, connection, message)
-        case HostHello() if state.phase is Phase.GATHERING:
+        case messages.HostHello() if state.phase is Phase.GATHERING:
             members, spawn = state.members.with_host(connection, message, now=draft.at.unix_s)
             draft.set(members=members)
-            draft.do(Send(connection, spawn))
-        case HostHello():
+            draft.do(commands.Send(connection, spawn))
+        case messages.HostHello():
             scale_up.host_joined(draft, connection, message)
-        case Inject():
+        case messages.Inject():
             _inject(draft, connection, message)
-        case WorkerExited() if is_agent:
+        case messages.WorkerExited() if is_agent:
             _exited(draft, state.members.started_by(connection, message.worker, message.incarnation), message)
-        case ProcessState() if is_agent:
+        case messages.ProcessState() if is_agent:
             _judge(draft, state.members.started_by(connection, message.worker, message.incarnation), message)
         case _:
             worker = state.members.worker_of(connection)
@@ -194,40 +145,42 @@ def _received(draft: Draft, connection: int, message: Message) -> None:
             _worker_message(draft, worker, message)
 
 
-def _worker_message(draft: Draft, worker: Worker, message: Message) -> None:
+def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> None:
     generation = draft.state.generation
     match message:
-        case Ready():
+        case messages.Ready():
             scale_up.ready(draft, worker)
-        case Preallocated(layers=layers):
+        case messages.Preallocated(layers=layers):
             draft.set(scale_up=draft.state.scale_up.preallocated(worker.id, layers))
-        case Committed():
+        case messages.Committed():
             _committed(draft, worker, message)
-        case Position():
+        case messages.Position():
             _judge(draft, worker, message)
-        case Quiesced() if message.generation == generation:
+        case messages.Quiesced() if message.generation == generation:
             incidents.quiesced(draft, worker.id, message)
-        case Switched() if message.generation == generation:
+        case messages.Switched() if message.generation == generation:
             incidents.switched(draft, message)
-        case Started() if message.generation == generation:
+        case messages.Started() if message.generation == generation:
             incidents.started(draft)
-        case PeerFailed() if message.generation == draft.state.reported:
+        case messages.PeerFailed() if message.generation == draft.state.reported:
             incidents.peer_failed(draft, worker.id, message)
-        case Finished() if message.generation == generation:
+        case messages.Finished() if message.generation == generation:
             _finished(draft, worker.id)
-        case Crashed(error=error):
+        case messages.Crashed(error=error):
             _crashed(draft, worker, error)
-        case CheckpointSaved():
+        case messages.CheckpointSaved():
             _checkpoint_saved(draft, message)
-        case SlowIO():
+        case messages.SlowIO():
             _slow_io(draft, worker.id, message)
-        case Quiesced() | Switched() | Started() | PeerFailed() | Finished():
+        case (
+            messages.Quiesced() | messages.Switched() | messages.Started() | messages.PeerFailed() | messages.Finished()
+        ):
             pass  # of a generation that is over
         case _:
             raise ControlError(f"a rank does not say {message.type!r}")
 
 
-def _hello(draft: Draft, connection: int, hello: Hello) -> None:
+def _hello(draft: Draft, connection: int, hello: messages.Hello) -> None:
     state = draft.state
     is_gathering = state.phase is Phase.GATHERING
     if not is_gathering:
@@ -235,7 +188,7 @@ def _hello(draft: Draft, connection: int, hello: Hello) -> None:
         state.respawns.require_welcome(hello.worker)
     draft.set(members=state.members.joined(connection, hello, now=draft.at.unix_s))
     worker = draft.state.members[hello.worker]
-    draft.do(Welcome(connection, worker.incarnation))
+    draft.do(commands.Welcome(connection, worker.incarnation))
     if not is_gathering:
         return
     draft.change_worker(worker, takes_part=True, first_step=0)
@@ -246,72 +199,72 @@ def _hello(draft: Draft, connection: int, hello: Hello) -> None:
             question=state.question + 1,
             outcomes=state.outcomes.begun(draft.at.unix_s),
         )
-        draft.do(DecideStart(draft.state.question, live))
+        draft.do(commands.DecideStart(draft.state.question, live))
 
 
-def _exited(draft: Draft, worker: Worker, message: WorkerExited) -> None:
+def _exited(draft: Draft, worker: Worker, message: messages.WorkerExited) -> None:
     draft.change_worker(worker, exit_code=message.exit_code)
     if draft.state.members[worker.id].incarnation != worker.incarnation:
         return
-    incidents.detect(draft, ProcessExited(worker.id, message.exit_code))
+    incidents.detect(draft, signals.ProcessExited(worker.id, message.exit_code))
     if draft.state.phase is not Phase.OVER:
         draft.set(respawns=draft.state.respawns.reaped(worker.id, draft.at.monotonic_s))
 
 
-def _judge(draft: Draft, worker: Worker, answer: Position | ProcessState) -> None:
+def _judge(draft: Draft, worker: Worker, answer: messages.Position | messages.ProcessState) -> None:
     now = draft.state.members[worker.id]
     if now.is_live and now.incarnation == worker.incarnation:
-        incidents.detect(draft, ProbeAnswered(worker.id, answer))
+        incidents.detect(draft, signals.ProbeAnswered(worker.id, answer))
 
 
 def _crashed(draft: Draft, worker: Worker, error: str) -> None:
     draft.change_worker(worker, crash=error)
     since_step = (worker.first_step or 0) if worker.takes_part else None
     log = f"{draft.state.settings.logs}/worker-{worker.id}.log"
-    incidents.detect(draft, ErrorReported(worker.id, error, draft.state.committed, since_step, log))
+    incidents.detect(draft, signals.ErrorReported(worker.id, error, draft.state.committed, since_step, log))
 
 
-def _inject(draft: Draft, connection: int, message: Inject) -> None:
-    """Have a worker fail, and answer whoever asked for it."""
+def _inject(draft: Draft, connection: int, message: messages.Inject) -> None:
+    """Have a worker fail, and answer the command that asked for it."""
     state, live = draft.state, draft.state.members.live()
     if message.worker not in live:
         reason = f"worker {message.worker} is not live; live are {list(live)}"
-        draft.do(Send(connection, Refused(reason=reason)))
+        draft.do(commands.Send(connection, messages.Refused(reason=reason)))
         return
     if message.step is not None and message.step < state.committed:
         reason = f"step {message.step} is over; the run is in step {state.committed}"
-        draft.do(Send(connection, Refused(reason=reason)))
+        draft.do(commands.Send(connection, messages.Refused(reason=reason)))
         return
     worker = state.members[message.worker]
     if message.kind == "kill" and message.phase is None and worker.agent is not None:
-        draft.do(LogFault(worker.id), Send(worker.agent, Kill(worker=worker.id)))
+        draft.do(commands.LogFault(worker.id), commands.Send(worker.agent, messages.Kill(worker=worker.id)))
     else:
         draft.send(worker.id, message)
-    draft.do(Send(connection, message))
+    draft.do(commands.Send(connection, message))
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
-def _committed(draft: Draft, worker: Worker, message: Committed) -> None:
+def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> None:
     state = draft.state
     if state.active is None:
         return
-    incidents.detect(draft, OperationsTimed(message.times.longest_s))
+    incidents.detect(draft, signals.OperationsTimed(message.times.longest_s))
     if message.generation == state.generation:
-        draft.do(MeasureOperations(worker.id, message.times))
+        draft.do(commands.MeasureOperations(worker.id, message.times))
     if message.step != state.committed:
         return  # another worker was first
     vote = message.vote
     draft.set(committed=message.step + 1, last_vote=vote)
-    incidents.detect(draft, StepCommitted(draft.at.monotonic_s, message.step_s))
+    incidents.detect(draft, signals.StepCommitted(draft.at.monotonic_s, message.step_s))
     # Workers that train have switched to the newest plan.
     if state.phase is Phase.TRAINING and set(state.members.live()).issuperset(state.active.plan.workers):
         # With the next loss half a step will be lost, on average.
         repeat_s = draft.state.detectors.watchdog.step_s / 2
-        draft.do(PrepareDecisions(scale_up.training_request(draft, repeat_s=repeat_s)))
+        draft.do(commands.PrepareDecisions(scale_up.training_request(draft, repeat_s=repeat_s)))
     draft.do(
-        Record(
+        commands.Record(
             StepRecord(
                 step=message.step,
                 loss=vote.loss_sum / vote.terms,
@@ -324,7 +277,7 @@ def _committed(draft: Draft, worker: Worker, message: Committed) -> None:
                 generation=message.generation,
             )
         ),
-        MeasureStep(message.step_s),
+        commands.MeasureStep(message.step_s),
     )
     outcomes, outcome = state.outcomes.committed(message.step_s, draft.at.unix_s)
     draft.set(outcomes=outcomes)
@@ -349,7 +302,7 @@ def _finished(draft: Draft, worker: int) -> None:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _checkpoint_saved(draft: Draft, part: CheckpointSaved) -> None:
+def _checkpoint_saved(draft: Draft, part: messages.CheckpointSaved) -> None:
     """A rank has written its layers of a checkpoint, or could not."""
     state, events = draft.state, draft.state.checkpoints
     if part.error is not None:
@@ -360,11 +313,11 @@ def _checkpoint_saved(draft: Draft, part: CheckpointSaved) -> None:
     events, saved = events.saved(part, num_layers=state.settings.num_layers)
     draft.set(checkpoints=events)
     if saved is not None:
-        draft.do(CompleteCheckpoint(part.step))
+        draft.do(commands.CompleteCheckpoint(part.step))
         draft.record("checkpoint", step=part.step, copy_s=saved.copy_s, write_s=saved.write_s)
 
 
-def _slow_io(draft: Draft, worker: int, message: SlowIO) -> None:
+def _slow_io(draft: Draft, worker: int, message: messages.SlowIO) -> None:
     """A rank has been reading or writing for long; no worker is given up for that, so it is said."""
     events = draft.state.checkpoints
     if message in events.slow:

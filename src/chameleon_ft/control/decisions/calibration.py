@@ -183,7 +183,7 @@ class Calibration:
 
     @property
     def both(self) -> float:
-        """The same of forwards and backwards together; 1 before the first."""
+        """Observed by expected seconds of forwards and backwards together; 1 before the first."""
         recent = self._medians()
         return statistics.median(each.both for each in recent) if recent else 1.0
 
@@ -197,7 +197,7 @@ class Calibration:
 
         Persistently: in eight of its last ten steps its operations took 1.25 times as long as the median of the others
         that run the same layers; or of all others where there are none, if the costs tell layers apart. A worker that
-        cannot be compared with anybody now is what it was before.
+        cannot be compared with any other now keeps its last value.
         """
         self._judge()
         return FrozenMap(dict(sorted(self._slow.items())))
@@ -249,7 +249,7 @@ class Calibration:
         return _median_of(seen) if seen else self._before.get(worker)
 
     def _judge(self) -> None:
-        """Find out who is slow, of those of whom enough was seen."""
+        """Find the slow workers among those that were observed often enough."""
         usual = {worker: _median_of(seen).both for worker, seen in self._seen.items() if seen}
         for worker, own in self._seen.items():
             others = [usual[other] for other in self._peers(worker) if other in usual]

@@ -1,4 +1,4 @@
-"""Decisions made before anything is lost, beside training, so that after a loss there is only one to be looked up."""
+"""Decisions prepared beside training, before anything is lost, so that a loss only needs one to be looked up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _USED: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What decisions are asked about: everyone is there, and one more failure is to come."""
+    """What decisions are prepared for: no worker is lost yet, and one failure is to come."""
 
     situation: Situation
     rate: FailureModel
@@ -47,7 +47,7 @@ class _Question:
         )
 
     def after(self, lost: Collection[int]) -> _Question:
-        """The same once these workers are lost, which is one failure."""
+        """Return the question once these workers are lost, which is one failure."""
         costs = self.situation.costs
         left = CostModel(costs.workload, costs.cluster.without(lost))
         return _Question(replace(self.situation, costs=left), self.rate.observed(failures=1))
@@ -82,7 +82,7 @@ class DecisionCache:
     executor: Executor
     prepared: Callable[[int, float, str | None], None]
     _asked: _Question | None = None
-    # By who is lost, each with what it is the answer to: older ones are there until they are made anew.
+    # Lost workers -> the decision, and the question that it answers; an older one stays until it is made anew.
     _decisions: dict[frozenset[int], tuple[_Question, Decision]] = field(default_factory=dict)
     _work: asyncio.Task[None] | None = None
     _looked_at: float = float("-inf")

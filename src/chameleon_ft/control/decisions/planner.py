@@ -1,4 +1,4 @@
-"""What to do and what everyone is told, worked out from the configuration, the job and the situation alone."""
+"""What to do and what every worker is told, from the configuration, the job and the state of the cluster alone."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Planner:
         prepared: recovery.Decision | None,
         decide_s: Callable[[], float] | None = None,
     ) -> RecoveryPlan:
-        """Decide what follows a loss, or what to do with those who have come; see `decide`, also for what it raises."""
+        """Decide what follows a loss or a join; see `decide`, also for what it raises."""
         decision = decide(cluster, context, policy=self.policy, rate=rate, prepared=prepared, decide_s=decide_s)
         if decision.weighed is not None:
             context = replace(context, phases=decision.weighed.phases)
@@ -149,7 +149,7 @@ class Planner:
     ) -> tuple[GenerationPlan, dict[int, StartGeneration]]:
         """Return what the generation does, checked that it can be run, and what each worker of the plan is told.
 
-        Raises ProgramError where the program breaks a rule; nobody must be told to run it.
+        Raises ProgramError if the program breaks a rule; no worker must be told to run it.
         """
         plan = decision.plan
         costs = self._costs(hosts)
@@ -188,7 +188,7 @@ class Planner:
         }
 
     def describe(self, decision: RecoveryPlan, *, run: str, generation: int) -> RunInfo:
-        """Say what is trained, on what, by whom, and from where it goes on."""
+        """Describe what is trained, on what, by which workers, and from which step."""
         plan = decision.plan
         return RunInfo(
             model=self._job.model,

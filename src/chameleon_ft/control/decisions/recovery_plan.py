@@ -123,19 +123,19 @@ def decide(
     prepared: recovery.Decision | None = None,
     decide_s: Callable[[], float] | None = None,
 ) -> RecoveryPlan:
-    """Choose how to go on; where nothing that the policy proposes can be done, all return to the newest checkpoint.
+    """Choose how to continue; if nothing that the policy proposes can be done, return to the newest checkpoint.
 
-    There is nothing to choose where nobody is lost and nobody has come: the same plan is tried again.
+    If no worker is lost and none has joined, there is nothing to choose: the plan is tried again.
 
     Args:
-        context: the same cluster in numbers: the plan in force, who is live, and what things cost.
+        context: the cluster in numbers: the plan in force, the live workers, and what things cost.
         policy: name of a policy.
         rate: how soon the next failure is to be expected.
         prepared: what was decided on this beforehand; None if nothing was.
         decide_s: asked what deciding takes in all, when it has been weighed; see `recovery.decide`.
 
     Raises:
-        NoHolderError: layers are held by nobody and there is no checkpoint.
+        NoHolderError: layers are held by no worker and there is no checkpoint.
         ControlError: nothing else can be done, and there is no checkpoint; or the survivors' states do not fit
             together, which the commit protocol rules out.
     """
@@ -234,7 +234,7 @@ def _fall_back(cluster: ClusterState, context: recovery.Situation, weighed: reco
 def _salvaged(
     cluster: ClusterState, context: recovery.Situation, weighed: recovery.Decision, plan: Plan
 ) -> RecoveryPlan:
-    """A transition that failed has left copies of layers whose holders are all lost: go on with these."""
+    """A failed transition has left copies of layers whose holders are all lost: continue with these."""
     layers, workers = context.costs.workload.layers, context.costs.cluster
     held = placement_of(cluster.held, len(layers))
     plan = plan_in_roles(plan, plan_transfer(held, plan.placement, kinds=worker_kinds(workers), layers=layers).roles)

@@ -14,7 +14,7 @@ __all__ = ["DecisionRequest", "LossRequest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRequest:
-    """Who is there, what runs, and what is known of failures.
+    """The members, what runs, and what is known of failures.
 
     Attributes:
         in_force: whose placement the workers hold.
@@ -35,7 +35,7 @@ class DecisionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRequest(DecisionRequest):
-    """The same when every survivor waits for the decision.
+    """The request when every survivor waits for the decision.
 
     Attributes:
         stopped_at: when the last of them had quiesced, in Unix seconds.

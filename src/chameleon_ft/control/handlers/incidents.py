@@ -4,37 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chameleon_ft.control.commands import Decide, Drop, Finish, ForgetDecisions, Launch, MeasureTransfer, Record, Send
+from chameleon_ft.control import commands, events
 from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan
 from chameleon_ft.control.decisions.request import LossRequest
-from chameleon_ft.control.detectors.base import (
-    Fatal,
-    LossConfirmed,
-    Lost,
-    MessageFailed,
-    Note,
-    NoWorkerLost,
-    Progressed,
-    SendProbe,
-    Signal,
-    StopRequested,
-)
-from chameleon_ft.control.events import Decided, DecisionFailed, Launched
+from chameleon_ft.control.detectors import base as signals
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.incident import Incident, Loss
 from chameleon_ft.control.state.state import Phase
-from chameleon_ft.control.wire.messages import (
-    Committed,
-    Exit,
-    Kill,
-    PeerFailed,
-    Preallocate,
-    Probe,
-    Quiesced,
-    Stop,
-    Switched,
-)
+from chameleon_ft.control.wire import messages
 from chameleon_ft.observe import NoticedBy, RunStatus
 
 __all__ = [
@@ -54,20 +32,20 @@ __all__ = [
 # --- losses ----------------------------------------------------------------------------------------------------------
 
 
-def detect(draft: Draft, signal: Signal) -> None:
+def detect(draft: Draft, signal: signals.Signal) -> None:
     """Give a signal to all detectors, and act on what they find."""
     detectors, findings = draft.state.detectors.observe(signal)
     draft.set(detectors=detectors)
     for finding in findings:
         match finding:
-            case Lost(worker=worker, noticed_by=noticed_by, cause=cause):
+            case signals.Lost(worker=worker, noticed_by=noticed_by, cause=cause):
                 _lose(draft, worker, noticed_by, cause)
-            case Fatal(reason=reason):
+            case signals.Fatal(reason=reason):
                 end(draft, "failed", reason)
-            case SendProbe(probe=probe):
-                draft.tell_live(Probe(probe=probe))
-                draft.tell_agents(Probe(probe=probe))
-            case Note(event=event, fields=fields):
+            case signals.SendProbe(probe=probe):
+                draft.tell_live(messages.Probe(probe=probe))
+                draft.tell_agents(messages.Probe(probe=probe))
+            case signals.Note(event=event, fields=fields):
                 draft.record(event, **fields)
 
 
@@ -78,9 +56,9 @@ def _lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         return
     draft.set(members=draft.state.members.fence(number), scale_up=draft.state.scale_up.without(number))
     if worker.agent is not None:
-        draft.do(Send(worker.agent, Kill(worker=number)))
+        draft.do(commands.Send(worker.agent, messages.Kill(worker=number)))
     if worker.connection is not None:
-        draft.do(Drop(worker.connection))
+        draft.do(commands.Drop(worker.connection))
     state = draft.state
     if state.phase is Phase.GATHERING:
         end(draft, "failed", f"worker {number} ended before the run began: {cause}; see {state.settings.logs}")
@@ -158,16 +136,16 @@ def _continue_without(draft: Draft, worker: int) -> None:
 # --- stopping --------------------------------------------------------------------------------------------------------
 
 
-def peer_failed(draft: Draft, worker: int, message: PeerFailed) -> None:
+def peer_failed(draft: Draft, worker: int, message: messages.PeerFailed) -> None:
     """A message of a worker has failed."""
     active = draft.state.active
     known = active is not None and message.peer in active.everyone
-    detect(draft, MessageFailed(worker, message.peer if known else None, message.error))
+    detect(draft, signals.MessageFailed(worker, message.peer if known else None, message.error))
     if draft.state.phase in (Phase.TRAINING, Phase.REGROUPING):
         _stop(draft)
 
 
-def paused(draft: Draft, message: Committed) -> None:
+def paused(draft: Draft, message: messages.Committed) -> None:
     """The step is over after which all were told to pause."""
     state = draft.state
     if state.phase is Phase.TRAINING and message.generation == state.generation:
@@ -186,12 +164,12 @@ def _stop(draft: Draft) -> None:
         quiesced={},
         finished=frozenset(),
     )
-    draft.tell_live(Stop(generation=draft.state.generation))
-    detect(draft, StopRequested(draft.at.monotonic_s))
+    draft.tell_live(messages.Stop(generation=draft.state.generation))
+    detect(draft, signals.StopRequested(draft.at.monotonic_s))
     _decide_if_quiesced(draft)
 
 
-def quiesced(draft: Draft, worker: int, message: Quiesced) -> None:
+def quiesced(draft: Draft, worker: int, message: messages.Quiesced) -> None:
     """A worker has left its operations and reports what it holds."""
     if draft.state.phase is Phase.STOPPING:
         draft.set(quiesced={**draft.state.quiesced, worker: message})
@@ -210,10 +188,10 @@ def _decide_if_quiesced(draft: Draft) -> None:
     assert state.active is not None
     draft.set(at_boundary=False)
     if not state.at_boundary and set(live).issuperset(state.active.everyone):
-        detect(draft, NoWorkerLost(state.generation - 1))
+        detect(draft, signals.NoWorkerLost(state.generation - 1))
         if draft.state.phase is not Phase.STOPPING or draft.state.members.live() != live:
             return  # a culprit was given up, and what follows from that has been done
-    detect(draft, LossConfirmed())
+    detect(draft, signals.LossConfirmed())
     if not live:
         end(draft, "failed", "no worker is left")
         return
@@ -231,7 +209,7 @@ def _decide(draft: Draft) -> None:
     phases, repeat_s = incident.stall_so_far(state.outcomes.since, state.history.phases(looked_up=False))
     draft.set(phase=Phase.DECIDING, incident=incident, in_force=in_force, question=state.question + 1)
     draft.do(
-        Decide(
+        commands.Decide(
             draft.state.question,
             LossRequest(
                 in_force=in_force,
@@ -257,7 +235,7 @@ def _decide(draft: Draft) -> None:
     )
 
 
-def decided(draft: Draft, event: Decided) -> None:
+def decided(draft: Draft, event: events.Decided) -> None:
     """It is decided how to start, or how to continue."""
     state, plan = draft.state, event.plan
     if state.phase not in (Phase.GATHERING, Phase.DECIDING) or event.question != state.question:
@@ -286,7 +264,7 @@ def decided(draft: Draft, event: Decided) -> None:
     _launch(draft, plan)
 
 
-def decision_failed(draft: Draft, event: DecisionFailed) -> None:
+def decision_failed(draft: Draft, event: events.DecisionFailed) -> None:
     """The run cannot continue."""
     if event.question == draft.state.question:
         end(draft, "failed", event.reason)
@@ -306,12 +284,12 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
         finished=frozenset(),
         checkpoints=state.checkpoints if plan.load == "keep" else state.checkpoints.forgotten(state.generation),
     )
-    detect(draft, Progressed(draft.at.monotonic_s))
+    detect(draft, signals.Progressed(draft.at.monotonic_s))
     scale_up, let_down = state.scale_up.let_down(active.everyone)
     draft.set(scale_up=scale_up)
     connections = {worker: state.members[worker].connection for worker in active.everyone}
     draft.do(
-        Launch(
+        commands.Launch(
             question=state.question,
             generation=state.generation,
             plan=plan,
@@ -321,10 +299,10 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
         )
     )
     for worker in let_down:
-        draft.send(worker, Preallocate(layers=()))
+        draft.send(worker, messages.Preallocate(layers=()))
 
 
-def launched(draft: Draft, event: Launched) -> None:
+def launched(draft: Draft, event: events.Launched) -> None:
     """The orders of a generation have been handed out. What no worker waits for comes after that."""
     state = draft.state
     if event.generation != state.generation or state.phase is Phase.OVER:
@@ -333,10 +311,10 @@ def launched(draft: Draft, event: Launched) -> None:
         incident=replace(state.incident, decided_at=draft.at.unix_s),
         history=state.history.live(len(state.members.live()), draft.at.monotonic_s),
     )
-    draft.do(ForgetDecisions())
+    draft.do(commands.ForgetDecisions())
 
 
-def switched(draft: Draft, message: Switched) -> None:
+def switched(draft: Draft, message: messages.Switched) -> None:
     """A worker has seen that all hold their part of the new placement; the first report is recorded."""
     state = draft.state
     if state.phase is not Phase.REGROUPING or state.incident.switched is not None:
@@ -345,7 +323,7 @@ def switched(draft: Draft, message: Switched) -> None:
     assert state.active.moved is not None
     moved = state.active.moved
     draft.set(incident=replace(state.incident, switched=message))
-    draft.do(MeasureTransfer(message.transfer_s, state.members.hosts()))
+    draft.do(commands.MeasureTransfer(message.transfer_s, state.members.hosts()))
     draft.record(
         "transition",
         generation=state.generation,
@@ -361,7 +339,7 @@ def switched(draft: Draft, message: Switched) -> None:
 
 def started(draft: Draft) -> None:
     """A worker of this generation is about to run its first operation."""
-    detect(draft, Progressed(draft.at.monotonic_s))
+    detect(draft, signals.Progressed(draft.at.monotonic_s))
     state = draft.state
     if state.phase is not Phase.REGROUPING:
         return
@@ -371,7 +349,7 @@ def started(draft: Draft) -> None:
     _record_incident(draft, state.active)
     if newcomers or (incident.paused and not incident.losses):
         generation = state.generation
-        draft.do(Record(incident.join_record(state.active, newcomers, generation=generation, resumed_at=now)))
+        draft.do(commands.Record(incident.join_record(state.active, newcomers, generation=generation, resumed_at=now)))
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
@@ -385,11 +363,11 @@ def end(draft: Draft, status: RunStatus, reason: str) -> None:
     outcomes, outcome = state.outcomes.ended()
     draft.set(phase=Phase.OVER, outcomes=outcomes, ended=(status, reason))
     draft.record_outcome(outcome)
-    draft.do(ForgetDecisions())
+    draft.do(commands.ForgetDecisions())
     if state.incident.losses:
         _record_incident(draft, None if status == "failed" else state.active, stop=reason)
-    draft.tell_all(Exit(reason=reason))
-    draft.do(Finish(status, reason))
+    draft.tell_all(messages.Exit(reason=reason))
+    draft.do(commands.Finish(status, reason))
 
 
 def _record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "") -> None:
@@ -401,7 +379,7 @@ def _record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "")
     records = incident.records(
         active, generation=state.generation, resumed_at=now, cause_of=state.describe_cause, stop=stop
     )
-    draft.do(*(Record(record) for record in records))
+    draft.do(*(commands.Record(record) for record in records))
     history = state.history
     if active is not None and was_a_stall:
         for record in records:

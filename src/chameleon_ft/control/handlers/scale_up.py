@@ -30,7 +30,7 @@ def host_joined(draft: Draft, agent: int, hello: HostHello) -> None:
 
 
 def respawn_due(draft: Draft) -> None:
-    """Have the workers started again whose time has come."""
+    """Have lost workers started again once their delay is over."""
     respawns, due = draft.state.respawns.at(draft.at.monotonic_s)
     draft.set(respawns=respawns)
     for number in due:

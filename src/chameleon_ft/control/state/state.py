@@ -46,7 +46,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What stays the same for the whole run.
+    """What does not change in a run.
 
     Attributes:
         workers_per_host: on emulated hosts; None if hosts are real.
@@ -86,7 +86,7 @@ class State:
         generation: the one in force; while one is being stopped, the next.
         committed: steps known to be applied by some worker, alive or not.
         active: what the newest generation was begun with; None before the first.
-        in_force: the last plan whose placement all survivors hold their part of; None likewise.
+        in_force: the last plan whose placement all survivors hold their part of; None before the first.
         last_vote: the vote of step ``committed - 1``, if a worker has reported it.
         quiesced: worker -> what it reported, for the generation that is being stopped.
         finished: workers that have reached the end of their training in this generation.

@@ -1,7 +1,7 @@
-"""What the coordinator, the agents and the ranks say to each other: one JSON object a message.
+"""The messages between coordinator, agents and ranks: one JSON object each.
 
 A rank is one process of the run. `generation` is the number of a membership with its plan; everything that refers to
-a generation which is over is dropped by whoever receives it.
+a generation which is over is dropped by its receiver.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class CheckpointSaved(MessagePart):
 
     type: Literal["checkpoint_saved"] = "checkpoint_saved"
     generation: int
-    """In which the state was taken; what was taken before everyone went back to a checkpoint is given up."""
+    """In which the state was taken; what was taken before a return to a checkpoint is void."""
     step: int
     layers: tuple[int, ...]
     copy_s: float = 0.0
@@ -315,7 +315,7 @@ class StartGeneration(MessagePart):
     operations: str
     """This worker's program: its records, in base 64; see `pack_operations`."""
     segments: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
-    """(first layer, layer after the last, holders, layers that share it where it is tied) of every gradient segment, in
+    """(first layer, layer after the last, holders, layers that share it if it is tied) of every gradient segment, in
     the order all workers issue them; those with one holder, which need no message, come last."""
     roll_forward: Vote | None = None
     """The vote of step ``first_step - 1``: a rank that has not applied that step yet does so first."""

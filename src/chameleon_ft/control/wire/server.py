@@ -47,20 +47,20 @@ class Handler(Protocol):
     """What the server calls, always from the event loop's thread."""
 
     def message(self, peer: Peer, message: Message) -> None:
-        """A peer said something. Raises ControlError where it may not say that; the peer is then dropped."""
+        """A peer said something. Raises ControlError if it may not say that; the peer is then dropped."""
 
     def departed(self, peer: Peer, how: Departure) -> None:
         """A connection has ended."""
 
     def refused(self, address: str, reason: str) -> None:
-        """Somebody was turned away, or said something that is not of this protocol."""
+        """A connection was turned away, or a peer said something that is not of this protocol."""
 
     def broken(self, error: Exception) -> None:
         """The handler itself has raised something that it should not."""
 
 
 class _Connection(ServerConnection):
-    """A connection that reports who does not even ask to join; the library says nothing of it."""
+    """A connection that reports a peer that does not even ask to join, of which the library says nothing."""
 
     def __init__(self, handler: Handler, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -92,7 +92,7 @@ class _Server:
         try:
             yield
         except Exception as error:  # noqa: BLE001
-            # A mistake of ours. Left to the library it would end this connection, and nobody would be told.
+            # A mistake of ours. Left to the library it would end this connection without any report.
             self.handler.broken(error)
 
     async def _listen(self, connection: ServerConnection, peer: Peer) -> Departure:
