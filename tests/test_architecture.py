@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,23 @@ def test_the_runtime_knows_of_control_only_what_they_say_to_each_other(module: s
     )
     known = {name for name in imports(path) if name.startswith("chameleon_ft.control")}
     assert all(name.startswith(spoken) for name in known), module
+
+
+# What decides in control: it is told the time, and reads nothing.
+DECIDING = [["control", name] for name in ("state_machine", "handlers", "detectors", "state", "events", "commands")]
+
+
+@pytest.mark.parametrize(("module", "path"), [m for m in MODULES if m[0].split(".")[:2] in DECIDING])
+def test_what_decides_in_control_reads_no_clock_and_touches_nothing(module: str, path: Path) -> None:
+    names = imports(path)
+    assert not (names | {name.split(".")[0] for name in names}) & IMPURE, module
+    shell = {f"chameleon_ft.control.{name}" for name in ("coordinator", "agent", "wire.server", "wire.connection")}
+    assert not names & shell, module
+
+
+def test_no_files_of_control_import_each_other_in_a_circle() -> None:
+    files = {f"chameleon_ft.{module}": path for module, path in MODULES if part(module) == "control"}
+    TopologicalSorter({name: imports(path) & files.keys() for name, path in files.items()}).prepare()
 
 
 def test_the_check_of_a_run_shares_no_code_with_what_ran_it() -> None:
