@@ -164,7 +164,7 @@ def test_strangers_are_refused_and_logged_and_training_goes_on(tmp_path: Path, r
     assert answers == {
         "token": "401",
         "garbage": answers["garbage"],
-        "role": "'exit' from somebody who has not joined",
+        "role": "'exit' from a peer that has not joined",
         "second worker": "worker 1 has joined already",
         "unknown worker": "worker 6 does not exist: the run has 6, numbered from 0",
     }
