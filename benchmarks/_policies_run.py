@@ -17,7 +17,7 @@ from benchmarks._common import child, write_config
 from benchmarks._policies_observed import Change, Commit, Observed, Outage, Outcome
 from benchmarks._policies_scenarios import Loss
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.inject import inject
+from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 

@@ -31,7 +31,7 @@ from benchmarks._search_cases import DEVICE
 from benchmarks._transitions import run_until
 from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.config import STAND_IN_JOB, Batch, Failure, Parallel, Recovery, RunConfig
-from chameleon_ft.control.forethought import Forethought, decide_and_check
+from chameleon_ft.control.decisions.decision_cache import DecisionCache, decide_and_check
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.presets import derive_workload, device, model_shape
@@ -223,7 +223,7 @@ def _decided(part: str, repeats: int) -> list[tuple[float, float]]:
 async def _looked_up(part: str, repeats: int) -> list[tuple[float, float]]:
     """By what a coordinator prepares them with, but for the process of its own."""
     with ThreadPoolExecutor(1) as executor:
-        forethought = Forethought(_POLICY, executor, prepared=lambda *_: None)
+        forethought = DecisionCache(_POLICY, executor, prepared=lambda *_: None)
         forethought.expect(lambda: (situation(()), rate(0)))
         after = [situation(losses_of(part, number)) for number in range(repeats)]
         while not all(forethought.look_up(now, rate(1)) for now in after):

@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -113,10 +114,28 @@ def test_nobody_imports_the_command_line(module: str, path: Path) -> None:
 
 @pytest.mark.parametrize(("module", "path"), [m for m in MODULES if part(m[0]) == "runtime"])
 def test_the_runtime_knows_of_control_only_what_they_say_to_each_other(module: str, path: Path) -> None:
-    names = ("messages", "address", "joining", "job_info")
-    spoken = {"chameleon_ft.control", *(f"chameleon_ft.control.{name}" for name in names)}
-    known = {".".join(name.split(".")[:3]) for name in imports(path) if name.startswith("chameleon_ft.control")}
-    assert known <= spoken, module
+    spoken = tuple(
+        f"chameleon_ft.control.{name}" for name in ("wire.messages", "wire.address", "wire.connection", "job_info")
+    )
+    known = {name for name in imports(path) if name.startswith("chameleon_ft.control")}
+    assert all(name.startswith(spoken) for name in known), module
+
+
+# What decides in control: it is told the time, and reads nothing.
+DECIDING = [["control", name] for name in ("state_machine", "handlers", "detectors", "state", "events", "commands")]
+
+
+@pytest.mark.parametrize(("module", "path"), [m for m in MODULES if m[0].split(".")[:2] in DECIDING])
+def test_what_decides_in_control_reads_no_clock_and_touches_nothing(module: str, path: Path) -> None:
+    names = imports(path)
+    assert not (names | {name.split(".")[0] for name in names}) & IMPURE, module
+    shell = {f"chameleon_ft.control.{name}" for name in ("coordinator", "agent", "wire.server", "wire.connection")}
+    assert not names & shell, module
+
+
+def test_no_files_of_control_import_each_other_in_a_circle() -> None:
+    files = {f"chameleon_ft.{module}": path for module, path in MODULES if part(module) == "control"}
+    TopologicalSorter({name: imports(path) & files.keys() for name, path in files.items()}).prepare()
 
 
 def test_the_check_of_a_run_shares_no_code_with_what_ran_it() -> None:
@@ -153,7 +172,7 @@ SURFACE = {
     "keys": ["Purpose", "init_key", "random_key", "step_key"],
     "optim": ["adamw", "warmup_cosine"],
     "quantities": ["data_size", "duration", "in_ranges", "rate"],
-    "launch": ["coordinate", "supervise", "train", "work"],
+    "launch": ["coordinate", "run_agent", "train", "work"],
     "verify": ["StepComparison", "Verification", "repeat_run"],
     "cli": ["main"],
     "simulate": [

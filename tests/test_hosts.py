@@ -96,21 +96,19 @@ def test_a_host_that_is_cut_off_is_lost_and_training_goes_on(tmp_path: Path, net
         coordinator = stack.enter_context(
             Command("coordinator", tmp_path / "config.toml", "--out", run.path, prefix=network.on("coordinator"))
         )
-        coordinator.read_until(r"chameleon supervise --coordinator 10\.77\.0\.1:\d+")
+        coordinator.read_until(r"chameleon agent --coordinator 10\.77\.0\.1:\d+")
         hosts = {
-            host: stack.enter_context(
-                Command("supervise", "--run", run.path, "--workers", "2", prefix=network.on(host))
-            )
+            host: stack.enter_context(Command("agent", "--run", run.path, "--workers", "2", prefix=network.on(host)))
             for host in ("first", "second")
         }
         coordinator.read_until(r"^\s+5\s")
         cut_off: list[psutil.Process] = hosts["second"].session()
-        assert len(cut_off) >= 4, "the supervisor, its fork server and two workers"
+        assert len(cut_off) >= 4, "the agent, its fork server and two workers"
         with every_process_ends(cut_off):
             network.cut_off("second")
             lost_in = int(coordinator.read_until(r"lost in step (\d+)")[1])
             coordinator.read_until(rf"^\s+{lost_in + 3}\s")
-            # Its supervisor is missed last, when its own heartbeats stop; the test's time limit bounds this.
+            # Its agent is missed last, when its own heartbeats stop; the test's time limit bounds this.
             while not any(event["event"] == "host_lost" for event in run.events()):
                 time.sleep(0.05)
             coordinator.signal(signal.SIGINT)

@@ -16,8 +16,8 @@ from websockets.sync.client import connect
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, RunConfig, config_to_toml
-from chameleon_ft.control.address import bearer, websocket_url
-from chameleon_ft.control.messages import Exit, Hello, Message, Refused, decode, encode
+from chameleon_ft.control.wire.address import bearer, websocket_url
+from chameleon_ft.control.wire.messages import Exit, Hello, Message, Refused, decode, encode
 from chameleon_ft.errors import ProfileError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from chameleon_ft.profiles import Profile, write_profile
@@ -164,7 +164,7 @@ def test_strangers_are_refused_and_logged_and_training_goes_on(tmp_path: Path, r
     assert answers == {
         "token": "401",
         "garbage": answers["garbage"],
-        "role": "'exit' from somebody who has not joined",
+        "role": "'exit' from a peer that has not joined",
         "second worker": "worker 1 has joined already",
         "unknown worker": "worker 6 does not exist: the run has 6, numbered from 0",
     }
@@ -190,7 +190,7 @@ def coordinator(tmp_path: Path, run: RunDirectory) -> Iterator[Command]:
 
 
 def test_workers_started_directly(coordinator: Command, run: RunDirectory) -> None:
-    found = coordinator.read_until(r"CHAMELEON_TOKEN=(\S+) chameleon supervise --coordinator (\S+)")
+    found = coordinator.read_until(r"CHAMELEON_TOKEN=(\S+) chameleon agent --coordinator (\S+)")
     environ = {"WORLD_SIZE": "3", "CHAMELEON_TOKEN": run.read_control().token}
     with ExitStack() as stack:
         workers = [
@@ -212,7 +212,7 @@ def test_workers_started_directly(coordinator: Command, run: RunDirectory) -> No
             ) as second:
                 assert second.wait() == 1
                 assert "worker 1 is refused: worker 1 has joined already" in second.printed
-            with Command("supervise", "--run", run.path, "--workers", "1") as host:
+            with Command("agent", "--run", run.path, "--workers", "1") as host:
                 coordinator.read_until("worker 3 has joined as a spare")
                 coordinator.signal(signal.SIGINT)
                 assert coordinator.wait() == 130
@@ -226,9 +226,9 @@ def test_workers_started_directly(coordinator: Command, run: RunDirectory) -> No
 
 
 def test_workers_end_with_a_coordinator_that_is_killed(coordinator: Command, run: RunDirectory) -> None:
-    found = coordinator.read_until(r"CHAMELEON_TOKEN=(\S+) chameleon supervise --coordinator (\S+)")
+    found = coordinator.read_until(r"CHAMELEON_TOKEN=(\S+) chameleon agent --coordinator (\S+)")
     environ = {"CHAMELEON_TOKEN": run.read_control().token}
-    with Command("supervise", "--coordinator", found[2], "--workers", "3", environ=environ) as host:
+    with Command("agent", "--coordinator", found[2], "--workers", "3", environ=environ) as host:
         coordinator.read_until(STEP.format(1))
         with every_process_ends([*coordinator.session(), *host.session()]):
             coordinator.signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Starting the processes of a run: coordinator, rendezvous store, supervisor and ranks."""
+"""Starting the processes of a run: coordinator, rendezvous store, agent and ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from multiprocessing.context import ForkServerContext
 from typing import Any, NoReturn
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.address import local_address_towards
+from chameleon_ft.control.agent import Agent
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.job_info import JobInfo
-from chameleon_ft.control.server import control_server, listening_address
 from chameleon_ft.control.start_plan import read_start_plan
-from chameleon_ft.control.supervisor import Supervisor
+from chameleon_ft.control.wire.address import local_address_towards
+from chameleon_ft.control.wire.server import control_server, listening_address
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError, ControlError
 from chameleon_ft.observe import (
     ControlAddress,
@@ -45,7 +45,7 @@ from chameleon_ft.recovery import warm_up
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
 from chameleon_ft.runtime.process import end_now, end_with_parent, ignore_interrupts, signals_blocked
 
-__all__ = ["coordinate", "supervise", "train", "work"]
+__all__ = ["coordinate", "run_agent", "train", "work"]
 
 _POLL_S = 0.05
 _NICENESS = 10  # little beside ranks that compute on all cores, and enough to get on
@@ -53,22 +53,22 @@ _EXIT_CODES: dict[RunStatus, int] = {"finished": 0, "failed": 1, "interrupted": 
 
 
 def train(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
-    """Run everything on this machine: coordinator, supervisor and ranks. Returns the exit code."""
-    return asyncio.run(_coordinate(config, run=run, resume=resume, supervised_here=True))
+    """Run everything on this machine: coordinator, agent and ranks. Returns the exit code."""
+    return asyncio.run(_coordinate(config, run=run, resume=resume, agent_here=True))
 
 
 def coordinate(config: RunConfig, *, run: RunDirectory, resume: bool) -> int:
     """Run the coordinator alone; the workers join from other processes. Returns the exit code."""
-    return asyncio.run(_coordinate(config, run=run, resume=resume, supervised_here=False))
+    return asyncio.run(_coordinate(config, run=run, resume=resume, agent_here=False))
 
 
-def supervise(*, coordinator: str, token: str, workers: int, host: str | None) -> int:
+def run_agent(*, coordinator: str, token: str, workers: int, host: str | None) -> int:
     """Start and watch `workers` ranks of the run at `coordinator`, which is host:port. Returns the exit code.
 
     Raises:
         ControlError: the coordinator does not answer, or does not want this host.
     """
-    return asyncio.run(_supervise(coordinator=coordinator, token=token, workers=workers, host=host))
+    return asyncio.run(_run_agent(coordinator=coordinator, token=token, workers=workers, host=host))
 
 
 def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> NoReturn:
@@ -89,7 +89,7 @@ def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> NoRetur
     end_now(code)
 
 
-async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, supervised_here: bool) -> int:
+async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, agent_here: bool) -> int:
     context = _fork_server()
     solvers = _begun(_load_solvers)
     token = secrets.token_urlsafe(16)
@@ -102,7 +102,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
             _require_same_model(run, job)
             run.write_config(config)
             config = run.own(config)
-        if supervised_here:
+        if agent_here:
             _require_device(config, job)
         profile = _profile(config, job)
         plan = _plan(config, job)
@@ -128,7 +128,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
                 address = listening_address(server, config.control.host)
                 run.write_control(ControlAddress(address=address, token=token, pid=os.getpid()))
                 try:
-                    async with _supervisor(context, config, address, token, coordinator, here=supervised_here):
+                    async with _agent(context, config, address, token, coordinator, here=agent_here):
                         status = await _until_end(coordinator)
                 finally:
                     run.remove_control()
@@ -188,24 +188,20 @@ async def _until_end(coordinator: Coordinator) -> RunStatus:
 
 
 @asynccontextmanager
-async def _supervisor(
+async def _agent(
     context: ForkServerContext, config: RunConfig, address: str, token: str, coordinator: Coordinator, *, here: bool
 ) -> AsyncIterator[None]:
-    """Run this machine's supervisor inside the block; a no-op where the workers come from elsewhere."""
+    """Run this machine's agent inside the block; a no-op where the workers come from elsewhere."""
     if not here:
         print(f"waiting for {config.workers} workers; on each machine, with the token in CHAMELEON_TOKEN:")
         # The token is shown to the person at the terminal, and to no log file.
         secret = token if sys.stdout.isatty() else "..."
-        print(f"  CHAMELEON_TOKEN={secret} chameleon supervise --coordinator {address} --workers N")
-        print(
-            f"or, where the run directory can be read: chameleon supervise --run {config.out} --workers N", flush=True
-        )
+        print(f"  CHAMELEON_TOKEN={secret} chameleon agent --coordinator {address} --workers N")
+        print(f"or, where the run directory can be read: chameleon agent --run {config.out} --workers N", flush=True)
         yield
         return
-    supervisor = Supervisor(
-        coordinator=address, token=token, slots=config.workers, host=None, context=context, entry=_rank_entry
-    )
-    serving = asyncio.create_task(supervisor.serve())
+    agent = Agent(coordinator=address, token=token, slots=config.workers, host=None, context=context, entry=_rank_entry)
+    serving = asyncio.create_task(agent.serve())
     serving.add_done_callback(partial(_fail_with, coordinator))
     try:
         yield
@@ -213,21 +209,19 @@ async def _supervisor(
         try:
             await serving  # told to exit, it sees to it that every rank has ended
         finally:
-            supervisor.kill_all()
+            agent.kill_all()
 
 
 def _fail_with(coordinator: Coordinator, serving: asyncio.Task[bool]) -> None:
-    """End the run where its supervisor could not even begin: nobody else would tell the coordinator."""
+    """End the run where its agent could not even begin: nobody else would tell the coordinator."""
     if not serving.cancelled() and (error := serving.exception()) is not None:
-        coordinator.end("failed", f"the supervisor of this machine failed: {error}")
+        coordinator.end("failed", f"the agent of this machine failed: {error}")
 
 
-async def _supervise(*, coordinator: str, token: str, workers: int, host: str | None) -> int:
+async def _run_agent(*, coordinator: str, token: str, workers: int, host: str | None) -> int:
     context = _fork_server()
-    supervisor = Supervisor(
-        coordinator=coordinator, token=token, slots=workers, host=host, context=context, entry=_rank_entry
-    )
-    serving = asyncio.ensure_future(supervisor.serve())
+    agent = Agent(coordinator=coordinator, token=token, slots=workers, host=host, context=context, entry=_rank_entry)
+    serving = asyncio.ensure_future(agent.serve())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, serving.cancel)
@@ -284,11 +278,11 @@ def _load_solvers() -> None:
     gc.freeze()
 
 
-def _rank_entry(*, coordinator: str, token: str, worker: int, life: int, host: str, local_index: int) -> None:
+def _rank_entry(*, coordinator: str, token: str, worker: int, incarnation: int, host: str, local_index: int) -> None:
     from chameleon_ft.runtime.rank import spawned_rank_main
 
     spawned_rank_main(
-        coordinator=coordinator, token=token, worker=worker, life=life, host=host, local_index=local_index
+        coordinator=coordinator, token=token, worker=worker, incarnation=incarnation, host=host, local_index=local_index
     )
 
 

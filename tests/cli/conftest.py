@@ -88,7 +88,7 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
         command_line.launched.append(Launched(config, run, resume))
         return 0
 
-    def supervise(*, coordinator: str, token: str, workers: int, host: str | None) -> int:
+    def run_agent(*, coordinator: str, token: str, workers: int, host: str | None) -> int:
         command_line.joined.append({"coordinator": coordinator, "token": token, "workers": workers, "host": host})
         return 0
 
@@ -97,7 +97,7 @@ def chameleon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
         return 0
 
     launch = ModuleType("chameleon_ft.launch")
-    for name, function in {"train": start, "coordinate": start, "supervise": supervise, "work": work}.items():
+    for name, function in {"train": start, "coordinate": start, "run_agent": run_agent, "work": work}.items():
         setattr(launch, name, function)
     monkeypatch.setitem(sys.modules, "chameleon_ft.launch", launch)
     monkeypatch.delenv("CHAMELEON_TOKEN", raising=False)

@@ -19,7 +19,7 @@ from tests.observe.test_decisions import came, decided, lost, planned, started, 
 STORY = """\
 
 Decision 1 of 1: in step 40, 2026-01-01 12:00:00 UTC
-lost       worker 5: SIGKILL; its supervisor saw the process end
+lost       worker 5: SIGKILL; its agent saw the process end
 in force   4 pipelines of 2 stages; 7 workers are left
 expected   the next failure in 16.7 min, by 1 failure in 240.0 s of work by all workers together, 7 of which are live;
            expected beforehand: one per worker in 3.8 h, which counts like 1; 25% of failures take a whole host

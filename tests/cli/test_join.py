@@ -20,24 +20,24 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run", TrainConfig())
 
 
-def test_a_supervisor_joins(chameleon: CommandLine) -> None:
-    assert chameleon("supervise", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "secret") == 0
+def test_an_agent_joins(chameleon: CommandLine) -> None:
+    assert chameleon("agent", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "secret") == 0
     assert chameleon.joined == [{"coordinator": "10.0.0.1:4000", "token": "secret", "workers": 4, "host": None}]
 
 
 def test_the_run_directory_says_where_the_coordinator_is(chameleon: CommandLine, run: RunDirectory) -> None:
     run.write_control(ControlAddress(address="10.0.0.1:4000", token="secret", pid=1))
-    assert chameleon("supervise", "--run", run.path, "--workers", "4") == 0
+    assert chameleon("agent", "--run", run.path, "--workers", "4") == 0
     assert chameleon.joined == [{"coordinator": "10.0.0.1:4000", "token": "secret", "workers": 4, "host": None}]
 
 
 def test_a_run_that_is_not_live_cannot_be_joined(chameleon: CommandLine, run: RunDirectory) -> None:
-    assert "not live" in chameleon.refused("supervise", "--run", run.path, "--workers", "4")
+    assert "not live" in chameleon.refused("agent", "--run", run.path, "--workers", "4")
 
 
 def test_the_token_may_come_from_the_environment(chameleon: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHAMELEON_TOKEN", "secret")
-    assert chameleon("supervise", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--host", "10.0.0.2") == 0
+    assert chameleon("agent", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--host", "10.0.0.2") == 0
     assert chameleon.joined[0]["token"] == "secret"
 
 
@@ -59,8 +59,8 @@ def test_a_worker_takes_its_place_from_the_environment(chameleon: CommandLine, m
         (["--run", "r"], "--workers"),
     ],
 )
-def test_a_supervisor_that_cannot_join_says_why(chameleon: CommandLine, arguments: list[str], expected: str) -> None:
-    assert expected in chameleon.refused("supervise", *arguments)
+def test_an_agent_that_cannot_join_says_why(chameleon: CommandLine, arguments: list[str], expected: str) -> None:
+    assert expected in chameleon.refused("agent", *arguments)
     assert not chameleon.joined
 
 
@@ -91,9 +91,9 @@ def test_a_failure_is_injected_into_a_live_run(
     def inject(run: RunDirectory, *, worker: int, kind: str, phase: str | None, step: int | None) -> None:
         injected.append((run, worker, kind, phase, step))
 
-    module = ModuleType("chameleon_ft.control.inject")
+    module = ModuleType("chameleon_ft.control.fault_injection")
     module.inject = inject  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "chameleon_ft.control.inject", module)
+    monkeypatch.setitem(sys.modules, "chameleon_ft.control.fault_injection", module)
     run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=1))
     assert chameleon("inject", run.path, "--worker", "2") == 0
     assert chameleon("inject", run.path, "--worker", "1", "--kind", "hang", "--phase", "sync", "--step", "9") == 0
@@ -113,3 +113,7 @@ def test_a_failure_that_cannot_be_injected_is_refused(
     chameleon: CommandLine, run: RunDirectory, arguments: list[str], expected: str
 ) -> None:
     assert expected in chameleon.refused("inject", run.path, *arguments)
+
+
+def test_the_old_name_of_the_agent_still_works(chameleon: CommandLine) -> None:
+    assert chameleon("supervise", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "secret") == 0

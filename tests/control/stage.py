@@ -13,24 +13,25 @@ from typing import Any, TypeVar, cast
 from chameleon_ft.config import Batch, Checkpoint, Parallel, Recovery, RunConfig
 from chameleon_ft.control.coordinator import Coordinator
 from chameleon_ft.control.job_info import JobInfo
-from chameleon_ft.control.messages import (
+from chameleon_ft.control.wire.messages import (
     BoundaryMessage,
     CheckpointSaved,
     Committed,
+    Departure,
     Exit,
     Finished,
     Hello,
     HostHello,
     Message,
     OperationTimes,
-    Parked,
-    Run,
+    Quiesced,
     Spawn,
     Started,
+    StartGeneration,
     Vote,
     WorkerExited,
 )
-from chameleon_ft.control.server import Departure, Peer
+from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.observe import FailureRecord, NullView, Recorder, RunDirectory
 from chameleon_ft.observe.checkpoints import layer_directory
 from chameleon_ft.profiles import Profile
@@ -50,7 +51,7 @@ Sent = TypeVar("Sent")
 
 
 class Puppet:
-    """Stands in for the connection to a rank, a supervisor or a command."""
+    """Stands in for the connection to a rank, an agent or a command."""
 
     def __init__(self, name: str) -> None:
         self.address = name
@@ -115,14 +116,14 @@ class Stage:
     def join(self, worker: int) -> Puppet:
         puppet = Puppet(f"worker {worker}")
         spawned = [m for m in self.host.sent if isinstance(m, Spawn) and worker in m.workers]
-        life = spawned[-1].lives[spawned[-1].workers.index(worker)] if spawned else 0
-        self.say(puppet, Hello(worker=worker, host="10.0.0.1", pid=100 + worker, life=life))
+        incarnation = spawned[-1].incarnations[spawned[-1].workers.index(worker)] if spawned else 0
+        self.say(puppet, Hello(worker=worker, host="10.0.0.1", pid=100 + worker, incarnation=incarnation))
         self.ranks[worker] = puppet
         return puppet
 
-    def gather(self, workers: int, *, supervised: bool = True) -> None:
+    def gather(self, workers: int, *, with_agent: bool = True) -> None:
         """Have all workers join."""
-        if supervised:
+        if with_agent:
             self.say(self.host, HostHello(host="a host", slots=workers, pid=99))
         for worker in range(workers):
             self.join(worker)
@@ -130,9 +131,13 @@ class Stage:
     def live(self) -> list[int]:
         return [worker for worker, puppet in self.ranks.items() if not puppet.dropped]
 
-    def order(self) -> Run:
+    def order(self) -> StartGeneration:
         """The newest order that any live worker got."""
-        runs = [self.ranks[worker].last(Run) for worker in self.live() if self.ranks[worker].count(Run)]
+        runs = [
+            self.ranks[worker].last(StartGeneration)
+            for worker in self.live()
+            if self.ranks[worker].count(StartGeneration)
+        ]
         return max(runs, key=lambda run: run.generation)
 
     def start(self, workers: Collection[int] | None = None) -> None:
@@ -160,12 +165,12 @@ class Stage:
 
     def layers_of(self, worker: int) -> tuple[int, ...]:
         """What the newest order that a worker got has it hold in the end."""
-        if not self.ranks[worker].count(Run):
+        if not self.ranks[worker].count(StartGeneration):
             return ()
-        segments = self.ranks[worker].last(Run).unpack_segments()
+        segments = self.ranks[worker].last(StartGeneration).unpack_segments()
         return tuple(sorted(layer for segment in segments if worker in segment.holders for layer in segment.layers))
 
-    def park(
+    def quiesce(
         self,
         generation: int,
         committed: int,
@@ -178,7 +183,7 @@ class Stage:
         for worker in workers or self.live():
             self.say(
                 self.ranks[worker],
-                Parked(
+                Quiesced(
                     generation=generation,
                     committed=committed,
                     reduced=reduced,
@@ -191,8 +196,8 @@ class Stage:
     def reap(self, worker: int, exit_code: int = -9) -> None:
         """Have the host reap a worker."""
         spawned = [m for m in self.host.sent if isinstance(m, Spawn) and worker in m.workers]
-        life = len(spawned) or 1
-        self.say(self.host, WorkerExited(worker=worker, life=life, exit_code=exit_code))
+        incarnation = len(spawned) or 1
+        self.say(self.host, WorkerExited(worker=worker, incarnation=incarnation, exit_code=exit_code))
 
     def depart(self, puppet: Puppet, how: Departure = "connection") -> None:
         """Have a puppet's connection end."""
@@ -229,8 +234,7 @@ class Stage:
     @property
     def ended(self) -> tuple[str, str] | None:
         """Status and reason, once the run has come to its end."""
-        end = self.coordinator._end
-        return end.result() if end.done() else None
+        return self.coordinator.state.ended
 
     def told_to_exit(self) -> list[int]:
         return [worker for worker, puppet in self.ranks.items() if puppet.count(Exit)]

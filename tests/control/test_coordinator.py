@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import Checkpoint, Parallel, RunConfig
-from chameleon_ft.control.messages import (
-    AtDisk,
+from chameleon_ft.control.wire.messages import (
     CheckpointSaved,
     Exit,
     Finish,
@@ -19,9 +18,10 @@ from chameleon_ft.control.messages import (
     Inject,
     Kill,
     Refused,
-    Run,
+    SlowIO,
     Spawn,
     Started,
+    StartGeneration,
     Welcome,
 )
 from chameleon_ft.errors import ControlError
@@ -36,10 +36,10 @@ async def test_the_last_worker_to_join_sets_the_run_going(stage: Stage) -> None:
     for worker in (2, 0, 3):
         rank = stage.join(worker)
         assert rank.count(Welcome) == 1
-        assert rank.count(Run) == 0
-    assert stage.join(1).last(Run).members == (0, 1, 2, 3)
+        assert rank.count(StartGeneration) == 0
+    assert stage.join(1).last(StartGeneration).members == (0, 1, 2, 3)
     for rank in stage.ranks.values():
-        order = rank.last(Run)
+        order = rank.last(StartGeneration)
         assert (order.generation, order.first_step, order.load, order.store_port) == (1, 0, "initial", 2000)
         assert order.operations
     (event,) = stage.events("started")
@@ -71,7 +71,7 @@ async def test_who_cannot_join_is_told_why(stage: Stage) -> None:
 async def test_only_members_may_say_what_members_say(stage: Stage) -> None:
     stage.train()
     for message in (Started(generation=1, step=0), CheckpointSaved(generation=1, step=2, layers=(0,))):
-        with pytest.raises(ControlError, match="from somebody who has not joined"):
+        with pytest.raises(ControlError, match="from a peer that has not joined"):
             stage.say(Puppet("stranger"), message)
     with pytest.raises(ControlError, match="a rank does not say 'exit'"):
         stage.say(stage.ranks[0], Exit(reason="enough"))
@@ -107,7 +107,7 @@ async def test_an_interrupt_before_the_run_has_begun_ends_it_at_once(stage: Stag
 @scene()
 async def test_an_interrupt_while_the_weights_are_loaded_ends_the_run_at_once(stage: Stage) -> None:
     stage.gather(4)
-    assert all(rank.count(Run) == 1 for rank in stage.ranks.values())
+    assert all(rank.count(StartGeneration) == 1 for rank in stage.ranks.values())
     stage.coordinator.interrupt()
     assert stage.ended == ("interrupted", "interrupted by the user")
 
@@ -180,7 +180,7 @@ async def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(stage: S
 async def test_a_rank_that_waits_for_the_disk_is_named_once_and_not_given_up(stage: Stage) -> None:
     stage.train()
     for worker, since_s in ((1, 10.0), (3, 10.0), (3, 20.0), (1, 20.0)):
-        stage.say(stage.ranks[worker], AtDisk(generation=1, doing="loading layers", since_s=since_s))
+        stage.say(stage.ranks[worker], SlowIO(generation=1, doing="loading layers", since_s=since_s))
     told = stage.events("waiting")
     assert [(event["worker"], event["since_s"]) for event in told] == [(1, 10.0), (3, 20.0)]
     assert "worker 1 has been loading layers for 10.00 s" in told[0]["message"]
@@ -223,22 +223,22 @@ async def test_an_interrupt_in_the_last_step_is_an_ordinary_end(stage: Stage) ->
 
 
 @scene()
-async def test_a_kill_is_left_to_the_supervisor(stage: Stage) -> None:
+async def test_a_kill_is_left_to_the_agent(stage: Stage) -> None:
     stage.train()
     user = Puppet("user")
     stage.say(user, Inject(worker=1, kind="kill"))
     assert stage.host.last(Kill).worker == 1
     assert user.count(Inject) == 1, "what was asked for comes back as the answer"
     stage.reap(1)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     stage.start()
     (failure,) = stage.failures
     assert failure.detect_s is not None, "the moment of the kill was noted"
 
 
 @scene()
-async def test_a_worker_without_a_supervisor_kills_itself(stage: Stage) -> None:
-    stage.gather(4, supervised=False)
+async def test_a_worker_without_an_agent_kills_itself(stage: Stage) -> None:
+    stage.gather(4, with_agent=False)
     message = Inject(worker=1, kind="kill")
     stage.say(Puppet("user"), message)
     assert stage.ranks[1].sent[-1] == message
@@ -333,7 +333,7 @@ async def test_the_first_report_of_a_step_counts_also_if_it_is_late(stage: Stage
     # Worker 1 had applied step 3 before it was told to stop, and its report was on the way.
     stage.commit(3, worker=1)
     assert [record.step for record in stage.run.steps()] == [0, 1, 2, 3]
-    stage.park(2, 4, 1)
-    stage.park(2, 3, 2, 3, reduced=True)
+    stage.quiesce(2, 4, 1)
+    stage.quiesce(2, 3, 2, 3, reduced=True)
     assert stage.order().first_step == 4
     assert stage.order().roll_forward is not None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from chameleon_ft.config import Parallel, Recovery
-from chameleon_ft.control.messages import PeerFailed, Run, Stop, Switched, Transition
+from chameleon_ft.control.wire.messages import PeerFailed, StartGeneration, Stop, Switched, Transition
 from chameleon_ft.recovery import FailureModel, Situation
 from tests.control.stage import Stage, scene
 
@@ -20,17 +20,17 @@ OLD = {worker: (0, 1) if worker % 2 == 0 else (2, 3) for worker in range(6)}
 
 
 def begin_transition(stage: Stage, lost: int = 1) -> dict[int, Transition]:
-    """Train, lose a worker, park, and return what each survivor is told of the transition."""
+    """Train, lose a worker, quiesce, and return what each survivor is told of the transition."""
     stage.train(workers=6)
     stage.reap(lost)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     return told(stage)
 
 
 def told(stage: Stage) -> dict[int, Transition]:
     """What each live worker was told of the newest generation's transition."""
     newest = stage.order().generation
-    orders = {worker: stage.ranks[worker].last(Run) for worker in stage.live()}
+    orders = {worker: stage.ranks[worker].last(StartGeneration) for worker in stage.live()}
     return {
         worker: order.transition
         for worker, order in orders.items()
@@ -84,7 +84,7 @@ async def test_when_none_has_switched_the_old_placement_is_in_force(stage: Stage
     got = {worker: tuple({*OLD[worker], *held_in(stage, worker)}) for worker in stage.live()}
     stage.reap(5)
     for worker in stage.live():
-        stage.park(3, 3, worker, placed=1, layers=tuple(sorted(got[worker])))
+        stage.quiesce(3, 3, worker, placed=1, layers=tuple(sorted(got[worker])))
     for worker, transition in told(stage).items():
         assert set(transition.keep) >= set(OLD[worker])
         received = {layer for _, _, destination, layer, _ in transition.moves if destination == worker}
@@ -100,7 +100,7 @@ async def test_when_one_has_switched_the_new_placement_is_in_force(stage: Stage)
     for worker in stage.live():
         switched = worker == 2
         layers = new[worker] if switched else tuple(sorted({*OLD[worker], *new[worker]}))
-        stage.park(3, 3, worker, placed=2 if switched else 1, layers=layers)
+        stage.quiesce(3, 3, worker, placed=2 if switched else 1, layers=layers)
     assert stage.ended is None
     kept = {worker: transition.keep for worker, transition in told(stage).items()}
     for worker in stage.live():
@@ -113,7 +113,7 @@ async def test_without_a_loss_the_same_transition_is_tried_again(stage: Stage) -
     members = stage.order().members
     stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))
     for worker in stage.live():
-        stage.park(3, 3, worker, placed=1, layers=OLD[worker])
+        stage.quiesce(3, 3, worker, placed=1, layers=OLD[worker])
     assert told(stage) == before
     assert (stage.order().generation, stage.order().members) == (3, members)
 
@@ -122,7 +122,7 @@ async def test_without_a_loss_the_same_transition_is_tried_again(stage: Stage) -
 async def test_once_switched_the_new_plan_goes_on_without_a_transition(stage: Stage) -> None:
     begin_transition(stage)
     stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))
-    stage.park(3, 3)
+    stage.quiesce(3, 3)
     assert told(stage) == {}
     assert stage.order().generation == 3
 
@@ -134,13 +134,13 @@ DROP_REPLICA: dict[str, Any] = {"recovery": Recovery(policy="drop-replica")}
 async def test_who_is_left_over_takes_part_until_the_switch(stage: Stage) -> None:
     stage.train()
     stage.reap(1)
-    stage.park(2, 3)
-    order = stage.ranks[0].last(Run)
+    stage.quiesce(2, 3)
+    order = stage.ranks[0].last(StartGeneration)
     assert (order.members, order.everyone, order.unpack_operations()) == ((2, 3), (0, 2, 3), ())
     stage.reap(0)
     assert stage.ranks[2].last(Stop).generation == 3
     for worker in (2, 3):
-        stage.park(3, 3, worker, placed=1, layers=(0, 1) if worker == 2 else (2, 3))
+        stage.quiesce(3, 3, worker, placed=1, layers=(0, 1) if worker == 2 else (2, 3))
     assert stage.order().members == (2, 3)
 
 
@@ -148,7 +148,7 @@ async def test_who_is_left_over_takes_part_until_the_switch(stage: Stage) -> Non
 async def test_a_spare_is_not_needed_after_the_switch(stage: Stage) -> None:
     stage.train()
     stage.reap(1)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     stage.start()
     stage.reap(0)
     assert stage.ranks[2].last(Stop).generation == 2, "training goes on"
@@ -161,13 +161,13 @@ async def test_a_spare_is_not_needed_after_the_switch(stage: Stage) -> None:
 async def test_a_spare_has_nothing_that_counts(stage: Stage) -> None:
     stage.train()
     stage.reap(1)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     stage.start()
     stage.commit(3)
     stage.say(stage.ranks[2], PeerFailed(generation=2, peer=None, error="a collective failed"))
     # Even if it says otherwise, and is behind.
-    stage.park(3, 3, 0, placed=1, layers=(0, 1))
-    stage.park(3, 4, 2, 3)
+    stage.quiesce(3, 3, 0, placed=1, layers=(0, 1))
+    stage.quiesce(3, 4, 2, 3)
     assert (stage.order().first_step, stage.order().members) == (4, (2, 3))
 
 
@@ -175,14 +175,12 @@ async def test_a_spare_has_nothing_that_counts(stage: Stage) -> None:
 async def test_the_loss_of_a_spare_says_nothing_of_stalls(stage: Stage) -> None:
     stage.train()
     stage.reap(1)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     stage.start()
-    generations: Any = stage.coordinator._generations
-    history = generations._deliberation._history
-    before = history.phases(looked_up=False)
+    before = stage.coordinator.state.history.phases(looked_up=False)
     stage.reap(0)
     assert len(stage.failures) == 2
-    assert history.phases(looked_up=False) == before
+    assert stage.coordinator.state.history.phases(looked_up=False) == before
 
 
 class _Foreseeing:
@@ -203,14 +201,15 @@ class _Foreseeing:
 
 @scene(**THREE_PIPELINES)
 async def test_after_a_transition_the_next_loss_is_prepared_for(stage: Stage) -> None:
-    generations: Any = stage.coordinator._generations
-    foreseeing = generations._deliberation._forethought = _Foreseeing()
+    decisions: Any = stage.coordinator._decisions
+    foreseeing = decisions._cache = _Foreseeing()
     stage.train(workers=6)
     assert [each.plan.workers for each in foreseeing.asked] == [(0, 1, 2, 3, 4, 5)] * 3
     stage.reap(1)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     stage.start()
     stage.commit(3)
     (asked,) = foreseeing.asked
     assert (asked.plan.workers, asked.lost) == (stage.order().members, ())
-    assert asked.plan == generations.plan
+    assert stage.coordinator.state.active is not None
+    assert asked.plan == stage.coordinator.state.active.plan

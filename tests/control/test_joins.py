@@ -7,27 +7,28 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, Recovery
-from chameleon_ft.control.messages import (
+from chameleon_ft.control.wire.messages import (
     Committed,
     Crashed,
     Exit,
-    Expect,
     Hello,
     HostHello,
     OperationTimes,
-    Parked,
     Pause,
     PeerFailed,
+    Preallocate,
+    Preallocated,
+    Quiesced,
     Ready,
-    RoomMade,
-    Run,
     Spawn,
+    StartGeneration,
     Stop,
     Switched,
     Welcome,
@@ -65,11 +66,11 @@ def messages(stage: Stage, name: str) -> list[str]:
 
 async def lose_and_respawn(stage: Stage, worker: int = 1, committed: int = 3) -> None:
     """Lose a worker, go on without it, and wait until it is started again."""
-    lives = stage.host.count(Spawn)
+    incarnations = stage.host.count(Spawn)
     stage.reap(worker)
-    stage.park(stage.order().generation + 1, committed)
+    stage.quiesce(stage.order().generation + 1, committed)
     stage.start()
-    await until(lambda: stage.host.count(Spawn) > lives)
+    await until(lambda: stage.host.count(Spawn) > incarnations)
     assert stage.host.last(Spawn).workers == (worker,)
 
 
@@ -104,14 +105,14 @@ async def come_back(stage: Stage, worker: int = 1) -> None:
     come(stage, worker)
     await until(lambda: stage.ranks[0].count(Pause))
     pause(stage, 3)
-    stage.park(3, 4)
+    stage.quiesce(3, 4)
 
 
 async def expecting(stage: Stage, worker: int = 1) -> Puppet:
     """Lose a worker, have it come back, and wait until it is told what comes to it."""
     await lose_and_respawn(stage, worker)
     rank = come(stage, worker)
-    await until(lambda: rank.count(Expect))
+    await until(lambda: rank.count(Preallocate))
     return rank
 
 
@@ -123,9 +124,9 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage)
-        assert stage.host.last(Spawn).lives == (2,)
+        assert stage.host.last(Spawn).incarnations == (2,)
         rank = stage.join(1)
-        assert rank.last(Welcome).life == 2
+        assert rank.last(Welcome).incarnation == 2
         assert stage.events("joined") == [], "it is still loading"
         stage.say(rank, Ready())
         assert messages(stage, "joined") == ["worker 1 has joined as a spare"]
@@ -136,10 +137,10 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
         assert stage.ranks[0].last(Stop).generation == 2, "this step has voted before all had heard of it"
         pause(stage, 4)
         assert {stage.ranks[worker].last(Stop).generation for worker in range(4)} == {3}
-        stage.park(3, 5)
+        stage.quiesce(3, 5)
         order = stage.order()
         assert (order.generation, order.members, order.first_step, order.load) == (3, (0, 1, 2, 3), 5, "keep")
-        transition = rank.last(Run).transition
+        transition = rank.last(StartGeneration).transition
         assert transition is not None
         assert transition.keep == ()
         stage.start()
@@ -171,7 +172,7 @@ async def test_who_has_no_place_in_the_plan_stays_a_spare_and_nobody_is_stopped(
     assert stage.ranks[0].last(Stop).generation == 2
     # It is there when the next one is lost.
     stage.reap(2)
-    stage.park(3, 4)
+    stage.quiesce(3, 4)
     assert {*stage.order().members} <= {0, 1, 3}
     assert stage.ended is None
 
@@ -182,15 +183,15 @@ async def test_several_that_come_together_are_weighed_together(stage: Stage) -> 
     async with watched(stage):
         stage.train()
         stage.say(late, HostHello(host="b", slots=3, pid=5))
-        assert late.last(Spawn) == Spawn(workers=(4, 5, 6), lives=(1, 1, 1))
+        assert late.last(Spawn) == Spawn(workers=(4, 5, 6), incarnations=(1, 1, 1))
         for worker in (4, 5, 6):
             rank = stage.ranks[worker] = Puppet(f"worker {worker}")
-            stage.say(rank, Hello(worker=worker, host="10.0.0.2", pid=1, life=1))
+            stage.say(rank, Hello(worker=worker, host="10.0.0.2", pid=1, incarnation=1))
             await asyncio.sleep(1.0)
             stage.say(rank, Ready())
         await until(lambda: stage.ranks[0].count(Pause))
         pause(stage, 3)
-        stage.park(2, 4)
+        stage.quiesce(2, 4)
         stage.start()
     (decision,) = stage.events("decision")
     assert decision["trigger"] == "join"
@@ -207,7 +208,7 @@ async def test_those_that_are_slow_are_not_waited_for_without_end(stage: Stage) 
         stage.say(late, HostHello(host="b", slots=3, pid=5))
         for worker in (4, 5):
             rank = stage.ranks[worker] = Puppet(f"worker {worker}")
-            stage.say(rank, Hello(worker=worker, host="10.0.0.2", pid=1, life=1))
+            stage.say(rank, Hello(worker=worker, host="10.0.0.2", pid=1, incarnation=1))
             stage.say(rank, Ready())
         await until(lambda: stage.ranks[0].count(Pause))
     assert stage.ended is None
@@ -216,17 +217,17 @@ async def test_those_that_are_slow_are_not_waited_for_without_end(stage: Stage) 
 @scene(**RESPAWNING)
 async def test_a_cluster_may_start_a_lost_worker_again(stage: Stage) -> None:
     async with watched(stage):
-        stage.gather(4, supervised=False)
+        stage.gather(4, with_agent=False)
         stage.start()
         for step in range(3):
             stage.commit(step)
         stage.depart(stage.ranks[2])
-        stage.park(2, 3)
+        stage.quiesce(2, 3)
         stage.start()
-        assert come(stage, 2).last(Welcome).life == 2
+        assert come(stage, 2).last(Welcome).incarnation == 2
         await until(lambda: stage.ranks[0].count(Pause))
         pause(stage, 3)
-        stage.park(3, 4)
+        stage.quiesce(3, 4)
         assert 2 in stage.order().members
 
 
@@ -238,7 +239,7 @@ async def test_who_comes_while_others_regroup_is_held_back(stage: Stage) -> None
         rank = stage.join(1)
         stage.reap(2)
         stage.say(rank, Ready())
-        stage.park(3, 3, 0, 3)
+        stage.quiesce(3, 3, 0, 3)
         order = stage.order()
         assert 1 not in order.everyone
         stage.start(order.members)
@@ -259,50 +260,49 @@ class _Gone(Executor):
 
 @scene(**RESPAWNING)
 async def test_who_cannot_be_weighed_stays_a_spare_and_training_goes_on(stage: Stage) -> None:
-    joins: Any = stage.coordinator._joins
-    joins._executor = _Gone()
+    decisions: Any = stage.coordinator._decisions
+    decisions._executor = _Gone()
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage)
         come(stage, 1)
-        await until(lambda: stage.events("not_weighed"))
+        await until(lambda: stage.events("decision_failed"))
         await asyncio.sleep(100.0)
         stage.commit(3)
-        assert messages(stage, "not_weighed") == [
-            "worker 1 stays a spare, for it cannot be weighed what to do with it: "
-            "BrokenProcessPool: a process was terminated abruptly"
+        assert messages(stage, "decision_failed") == [
+            "worker 1 stays a spare: the decision on it failed: BrokenProcessPool: a process was terminated abruptly"
         ]
         assert stage.ended is None
         assert stage.ranks[0].count(Pause) == 0
         # It is there when the next one is lost.
         stage.reap(0)
-        stage.park(3, 4)
+        stage.quiesce(3, 4)
         assert 1 in stage.order().members
     assert [event["trigger"] for event in stage.events("decision")] == ["loss", "loss"]
 
 
 @scene(**RESPAWNING)
 async def test_a_weighing_that_fails_after_a_loss_is_nobodys_concern(stage: Stage) -> None:
-    joins: Any = stage.coordinator._joins
+    decisions: Any = stage.coordinator._decisions
     gone = asyncio.Event()
 
-    async def weighed() -> None:
+    async def consider(*_: object) -> None:
         await gone.wait()
         raise BrokenProcessPool("a process was terminated abruptly")
 
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage)
-        joins._weighed = weighed
+        decisions.consider = consider
         come(stage, 1)
-        await until(lambda: joins._weighing is not None)
+        await until(lambda: stage.coordinator.state.scale_up.considering is not None)
         stage.reap(2)
-        stage.park(3, 3)
+        stage.quiesce(3, 3)
         stage.start()
         gone.set()
-        await until(lambda: joins._weighing is None)
+        await until(lambda: stage.coordinator.state.scale_up.considering is None)
         stage.commit(3)
-    assert stage.events("not_weighed") == []
+    assert stage.events("decision_failed") == []
     assert stage.ended is None
 
 
@@ -314,12 +314,12 @@ async def test_a_spare_that_is_lost_in_the_stop_does_not_make_it_one_for_a_loss(
         stage.say(late, HostHello(host="b", slots=2, pid=5))
         for worker in (4, 5):
             rank = stage.ranks[worker] = Puppet(f"worker {worker}")
-            stage.say(rank, Hello(worker=worker, host="10.0.0.2", pid=1, life=1))
+            stage.say(rank, Hello(worker=worker, host="10.0.0.2", pid=1, incarnation=1))
             stage.say(rank, Ready())
         await until(lambda: stage.ranks[0].count(Pause))
         pause(stage, 3)
-        stage.park(2, 4, 0, 1, 2, 3, 4)
-        stage.say(late, WorkerExited(worker=5, life=1, exit_code=-9))
+        stage.quiesce(2, 4, 0, 1, 2, 3, 4)
+        stage.say(late, WorkerExited(worker=5, incarnation=1, exit_code=-9))
     (decision,) = stage.events("decision")
     assert (decision["trigger"], decision["lost"], decision["live"]) == ("join", [], 5)
     assert decision["candidates"][0]["policy"] == "stay"
@@ -330,8 +330,8 @@ async def test_who_dies_before_it_takes_part_changes_nothing(stage: Stage) -> No
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage)
-        stage.say(stage.host, WorkerExited(worker=1, life=2, exit_code=1))  # before it has joined
-        await until(lambda: stage.host.last(Spawn).lives == (3,))
+        stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=1))  # before it has joined
+        await until(lambda: stage.host.last(Spawn).incarnations == (3,))
         rank = stage.join(1)
         stage.say(rank, Crashed(error="ConfigError: there is no such device"))
         stage.commit(3)
@@ -350,23 +350,23 @@ async def test_who_keeps_dying_is_not_taken_again(stage: Stage) -> None:
         stage.train()
         await lose_and_respawn(stage)
         times = [asyncio.get_running_loop().time()]
-        stage.say(stage.host, WorkerExited(worker=1, life=2, exit_code=1))
-        await until(lambda: stage.host.last(Spawn).lives == (3,))
+        stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=1))
+        await until(lambda: stage.host.last(Spawn).incarnations == (3,))
         times.append(asyncio.get_running_loop().time())
         assert times[1] - times[0] >= 8.0, "twice as long as the first time"
-        stage.say(stage.host, WorkerExited(worker=1, life=3, exit_code=1))
-        assert messages(stage, "banned") == [
+        stage.say(stage.host, WorkerExited(worker=1, incarnation=3, exit_code=1))
+        assert messages(stage, "blocklisted") == [
             "worker 1 was lost 3 times and is not taken again; see recovery.max_respawns"
         ]
         await asyncio.sleep(100.0)
-        assert stage.host.last(Spawn).lives == (3,)
+        assert stage.host.last(Spawn).incarnations == (3,)
         with pytest.raises(ControlError, match="worker 1 was lost too often and is not taken again"):
             stage.say(Puppet("again"), Hello(worker=1, host="h", pid=1))
         stage.depart(stage.host)
         late = Puppet("late host")
         stage.say(late, HostHello(host="b", slots=1, pid=5))
         assert late.last(Spawn).workers == (4,)
-    assert [event["life"] for event in stage.events("respawn")] == [2, 3]
+    assert [event["incarnation"] for event in stage.events("respawn")] == [2, 3]
 
 
 @scene(**RESPAWNING)
@@ -376,10 +376,10 @@ async def test_the_end_of_an_earlier_life_is_not_that_of_a_later_one(stage: Stag
         before = stage.ranks[1]
         await lose_and_respawn(stage)
         rank = come(stage, 1)
-        stage.say(stage.host, WorkerExited(worker=1, life=1, exit_code=-9))
+        stage.say(stage.host, WorkerExited(worker=1, incarnation=1, exit_code=-9))
         stage.depart(before)
         stage.say(before, PeerFailed(generation=2, peer=0, error="from the past"))
-        stage.say(before, Parked(generation=2, committed=9, reduced=False, last_vote=None, placed=0, layers=()))
+        stage.say(before, Quiesced(generation=2, committed=9, reduced=False, last_vote=None, placed=0, layers=()))
         assert not rank.dropped
         assert stage.events("join_failed") == []
         assert len(stage.failures) == 1
@@ -392,10 +392,9 @@ async def test_a_spare_that_is_lost_while_it_is_weighed_is_not_stopped_for(stage
         stage.train()
         await lose_and_respawn(stage)
         come(stage, 1)
-        joins: Any = stage.coordinator._joins
-        await until(lambda: joins._weighing is not None)
-        stage.say(stage.host, WorkerExited(worker=1, life=2, exit_code=-9))
-        await until(lambda: joins._weighing is None)
+        await until(lambda: stage.coordinator.state.scale_up.considering is not None)
+        stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=-9))
+        await until(lambda: stage.coordinator.state.scale_up.considering is None)
         stage.commit(3)
     assert stage.ranks[0].count(Pause) == 0
     assert [failure.action for failure in stage.failures][1:] == ["it was a spare: nothing changes"]
@@ -408,9 +407,9 @@ async def test_a_spare_that_is_lost_before_the_step_for_it_is_over(stage: Stage)
         await lose_and_respawn(stage)
         come(stage, 1)
         await until(lambda: stage.ranks[0].count(Pause))
-        stage.say(stage.host, WorkerExited(worker=1, life=2, exit_code=-9))
+        stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=-9))
         pause(stage, 3)
-        stage.park(3, 4, 0, 2, 3)
+        stage.quiesce(3, 4, 0, 2, 3)
         order = stage.order()
         assert (order.generation, order.members, order.first_step) == (3, (0, 2, 3), 4)
         stage.start()
@@ -427,7 +426,7 @@ async def test_a_loss_in_the_stop_for_a_newcomer_does_not_hide_what_became_of_it
         come(stage, 1)
         await until(lambda: stage.ranks[0].count(Pause))
         pause(stage, 3)
-        stage.park(3, 4, 0, 1, 3)
+        stage.quiesce(3, 4, 0, 1, 3)
         stage.reap(2)
         order = stage.order()
         assert 2 not in order.everyone
@@ -449,12 +448,12 @@ async def test_a_message_that_fails_before_the_pause_does_not_hide_what_became_o
         come(stage, 1)
         await until(lambda: stage.ranks[0].count(Pause))
         stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))
-        stage.park(3, 3)
+        stage.quiesce(3, 3)
         assert 1 in stage.order().members
         stage.start()
         stage.commit(3)
         stage.reap(0)
-        stage.park(4, 4)
+        stage.quiesce(4, 4)
         stage.start()
     (record,) = stage.events("join")
     assert (record["workers"], record["spares"], record["generation"]) == ([1], [], 3)
@@ -467,10 +466,10 @@ async def test_a_newcomer_that_dies_in_its_transition(stage: Stage) -> None:
         stage.train()
         await come_back(stage)
         assert 1 in stage.order().everyone
-        stage.say(stage.host, WorkerExited(worker=1, life=2, exit_code=-9))
+        stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=-9))
         old = {worker: stage.layers_of(worker) for worker in (0, 2, 3)}
         for worker in (0, 2, 3):
-            stage.park(4, 4, worker, placed=2, layers=(0, 1, 2, 3))
+            stage.quiesce(4, 4, worker, placed=2, layers=(0, 1, 2, 3))
         assert set(old) == {0, 2, 3}
         order = stage.order()
         assert (order.generation, order.members, order.first_step) == (4, (0, 2, 3), 4)
@@ -490,7 +489,7 @@ async def test_a_failed_message_does_not_leave_the_newcomer_out(stage: Stage) ->
         before = stage.order()
         stage.say(stage.ranks[0], PeerFailed(generation=3, peer=None, error="a collective failed"))
         for worker in range(4):
-            stage.park(4, 4, worker, placed=2, layers=(0, 1, 2, 3) if worker != 1 else ())
+            stage.quiesce(4, 4, worker, placed=2, layers=(0, 1, 2, 3) if worker != 1 else ())
         assert (stage.order().generation, stage.order().members) == (4, before.members)
         stage.start()
     assert [record["workers"] for record in stage.events("join")] == [[1]]
@@ -505,7 +504,7 @@ async def test_a_worker_is_lost_between_the_decision_and_the_end_of_the_step(sta
         await until(lambda: stage.ranks[0].count(Pause))
         stage.reap(3)
         assert stage.ranks[0].last(Stop).generation == 3
-        stage.park(3, 3, 0, 1, 2)
+        stage.quiesce(3, 3, 0, 1, 2)
         assert stage.order().members == (0, 1, 2)
         stage.start()
         # A pause that some had been told of is one of a generation that is over.
@@ -543,7 +542,7 @@ async def test_unless_it_is_told_to_nobody_is_started_again(stage: Stage) -> Non
     async with watched(stage):
         stage.train()
         stage.reap(1)
-        stage.park(2, 3)
+        stage.quiesce(2, 3)
         stage.start()
         await asyncio.sleep(100.0)
     assert stage.host.count(Spawn) == 1
@@ -594,14 +593,14 @@ async def test_a_host_whose_links_are_not_known_is_not_taken(stage: Stage) -> No
         for host in (near, far):
             stage.say(host, HostHello(host="late", slots=1, pid=5))
         with pytest.raises(ControlError, match="worker 5 cannot take part: the profile of one host has no link betw"):
-            stage.say(Puppet("worker 5"), Hello(worker=5, host="10.0.0.2", pid=1, life=1))
+            stage.say(Puppet("worker 5"), Hello(worker=5, host="10.0.0.2", pid=1, incarnation=1))
         stage.ranks[4] = Puppet("worker 4")
-        stage.say(stage.ranks[4], Hello(worker=4, host="10.0.0.1", pid=1, life=1))
-        stage.say(far, WorkerExited(worker=5, life=1, exit_code=1))
+        stage.say(stage.ranks[4], Hello(worker=4, host="10.0.0.1", pid=1, incarnation=1))
+        stage.say(far, WorkerExited(worker=5, incarnation=1, exit_code=1))
         stage.say(stage.ranks[4], Ready())
         await until(lambda: stage.events("decision") or stage.ranks[0].count(Pause))
         stage.reap(1)
-        stage.park(stage.ranks[0].last(Stop).generation, 3)
+        stage.quiesce(stage.ranks[0].last(Stop).generation, 3)
         assert stage.order().members
     assert stage.ended is None
 
@@ -615,19 +614,19 @@ async def test_everyone_stops_when_the_newcomer_has_room_for_what_comes_to_it(st
         stage.train()
         rank = await expecting(stage)
         assert {each: stage.ranks[each].count(Pause) for each in range(4)} == dict.fromkeys(range(4), 0)
-        assert all(stage.ranks[each].count(Expect) == 0 for each in (0, 2, 3)), "who trains has no memory to spare"
+        assert all(stage.ranks[each].count(Preallocate) == 0 for each in (0, 2, 3)), "who trains has no memory to spare"
         stage.commit(3)
-        stage.say(rank, RoomMade(layers=rank.last(Expect).layers))
+        stage.say(rank, Preallocated(layers=rank.last(Preallocate).layers))
         await until(lambda: stage.ranks[0].count(Pause))
         pause(stage, 4)
-        stage.park(3, 5)
-        transition = rank.last(Run).transition
+        stage.quiesce(3, 5)
+        transition = rank.last(StartGeneration).transition
         assert transition is not None
         told = tuple((layer, num_bytes) for *_, to, layer, num_bytes in transition.moves if to == 1)
         assert told
-        assert rank.last(Expect).layers == told
+        assert rank.last(Preallocate).layers == told
         stage.start()
-    assert rank.count(Expect) == 1
+    assert rank.count(Preallocate) == 1
 
 
 @scene(**RESPAWNING)
@@ -647,7 +646,7 @@ async def test_a_newcomer_that_is_lost_while_it_makes_room_is_not_stopped_for(st
         rank = await expecting(stage)
         stage.reap(1)
         await asyncio.sleep(15.0)
-    assert rank.count(Expect) == 1
+    assert rank.count(Preallocate) == 1
     assert stage.ranks[0].count(Pause) == 0
     assert stage.ended is None
 
@@ -658,23 +657,23 @@ async def test_one_of_two_newcomers_is_lost_while_they_make_room(stage: Stage) -
         stage.train()
         await lose_and_respawn(stage, 1)
         stage.reap(2)
-        stage.park(3, 3)
+        stage.quiesce(3, 3)
         stage.start()
         await until(lambda: stage.host.last(Spawn).workers == (2,))
         one, other = come(stage, 1), come(stage, 2)
-        await until(lambda: one.count(Expect))
-        assert one.last(Expect).layers
-        assert other.last(Expect).layers
-        stage.say(one, RoomMade(layers=one.last(Expect).layers))
+        await until(lambda: one.count(Preallocate))
+        assert one.last(Preallocate).layers
+        assert other.last(Preallocate).layers
+        stage.say(one, Preallocated(layers=one.last(Preallocate).layers))
         stage.reap(2)
-        await until(lambda: one.count(Expect) == 2)
-        assert one.last(Expect).layers == (), "what was weighed is not done"
-        await until(lambda: one.count(Expect) == 3)
-        assert one.last(Expect).layers, "but something else is"
-        stage.say(one, RoomMade(layers=()))
+        await until(lambda: one.count(Preallocate) == 2)
+        assert one.last(Preallocate).layers == (), "what was weighed is not done"
+        await until(lambda: one.count(Preallocate) == 3)
+        assert one.last(Preallocate).layers, "but something else is"
+        stage.say(one, Preallocated(layers=()))
         await asyncio.sleep(1.0)
         assert stage.ranks[0].count(Pause) == 0, "that was its answer to what it was told before"
-        stage.say(one, RoomMade(layers=one.last(Expect).layers))
+        stage.say(one, Preallocated(layers=one.last(Preallocate).layers))
         await until(lambda: stage.ranks[0].count(Pause))
 
 
@@ -684,12 +683,13 @@ async def test_who_expects_layers_and_gets_no_orders_is_told_that_nothing_comes(
         stage.train()
         await lose_and_respawn(stage)
         rank = come(stage, 1)
-        generations: Any = stage.coordinator._generations
-        await until(lambda: 1 in generations._newcomers.workers)
-        generations._newcomers.expecting.update({0, 1})
+        await until(lambda: 1 in stage.coordinator.state.scale_up.newcomers)
+        state = stage.coordinator.state
+        scale_up = replace(state.scale_up, expecting=frozenset({0, 1}))
+        stage.coordinator.state = replace(state, scale_up=scale_up)
         stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))
-        stage.park(3, 3)
+        stage.quiesce(3, 3)
         assert 1 not in stage.order().everyone
-        assert rank.last(Expect).layers == ()
-        assert stage.ranks[0].count(Expect) == 0, "this one has orders"
+        assert rank.last(Preallocate).layers == ()
+        assert stage.ranks[0].count(Preallocate) == 0, "this one has orders"
         stage.start()

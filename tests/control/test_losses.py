@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from chameleon_ft.config import Batch, Checkpoint, Parallel
-from chameleon_ft.control.messages import (
+from chameleon_ft.control.wire.messages import (
     CheckpointSaved,
     Crashed,
     Finish,
     Finished,
     Kill,
-    Parked,
     PeerFailed,
     Position,
     Probe,
     ProcessState,
-    Run,
+    Quiesced,
     Started,
+    StartGeneration,
     Stop,
     WorkerExited,
 )
@@ -36,8 +36,8 @@ def lost(stage: Stage) -> list[tuple[int, str, str]]:
 
 
 def go_on(stage: Stage, generation: int, committed: int = 3) -> FailureRecord:
-    """Have the survivors of a loss park and begin again; return the newest record."""
-    stage.park(generation, committed)
+    """Have the survivors of a loss quiesce and begin again; return the newest record."""
+    stage.quiesce(generation, committed)
     stage.start()
     return stage.failures[-1]
 
@@ -56,10 +56,10 @@ async def test_a_reaped_process(stage: Stage) -> None:
     assert stage.ranks[1].dropped
     assert stage.host.last(Kill).worker == 1
     assert {worker for worker, rank in stage.ranks.items() if rank.count(Stop)} == {0, 2, 3}
-    stage.park(2, 3, 0, 2)
-    assert stage.ranks[0].last(Run).generation == 1, "not before all survivors have parked"
-    stage.park(2, 3, 3)
-    order = stage.ranks[0].last(Run)
+    stage.quiesce(2, 3, 0, 2)
+    assert stage.ranks[0].last(StartGeneration).generation == 1, "not before all survivors have quiesced"
+    stage.quiesce(2, 3, 3)
+    order = stage.ranks[0].last(StartGeneration)
     assert (order.generation, order.members, order.first_step, order.load) == (2, (0, 2, 3), 3, "keep")
     assert stage.failures == [], "the outage is not over"
     stage.start([2])
@@ -104,7 +104,7 @@ async def test_a_lost_host_is_the_loss_of_its_workers(stage: Stage) -> None:
     assert [event["host"] for event in stage.events("host_lost")] == ["a host"]
     for worker in (2, 3):
         stage.depart(stage.ranks[worker], "heartbeat")
-    stage.park(2, 3, 0, 1)
+    stage.quiesce(2, 3, 0, 1)
     assert stage.ended is None
     assert stage.order().members == (0, 1)
 
@@ -159,7 +159,7 @@ async def test_a_worker_that_does_not_come_to_rest_is_looked_for(stage: Stage) -
     watching = asyncio.create_task(stage.coordinator.wait())
     stage.train()
     stage.reap(1)
-    stage.park(2, 3, 0, 2)
+    stage.quiesce(2, 3, 0, 2)
     while not stage.host.count(Probe):
         await asyncio.sleep(0.05)
     stage.say(stage.host, ProcessState(probe=probe_of(stage), worker=3, stopped=True))
@@ -173,7 +173,7 @@ async def test_workers_that_never_come_to_rest_are_given_up(stage: Stage) -> Non
     watching = asyncio.create_task(stage.coordinator.wait())
     stage.train(workers=6)
     stage.reap(1)
-    stage.park(2, 3, 0, 2, 5)
+    stage.quiesce(2, 3, 0, 2, 5)
     while stage.order().generation == 1:  # 3 and 4 answer whatever they are asked, and never leave their operation
         await asyncio.sleep(1.0)
     assert stage.order().members == (0, 2, 5)
@@ -191,7 +191,7 @@ async def test_a_worker_that_does_not_regroup_is_looked_for(stage: Stage) -> Non
     watching = asyncio.create_task(stage.coordinator.wait())
     stage.train()
     stage.reap(1)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     while not stage.host.count(Probe):
         await asyncio.sleep(0.05)
     stage.say(stage.host, ProcessState(probe=probe_of(stage), worker=0, stopped=True))
@@ -206,7 +206,7 @@ async def test_the_peer_that_most_messages_failed_with(stage: Stage) -> None:
     stage.train()
     for worker, peer in [(2, 3), (1, 2), (0, 1), (3, 1)]:
         stage.say(stage.ranks[worker], PeerFailed(generation=1, peer=peer, error="reset"))
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     assert stage.ranks[1].dropped
     assert stage.order().members == (0, 2, 3)
     stage.start()
@@ -227,7 +227,7 @@ async def test_a_peer_report_is_explained_by_a_loss_that_is_noticed_otherwise(st
 async def test_a_peer_report_about_somebody_who_is_not_there_blames_nobody(stage: Stage) -> None:
     stage.train()
     stage.say(stage.ranks[0], PeerFailed(generation=1, peer=99, error="reset"))
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     assert stage.order().generation == 2
     assert stage.live() == [0, 1, 2, 3]
 
@@ -237,12 +237,12 @@ async def test_messages_that_fail_without_a_culprit_are_tried_again_a_few_times(
     stage.train()
     for generation in range(1, 4):
         stage.say(stage.ranks[0], PeerFailed(generation=generation, peer=None, error="a collective"))
-        stage.park(generation + 1, 3)
+        stage.quiesce(generation + 1, 3)
         assert stage.order().members == (0, 1, 2, 3)
         stage.start()
     assert stage.failures == []
     stage.say(stage.ranks[0], PeerFailed(generation=4, peer=None, error="a collective"))
-    stage.park(5, 3)
+    stage.quiesce(5, 3)
     assert stage.ended is not None
     status, reason = stage.ended
     assert status == "failed"
@@ -257,7 +257,7 @@ async def test_a_step_in_between_makes_up_for_messages_that_failed(stage: Stage)
     for generation in range(1, 9):
         stage.commit(generation - 1)
         stage.say(stage.ranks[0], PeerFailed(generation=generation, peer=None, error="a collective"))
-        stage.park(generation + 1, generation)
+        stage.quiesce(generation + 1, generation)
         stage.start()
     assert stage.ended is None
 
@@ -270,7 +270,7 @@ async def test_two_at_once(stage: Stage) -> None:
     stage.train(workers=6)
     stage.reap(0)
     stage.reap(3)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     assert stage.order().members == (1, 2, 4, 5)
     stage.start()
     assert [(failure.worker, failure.generation) for failure in stage.failures] == [(0, 2), (3, 2)]
@@ -280,9 +280,9 @@ async def test_two_at_once(stage: Stage) -> None:
 async def test_a_loss_while_the_others_come_to_rest(stage: Stage) -> None:
     stage.train(workers=6)
     stage.reap(0)
-    stage.park(2, 3, 1, 2, 3)
-    stage.reap(3)  # it has parked
-    stage.park(2, 3, 4)
+    stage.quiesce(2, 3, 1, 2, 3)
+    stage.reap(3)  # it has quiesced
+    stage.quiesce(2, 3, 4)
     assert stage.order().generation == 1
     stage.reap(5)  # and this was the last that had not
     assert stage.order().members == (1, 2, 4)
@@ -295,10 +295,10 @@ async def test_a_loss_while_the_others_come_to_rest(stage: Stage) -> None:
 async def test_a_loss_while_the_others_regroup(stage: Stage) -> None:
     stage.train(workers=6)
     stage.reap(0)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     stage.reap(3)
     assert stage.ranks[1].last(Stop).generation == 3
-    stage.park(3, 3)
+    stage.quiesce(3, 3)
     assert stage.order().members == (1, 2, 4, 5)
     stage.start()
     assert [(failure.worker, failure.generation) for failure in stage.failures] == [(0, 3), (3, 3)]
@@ -308,14 +308,14 @@ async def test_a_loss_while_the_others_regroup(stage: Stage) -> None:
 async def test_what_belongs_to_a_generation_that_is_over_is_passed_over(stage: Stage) -> None:
     stage.train(workers=6)
     stage.reap(0)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     stage.reap(3)
-    stage.park(2, 3)  # the answers to the stop before
+    stage.quiesce(2, 3)  # the answers to the stop before
     stage.say(stage.ranks[1], Started(generation=2, step=3))
     stage.say(stage.ranks[1], PeerFailed(generation=2, peer=5, error="reset"))
     assert stage.order().generation == 2
     assert stage.failures == []
-    stage.park(3, 3)
+    stage.quiesce(3, 3)
     assert stage.order().members == (1, 2, 4, 5)
 
 
@@ -324,7 +324,7 @@ async def test_a_lost_worker_has_nothing_more_to_say(stage: Stage) -> None:
     stage.train(workers=6)
     stage.reap(3)
     stage.commit(3, worker=3)  # was on its way when it was fenced
-    stage.park(2, 3, 3)
+    stage.quiesce(2, 3, 3)
     assert len(stage.run.steps()) == 3
     assert stage.events("refused") == []
     stage.depart(stage.ranks[3])
@@ -339,7 +339,7 @@ async def test_an_interrupt_in_an_outage_is_remembered(stage: Stage) -> None:
     stage.reap(1)
     stage.coordinator.interrupt()
     assert [worker for worker, rank in stage.ranks.items() if rank.count(Finish)] == [0, 2, 3]
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     stage.start()
     stage.finish(3)
     assert stage.ended == ("interrupted", "interrupted by the user, with a checkpoint")
@@ -349,7 +349,7 @@ async def test_an_interrupt_in_an_outage_is_remembered(stage: Stage) -> None:
 async def test_a_loss_while_the_last_checkpoint_is_written(stage: Stage) -> None:
     stage.train(steps=3)
     stage.reap(1)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     order = stage.order()
     assert (order.first_step, order.members) == (3, (0, 2, 3))
     stage.start()
@@ -377,7 +377,7 @@ async def test_a_step_that_somebody_applied_is_applied_by_all(stage: Stage) -> N
     stage.train()
     stage.commit(3, worker=1)
     stage.reap(1)
-    stage.park(2, 3, reduced=True)
+    stage.quiesce(2, 3, reduced=True)
     order = stage.order()
     assert (order.first_step, order.roll_forward) == (4, vote(3))
 
@@ -386,8 +386,8 @@ async def test_a_step_that_somebody_applied_is_applied_by_all(stage: Stage) -> N
 async def test_states_that_do_not_fit_together_end_the_run(stage: Stage) -> None:
     stage.train()
     stage.reap(1)
-    stage.park(2, 3, 0, 2)
-    stage.park(2, 1, 3)
+    stage.quiesce(2, 3, 0, 2)
+    stage.quiesce(2, 1, 3)
     assert stage.ended is not None
     assert stage.ended[0] == "failed"
     assert "cannot follow the others to step 3" in stage.ended[1]
@@ -401,7 +401,7 @@ async def test_without_a_last_holder_all_return_to_the_checkpoint(stage: Stage) 
     stage.save(4, 0, 0, 1)  # of this one only a part is there
     stage.reap(1)
     stage.reap(3)
-    stage.park(2, 5)
+    stage.quiesce(2, 5)
     order = stage.order()
     assert (order.first_step, order.load, order.members) == (2, 2, (0, 2))
     stage.start()
@@ -423,7 +423,7 @@ async def test_without_a_last_holder_and_without_a_checkpoint_the_run_ends(stage
     stage.train()
     stage.reap(1)
     stage.reap(3)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     assert stage.ended is not None
     assert stage.ended[0] == "failed"
     assert stage.ended[1].startswith("no live worker holds layers 2-3;")
@@ -451,7 +451,7 @@ def leave_a_spare(stage: Stage) -> None:
     stage.save(2, 0, 0, 1, 2, 3)
     for worker in (0, 4, 1):
         stage.reap(worker)
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     assert stage.order().members == (2, 3, 5, 6)
 
 
@@ -483,7 +483,7 @@ async def test_a_spare_is_used_by_the_next_layout(stage: Stage) -> None:
     stage.commit(2)
     stage.reap(2)
     stage.reap(5)
-    stage.park(3, 3)
+    stage.quiesce(3, 3)
     assert stage.order().members == (3, 6, 7)
     assert stage.order().load == 2
     stage.start()
@@ -517,7 +517,7 @@ async def test_another_error_or_another_step_is_another_loss(stage: Stage) -> No
     stage.train(workers=6)
     stage.say(stage.ranks[1], Crashed(error="ValueError: a bug"))
     stage.say(stage.ranks[2], Crashed(error="ValueError: another bug"))
-    stage.park(2, 3)
+    stage.quiesce(2, 3)
     stage.start()
     stage.commit(3)
     stage.say(stage.ranks[0], Crashed(error="ValueError: another bug"))
@@ -534,7 +534,7 @@ async def test_an_error_in_the_first_step_is_the_jobs(stage: Stage) -> None:
     assert stage.ended[1].startswith("worker 3 failed in step 0: ValueError: a bug")
 
 
-# --- what the numbers mean, and what a supervisor may say ------------------------------------------------------------
+# --- what the numbers mean, and what an agent may say ------------------------------------------------------------
 
 
 @scene()
@@ -549,15 +549,15 @@ async def test_the_time_to_detect_is_counted_from_the_moment_that_was_noted(stag
 
 
 @scene()
-async def test_a_supervisor_speaks_for_its_own_workers_only(stage: Stage) -> None:
+async def test_an_agent_speaks_for_its_own_workers_only(stage: Stage) -> None:
     stage.train()
     for message in (
         WorkerExited(worker=17, exit_code=1),
         ProcessState(probe=1, worker=17, stopped=True),
     ):
-        with pytest.raises(ControlError, match="worker 17 was not started by this supervisor"):
+        with pytest.raises(ControlError, match="worker 17 was not started by this agent"):
             stage.say(stage.host, message)
-    with pytest.raises(ControlError, match="from somebody who has not joined"):
+    with pytest.raises(ControlError, match="from a peer that has not joined"):
         stage.say(Puppet("stranger"), WorkerExited(worker=1, exit_code=1))
     assert stage.live() == [0, 1, 2, 3]
 
@@ -565,8 +565,8 @@ async def test_a_supervisor_speaks_for_its_own_workers_only(stage: Stage) -> Non
 @scene()
 async def test_a_message_that_a_rank_may_not_send_costs_nobody_else(stage: Stage) -> None:
     stage.train()
-    with pytest.raises(ControlError, match="a rank does not say 'run'"):
-        stage.say(stage.ranks[1], stage.ranks[1].last(Run))
+    with pytest.raises(ControlError, match="a rank does not say 'start_generation'"):
+        stage.say(stage.ranks[1], stage.ranks[1].last(StartGeneration))
     stage.depart(stage.ranks[1])  # as the server does then
     go_on(stage, 2)
     assert [failure.worker for failure in stage.failures] == [1]
@@ -575,7 +575,9 @@ async def test_a_message_that_a_rank_may_not_send_costs_nobody_else(stage: Stage
 @scene()
 async def test_parking_is_not_taken_for_the_answer_to_a_later_stop(stage: Stage) -> None:
     stage.train()
-    stage.say(stage.ranks[0], Parked(generation=7, committed=3, reduced=False, last_vote=None, placed=6, layers=(0, 1)))
+    stage.say(
+        stage.ranks[0], Quiesced(generation=7, committed=3, reduced=False, last_vote=None, placed=6, layers=(0, 1))
+    )
     assert stage.ended is None
     assert not stage.ranks[0].count(Stop)
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.control.message_parts import MessagePart
-from chameleon_ft.control.messages import Message, Run, decode, encode
+from chameleon_ft.control.wire.messages import Message, MessagePart, StartGeneration, decode, encode
 from chameleon_ft.errors import ControlError
 from chameleon_ft.schedule import list_schedule
 from chameleon_ft.sync import gradient_segments
@@ -65,16 +64,16 @@ def test_a_program_comes_back_as_it_was_sent(planned: Planned, recompute: bool) 
     program = list_schedule(plan, planned.costs)
     segments = gradient_segments(planned.plan.placement)
     for worker in program.workers:
-        order = Run(
+        order = StartGeneration(
             generation=2,
             members=planned.plan.workers,
             store_port=1,
             first_step=3,
-            operations=Run.pack_operations(program.records_of(worker)),
+            operations=StartGeneration.pack_operations(program.records_of(worker)),
             segments=tuple((s.layers.start, s.layers.stop, s.holders, s.tied) for s in segments),
         )
         received = decode(encode(order))
-        assert isinstance(received, Run)
+        assert isinstance(received, StartGeneration)
         assert received.unpack_operations() == program.of(worker)
         assert received.unpack_segments() == tuple(segments)
 
@@ -106,7 +105,7 @@ def test_a_message_with_a_missing_field_is_refused(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"type": "parked"}', "parked.generation: Field required"),
+        ('{"type": "quiesced"}', "quiesced.generation: Field required"),
         ('{"type": "sudo"}', "'sudo' found using 'type' does not match any of the expected tags"),
         ('{"worker": 1}', "Unable to extract tag"),
         ("[" * 100_000, "Invalid JSON"),

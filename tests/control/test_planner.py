@@ -9,9 +9,9 @@ import pytest
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, Recovery, RunConfig
-from chameleon_ft.control.decision import Decision, Situation
-from chameleon_ft.control.messages import OperationTimes, Parked
-from chameleon_ft.control.planner import Planner
+from chameleon_ft.control.decisions.planner import Planner
+from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan
+from chameleon_ft.control.wire.messages import OperationTimes, Quiesced
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile
@@ -50,17 +50,17 @@ def planner(
     return Planner(config, JOB, profile=profile, plan=plan)
 
 
-def begin(by: Planner) -> Decision:
+def begin(by: Planner) -> RecoveryPlan:
     decision = by.start(range(6), checkpoint=None)
     by.orders(decision, HOSTS, generation=1, store_port=1)
     return decision
 
 
-def lose(by: Planner, decision: Decision, worker: int) -> Decision:
+def lose(by: Planner, decision: RecoveryPlan, worker: int) -> RecoveryPlan:
     """What follows the loss of a worker."""
     live = [each for each in range(6) if each != worker]
-    parked = {
-        each: Parked(
+    quiesced = {
+        each: Quiesced(
             generation=2,
             committed=7,
             reduced=False,
@@ -70,10 +70,12 @@ def lose(by: Planner, decision: Decision, worker: int) -> Decision:
         )
         for each in live
     }
-    situation = Situation(plan=decision.plan, live=live, parked=parked, committed=7, last_vote=None, checkpoints=())
-    outlook = by.outlook(decision, live, HOSTS, phases=PHASES, repeat_s=0.5)
+    cluster = ClusterState(
+        plan=decision.plan, live=live, quiesced=quiesced, committed=7, last_vote=None, checkpoints=()
+    )
+    outlook = by.context(decision, live, HOSTS, phases=PHASES, repeat_s=0.5)
     rate = FailureModel(worker_mtbf_s=3600.0, prior_failures=1.0, failures=1, worker_s=60.0)
-    return by.go_on(situation, outlook, rate, prepared=None)
+    return by.go_on(cluster, outlook, rate, prepared=None)
 
 
 def report(by: Planner, factors: Mapping[int, float], *, steps: int, forward_s: float, backward_s: float) -> None:
@@ -86,14 +88,14 @@ def report(by: Planner, factors: Mapping[int, float], *, steps: int, forward_s: 
             )
 
 
-def corrections(decision: Decision) -> dict[str, float]:
+def corrections(decision: RecoveryPlan) -> dict[str, float]:
     """The factors by which its predictions were corrected."""
     found = decision.known["corrections"]
     assert isinstance(found, dict)
     return {name: factor for name, factor in found.items() if name != "slow"}
 
 
-def predictions(decision: Decision) -> dict[str, float]:
+def predictions(decision: RecoveryPlan) -> dict[str, float]:
     assert decision.weighed is not None
     return {each.policy: each.step_s for each in decision.weighed.candidates if each.step_s is not None}
 
@@ -198,7 +200,7 @@ def test_a_return_to_a_checkpoint_costs_the_steps_since_it() -> None:
     by = planner(profile=PROFILE, every=10)
     decision = begin(by)
     report(by, {}, steps=3, forward_s=0.02, backward_s=0.04)
-    outlook = by.outlook(decision, range(6), HOSTS, phases=PHASES, repeat_s=0.5, unsaved=5)
+    outlook = by.context(decision, range(6), HOSTS, phases=PHASES, repeat_s=0.5, unsaved=5)
     stays = decide(outlook, "reroute", FailureModel(worker_mtbf_s=3600.0, prior_failures=1.0)).chosen
     assert stays is not None
     assert stays.step_s is not None

@@ -1,4 +1,4 @@
-"""How long a lost worker waits for its next life, and when it gets none."""
+"""How long a lost worker waits for its next incarnation, and when it gets none."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.config import Recovery
-from chameleon_ft.control.respawns import BackOff
+from chameleon_ft.control.state.respawns import Respawns
 
 SOON, LATE = 99, 100  # steps that a worker lived for
 
 
 @given(st.integers(0, 4), st.lists(st.sampled_from([SOON, LATE]), min_size=1, max_size=12))
-def test_a_worker_waits_longer_and_longer_unless_it_lived_for_long(most: int, lives: list[int]) -> None:
-    back_off = BackOff(Recovery(respawn_delay_s=3.0, max_respawns=most))
+def test_a_worker_waits_longer_and_longer_unless_it_lived_for_long(most: int, incarnations: list[int]) -> None:
+    respawns = Respawns(Recovery(respawn_delay_s=3.0, max_respawns=most))
     in_a_row = 0
-    for steps in lives:
+    for steps in incarnations:
         in_a_row = in_a_row + 1 if steps == SOON else 1
-        assert back_off.died(7, steps=steps) == in_a_row
-        assert back_off.is_banned(7) == (in_a_row > most)
-        assert back_off.delay_s(7) == 3.0 * 2 ** (in_a_row - 1)
-        assert not back_off.is_banned(8), "every worker counts for itself"
+        respawns = respawns.died(7, steps=steps)
+        assert respawns.deaths[7] == in_a_row
+        assert respawns.is_blocked(7) == (in_a_row > most)
+        assert respawns.delay_s(7) == 3.0 * 2 ** (in_a_row - 1)
+        assert not respawns.is_blocked(8), "every worker counts for itself"
 
 
 def test_before_the_first_loss_there_is_nothing_to_wait_for() -> None:
-    back_off = BackOff(Recovery(max_respawns=0))
-    assert not back_off.is_banned(0)
-    back_off.died(0, steps=0)
-    assert back_off.is_banned(0)
+    respawns = Respawns(Recovery(max_respawns=0))
+    assert not respawns.is_blocked(0)
+    respawns = respawns.died(0, steps=0)
+    assert respawns.is_blocked(0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.control.transition import PlannedTransition, placement_of, plan_transition
+from chameleon_ft.control.decisions.transition import PlannedTransition, placement_of, plan_transition
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.workload import LayerCost

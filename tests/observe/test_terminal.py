@@ -43,7 +43,7 @@ def test_it_tells_the_run_from_beginning_to_end() -> None:
         "2.5000",
         "checkpoint: step 1 is written to [here]",
         "worker 3 lost in step 1",
-        "its supervisor saw the process end",
+        "its agent saw the process end",
         "reroute: micro-batches 2, 3 of worker 3 go to worker 1",
         "0.133 s = detect 0.010 + stop 0.020 + decide 0.003 + regroup 0.100",
         "after 1 step of repartition: step 410 ms (predicted 400 ms, +2.5%), stall",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link, Worker
-from chameleon_ft.control.transition import placement_of
+from chameleon_ft.control.decisions.transition import placement_of
 from chameleon_ft.errors import ConfigError, NoHolderError, PlanError
 from chameleon_ft.estimate import estimate_step, program_memory, state_bytes, total_work_bound_s
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan

@@ -23,7 +23,7 @@ from chameleon_ft.runtime.batches import Batches
 from chameleon_ft.runtime.commit import Committer
 from chameleon_ft.runtime.communicators import Communicators, Membership
 from chameleon_ft.runtime.executor import Executor
-from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.schedule import Operation, best_program, check_program

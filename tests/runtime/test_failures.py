@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import Batch, Checkpoint, FailurePhase, LlamaConfig, Parallel, RunConfig, Timeouts
-from chameleon_ft.control.inject import inject
+from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import FailureRecord, RunDirectory, complete_checkpoints
 from tests.harness import (

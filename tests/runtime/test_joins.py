@@ -78,7 +78,7 @@ def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
     ended = train_until(endless(tmp_path, failures=(fails(3, step=4),)), tmp_path / "run", joined)
     assert ended.lost == {3}
     (respawn,) = ended.events("respawn")
-    assert (respawn["worker"], respawn["life"]) == (3, 2)
+    assert (respawn["worker"], respawn["incarnation"]) == (3, 2)
     assert [event["worker"] for event in ended.events("joined")] == [3]
     assert joined(ended) == [3]
     assert [event["trigger"] for event in ended.events("decision")] == ["loss", "join"]
@@ -97,7 +97,7 @@ def test_a_worker_that_came_back_is_lost_in_its_transition_or_soon_after(tmp_pat
         lambda ended: len(ended.failures) > 1 and ended.events("join") and 3 in workers_of_last_plan(ended),
     )
     assert ended.lost == {3}
-    assert [event["life"] for event in ended.events("respawn")] == [2, 3]
+    assert [event["incarnation"] for event in ended.events("respawn")] == [2, 3]
 
 
 def test_another_worker_is_lost_while_one_is_taken_in(tmp_path: Path) -> None:
@@ -117,10 +117,12 @@ def test_a_worker_that_keeps_dying_is_not_taken_again(tmp_path: Path) -> None:
         failures=failures,
         recovery=Recovery(policy="chameleon", respawn=True, respawn_delay_s=0.1, max_respawns=2),
     )
-    ended = train_until(config, tmp_path / "run", lambda ended: ended.events("banned") and len(ended.failures) == 3)
+    ended = train_until(
+        config, tmp_path / "run", lambda ended: ended.events("blocklisted") and len(ended.failures) == 3
+    )
     assert [event["worker"] for event in ended.events("respawn")] == [3, 3]
-    (banned,) = ended.events("banned")
-    assert (banned["worker"], banned["deaths"]) == (3, 3)
+    (blocklisted,) = ended.events("blocklisted")
+    assert (blocklisted["worker"], blocklisted["deaths"]) == (3, 3)
     assert 3 not in workers_of_last_plan(ended)
 
 
@@ -151,7 +153,7 @@ def test_a_second_host_joins_later_and_is_lost_again(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     with Command("train", path, "--out", run.path) as training:
         training.read_until(STEP.format(3))
-        with Command("supervise", "--run", run.path, "--workers", "2") as late:
+        with Command("agent", "--run", run.path, "--workers", "2") as late:
             training.read_until("worker 4 has joined as a spare")
             training.read_until(r"workers? .* joined before step \d+")
             training.read_until(STEP.format(r"\d+"))
@@ -159,7 +161,7 @@ def test_a_second_host_joins_later_and_is_lost_again(tmp_path: Path) -> None:
                 process.kill()
             late.wait()
         training.read_until("worker [45] lost")
-        with Command("supervise", "--run", run.path, "--workers", "2") as again:
+        with Command("agent", "--run", run.path, "--workers", "2") as again:
             training.read_until(r"workers? .* joined before step \d+")
             training.read_until(STEP.format(r"\d+"))
             training.interrupt_all()

@@ -18,7 +18,7 @@ from chameleon_ft.config import (
     Recovery,
     TrainConfig,
 )
-from chameleon_ft.control.inject import inject
+from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from tests.harness import (
     Prompter,

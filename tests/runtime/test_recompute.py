@@ -22,7 +22,7 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
 from chameleon_ft.runtime.executor import Executor
-from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
 from chameleon_ft.schedule import best_program, check_program
 from chameleon_ft.sync import gradient_segments

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from chameleon_ft.config import Failure, FailureKind, FailurePhase
-from chameleon_ft.control.messages import CheckpointSaved, Vote
+from chameleon_ft.control.wire.messages import CheckpointSaved, Vote
 from chameleon_ft.errors import CheckpointError
 from chameleon_ft.job import Job
 from chameleon_ft.observe import FaultLog, layer_directory, mark_complete
@@ -25,7 +25,7 @@ from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
 from chameleon_ft.runtime.commit import Committer, NotFiniteError
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.executor import StepSums
-from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.sync import Segment
@@ -456,7 +456,7 @@ def test_what_a_rank_is_doing() -> None:
     with activity.waiting("F4 of worker 2"):
         assert activity.read()[:2] == ("F4 of worker 2", True)
     assert activity.read()[:2] == ("F3", False)
-    activity.idle("parked")
+    activity.idle("quiesced")
     doing, waiting, since_s = activity.read()
-    assert (doing, waiting) == ("parked", True)
+    assert (doing, waiting) == ("quiesced", True)
     assert since_s >= 0

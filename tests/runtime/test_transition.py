@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chameleon_ft.config import Failure, FailurePhase
-from chameleon_ft.control.messages import Transition
-from chameleon_ft.control.transition import PlannedTransition, placement_of, plan_transition
+from chameleon_ft.control.decisions.transition import PlannedTransition, placement_of, plan_transition
+from chameleon_ft.control.wire.messages import Transition
 from chameleon_ft.job import Job
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime import layer_messages
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Membership
-from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.layer_messages import (
     IncomingLayers,
     OutgoingLayer,
@@ -35,7 +35,7 @@ from chameleon_ft.runtime.layer_messages import (
     tensor_bytes,
 )
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers, LayerState, blank_module
-from chameleon_ft.runtime.room import Memory, Rooms
+from chameleon_ft.runtime.preallocation import LayerAllocator, Memory
 from chameleon_ft.runtime.transition import Mover, channels_of_transition
 from chameleon_ft.sync import Segment
 from chameleon_ft.workload import LayerCost
@@ -169,8 +169,8 @@ def carry_out(
     """Have all workers do their part; return what each returned, or raised."""
 
     def one(worker: int) -> Any:
-        rooms = Rooms(toy_job(LAYERS), seed=SEED, device=CPU, ahead=ahead)
-        mover = Mover(worker, CPU, rooms=rooms, activity=Activity(), faults=nobody_fails(worker, directory))
+        allocator = LayerAllocator(toy_job(LAYERS), seed=SEED, device=CPU, ahead=ahead)
+        mover = Mover(worker, CPU, allocator=allocator, activity=Activity(), faults=nobody_fails(worker, directory))
         part = part_of(planned, worker)
         mover.begin(part, states[worker])
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Optional, Protocol
 
 from chameleon_ft.cli._flags import optional_argument
-from chameleon_ft.control.address import split_address
+from chameleon_ft.control.wire.address import split_address
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 

@@ -15,7 +15,7 @@ class CoordinatorArguments(StartArguments):
     """Run the coordinator of a run that spans several machines; it decides, records and shows, and computes nothing.
 
     Set control.host to an address that the other machines reach. It prints the address and the token that
-    `chameleon supervise` and `chameleon worker` need, and waits until `workers` of them have joined.
+    `chameleon agent` and `chameleon worker` need, and waits until `workers` of them have joined.
     """
 
     config: ConfigFile = None

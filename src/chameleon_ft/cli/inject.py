@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
             f"--step {given.step}: there is no such step; the run has {config.steps}, numbered 0 to {config.steps - 1}"
         )
     run.read_control()  # says so at once where the run is not live
-    from chameleon_ft.control.inject import inject
+    from chameleon_ft.control.fault_injection import inject
 
     inject(run, worker=given.worker, kind=given.kind, phase=given.phase, step=given.step)
     what = {"kill": "is killed", "hang": "is stopped", "disconnect": "is cut off"}[given.kind]

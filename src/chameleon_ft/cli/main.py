@@ -19,7 +19,7 @@ COMMANDS = {
     "train": "Train the Llama that comes with Chameleon, all on this machine.",
     "run": "Train a model of your own, all on this machine.",
     "coordinator": "Run the coordinator of a run that spans several machines.",
-    "supervise": "Start and watch this machine's workers of such a run.",
+    "agent": "Start and watch this machine's workers of such a run.",
     "worker": "Be one worker of such a run, started by a cluster's own launcher.",
     "profile": "Measure what layers, operations and links cost on this machine, or derive it for a known one.",
     "plan": "Predict what a step takes, in time and memory, before anything runs.",
@@ -29,6 +29,9 @@ COMMANDS = {
     "inject": "Make a worker of a live run fail.",
     "verify": "Repeat a run in one plain PyTorch loop and compare the losses.",
 }
+
+# Old names, kept for one release.
+_ALIASES = {"supervise": "agent"}
 
 _USER_ERROR = 2
 _FAILURE = 1
@@ -48,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"chameleon {chameleon_ft.__version__}")
         return 0
+    name = _ALIASES.get(name, name)
     if name not in COMMANDS:
         print(_unknown(name), file=sys.stderr)
         return _USER_ERROR

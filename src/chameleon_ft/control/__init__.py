@@ -1,1 +1,1 @@
-"""The control plane: who is in the run, what has failed, and what everyone does next."""
+"""The control plane: the members of a run, what has failed, and what every worker does next."""

@@ -1,4 +1,4 @@
-"""The coordinator: the one place that knows who is in the run, decides what everyone does, and says so."""
+"""The coordinator: the state machine of a run among sockets, clocks, executors and files."""
 
 from __future__ import annotations
 
@@ -6,75 +6,56 @@ import asyncio
 import contextlib
 import time
 import traceback
+from collections import deque
 from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Final
+from weakref import WeakKeyDictionary
 
 from chameleon_ft.config import RunConfig, config_to_toml
-from chameleon_ft.control.checkpoints import CheckpointCollector
-from chameleon_ft.control.crashes import Crashes
-from chameleon_ft.control.deliberation import Deliberation
-from chameleon_ft.control.disk import Disk
-from chameleon_ft.control.failure_history import FailureHistory
-from chameleon_ft.control.forethought import Forethought
-from chameleon_ft.control.generations import Generations, Phase
-from chameleon_ft.control.injected import Injected
+from chameleon_ft.control import commands, events
+from chameleon_ft.control.decisions.decision_cache import DecisionCache
+from chameleon_ft.control.decisions.decisions import Decisions
+from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.job_info import JobInfo
-from chameleon_ft.control.joins import Joins
-from chameleon_ft.control.members import Members, Worker
-from chameleon_ft.control.messages import (
-    AtDisk,
-    CheckpointSaved,
-    Committed,
-    Crashed,
-    Exit,
-    Finish,
-    Finished,
-    Hello,
-    HostHello,
-    Inject,
-    Message,
-    Parked,
-    PeerFailed,
-    Position,
-    Probe,
-    ProcessState,
-    Ready,
-    RoomMade,
-    Started,
-    Switched,
-    Welcome,
-    WorkerExited,
-)
-from chameleon_ft.control.newcomers import Newcomers
-from chameleon_ft.control.outage import exit_in_words
-from chameleon_ft.control.outcome import Outcomes
-from chameleon_ft.control.planner import Planner
-from chameleon_ft.control.refusals import Refusals
-from chameleon_ft.control.respawns import Respawns
-from chameleon_ft.control.server import Departure, Peer
-from chameleon_ft.control.watchdog import Watchdog
-from chameleon_ft.errors import ControlError, ProfileError
+from chameleon_ft.control.state.incident import Fault
+from chameleon_ft.control.state.state import Phase, Settings, State
+from chameleon_ft.control.state_machine import TICK_S, step
+from chameleon_ft.control.wire import messages
+from chameleon_ft.control.wire.messages import Committed, Departure, Hello, Message
+from chameleon_ft.control.wire.server import Peer
+from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
 from chameleon_ft.observe import (
+    FailureRecord,
     FaultLog,
-    NoticedBy,
+    JoinRecord,
+    OutcomeRecord,
     Recorder,
     RunDirectory,
     RunStatus,
     StepRecord,
+    complete_checkpoints,
+    mark_complete,
+    prune_checkpoints,
 )
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile
+from chameleon_ft.transfer import Transfer
 
 __all__ = ["Coordinator"]
 
-_TICK_S = 0.05
+_NO_CHECKPOINT: Final = "; there is no complete checkpoint in this run: set checkpoint.every to have some"
 
 
 class Coordinator:
     """Takes a run from its first worker to its end.
 
-    All methods are called from the thread of the event loop; each runs to its end before the next message is looked at,
-    so that every decision sees one consistent state. `await wait()` returns the exit code. In `executor`, decisions on
-    the losses that may come are made while training goes on; without it, each is made when the loss is there.
+    All methods are called from the thread of the event loop; each event is handled, and its commands are carried out,
+    before the next one is looked at. `await wait()` returns how the run ended. In `executor`, decisions on the losses
+    that may come are made while training goes on; without it, each is made when the loss is there.
+
+    Attributes:
+        state: everything that is known of the run.
     """
 
     def __init__(
@@ -94,301 +75,264 @@ class Coordinator:
         self._run = run
         self._recorder = recorder
         self._job = job
+        self._store_port = store_port
         self._resume = resume
-        self._members = Members(config.workers)
-        self._injected = Injected(self._members, FaultLog(run.faults_file))
-        self._watchdog = Watchdog(config.timeouts)
         self._planner = Planner(config, job, profile=profile, plan=plan)
-        self._outcomes = Outcomes(recorder.outcome)
-        self._crashes = Crashes()
-        self._checkpoints = CheckpointCollector(
-            run.checkpoints, num_layers=job.num_layers, model=job.fingerprint, keep=config.checkpoint.keep
-        )
-        self._disk = Disk(run.checkpoints, self._checkpoints, recorder)
-        newcomers = Newcomers()
-        deliberation = Deliberation(
-            members=self._members,
-            planner=self._planner,
-            history=FailureHistory(config.recovery),
-            forethought=None
-            if executor is None
-            else Forethought(config.recovery.policy, executor, prepared=self._on_prepared),
-            recorder=recorder,
-        )
-        self._generations = Generations(
-            owner=self,
-            cause_of=self._injected.cause,
-            members=self._members,
-            planner=self._planner,
-            recorder=recorder,
-            watchdog=self._watchdog,
-            checkpoints=self._checkpoints,
-            deliberation=deliberation,
-            newcomers=newcomers,
-            outcomes=self._outcomes,
-            timeouts=config.timeouts,
-            store_port=store_port,
-            # A run that goes on continues the numbers, for its records are kept by generation.
-            last=run.last_generation(),
-        )
-        self._respawns = Respawns(self._members, recorder, config.recovery)
-        self._joins = Joins(
-            members=self._members,
-            generations=self._generations,
-            newcomers=newcomers,
-            deliberation=deliberation,
-            planner=self._planner,
-            respawns=self._respawns,
-            recorder=recorder,
-            executor=executor,
-        )
-        self._interrupted = False
-        self._refusals = Refusals(recorder)
+        policy = config.recovery.policy
+        cache = None if executor is None else DecisionCache(policy, executor, prepared=self._on_prepared)
+        self._decisions = Decisions(planner=self._planner, cache=cache, executor=executor)
+        self._fault_log = FaultLog(run.faults_file)
+        self._began_at = time.time()
+        self._ids: WeakKeyDictionary[Peer, int] = WeakKeyDictionary()
+        self._peers: dict[int, Peer] = {}
+        self._next_id = 0
+        self._transfer: Transfer | None = None  # of the generation that was launched last
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
+        settings = Settings.of(config, run, num_layers=job.num_layers)
+        self.state = State.before(settings, last_generation=run.last_generation())
 
-    # --- its life ----------------------------------------------------------------------------------------------------
+    # --- the run -----------------------------------------------------------------------------------------------------
 
     async def wait(self) -> RunStatus:
         """Watch over the run until it ends; everything is recorded when this returns."""
         watching = asyncio.create_task(self._watch())
-        watching.add_done_callback(self._watch_ended)
+        watching.add_done_callback(self._task_done)
         try:
             status, reason = await asyncio.shield(self._end)
         finally:
             watching.cancel()
-        self._generations.close(status, reason)
-        self._members.tell_everyone(Exit(reason=reason))
         self._recorder.finish(status, reason=reason)
         return status
 
     def interrupt(self) -> None:
         """End the run after the current step with a checkpoint; called again, or before training, at once."""
-        if self._generations.nothing_trained or self._interrupted:
-            self.end("interrupted", "interrupted by the user")
-            return
-        self._interrupted = True
-        self._recorder.event("interrupt", message="ending after this step with a checkpoint; again to end at once")
-        self._members.tell(Finish())
+        self._handle(events.Interrupted(at=_now()))
 
     def end(self, status: RunStatus, reason: str) -> None:
         """End the run."""
-        if not self._end.done():
-            self._end.set_result((status, reason))
-
-    def _watch_ended(self, watching: asyncio.Task[None]) -> None:
-        if not watching.cancelled() and isinstance(error := watching.exception(), Exception):
-            self.broken(error)
+        self._handle(events.EndRequested(at=_now(), status=status, reason=reason))
 
     async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        last = loop.time()
         while True:
-            await asyncio.sleep(_TICK_S)
-            now = loop.time()
-            self._watchdog.forgive(max(0.0, now - last - 2 * _TICK_S))
-            last = now
-            if self._generations.phase not in (Phase.TRAINING, Phase.REGROUPING, Phase.STOPPING):
-                continue
-            for worker in self._generations.overdue(now):
-                self.lose(worker, "watchdog", "hung: it does not leave its operation")
-            if not self._interrupted:
-                self._respawns.start_due(now)
-                self._joins.look(now)
-            if (probe := self._watchdog.ask(now)) is not None:
-                self._members.tell(Probe(probe=probe))
-                for supervisor in self._members.supervisors:
-                    supervisor.send(Probe(probe=probe))
+            await asyncio.sleep(TICK_S)
+            self._handle(events.Ticked(at=_now()))
 
-    # --- messages ----------------------------------------------------------------------------------------------------
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self.broken(error)
+
+    # --- what the server calls ---------------------------------------------------------------------------------------
 
     def message(self, peer: Peer, message: Message) -> None:
-        """Act on what somebody says. Raises ControlError where that one may not say it."""
-        if self._generations.phase is Phase.OVER or self._members.is_fenced(peer):
-            return
-        match message:
-            case Hello():
-                self._join(peer, message)
-            case HostHello() if self._generations.phase is Phase.GATHERING:
-                self._members.add_host(peer, message)
-            case HostHello():
-                self._joins.add_host(peer, message)
-            case Inject():
-                peer.send(self._injected.inject(message, committed=self._generations.committed))
-            case WorkerExited() if self._members.is_supervisor(peer):
-                self._exited(self._members.started_by(peer, message.worker, message.life), message.exit_code)
-            case ProcessState() if self._members.is_supervisor(peer):
-                self._judge(self._members.started_by(peer, message.worker, message.life), message)
-            case _:
-                worker = self._members.worker_of(peer)
-                if worker is None:
-                    raise ControlError(f"{message.type!r} from somebody who has not joined")
-                self._worker_message(worker, message)
+        """Act on what a peer says. Raises ControlError if it may not say that."""
+        if peer not in self._ids:
+            self._next_id += 1
+            self._ids[peer], self._peers[self._next_id] = self._next_id, peer
+        self._handle(events.Received(at=_now(), connection=self._ids[peer], message=message))
 
     def departed(self, peer: Peer, how: Departure) -> None:
-        """Give up the worker, or the host, at the other end of a connection that has ended."""
-        host = self._members.remove_supervisor(peer)
-        if host is not None and self._generations.phase is not Phase.OVER:
-            self._recorder.event("host_lost", host=host)
-            if self._generations.phase is Phase.GATHERING:
-                self.end("failed", f"host {host} was lost before the run began; see {self._run.logs}")
-        worker = self._members.worker_of(peer)
-        if worker is None:
-            return
-        worker.peer = None
-        cause = "control connection closed" if how == "connection" else "no heartbeat"
-        self.lose(worker.id, how, cause)
+        """Act on the end of a connection."""
+        if (connection := self._ids.get(peer)) is not None:
+            self._peers.pop(connection, None)
+            self._handle(events.Disconnected(at=_now(), connection=connection, how=how))
 
     def refused(self, address: str, reason: str) -> None:
-        """Record that somebody was turned away."""
-        self._refusals.add(address, reason)
+        """Record that a connection was turned away."""
+        self._handle(events.Rejected(at=_now(), address=address, reason=reason))
 
     def broken(self, error: Exception) -> None:
         """End the run because of a mistake of the coordinator itself, and write it down."""
         log = self._run.logs / "coordinator.log"
-        self.end("failed", f"the coordinator failed: {type(error).__name__}: {error}; see {log}")
         # What has failed may well be this disk.
         with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
             traceback.print_exception(error, file=file)
-
-    def _worker_message(self, worker: Worker, message: Message) -> None:
-        generations = self._generations
-        match message:
-            case Ready():
-                self._joins.ready(worker)
-            case RoomMade():
-                self._joins.made_room(worker, message)
-            case Committed():
-                self._on_committed(worker, message)
-            case Position():
-                self._judge(worker, message)
-            case Parked(generation=generation) if generation == generations.number:
-                generations.parked(worker.id, message)
-            case Switched(generation=generation) if generation == generations.number:
-                generations.switched(message)
-            case Started(generation=generation) if generation == generations.number:
-                generations.started()
-            case PeerFailed(generation=generation) if generation == generations.reported:
-                generations.peer_failed(worker.id, message)
-            case Finished(generation=generation) if generation == generations.number:
-                if generations.finished(worker.id):
-                    self._end_of_training()
-            case Crashed(error=error):
-                worker.crash = error
-                self._on_crash(worker, error)
-            case CheckpointSaved():
-                self._disk.saved(message)
-            case AtDisk():
-                self._disk.waits(worker.id, message)
-            case Parked() | Switched() | Started() | PeerFailed() | Finished():
-                pass  # of a generation that is over
-            case _:
-                raise ControlError(f"a rank does not say {message.type!r}")
-
-    # --- joining -----------------------------------------------------------------------------------------------------
-
-    def _join(self, peer: Peer, hello: Hello) -> None:
-        gathering = self._generations.phase is Phase.GATHERING
-        worker = self._members.join(peer, hello) if gathering else self._joins.add(peer, hello)
-        peer.send(
-            Welcome(
-                config=config_to_toml(self._config),
-                run=str(self._run.path),
-                boundaries=self._job.boundaries,
-                life=worker.life,
-            )
-        )
-        if gathering:
-            worker.takes_part, worker.first_step = True, 0
-            if len(self._members.live()) == self._config.workers:
-                self._begin()
-
-    def _begin(self) -> None:
-        checkpoints = self._checkpoints.complete() if self._resume else []
-        decision = self._planner.start(self._members.live(), checkpoint=checkpoints[-1] if checkpoints else None)
+        reason = f"the coordinator failed: {type(error).__name__}: {error}; see {log}"
         try:
-            self._generations.begin(decision)
-        except ProfileError as error:  # of the links between hosts that have turned out to be several
-            self.end("failed", str(error))
+            self.end("failed", reason)
+        except Exception:  # noqa: BLE001 - the end of the run must not depend on what has just failed
+            self._finish("failed", reason)
+
+    # --- events and commands -----------------------------------------------------------------------------------------
+
+    def _handle(self, event: events.Event) -> None:
+        """Change the state by an event and by those that its commands lead to. Raises ControlError, see `step`."""
+        self._refresh_faults(event)
+        events = deque([event])
+        while events:
+            event = events.popleft()
+            state, commands = step(self.state, event)
+            self._require_costs(state, event)
+            self.state = state
+            for command in commands:
+                if (answer := self._execute(command)) is not None:
+                    events.append(answer)
+
+    def _refresh_faults(self, event: events.Event) -> None:
+        """Read the injected failures if the event may reveal a loss or be the time to record one."""
+        if isinstance(event, events.Received) and isinstance(event.message, Committed):
             return
-        self._recorder.started(
-            self._planner.describe(decision, run=str(self._run.path), generation=self._generations.number)
+        if isinstance(event, events.Ticked) and self.state.phase is not Phase.STOPPING:
+            return
+        if self.state.phase in (Phase.GATHERING, Phase.OVER):
+            return
+        lines = self._fault_log.since(self._began_at)
+        faults = tuple(Fault(line["worker"], line["kind"], line["time"]) for line in lines)
+        if faults != self.state.faults:
+            self.state, _ = step(self.state, events.FaultsInjected(at=event.at, faults=faults))
+
+    def _require_costs(self, state: State, event: events.Event) -> None:
+        """Raise ControlError if a rank joins a running training and no costs of its links are known."""
+        if not (isinstance(event, events.Received) and isinstance(event.message, Hello)):
+            return
+        if self.state.phase in (Phase.GATHERING, Phase.OVER):
+            return
+        try:
+            self._planner.require_costs(state.members.hosts())
+        except ProfileError as error:
+            raise ControlError(f"worker {event.message.worker} cannot take part: {error}") from None
+
+    def _execute(self, command: commands.Command) -> events.Event | None:
+        """Carry out a command; return the event that it leads to at once, if any."""
+        match command:
+            case commands.Send(connection=connection, message=message):
+                self._send(connection, message)
+            case commands.Welcome(connection=connection, incarnation=incarnation):
+                self._send(connection, self._welcome(incarnation))
+            case commands.Drop(connection=connection):
+                if (peer := self._peers.get(connection)) is not None:
+                    peer.drop()
+            case commands.Record(record=record):
+                self._record(record)
+            case commands.LogFault(worker=worker):
+                self._fault_log.append(worker=worker, kind="kill", phase=None, step=None)
+            case commands.CompleteCheckpoint(step=checkpoint):
+                self._complete_checkpoint(checkpoint)
+            case commands.Finish(status=status, reason=reason):
+                self._finish(status, reason)
+            case commands.DecideStart(question=question, workers=workers):
+                checkpoints = complete_checkpoints(self._run.checkpoints) if self._resume else []
+                plan = self._planner.start(workers, checkpoint=checkpoints[-1] if checkpoints else None)
+                return events.Decided(at=_now(), question=question, plan=plan)
+            case commands.Decide():
+                return self._decide(command)
+            case commands.Launch():
+                return self._launch(command)
+            case commands.ConsiderScaleUp():
+                task = asyncio.get_running_loop().create_task(self._consider(command))
+                self._tasks.add(task)
+                task.add_done_callback(self._task_done)
+            case commands.RecordScaleUp(question=question, generation=generation, step=committed):
+                fields = self._decisions.describe_scale_up(question, step=committed)
+                self._recorder.event("decision", generation=generation, trigger="join", **fields)
+            case commands.PrepareDecisions(request=request):
+                self._decisions.prepare(request)
+            case commands.ForgetDecisions():
+                self._decisions.forget()
+            case commands.MeasureOperations(worker=worker, times=times):
+                self._planner.measure(worker, times)
+            case commands.MeasureStep(step_s=step_s):
+                self._planner.stepped(step_s)
+            case commands.MeasureTransfer(transfer_s=transfer_s, hosts=hosts):
+                if self._transfer is not None:
+                    self._planner.transferred(self._transfer, transfer_s, hosts)
+        return None
+
+    def _send(self, connection: int, message: Message) -> None:
+        if (peer := self._peers.get(connection)) is not None:
+            peer.send(message)
+
+    def _welcome(self, incarnation: int) -> messages.Welcome:
+        return messages.Welcome(
+            config=config_to_toml(self._config),
+            run=str(self._run.path),
+            boundaries=self._job.boundaries,
+            incarnation=incarnation,
         )
 
-    # --- progress ----------------------------------------------------------------------------------------------------
+    def _record(self, record: StepRecord | FailureRecord | JoinRecord | OutcomeRecord | commands.OtherRecord) -> None:
+        match record:
+            case StepRecord():
+                self._recorder.step(record)
+            case FailureRecord():
+                self._recorder.failure(record)
+            case JoinRecord():
+                self._recorder.join(record)
+            case OutcomeRecord():
+                self._recorder.outcome(record)
+            case commands.OtherRecord(event=event, fields=fields):
+                self._recorder.event(event, **fields)
 
-    def _on_committed(self, worker: Worker, message: Committed) -> None:
-        plan = self._generations.plan
-        if plan is None:
+    def _complete_checkpoint(self, checkpoint: int) -> None:
+        mark_complete(self._run.checkpoints, checkpoint, model=self._job.fingerprint)
+        # To remove old ones may take long.
+        loop, keep = asyncio.get_running_loop(), self._config.checkpoint.keep
+        loop.run_in_executor(None, lambda: prune_checkpoints(self._run.checkpoints, keep=keep))
+
+    def _finish(self, status: RunStatus, reason: str) -> None:
+        if not self._end.done():
+            self._end.set_result((status, reason))
+
+    # --- decisions ---------------------------------------------------------------------------------------------------
+
+    def _decide(self, command: commands.Decide) -> events.Event:
+        try:
+            cluster = replace(command.cluster, checkpoints=complete_checkpoints(self._run.checkpoints))
+            plan, timing = self._decisions.decide(cluster, command.request)
+        except NoHolderError as error:
+            return events.DecisionFailed(at=_now(), question=command.question, reason=f"{error}{_NO_CHECKPOINT}")
+        except (ControlError, ProfileError) as error:
+            return events.DecisionFailed(at=_now(), question=command.question, reason=str(error))
+        return events.Decided(
+            at=_now(),
+            question=command.question,
+            plan=plan,
+            weighed_at=timing.weighed_at,
+            looked_up=timing.looked_up,
+        )
+
+    def _launch(self, command: commands.Launch) -> events.Event:
+        """Hand out the orders of a generation."""
+        plan, generation = command.plan, command.generation
+        self._transfer = None if plan.transition is None else plan.transition.transfer
+        try:
+            planned, orders = self._planner.orders(
+                plan, command.hosts, generation=generation, store_port=self._store_port
+            )
+        except ProfileError as error:  # of the links between hosts that have turned out to be several
+            return events.DecisionFailed(at=_now(), question=command.question, reason=str(error))
+        for worker, order in orders.items():
+            if worker in command.connections:
+                self._send(command.connections[worker], order)
+        launched = events.Launched(at=_now(), generation=generation)
+        # Before any answer is looked at: what is recorded of a generation means nothing without its plan.
+        self._recorder.plan(planned, policy=plan.policy)
+        if command.is_first:
+            self._recorder.started(self._planner.describe(plan, run=str(self._run.path), generation=generation))
+        return launched
+
+    async def _consider(self, command: commands.ConsiderScaleUp) -> None:
+        question = command.question
+        try:
+            found = await self._decisions.consider(question, command.request)
+        except Exception as error:  # noqa: BLE001 - the executor's process may be gone; training goes on without
+            reason = f"{type(error).__name__}: {error}"
+            self._handle(events.Considered(at=_now(), question=question, incoming={}, error=reason))
             return
-        self._watchdog.operation(message.times.longest_s)
-        if message.generation == self._generations.number:
-            self._planner.measure(worker.id, message.times)
-        if not self._generations.step_committed(message):
-            return  # another worker was first
-        vote = message.vote
-        self._recorder.step(
-            StepRecord(
-                step=message.step,
-                loss=vote.loss_sum / vote.terms,
-                grad_norm=message.grad_norm,
-                lr=message.lr,
-                samples=vote.samples,
-                tokens=vote.terms,
-                step_s=message.step_s,
-                workers=len(plan.workers),
-                generation=message.generation,
+        self._handle(
+            events.Considered(
+                at=_now(),
+                question=question,
+                live=found.context.live,
+                is_change=found.is_change,
+                incoming=found.incoming,
             )
         )
-        self._planner.stepped(message.step_s)
-        self._outcomes.committed(message.step_s, time.time())
-        if vote.pause and not vote.finish and message.step + 1 < self._config.steps:
-            self._generations.paused(message)
 
-    def _on_prepared(self, losses: int, seconds: float, error: str | None) -> None:
-        number = self._generations.number
-        self._recorder.event("prepared", generation=number, losses=losses, prepare_s=seconds, error=error)
+    def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:
+        self._handle(events.DecisionsPrepared(at=_now(), losses=losses, prepare_s=prepare_s, error=error))
 
-    def _end_of_training(self) -> None:
-        if self._generations.committed < self._config.steps:
-            self.end("interrupted", "interrupted by the user, with a checkpoint")
-        else:
-            self.end("finished", "all steps are trained")
 
-    # --- failure -----------------------------------------------------------------------------------------------------
-
-    def _judge(self, worker: Worker, answer: Position | ProcessState) -> None:
-        verdict = self._watchdog.judge(worker.id, answer)
-        if verdict is not None and worker.is_live:
-            self.lose(worker.id, "watchdog", verdict.reason)
-
-    def _exited(self, worker: Worker, exit_code: int) -> None:
-        worker.exit_code = exit_code
-        if self._members[worker.id] is not worker:
-            return  # it was in an earlier life
-        self.lose(worker.id, "child", exit_in_words(exit_code))
-        self._respawns.reaped(worker, asyncio.get_running_loop().time())
-
-    def _on_crash(self, worker: Worker, error: str) -> None:
-        """A rank's own code failed: its loss, unless every other one would fail of the same."""
-        step = self._generations.committed
-        if self._crashes.is_everyones(worker, error, step=step):
-            log = self._run.logs / f"worker-{worker.id}.log"
-            self.end("failed", f"worker {worker.id} failed in step {step}: {error}; see {log}")
-            return
-        self.lose(worker.id, "self", error)
-
-    def lose(self, worker: int, noticed_by: NoticedBy, cause: str) -> None:
-        """Give up a worker: fence it, and go on without it."""
-        lost = self._members[worker]
-        if lost.lost or self._generations.phase is Phase.OVER:
-            return
-        self._members.fence(lost)
-        if self._generations.phase is Phase.GATHERING:
-            self.end("failed", f"worker {worker} ended before the run began: {cause}; see {self._run.logs}")
-            return
-        self._respawns.died(lost, committed=self._generations.committed)
-        if not lost.takes_part:
-            self._joins.failed(lost, cause)
-            return
-        step = self._generations.committed
-        self._generations.lost(self._injected.loss(lost, step=step, noticed_by=noticed_by, cause=cause))
+def _now() -> events.Moment:
+    return events.Moment(unix_s=time.time(), monotonic_s=asyncio.get_running_loop().time())

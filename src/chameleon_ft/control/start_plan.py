@@ -12,7 +12,7 @@ __all__ = ["read_start_plan"]
 
 
 def read_start_plan(config: RunConfig) -> Plan | None:
-    """Read the plan that `config` names; None where it names none.
+    """Read the plan that `config` names; None if it names none.
 
     Raises:
         ConfigError: it cannot be read, or is of other micro-batches, or of workers that the run lacks.
@@ -44,9 +44,9 @@ def read_start_plan(config: RunConfig) -> Plan | None:
 
 
 def _inner(text: str) -> tuple[str, int | None]:
-    """The plan itself, also where it is one of the things that `chameleon plan --json` says; and its micro-batch size.
+    """Return the plan itself, which may be a part of what `chameleon plan --json` prints, and its micro-batch size.
 
-    The size is None where the file does not say it.
+    The size is None if the file does not say it.
     """
     try:
         document = json.loads(text)

@@ -69,7 +69,7 @@ class StallParts(_Part):
 
 
 class UsedCorrections(_Part):
-    """Factors by which predictions had been corrected; see `chameleon_ft.control.observations`."""
+    """Factors by which predictions had been corrected; see `chameleon_ft.control.decisions.calibration`."""
 
     operations: float
     step: float

@@ -30,9 +30,9 @@ class FaultLog:
         """Return the newest failure of `worker`, with `time` in Unix seconds; None where there is none."""
         return next((line for line in reversed(self._lines()) if line["worker"] == worker), None)
 
-    def first_since(self, worker: int, time: float) -> dict[str, Any] | None:
-        """Return the first failure of `worker` at this time, in Unix seconds, or after it; None where there is none."""
-        return next((line for line in self._lines() if line["worker"] == worker and line["time"] >= time), None)
+    def since(self, time: float) -> list[dict[str, Any]]:
+        """Return the failures of all workers at this time, in Unix seconds, or after it, oldest first."""
+        return [line for line in self._lines() if line["time"] >= time]
 
     def _lines(self) -> list[dict[str, Any]]:
         if not self._path.exists():

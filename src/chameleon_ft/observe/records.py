@@ -28,7 +28,7 @@ NoticedBy = Literal["child", "connection", "heartbeat", "watchdog", "peer", "sel
 and the worker's own last words."""
 
 NOTICED: Final[Mapping[NoticedBy, str]] = {
-    "child": "its supervisor saw the process end",
+    "child": "its agent saw the process end",
     "connection": "its control connection closed",
     "heartbeat": "its heartbeats stopped",
     "watchdog": "it made no progress",

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from chameleon_ft.control.messages import CheckpointSaved
+from chameleon_ft.control.wire.messages import CheckpointSaved
 from chameleon_ft.errors import CheckpointError
 from chameleon_ft.observe import complete_checkpoints, layer_directory
 from chameleon_ft.runtime.layers import LayerState

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from chameleon_ft.control.messages import Vote
+from chameleon_ft.control.wire.messages import Vote
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
 from chameleon_ft.runtime.executor import StepSums
-from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.reductions import Reductions, TimedReduction
 

@@ -13,19 +13,19 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from chameleon_ft.config import Failure
-from chameleon_ft.control.joining import control_connection
-from chameleon_ft.control.messages import (
+from chameleon_ft.control.wire.connection import control_connection
+from chameleon_ft.control.wire.messages import (
     Exit,
-    Expect,
     Finish,
     Hello,
     Inject,
     Message,
     Pause,
     Position,
+    Preallocate,
     Probe,
     Refused,
-    Run,
+    StartGeneration,
     Stop,
     Welcome,
     decode,
@@ -33,11 +33,11 @@ from chameleon_ft.control.messages import (
 )
 from chameleon_ft.errors import ControlError
 from chameleon_ft.runtime.activity import Activity
-from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.fault_injection import FaultInjector
 
 __all__ = ["ControlClient", "Order"]
 
-Order = Run | Stop | Expect | Exit | Welcome | Refused
+Order = StartGeneration | Stop | Preallocate | Exit | Welcome | Refused
 """What the training thread is told to do."""
 
 _INTERRUPT_EVERY_S = 0.005
@@ -57,11 +57,11 @@ class ControlClient:
     """
 
     def __init__(
-        self, *, coordinator: str, token: str, worker: int, host: str, activity: Activity, life: int = 0
+        self, *, coordinator: str, token: str, worker: int, host: str, activity: Activity, incarnation: int = 0
     ) -> None:
         self._coordinator = coordinator
         self._token = token
-        self._hello = Hello(worker=worker, host=host, pid=os.getpid(), life=life)
+        self._hello = Hello(worker=worker, host=host, pid=os.getpid(), incarnation=incarnation)
         self._activity = activity
         self._loop = asyncio.new_event_loop()
         self._connection: ClientConnection | None = None
@@ -157,7 +157,7 @@ class ControlClient:
                 self.ended = generation - 1
                 self.orders.put(message)
                 self._interrupting = self._loop.create_task(self._interrupt_until_left())
-            case Run() | Welcome() | Expect() | Exit() | Refused():
+            case StartGeneration() | Welcome() | Preallocate() | Exit() | Refused():
                 if isinstance(message, Exit):
                     self.ended = sys.maxsize  # this generation, and any that is on its way
                     self._interrupting = self._loop.create_task(self._interrupt_until_left())

@@ -17,7 +17,7 @@ from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.batches import Batches
 from chameleon_ft.runtime.communicators import Channel, Communicators, InFlight
-from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.kept_hops import KeptHop, WeightHalf
 from chameleon_ft.runtime.layers import HeldLayers
 from chameleon_ft.runtime.sent_messages import SentMessage, SentMessages, tag_of

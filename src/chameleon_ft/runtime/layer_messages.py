@@ -22,7 +22,7 @@ from torch import Tensor
 from chameleon_ft.runtime.checksums import checksum
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
 from chameleon_ft.runtime.layers import LayerState
-from chameleon_ft.runtime.room import Memory
+from chameleon_ft.runtime.preallocation import Memory
 
 __all__ = ["IncomingLayers", "OutgoingLayer", "OutgoingLayers", "layer_checksums", "tensor_bytes"]
 

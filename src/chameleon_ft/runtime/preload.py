@@ -16,5 +16,5 @@ import chameleon_ft.runtime.rank
 import chameleon_ft.runtime.store
 from chameleon_ft.runtime.process import end_with_parent
 
-# The ranks end with the fork server, so they end with the coordinator or supervisor, also where they are stopped.
+# The ranks end with the fork server, so they end with the coordinator or agent, also where they are stopped.
 end_with_parent()

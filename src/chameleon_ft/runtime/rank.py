@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from chameleon_ft.config import config_type, parse_config
-from chameleon_ft.control.address import split_address
-from chameleon_ft.control.messages import Crashed, Ready, Refused, Welcome
+from chameleon_ft.control.wire.address import split_address
+from chameleon_ft.control.wire.messages import Crashed, Ready, Refused, Welcome
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.job import BoundarySpec, load_job
 from chameleon_ft.observe import FaultLog, RunDirectory
@@ -24,24 +24,31 @@ from chameleon_ft.runtime.context import RankContext
 from chameleon_ft.runtime.control_client import ControlClient
 from chameleon_ft.runtime.device import claim_device
 from chameleon_ft.runtime.emulation import EmulatedDevice
-from chameleon_ft.runtime.faults import FaultInjector, failures_in_life
+from chameleon_ft.runtime.fault_injection import FaultInjector, failures_of_incarnation
 from chameleon_ft.runtime.process import end_now, end_with_parent, ignore_interrupts
 from chameleon_ft.runtime.trainer import Trainer
 
 __all__ = ["rank_main", "spawned_rank_main"]
 
 
-def spawned_rank_main(*, coordinator: str, token: str, worker: int, life: int, host: str, local_index: int) -> None:
-    """Entry of a rank that a supervisor's fork server started; ends the process.
+def spawned_rank_main(
+    *, coordinator: str, token: str, worker: int, incarnation: int, host: str, local_index: int
+) -> None:
+    """Entry of a rank that an agent's fork server started; ends the process.
 
     Args:
-        life: which of the worker's lives this is, from 1.
+        incarnation: which of the worker's incarnations this is, from 1.
         local_index: number of this rank on its host, which picks its accelerator.
     """
     end_with_parent()
     try:
         code = rank_main(
-            coordinator=coordinator, token=token, worker=worker, life=life, host=host, local_index=local_index
+            coordinator=coordinator,
+            token=token,
+            worker=worker,
+            incarnation=incarnation,
+            host=host,
+            local_index=local_index,
         )
     except ChameleonError as error:
         print(f"worker {worker}: {error}", file=sys.stderr)
@@ -49,12 +56,12 @@ def spawned_rank_main(*, coordinator: str, token: str, worker: int, life: int, h
     end_now(code)
 
 
-def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_index: int, life: int = 0) -> int:
+def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_index: int, incarnation: int = 0) -> int:
     """Join the run at `coordinator`, train until told to stop, and return the process's exit code.
 
     Args:
         coordinator: host:port.
-        life: which of the worker's lives this is; 0 where only the coordinator knows.
+        incarnation: which of the worker's incarnations this is; 0 where only the coordinator knows.
         host: address by which other ranks reach this one.
 
     Raises:
@@ -62,7 +69,9 @@ def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_ind
     """
     ignore_interrupts()
     activity = Activity()
-    client = ControlClient(coordinator=coordinator, token=token, worker=worker, host=host, activity=activity, life=life)
+    client = ControlClient(
+        coordinator=coordinator, token=token, worker=worker, host=host, activity=activity, incarnation=incarnation
+    )
     client.start()
     try:
         welcome = client.orders.get()
@@ -105,7 +114,7 @@ def _serve(
     config = run.own(config)
     _redirect_output(run.logs / f"worker-{worker}.log")
     device = claim_device(config, local_index)
-    failures = failures_in_life(config.failures, worker, welcome.life)
+    failures = failures_of_incarnation(config.failures, worker, welcome.incarnation)
     faults = FaultInjector(worker, failures, log=FaultLog(run.faults_file), disconnect=client.disconnect)
     client.arm(faults)
     emulated = EmulatedDevice(config, worker) if config.device == "emulated" else None

@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from chameleon_ft.control.messages import OperationTimes
+from chameleon_ft.control.wire.messages import OperationTimes
 from chameleon_ft.observe import RecordedReduction, RecordedStep, TimelineLog
 from chameleon_ft.runtime.commit import CommitTimes
 from chameleon_ft.runtime.executor import StepSums

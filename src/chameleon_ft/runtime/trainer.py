@@ -6,20 +6,20 @@ import time
 import traceback
 from functools import partial
 
-from chameleon_ft.control.address import join_address
-from chameleon_ft.control.messages import (
+from chameleon_ft.control.wire.address import join_address
+from chameleon_ft.control.wire.messages import (
     CheckpointSaved,
     Committed,
     Crashed,
     Exit,
-    Expect,
     Finished,
-    Parked,
     PeerFailed,
+    Preallocate,
+    Preallocated,
+    Quiesced,
     Refused,
-    RoomMade,
-    Run,
     Started,
+    StartGeneration,
     Stop,
     Switched,
     Transition,
@@ -33,13 +33,13 @@ from chameleon_ft.runtime.commit import AppliedStep, Committer
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators, Membership
 from chameleon_ft.runtime.context import RankContext
 from chameleon_ft.runtime.control_client import ControlClient
-from chameleon_ft.runtime.disk_waits import DiskWaits
 from chameleon_ft.runtime.executor import Executor, StepSums, channels_of
-from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.preallocation import LayerAllocator
 from chameleon_ft.runtime.recording import StepRecorder, StepStart, operation_times
 from chameleon_ft.runtime.reductions import Reductions
-from chameleon_ft.runtime.room import Rooms
+from chameleon_ft.runtime.slow_io import SlowIOReporter
 from chameleon_ft.runtime.transition import Mover, channels_of_transition
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import Segment
@@ -58,18 +58,25 @@ class Trainer:
         self._context = context
         self._client = client
         self._activity = activity
-        self._disk = DiskWaits(activity, client.send)
+        self._disk = SlowIOReporter(activity, client.send)
         self._faults = faults
         self._batches = Batches(context.job, context.config.batch, seed=context.config.seed, device=context.device)
         self._held: HeldLayers | None = None
         self._committer: Committer | None = None
         self._placed = 0  # the generation whose placement it has switched to
         emulated = context.pace is not None  # what stands in for a layer is small
-        self._rooms = Rooms(context.job, seed=context.config.seed, device=context.device, ahead=not emulated)
-        self._mover = Mover(
-            context.worker, context.device, rooms=self._rooms, activity=activity, faults=faults, stand_ins=emulated
+        self._allocator = LayerAllocator(
+            context.job, seed=context.config.seed, device=context.device, ahead=not emulated
         )
-        self._has_parked = False
+        self._mover = Mover(
+            context.worker,
+            context.device,
+            allocator=self._allocator,
+            activity=activity,
+            faults=faults,
+            stand_ins=emulated,
+        )
+        self._has_quiesced = False
         self._recorder = StepRecorder(
             TimelineLog(context.run.timeline_file(context.worker)),
             worker=context.worker,
@@ -86,7 +93,7 @@ class Trainer:
         try:
             return self._serve()
         finally:
-            self._rooms.drop()
+            self._allocator.drop()
 
     def _serve(self) -> int:
         while True:
@@ -96,11 +103,11 @@ class Trainer:
                 case Refused():
                     return 1
                 case Stop():
-                    self._park(order.generation)
-                case Expect():
-                    made = partial(self._client.send, RoomMade(layers=order.layers))
-                    self._rooms.expect(dict(order.layers), then=made)
-                case Run():
+                    self._quiesce(order.generation)
+                case Preallocate():
+                    made = partial(self._client.send, Preallocated(layers=order.layers))
+                    self._allocator.preallocate(dict(order.layers), then=made)
+                case StartGeneration():
                     try:
                         self._generation(order)
                     except Exception as error:  # noqa: BLE001
@@ -112,12 +119,12 @@ class Trainer:
                 case _:
                     raise ControlError(f"a joined rank does not expect {order.type!r}")
 
-    def _park(self, generation: int) -> None:
-        self._activity.idle("parked")
-        self._has_parked = True
+    def _quiesce(self, generation: int) -> None:
+        self._activity.idle("quiesced")
+        self._has_quiesced = True
         committer = self._committer
         self._client.send(
-            Parked(
+            Quiesced(
                 generation=generation,
                 committed=0 if committer is None else committer.committed,
                 reduced=committer is not None and committer.reduced,
@@ -127,17 +134,17 @@ class Trainer:
             )
         )
 
-    def _generation(self, order: Run) -> None:
+    def _generation(self, order: StartGeneration) -> None:
         """Take part in one generation until it is over or the run has come to its end."""
         self._activity.idle("loading its state")  # however long that takes, it is no sign of being stuck
-        if self._has_parked:
+        if self._has_quiesced:
             self._faults.at("recovery", order.first_step)
         segments, operations = order.unpack_segments(), order.unpack_operations()
         self._prepare(order, segments)
         communicators = self._context.new_communicators()
 
         def interrupt() -> None:
-            self._rooms.hurry()
+            self._allocator.hurry()
             communicators.interrupt()
 
         if not self._client.enter(order.generation, interrupt):
@@ -161,10 +168,10 @@ class Trainer:
             self._client.leave()
             self._mover.end()
 
-    def _prepare(self, order: Run, segments: tuple[Segment, ...]) -> None:
+    def _prepare(self, order: StartGeneration, segments: tuple[Segment, ...]) -> None:
         """Bring what this rank holds to the state in which `order.first_step` begins, or a transition to it does."""
         if order.transition is None:
-            self._rooms.drop()
+            self._allocator.drop()
         if order.load != "keep":
             self._load(order, segments)
         elif order.transition is None or order.transition.keep:
@@ -174,7 +181,7 @@ class Trainer:
         else:
             self._make_room(order, order.transition)
 
-    def _load(self, order: Run, segments: tuple[Segment, ...]) -> None:
+    def _load(self, order: StartGeneration, segments: tuple[Segment, ...]) -> None:
         """Begin anew, with fresh weights or from a checkpoint."""
         context = self._context
         needed = self._layers_in(segments)
@@ -186,7 +193,7 @@ class Trainer:
                 for layer in sorted(needed):
                     self._held.take_in(layer, read_layer(context.run.checkpoints, order.load, layer))
 
-    def _catch_up(self, order: Run) -> None:
+    def _catch_up(self, order: StartGeneration) -> None:
         """Apply the step before `order.first_step`, if this rank has not: its gradient is of the placement it has."""
         committer = self._committer
         if committer is None or committer.committed >= order.first_step:
@@ -198,7 +205,7 @@ class Trainer:
             )
         committer.apply(order.roll_forward)
 
-    def _make_room(self, order: Run, transition: Transition) -> None:
+    def _make_room(self, order: StartGeneration, transition: Transition) -> None:
         """Hold what must be kept until the switch, and nothing else, no gradient either."""
         context = self._context
         if self._held is None or not transition.keep:
@@ -210,7 +217,11 @@ class Trainer:
         self._mover.begin(transition, self._held)
 
     def _change_placement(
-        self, order: Run, transition: Transition, segments: tuple[Segment, ...], communicators: Communicators
+        self,
+        order: StartGeneration,
+        transition: Transition,
+        segments: tuple[Segment, ...],
+        communicators: Communicators,
     ) -> None:
         """Receive and send layers, and switch once everyone has confirmed. Raises CommunicationError."""
         assert self._held is not None
@@ -221,7 +232,7 @@ class Trainer:
         self._client.send(Switched(generation=order.generation, moved_bytes=moved_bytes, transfer_s=transfer_s))
         self._settle(order, segments)
 
-    def _settle(self, order: Run, segments: tuple[Segment, ...]) -> None:
+    def _settle(self, order: StartGeneration, segments: tuple[Segment, ...]) -> None:
         """From here on this rank is in the placement of the order's generation: with its layers, and no other ones."""
         needed = self._layers_in(segments)
         held = self._held
@@ -237,7 +248,7 @@ class Trainer:
         if order.load == "keep" and order.roll_forward is not None:
             self._checkpoint_if_due(order.generation, self._committer)
 
-    def _new_committer(self, held: HeldLayers, order: Run, segments: tuple[Segment, ...]) -> Committer:
+    def _new_committer(self, held: HeldLayers, order: StartGeneration, segments: tuple[Segment, ...]) -> Committer:
         before = self._committer
         committer = Committer(
             worker=self._context.worker,
@@ -257,13 +268,15 @@ class Trainer:
         own = (segment for segment in segments if worker in segment.holders and not segment.tied)
         return {layer for segment in own for layer in segment.layers}
 
-    def _stand_by(self, order: Run, doing: str) -> None:
+    def _stand_by(self, order: StartGeneration, doing: str) -> None:
         """With nothing to do, wait until the generation is over; what others have begun with this rank ends."""
         self._activity.idle(doing)
         while self._client.ended < order.generation:
             time.sleep(_POLL_S)
 
-    def _membership(self, order: Run, segments: tuple[Segment, ...], operations: tuple[Operation, ...]) -> Membership:
+    def _membership(
+        self, order: StartGeneration, segments: tuple[Segment, ...], operations: tuple[Operation, ...]
+    ) -> Membership:
         groups = dict.fromkeys(segment.holders for segment in segments if len(segment.holders) > 1)
         channels = channels_of(self._context.worker, operations)
         if order.transition is not None:
@@ -278,7 +291,11 @@ class Trainer:
         )
 
     def _train(
-        self, order: Run, operations: tuple[Operation, ...], committer: Committer, communicators: Communicators
+        self,
+        order: StartGeneration,
+        operations: tuple[Operation, ...],
+        committer: Committer,
+        communicators: Communicators,
     ) -> bool:
         """Run steps until the end; False where the generation ended before."""
         context = self._context
@@ -299,7 +316,7 @@ class Trainer:
 
     def _run_steps(
         self,
-        order: Run,
+        order: StartGeneration,
         operations: tuple[Operation, ...],
         committer: Committer,
         communicators: Communicators,
@@ -336,7 +353,9 @@ class Trainer:
                 self._checkpoint_if_due(order.generation, committer)
         return True
 
-    def _report(self, order: Run, committer: Committer, applied: AppliedStep, sums: StepSums, step_s: float) -> None:
+    def _report(
+        self, order: StartGeneration, committer: Committer, applied: AppliedStep, sums: StepSums, step_s: float
+    ) -> None:
         self._client.send(
             Committed(
                 generation=order.generation,
@@ -375,7 +394,7 @@ class Trainer:
             }
         self._writer.submit(generation, committer.committed, layers, copy_s=time.perf_counter() - start)
 
-    def _finish(self, order: Run, segments: tuple[Segment, ...], committer: Committer) -> None:
+    def _finish(self, order: StartGeneration, segments: tuple[Segment, ...], committer: Committer) -> None:
         self._submit_checkpoint(order.generation, committer)
         with self._disk.waiting("writing the last checkpoint", order.generation):
             if not self._writer.join(unless=lambda: self._client.ended >= order.generation):

@@ -9,10 +9,10 @@ from itertools import groupby
 
 import torch
 
-from chameleon_ft.control.messages import Transition
+from chameleon_ft.control.wire.messages import Transition
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Communicators
-from chameleon_ft.runtime.faults import FaultInjector
+from chameleon_ft.runtime.fault_injection import FaultInjector
 from chameleon_ft.runtime.layer_messages import (
     IncomingLayers,
     OutgoingLayer,
@@ -21,7 +21,7 @@ from chameleon_ft.runtime.layer_messages import (
     tensor_bytes,
 )
 from chameleon_ft.runtime.layers import HeldLayers
-from chameleon_ft.runtime.room import LayerRoom, Rooms
+from chameleon_ft.runtime.preallocation import Allocation, LayerAllocator
 
 __all__ = ["Mover", "channels_of_transition"]
 
@@ -34,7 +34,7 @@ class Mover:
     Args:
         worker: this rank's worker.
         device: where its layers are.
-        rooms: for layers that come.
+        allocator: for layers that come.
         stand_ins: whether they stand for those of a profile, whose bytes are counted then.
     """
 
@@ -43,14 +43,14 @@ class Mover:
         worker: int,
         device: torch.device,
         *,
-        rooms: Rooms,
+        allocator: LayerAllocator,
         activity: Activity,
         faults: FaultInjector,
         stand_ins: bool = False,
     ) -> None:
         self._worker = worker
         self._device = device
-        self._rooms = rooms
+        self._allocator = allocator
         self._stand_ins = stand_ins
         self._activity = activity
         self._faults = faults
@@ -59,7 +59,9 @@ class Mover:
 
     def begin(self, transition: Transition, held: HeldLayers) -> None:
         """Begin to make room for what comes, and to take the checksums of what goes, which must not change any more."""
-        self._rooms.expect({layer: num_bytes for *_, to, layer, num_bytes in transition.moves if to == self._worker})
+        self._allocator.preallocate(
+            {layer: num_bytes for *_, to, layer, num_bytes in transition.moves if to == self._worker}
+        )
         for _, source, _, layer, num_bytes in transition.moves:
             if source == self._worker and layer not in self._leaving:
                 state = held.state_of(layer)
@@ -68,7 +70,7 @@ class Mover:
 
     def end(self) -> None:
         """Let go of what was begun and has not been used."""
-        self._rooms.drop()
+        self._allocator.drop()
         for layer in self._leaving.values():
             layer.checksums.cancel()
         self._leaving.clear()
@@ -123,7 +125,7 @@ class Mover:
             held=held,
             communicators=communicators,
             device=self._device,
-            rooms=self._rooms,
+            allocator=self._allocator,
             activity=self._activity,
             stand_ins=self._stand_ins,
         )
@@ -153,7 +155,7 @@ class _Exchange:
         held: HeldLayers,
         communicators: Communicators,
         device: torch.device,
-        rooms: Rooms,
+        allocator: LayerAllocator,
         activity: Activity,
         stand_ins: bool,
     ) -> None:
@@ -163,12 +165,12 @@ class _Exchange:
         self._held = held
         self._communicators = communicators
         self._device = device
-        self._rooms = rooms
+        self._allocator = allocator
         self._activity = activity
         self._stand_ins = stand_ins
         self._out: OutgoingLayers | None = None
         self._in: IncomingLayers | None = None
-        self._under_way: deque[LayerRoom] = deque()
+        self._under_way: deque[Allocation] = deque()
         self._slot = 0
         self.slots = max(len(outgoing), len(incoming))
         """Layers that go out or come in, those counted once that do at the same time."""
@@ -207,7 +209,7 @@ class _Exchange:
     def _start(self, index: int) -> None:
         """Start receiving before sending: what is sent is checked meanwhile."""
         if self._in is not None and index < len(self._incoming):
-            room = self._rooms.take(self._incoming[index][3])
+            room = self._allocator.take(self._incoming[index][3])
             self._under_way.append(room)
             parameters = {f"module/{name}": value for name, value in room.module.state_dict().items()}
             self._in.start_next(parameters, room.memory)

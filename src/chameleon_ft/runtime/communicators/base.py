@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from chameleon_ft.control.address import split_address
+from chameleon_ft.control.wire.address import split_address
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.runtime.communicators.c10d import Store, connect_store
 

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.address import join_address, local_address_towards, split_address
+from chameleon_ft.control.wire.address import join_address, local_address_towards, split_address
 from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
 from chameleon_ft.runtime.profiling.exchange import Exchange
 from chameleon_ft.runtime.profiling.links import link_of

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.control.address import join_address
+from chameleon_ft.control.wire.address import join_address
 from chameleon_ft.errors import ChameleonError, ControlError
 from chameleon_ft.runtime.communicators import Channel, Membership, communicators_for
 from chameleon_ft.runtime.communicators.c10d import host_store

@@ -1,0 +1,223 @@
+"""The agent of one host: starts its ranks, reaps them, and ends those that the coordinator gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Coroutine, Sequence
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Protocol
+
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
+
+from chameleon_ft.control.wire.address import local_address_towards
+from chameleon_ft.control.wire.connection import control_connection
+from chameleon_ft.control.wire.messages import (
+    Exit,
+    HostHello,
+    Kill,
+    Message,
+    Probe,
+    ProcessState,
+    Refused,
+    Spawn,
+    WorkerExited,
+    decode,
+    encode,
+)
+from chameleon_ft.errors import ControlError
+
+__all__ = ["Agent", "RankEntry"]
+
+_EXIT_GRACE_S = 5.0  # a rank that is told to exit has nothing left to do
+
+
+class RankEntry(Protocol):
+    """What a rank's process runs."""
+
+    def __call__(
+        self, *, coordinator: str, token: str, worker: int, incarnation: int, host: str, local_index: int
+    ) -> None: ...
+
+
+class Agent:
+    """Serves one coordinator until the run ends or the connection to it is lost.
+
+    Args:
+        coordinator: host:port.
+        slots: workers to run on this host.
+        host: this host's address for the others; None finds the one that faces the coordinator.
+        context: fork server that has everything loaded that a rank needs.
+        entry: what a rank runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        coordinator: str,
+        token: str,
+        slots: int,
+        host: str | None,
+        context: ForkServerContext,
+        entry: RankEntry,
+    ) -> None:
+        self._coordinator = coordinator
+        self._token = token
+        self._slots = slots
+        self._host = host or local_address_towards(coordinator)
+        self._context = context
+        self._entry = entry
+        self._ranks: dict[tuple[int, int], BaseProcess] = {}  # by worker and incarnation
+        self._places: dict[int, int] = {}  # worker -> its number on this host, in all its incarnations
+        self._told_to_exit = False
+        self._coming: set[tuple[int, int]] = set()  # ranks that are to be started
+        self._one_by_one = asyncio.Lock()
+        self._failure: ControlError | None = None  # why a rank could not be started
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
+
+    async def serve(self) -> bool:
+        """Do what the coordinator says; return whether it ended the run, rather than vanish.
+
+        Raises:
+            ControlError: the coordinator does not answer, or does not want this host.
+        """
+        try:
+            async with control_connection(self._coordinator, self._token) as connection:
+                await connection.send(
+                    encode(HostHello(host=f"{socket.gethostname()} ({self._host})", slots=self._slots, pid=os.getpid()))
+                )
+                await self._obey(connection)
+        except (OSError, InvalidHandshake) as error:
+            raise ControlError(
+                f"the coordinator at {self._coordinator} cannot be joined: {error}; check address and token"
+            ) from None
+        finally:
+            await self.end_all()
+        return self._told_to_exit
+
+    async def end_all(self) -> None:
+        """End every rank that is left: those told to exit get a moment, all others none."""
+        self._coming.clear()
+        async with self._one_by_one:
+            pass  # what is being started is there, and nothing comes after it
+        deadline = asyncio.get_running_loop().time() + (_EXIT_GRACE_S if self._told_to_exit else 0.0)
+        while any(rank.is_alive() for rank in self._ranks.values()):
+            if asyncio.get_running_loop().time() >= deadline:
+                self.kill_all()
+            await asyncio.sleep(0.01)
+
+    def kill_all(self) -> None:
+        """Kill every rank at once."""
+        for rank in list(self._ranks.values()):  # one that is being started may come into it meanwhile
+            _kill(rank)
+
+    async def _obey(self, connection: ClientConnection) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            async for text in connection:
+                match message := decode(text):
+                    case Spawn(workers=workers, incarnations=incarnations):
+                        ranks = list(zip(workers, incarnations, strict=True))
+                        self._coming.update(ranks)
+                        # A cold fork server takes its time, in which pings must be answered.
+                        self._do(self._start(ranks, connection))
+                    case Kill(worker=worker):
+                        self._coming = {rank for rank in self._coming if rank[0] != worker}
+                        for (number, _), process in list(self._ranks.items()):
+                            if number == worker:
+                                _kill(process)
+                    case Probe(probe=probe):
+                        for (worker, incarnation), rank in list(self._ranks.items()):
+                            if rank.pid is not None and rank.is_alive():
+                                stopped = _is_stopped(rank.pid)
+                                state = ProcessState(
+                                    probe=probe, worker=worker, incarnation=incarnation, stopped=stopped
+                                )
+                                await connection.send(encode(state))
+                    case Exit():
+                        self._told_to_exit = True
+                        return
+                    case Refused(reason=reason):
+                        raise ControlError(reason)
+                    case _:
+                        raise ControlError(f"an agent does not expect {message.type!r}")
+        if self._failure is not None:
+            raise self._failure
+
+    async def _start(self, ranks: Sequence[tuple[int, int]], connection: ClientConnection) -> None:
+        """Start ranks, unless they are given up meanwhile; leave the coordinator where that cannot be done."""
+        async with self._one_by_one:
+            for worker, incarnation in ranks:
+                if (worker, incarnation) not in self._coming:
+                    continue
+                try:
+                    await asyncio.to_thread(self._spawn, worker, incarnation)
+                except Exception as error:  # noqa: BLE001
+                    self._failure = ControlError(f"worker {worker} cannot be started here: {error}")
+                    await connection.close()
+                    return
+                self._watch(worker, incarnation, connection)
+                if (worker, incarnation) not in self._coming:
+                    _kill(self._ranks[worker, incarnation])
+                self._coming.discard((worker, incarnation))
+
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _spawn(self, worker: int, incarnation: int) -> None:
+        rank = self._context.Process(
+            target=self._entry,
+            name=f"chameleon-worker-{worker}",
+            kwargs={
+                "coordinator": self._coordinator,
+                "token": self._token,
+                "worker": worker,
+                "incarnation": incarnation,
+                "host": self._host,
+                # In a later incarnation on the accelerator of the first one.
+                "local_index": self._places.setdefault(worker, len(self._places)),
+            },
+        )
+        rank.start()
+        self._ranks[worker, incarnation] = rank
+
+    def _watch(self, worker: int, incarnation: int, connection: ClientConnection) -> None:
+        """Have the event loop reap a rank the moment it ends, and tell the coordinator."""
+        loop = asyncio.get_running_loop()
+        rank = self._ranks[worker, incarnation]
+
+        def reap() -> None:
+            loop.remove_reader(rank.sentinel)
+            rank.join()
+            del self._ranks[worker, incarnation]
+            exited = WorkerExited(worker=worker, incarnation=incarnation, exit_code=rank.exitcode or 0)
+            self._do(_try_to_send(connection, exited))
+
+        loop.add_reader(rank.sentinel, reap)
+
+
+async def _try_to_send(connection: ClientConnection, message: Message) -> None:
+    with contextlib.suppress(ConnectionClosed):
+        await connection.send(encode(message))
+
+
+def _is_stopped(pid: int) -> bool:
+    """Tell whether a process is stopped by a signal, from the state that proc_pid_stat(5) gives."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"  # what stands before it, the command, may hold anything
+
+
+def _kill(rank: BaseProcess) -> None:
+    if rank.pid is not None and rank.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, signal.SIGKILL)

@@ -1,0 +1,279 @@
+"""What to do and what every worker is told, from the configuration, the job and the state of the cluster alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from chameleon_ft import recovery
+from chameleon_ft.cluster import Cluster
+from chameleon_ft.config import RunConfig
+from chameleon_ft.control.decisions.calibration import Calibration, Corrections
+from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan, decide
+from chameleon_ft.control.decisions.transition import placement_of
+from chameleon_ft.control.formatting import describe_pipelines
+from chameleon_ft.control.job_info import JobInfo, OperationRate
+from chameleon_ft.control.state.active_plan import ActivePlan
+from chameleon_ft.control.wire.messages import OperationTimes, StartGeneration, Transition
+from chameleon_ft.estimate import StallModel
+from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
+from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.profiles import Profile, costs_of_run
+from chameleon_ft.recovery import FailureModel, in_flight_ceiling
+from chameleon_ft.schedule import CostModel, best_program, check_program
+from chameleon_ft.sync import gradient_rounds, gradient_segments, tied_segments
+from chameleon_ft.transfer import Transfer, transfer_s
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Makes the decisions of one run, by the times of operations, steps and transfers that were observed in it.
+
+    `profile` says what operations and links cost, `plan` what to start with; without them it is what workers report,
+    and the layout of the configuration. In every call, `hosts` gives the host of each worker that has joined.
+    """
+
+    def __init__(
+        self, config: RunConfig, job: JobInfo, *, profile: Profile | None = None, plan: Plan | None = None
+    ) -> None:
+        self._config = config
+        self._job = job
+        self._profile = profile
+        self._plan = plan
+        self._seen = Calibration(knows_layers=profile is not None)
+
+    def start(self, workers: Sequence[int], *, checkpoint: int | None) -> RecoveryPlan:
+        """Begin with the layout of the configuration, at `checkpoint` or with fresh weights at step 0."""
+        plan = self._layout(workers) if self._plan is None else self._plan
+        depth = max(len(route.hops) for route in plan.routes)
+        return RecoveryPlan(
+            plan=plan,
+            ceiling=in_flight_ceiling(plan.workers, depth),
+            first_step=0 if checkpoint is None else checkpoint,
+            load="initial" if checkpoint is None else checkpoint,
+            roll_forward=None,
+            policy="start",
+            action="start",
+        )
+
+    def _layout(self, workers: Sequence[int]) -> Plan:
+        parallel = self._config.parallel
+        return data_pipeline_plan(
+            layer_costs=self._job.relative_costs if self._profile is None else self._profile.relative_costs,
+            dp=parallel.dp,
+            pp=parallel.pp,
+            micro_batches=self._config.batch.micro_batches,
+            workers=workers,
+            split_backward=parallel.split_backward,
+        )
+
+    def measure(self, worker: int, times: OperationTimes) -> None:
+        """Take in how long the operations of a worker of the plan took in a step."""
+        self._seen.operations(worker, times)
+
+    def stepped(self, step_s: float) -> None:
+        """Take in how long a step took."""
+        self._seen.step(step_s)
+
+    def transferred(self, transfer: Transfer, observed_s: float, hosts: Mapping[int, str]) -> None:
+        """Take in how long a transfer took."""
+        expected_s = transfer_s(transfer.rounds, self._reference(hosts).cluster)
+        self._seen.transfer(expected_s=expected_s, observed_s=observed_s)
+
+    def context(
+        self,
+        in_force: ActivePlan | RecoveryPlan,
+        live: Collection[int],
+        hosts: Mapping[int, str],
+        *,
+        phases: StallModel,
+        repeat_s: float,
+        unsaved: int = 0,
+        held: Mapping[int, Collection[int]] | None = None,
+    ) -> recovery.Situation:
+        """The situation in numbers, when only `live` are left of the workers.
+
+        Args:
+            in_force: whose placement the workers hold.
+            phases: what the stall will take, transfers left out.
+            repeat_s: seconds of work of the interrupted step that is done again.
+            unsaved: steps since the newest complete checkpoint.
+            held: live worker -> the layers that it holds; None: its part of the placement in force.
+        """
+        costs = self._costs(hosts)
+        cluster = costs.cluster
+        workers = tuple(worker for worker in cluster.workers if worker.id in live)
+        every = self._config.checkpoint.every
+        # Costs of a replay, which only runs with checkpoints need.
+        step_s = self._seen.step_s(costs) if every else 0.0
+        return recovery.Situation(
+            plan=in_force.plan,
+            ceiling=in_force.ceiling,
+            costs=CostModel(costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host)),
+            phases=phases,
+            repeat_s=repeat_s,
+            restart_s=self._config.recovery.restart_s,
+            has_checkpoints=every > 0,
+            checkpoints=recovery.Checkpoints(unsaved_s=unsaved * step_s, longest_s=every * step_s),
+            step_factor=self._seen.unexplained(costs),
+            transfer_factor=self._seen.transfers,
+            holdings=None if held is None else placement_of(held, in_force.plan.placement.num_layers),
+        )
+
+    def go_on(
+        self,
+        cluster: ClusterState,
+        context: recovery.Situation,
+        rate: FailureModel,
+        *,
+        prepared: recovery.Decision | None,
+        decide_s: Callable[[], float] | None = None,
+    ) -> RecoveryPlan:
+        """Decide what follows a loss or a join; see `decide`, also for what it raises."""
+        decision = decide(cluster, context, policy=self.policy, rate=rate, prepared=prepared, decide_s=decide_s)
+        if decision.weighed is not None:
+            context = replace(context, phases=decision.weighed.phases)
+        return replace(decision, known=self.known(cluster.committed, context, rate))
+
+    def known(self, step: int, context: recovery.Situation, rate: FailureModel) -> dict[str, object]:
+        """What a decision in this step is made from, in JSON values."""
+        used = replace(self._corrections, step=context.step_factor, transfer=context.transfer_factor)
+        return _known(step, context, rate, used)
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy of the run."""
+        return self._config.recovery.policy
+
+    def require_costs(self, hosts: Mapping[int, str]) -> None:
+        """Raise ProfileError where the run's profile does not say what a step costs on these workers."""
+        self._costs(hosts)
+
+    def orders(
+        self, decision: RecoveryPlan, hosts: Mapping[int, str], *, generation: int, store_port: int
+    ) -> tuple[GenerationPlan, dict[int, StartGeneration]]:
+        """Return what the generation does, checked that it can be run, and what each worker of the plan is told.
+
+        Raises ProgramError if the program breaks a rule; no worker must be told to run it.
+        """
+        plan = decision.plan
+        costs = self._costs(hosts)
+        program = decision.program or best_program(plan, costs, ceiling=decision.ceiling).program
+        if not decision.prepared:
+            check_program(program, plan)
+        planned = GenerationPlan(
+            generation=generation,
+            first_step=decision.first_step,
+            plan=plan,
+            program=program,
+            costs=costs,
+            costs_from=self._costs_from,
+        )
+        self._seen.begin(plan, program, self._reference(hosts))
+        tied = costs.workload.tied_layers
+        every = (*gradient_segments(plan.placement), *tied_segments(plan.placement, tied))
+        alone = (segment for segment in every if len(segment.holders) == 1)
+        segments = tuple(
+            (segment.layers.start, segment.layers.stop, segment.holders, segment.tied)
+            for segment in (*gradient_rounds(plan.placement, tied).order, *alone)
+        )
+        return planned, {
+            worker: StartGeneration(
+                generation=generation,
+                members=plan.workers,
+                store_port=store_port,
+                first_step=decision.first_step,
+                operations=StartGeneration.pack_operations(program.records_of(worker)),
+                segments=segments,
+                roll_forward=decision.roll_forward,
+                load=decision.load,
+                transition=_part_in(decision, worker, costs),
+            )
+            for worker in decision.everyone
+        }
+
+    def describe(self, decision: RecoveryPlan, *, run: str, generation: int) -> RunInfo:
+        """Describe what is trained, on what, by which workers, and from which step."""
+        plan = decision.plan
+        return RunInfo(
+            model=self._job.model,
+            data=self._job.data,
+            run=run,
+            pipelines=tuple(dict.fromkeys(tuple(hop.worker for hop in route.hops) for route in plan.routes)),
+            stages=tuple(f"{hop.layers.start}-{hop.layers.stop - 1}" for hop in plan.routes[0].hops),
+            first_step=decision.first_step,
+            steps=self._config.steps,
+            generation=generation,
+            checkpoint=decision.load if isinstance(decision.load, int) else None,
+        )
+
+    def _costs(self, hosts: Mapping[int, str]) -> CostModel:
+        """What the run knows now of what things cost."""
+        if self._profile is not None:
+            return self._corrections.applied(self._reference(hosts))
+        rates = self._seen.rates
+        # One rate for all but the slow: a worker that was slow in one step need not be slow in the next.
+        rate = OperationRate() if rates is None else OperationRate(*rates)
+        return self._corrections.applied(self._job.costs(self._config, hosts, rate))
+
+    def _reference(self, hosts: Mapping[int, str]) -> CostModel:
+        """What observations are compared with: the profile, or where there is none a second for the whole model."""
+        if self._profile is not None:
+            costs = costs_of_run(self._config, self._profile, hosts)
+            # The layers of emulated devices stand for those of the profile, and so do their bytes.
+            return costs if self._config.device == "emulated" else self._job.completed(costs)
+        return self._job.costs(self._config, hosts, OperationRate(forward_s=1.0, backward_s=1.0))
+
+    @property
+    def _costs_from(self) -> CostsFrom:
+        if self._profile is None:
+            return "assumed" if self._seen.rates is None else "measured"
+        return "profile" if self._seen.rates is None else "corrected"
+
+    @property
+    def _corrections(self) -> Corrections:
+        """Of what things cost; those of steps and transfers as a whole are in the context."""
+        return Corrections(operations=1.0 if self._profile is None else self._seen.both, slow=self._seen.slow())
+
+
+def _known(step: int, context: recovery.Situation, rate: FailureModel, corrections: Corrections) -> dict[str, object]:
+    """The fields of the event `decision` that say what was known; see docs/files.md."""
+    phases = context.phases
+    return {
+        "step": step,
+        "lost": list(context.lost),
+        "live": len(context.live),
+        "plan": describe_pipelines(context.plan),
+        "rate": {
+            "failures": rate.failures,
+            "incidents": rate.incidents,
+            "together": {str(size): count for size, count in sorted(rate.together.items())},
+            "bursts": rate.bursts,
+            "worker_s": rate.worker_s,
+            "prior_failures": rate.prior_failures,
+            "worker_mtbf_s": rate.worker_mtbf_s,
+            "host_share": rate.host_share if len(set(context.costs.cluster.hosts.values())) > 1 else None,
+        },
+        "stall": {
+            "repeat_s": context.repeat_s,
+            "detect_s": phases.detect_s,
+            "stop_s": phases.stop_s,
+            "decide_s": phases.decide_s,
+            "regroup_s": phases.regroup_s,
+            "restart_s": context.return_s,
+        },
+        "corrections": corrections.to_json(),
+    }
+
+
+def _part_in(decision: RecoveryPlan, worker: int, costs: CostModel) -> Transition | None:
+    """What the transition, if there is one, asks of a worker."""
+    planned = decision.transition
+    if planned is None:
+        return None
+    return Transition(
+        everyone=planned.everyone,
+        keep=planned.keep[worker],
+        moves=planned.moves_of(worker, costs.workload.layers),
+    )

@@ -1,0 +1,55 @@
+"""The ways to notice a failure, one file each, and the registry of all of them.
+
+A new detector is a file with a frozen value that follows `base.Detector`, and a field of `Detectors`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from chameleon_ft.config import Timeouts
+from chameleon_ft.control.detectors.base import Detector, Finding, Signal
+from chameleon_ft.control.detectors.connection import ConnectionDetector
+from chameleon_ft.control.detectors.crash import CrashDetector
+from chameleon_ft.control.detectors.peer_failure import PeerFailureDetector
+from chameleon_ft.control.detectors.process_exit import ProcessExitDetector
+from chameleon_ft.control.detectors.quiesce_timeout import QuiesceTimeout
+from chameleon_ft.control.detectors.watchdog import Watchdog
+
+__all__ = ["Detectors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Detectors:
+    """All detectors of a run; each field is one."""
+
+    process_exit: ProcessExitDetector
+    connection: ConnectionDetector
+    crash: CrashDetector
+    quiesce_timeout: QuiesceTimeout
+    watchdog: Watchdog
+    peer_failure: PeerFailureDetector
+
+    @classmethod
+    def with_timeouts(cls, timeouts: Timeouts) -> Self:
+        """Return the detectors of a run that has not begun."""
+        return cls(
+            ProcessExitDetector(),
+            ConnectionDetector(),
+            CrashDetector(),
+            QuiesceTimeout(timeouts.collective_s),
+            Watchdog(timeouts),
+            PeerFailureDetector(),
+        )
+
+    def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
+        """Give a signal to every detector; return them after it, and what they find, in the order of the fields."""
+        after: list[Any] = []
+        findings: list[Finding] = []
+        for field in fields(self):
+            detector: Detector = getattr(self, field.name)
+            detector, found = detector.observe(signal)
+            after.append(detector)
+            findings += found
+        return type(self)(*after), tuple(findings)

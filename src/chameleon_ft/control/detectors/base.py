@@ -1,0 +1,198 @@
+"""The interface of failure detectors: the signals they are given and the findings they return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeAlias
+
+from chameleon_ft.control.wire.messages import Departure, Position, ProcessState
+from chameleon_ft.observe import NoticedBy
+
+__all__ = [
+    "ConnectionEnded",
+    "Detector",
+    "ErrorReported",
+    "Fatal",
+    "Finding",
+    "LossConfirmed",
+    "Lost",
+    "MessageFailed",
+    "NoWorkerLost",
+    "Note",
+    "OperationsTimed",
+    "ProbeAnswered",
+    "ProcessExited",
+    "Progressed",
+    "SendProbe",
+    "Signal",
+    "StepCommitted",
+    "StopRequested",
+    "Ticked",
+]
+
+
+# --- signals: times are monotonic seconds ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExited:
+    """An agent reaped a worker's process."""
+
+    worker: int
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionEnded:
+    """A worker's control connection is gone."""
+
+    worker: int
+    how: Departure
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReported:
+    """A rank ends itself because of an error in its own code.
+
+    Attributes:
+        step: the step that is being run.
+        since_step: steps that had been committed when the worker could take part; None if it does not yet.
+        log: the worker's log file.
+    """
+
+    worker: int
+    error: str
+    step: int
+    since_step: int | None
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswered:
+    """A worker, or its agent, answered a probe."""
+
+    worker: int
+    answer: Position | ProcessState
+
+
+@dataclass(frozen=True, slots=True)
+class OperationsTimed:
+    """A worker's longest operation of a step took this long."""
+
+    longest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommitted:
+    """A step was committed."""
+
+    at_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """Orders were given, or a worker began to carry them out."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """Every live worker was told to quiesce."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFailed:
+    """A message of `reporter` with `peer` failed; None if the operation does not tell with which."""
+
+    reporter: int
+    peer: int | None
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoWorkerLost:
+    """Every worker of `generation` has quiesced, although messages of it failed."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfirmed:
+    """A loss explains the messages that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time went on. `held_up_s` seconds of it the coordinator itself was not running, which no worker is to blame for.
+
+    Attributes:
+        unquiesced: live workers that were told to quiesce and have not.
+    """
+
+    at_s: float
+    held_up_s: float
+    unquiesced: tuple[int, ...]
+
+
+Signal: TypeAlias = (
+    ProcessExited
+    | ConnectionEnded
+    | ErrorReported
+    | ProbeAnswered
+    | OperationsTimed
+    | StepCommitted
+    | Progressed
+    | StopRequested
+    | MessageFailed
+    | NoWorkerLost
+    | LossConfirmed
+    | Ticked
+)
+
+# --- findings --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A worker has to be given up."""
+
+    worker: int
+    noticed_by: NoticedBy
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """The run cannot continue."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendProbe:
+    """All workers and agents are to be asked for their state."""
+
+    probe: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """An event to be recorded."""
+
+    event: str
+    fields: Mapping[str, Any]
+
+
+Finding: TypeAlias = Lost | Fatal | SendProbe | Note
+
+
+class Detector(Protocol):
+    """One way to notice a failure: a frozen value that turns signals into findings. Reads no clock."""
+
+    def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
+        """Return the detector after a signal, and what it finds; signals that it does not use change nothing."""

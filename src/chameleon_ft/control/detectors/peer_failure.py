@@ -1,0 +1,84 @@
+"""Messages fail although every worker is there: a bad network card, a cut between two hosts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Final, Self
+
+from chameleon_ft.control.detectors.base import (
+    Fatal,
+    Finding,
+    LossConfirmed,
+    Lost,
+    MessageFailed,
+    Note,
+    NoWorkerLost,
+    Signal,
+    StepCommitted,
+)
+from chameleon_ft.plan.frozen_map import FrozenMap
+
+__all__ = ["PeerFailureDetector"]
+
+_UNEXPLAINED_RETRIES: Final = 3  # generations that may fail in a row without a culprit
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailureDetector:
+    """Gives up the worker that most failed messages have in common.
+
+    A failed message speaks against both its ends. What speaks against a worker is remembered until the run commits a
+    step, so that a bad one that reports first, and another peer each time, is found out.
+
+    Attributes:
+        reports: of the generation that is ending.
+        against: worker -> failed messages that it was an end of, over the generations since the last committed step.
+        unexplained: generations in a row that ended without a named peer.
+        last_error: the reason in the newest report.
+    """
+
+    reports: tuple[MessageFailed, ...] = ()
+    against: Mapping[int, int] = FrozenMap({})
+    unexplained: int = 0
+    last_error: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "against", FrozenMap(self.against))
+
+    def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
+        """See `Detector`."""
+        match signal:
+            case MessageFailed():
+                return replace(self, reports=(*self.reports, signal), last_error=signal.error), ()
+            case LossConfirmed():
+                return replace(self, reports=()), ()
+            case StepCommitted():
+                return replace(self, reports=(), against={}, unexplained=0), ()
+            case NoWorkerLost(generation=generation):
+                after, finding = self._suspect()
+                reports = [asdict(report) for report in self.reports]
+                note = Note("messages_failed", {"generation": generation, "reports": reports})
+                return after, (note,) if finding is None else (note, finding)
+        return self, ()
+
+    def _suspect(self) -> tuple[Self, Finding | None]:
+        """Name the worker to give up; without a named peer the generation is tried again, a few times."""
+        pairs = [(report.reporter, report.peer) for report in self.reports if report.peer is not None]
+        if not pairs:
+            unexplained = self.unexplained + 1
+            after = replace(self, reports=(), unexplained=unexplained)
+            if unexplained <= _UNEXPLAINED_RETRIES:
+                return after, None
+            return after, Fatal(
+                f"messages failed {unexplained} times in a row though no worker is lost, at last because "
+                f"{self.last_error}; check that the workers reach each other at the addresses of --host"
+            )
+        against = Counter(self.against)
+        against.update(worker for pair in pairs for worker in pair)
+        named = Counter(peer for _, peer in pairs)
+        suspect = max({w for pair in pairs for w in pair}, key=lambda w: (against[w], named[w], w))
+        del against[suspect]
+        lost = Lost(suspect, "peer", f"messages with it failed: {self.last_error}")
+        return replace(self, reports=(), against=against), lost

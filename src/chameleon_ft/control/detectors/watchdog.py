@@ -1,0 +1,115 @@
+"""A worker is alive and stuck, among others that only wait for it.
+
+When no step is committed for longer than one takes, every worker is asked what it is doing, and every agent whether its
+processes are stopped. A worker whose process is stopped is hung, and so is one that computes a single operation for
+many times longer than such operations take. One that waits for another is innocent. One that does not answer may only
+be starved of processor time; if it stays silent, its heartbeats stop.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from typing import Final, Self
+
+from chameleon_ft.config import Timeouts
+from chameleon_ft.control.detectors.base import (
+    Finding,
+    Lost,
+    OperationsTimed,
+    ProbeAnswered,
+    Progressed,
+    SendProbe,
+    Signal,
+    StepCommitted,
+    StopRequested,
+    Ticked,
+)
+from chameleon_ft.control.wire.messages import Position, ProcessState
+
+__all__ = ["Watchdog"]
+
+_STEPS: Final = 20  # recent steps whose median is the expected step time
+_PATIENCE: Final = 1.25  # steps of silence before the first probe,
+_PATIENCE_MIN_S: Final = 0.1  # and not at every hiccup of very short steps
+_FORGET: Final = 0.99  # how much of the longest operation is left when a worker reports shorter ones
+_PROBE_EVERY: Final = 0.5  # steps between two probes
+
+
+@dataclass(frozen=True, slots=True)
+class Watchdog:
+    """Probes the workers when no progress is made, and gives up those whose answer shows that they are stuck.
+
+    Attributes:
+        steps_s: durations of recent steps, oldest first.
+        longest_operation_s: the longest recent operation; 0 before the first.
+        progress_at_s: when progress was made last, in monotonic seconds.
+        probed_at_s: when the last probe was sent; None since progress was made.
+        probe: its number.
+    """
+
+    timeouts: Timeouts
+    steps_s: tuple[float, ...] = ()
+    longest_operation_s: float = 0.0
+    progress_at_s: float = 0.0
+    probed_at_s: float | None = None
+    probe: int = 0
+
+    def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
+        """See `Detector`."""
+        match signal:
+            case OperationsTimed(longest_s=longest_s):
+                longest_operation_s = max(longest_s, _FORGET * self.longest_operation_s)
+                return replace(self, longest_operation_s=longest_operation_s), ()
+            case StepCommitted(at_s=at_s, step_s=step_s):
+                steps_s = (*self.steps_s, step_s)[-_STEPS:]
+                return replace(self, steps_s=steps_s, progress_at_s=at_s, probed_at_s=None), ()
+            case Progressed(at_s=at_s) | StopRequested(at_s=at_s):
+                return replace(self, progress_at_s=at_s, probed_at_s=None), ()
+            case ProbeAnswered(worker=worker, answer=answer):
+                cause = self._hang(answer)
+                return self, () if cause is None else (Lost(worker, "watchdog", cause),)
+            case Ticked(at_s=at_s, held_up_s=held_up_s):
+                forgiving = self
+                if held_up_s:
+                    forgiving = replace(self, progress_at_s=self.progress_at_s + held_up_s)
+                return forgiving._probed(at_s)
+        return self, ()
+
+    @property
+    def step_s(self) -> float:
+        """Median time of recent steps; 0 before the first."""
+        return statistics.median(self.steps_s) if self.steps_s else 0.0
+
+    def _probed(self, now: float) -> tuple[Self, tuple[Finding, ...]]:
+        """Send a probe if it is time for one."""
+        patience_s = self._patience_s
+        if now - self.progress_at_s < patience_s:
+            return self, ()
+        if self.probed_at_s is not None and now - self.probed_at_s < max(_PATIENCE_MIN_S, _PROBE_EVERY * patience_s):
+            return self, ()
+        return replace(self, probe=self.probe + 1, probed_at_s=now), (SendProbe(self.probe + 1),)
+
+    def _hang(self, answer: Position | ProcessState) -> str | None:
+        """Describe how a worker hangs, by its answer or its agent's; None if it does not, or if the answer is old."""
+        if answer.probe != self.probe or self.probed_at_s is None:
+            return None
+        match answer:
+            case ProcessState(stopped=True):
+                return "hung: its process is stopped"
+            case Position(waiting=False, since_s=since_s) if since_s > self._operation_limit_s:
+                return f"hung: in {answer.doing} for {since_s:.1f} s"
+        return None
+
+    @property
+    def _patience_s(self) -> float:
+        # Before the first step nothing is known, and first steps are slow: heartbeats have to do.
+        if not self.steps_s:
+            return self.timeouts.collective_s
+        return max(_PATIENCE_MIN_S, _PATIENCE * self.step_s)
+
+    @property
+    def _operation_limit_s(self) -> float:
+        if not self.longest_operation_s:
+            return self.timeouts.rendezvous_s
+        return max(self.timeouts.watchdog_min_s, self.timeouts.watchdog_factor * self.longest_operation_s)

@@ -1,0 +1,76 @@
+"""The next state of a run while an event is being handled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from chameleon_ft.control.commands import Command, OtherRecord, Record, Send
+from chameleon_ft.control.events import Moment
+from chameleon_ft.control.state.members import Worker
+from chameleon_ft.control.state.state import State
+from chameleon_ft.control.wire.messages import Message
+from chameleon_ft.observe import OutcomeRecord
+
+__all__ = ["Draft"]
+
+
+class Draft:
+    """Collects the changes and commands that one event leads to.
+
+    State is replaced, never changed, and a draft does not outlive the event: seen from outside, handling it is a pure
+    function. So the handlers read like ordinary code, and need not pass states and commands to each other.
+
+    Attributes:
+        state: as far as the event has been handled.
+        at: the time of the event.
+        commands: in the order in which they are to be carried out.
+    """
+
+    def __init__(self, state: State, at: Moment) -> None:
+        self.state = state
+        self.at = at
+        self.commands: list[Command] = []
+
+    def set(self, **changes: Any) -> None:
+        """Replace fields of the state."""
+        self.state = replace(self.state, **changes)
+
+    def do(self, *commands: Command) -> None:
+        """Add commands."""
+        self.commands += commands
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write down an event that has no record type of its own."""
+        self.do(Record(OtherRecord(event, fields)))
+
+    def record_outcome(self, outcome: OutcomeRecord | None) -> None:
+        """Write down the outcome of a decision, if there is one."""
+        if outcome is not None:
+            self.do(Record(outcome))
+
+    def send(self, worker: int, message: Message) -> None:
+        """Send to one worker, if it is connected."""
+        if (connection := self.state.members[worker].connection) is not None:
+            self.do(Send(connection, message))
+
+    def tell_live(self, message: Message) -> None:
+        """Send to every live worker."""
+        for worker in self.state.members:
+            if worker.is_live:
+                self.send(worker.id, message)
+
+    def tell_agents(self, message: Message) -> None:
+        """Send to every agent."""
+        self.do(*(Send(agent, message) for agent in self.state.members.agents))
+
+    def tell_all(self, message: Message) -> None:
+        """Send to all that are connected: workers, those that do not take part yet included, and agents."""
+        for worker in self.state.members:
+            if not worker.lost:
+                self.send(worker.id, message)
+        self.tell_agents(message)
+
+    def change_worker(self, worker: Worker, **changes: Any) -> None:
+        """Replace fields of one incarnation of a worker."""
+        self.set(members=self.state.members.changed(worker, **changes))

@@ -1,0 +1,393 @@
+"""From one generation to the next: a worker is lost, all others quiesce, it is decided, the next one is launched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chameleon_ft.control import commands, events
+from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan
+from chameleon_ft.control.decisions.request import LossRequest
+from chameleon_ft.control.detectors import base as signals
+from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.active_plan import ActivePlan
+from chameleon_ft.control.state.incident import Incident, Loss
+from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.wire import messages
+from chameleon_ft.observe import NoticedBy, RunStatus
+
+__all__ = [
+    "decided",
+    "decision_failed",
+    "detect",
+    "end",
+    "launched",
+    "paused",
+    "peer_failed",
+    "quiesced",
+    "started",
+    "switched",
+]
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def detect(draft: Draft, signal: signals.Signal) -> None:
+    """Give a signal to all detectors, and act on what they find."""
+    detectors, findings = draft.state.detectors.observe(signal)
+    draft.set(detectors=detectors)
+    for finding in findings:
+        match finding:
+            case signals.Lost(worker=worker, noticed_by=noticed_by, cause=cause):
+                _lose(draft, worker, noticed_by, cause)
+            case signals.Fatal(reason=reason):
+                end(draft, "failed", reason)
+            case signals.SendProbe(probe=probe):
+                draft.tell_live(messages.Probe(probe=probe))
+                draft.tell_agents(messages.Probe(probe=probe))
+            case signals.Note(event=event, fields=fields):
+                draft.record(event, **fields)
+
+
+def _lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
+    """Give up a worker: fence it, and go on without it."""
+    worker = draft.state.members[number]
+    if worker.lost or draft.state.phase is Phase.OVER:
+        return
+    draft.set(members=draft.state.members.fence(number), scale_up=draft.state.scale_up.without(number))
+    if worker.agent is not None:
+        draft.do(commands.Send(worker.agent, messages.Kill(worker=number)))
+    if worker.connection is not None:
+        draft.do(commands.Drop(worker.connection))
+    state = draft.state
+    if state.phase is Phase.GATHERING:
+        end(draft, "failed", f"worker {number} ended before the run began: {cause}; see {state.settings.logs}")
+        return
+    _count_death(draft, number, steps=0 if worker.first_step is None else state.committed - worker.first_step)
+    if not worker.takes_part:
+        draft.record(
+            "join_failed",
+            worker=number,
+            incarnation=worker.incarnation,
+            cause=(cause := worker.crash or cause),
+            message=f"worker {number} was lost before it took part: {cause}",
+        )
+        return
+    fault = state.fault_of(worker)
+    loss = Loss(
+        worker=number,
+        step=state.committed,
+        noticed_by=noticed_by,
+        cause=cause,
+        noticed_at=draft.at.unix_s,
+        failed_at=None if fault is None else fault.time,
+        incarnation=worker.incarnation,
+    )
+    hosts = state.hosts()
+    left = [hosts.get(each, "") for each in state.members.live()]
+    draft.set(
+        incident=state.incident.with_loss(loss),
+        history=state.history.failed(hosts.get(number, ""), left, draft.at.monotonic_s),
+    )
+    _continue_without(draft, number)
+
+
+def _count_death(draft: Draft, worker: int, *, steps: int) -> None:
+    before = draft.state.respawns
+    after = before.died(worker, steps=steps)
+    draft.set(respawns=after)
+    if after.is_blocked(worker) and not before.is_blocked(worker):
+        deaths = after.deaths[worker]
+        times = "once" if deaths == 1 else f"{deaths} times"
+        draft.record(
+            "blocklisted",
+            worker=worker,
+            deaths=deaths,
+            message=f"worker {worker} was lost {times} and is not taken again; see recovery.max_respawns",
+        )
+
+
+def _continue_without(draft: Draft, worker: int) -> None:
+    """Go on without a worker that is fenced and recorded."""
+    state = draft.state
+    if state.phase in (Phase.STOPPING, Phase.DECIDING):
+        # What is being decided is void: its survivors are not those that are left.
+        draft.set(
+            phase=Phase.STOPPING,
+            quiesced={each: report for each, report in state.quiesced.items() if each != worker},
+        )
+        _decide_if_quiesced(draft)
+    elif state.is_needed(worker):
+        if worker not in state.finished:
+            _stop(draft)
+    elif state.phase is Phase.TRAINING:
+        assert state.active is not None
+        spared = replace(
+            state.active,
+            first_step=state.committed,
+            policy="none",
+            action="it was a spare: nothing changes",
+            moved=None,
+            lost_layers=(),
+        )
+        _record_incident(draft, spared)
+
+
+# --- stopping --------------------------------------------------------------------------------------------------------
+
+
+def peer_failed(draft: Draft, worker: int, message: messages.PeerFailed) -> None:
+    """A message of a worker has failed."""
+    active = draft.state.active
+    known = active is not None and message.peer in active.everyone
+    detect(draft, signals.MessageFailed(worker, message.peer if known else None, message.error))
+    if draft.state.phase in (Phase.TRAINING, Phase.REGROUPING):
+        _stop(draft)
+
+
+def paused(draft: Draft, message: messages.Committed) -> None:
+    """The step is over after which all were told to pause."""
+    state = draft.state
+    if state.phase is Phase.TRAINING and message.generation == state.generation:
+        draft.set(incident=replace(state.incident, paused=True), at_boundary=True)
+        _stop(draft)
+
+
+def _stop(draft: Draft) -> None:
+    """End the generation: all workers leave what they are doing and report what they hold."""
+    state = draft.state
+    draft.set(
+        generation=state.generation + 1,
+        phase=Phase.STOPPING,
+        scale_up=replace(state.scale_up, is_pausing=False),
+        incident=replace(state.incident, ended_at=state.incident.ended_at or draft.at.unix_s),
+        quiesced={},
+        finished=frozenset(),
+    )
+    draft.tell_live(messages.Stop(generation=draft.state.generation))
+    detect(draft, signals.StopRequested(draft.at.monotonic_s))
+    _decide_if_quiesced(draft)
+
+
+def quiesced(draft: Draft, worker: int, message: messages.Quiesced) -> None:
+    """A worker has left its operations and reports what it holds."""
+    if draft.state.phase is Phase.STOPPING:
+        draft.set(quiesced={**draft.state.quiesced, worker: message})
+        _decide_if_quiesced(draft)
+
+
+# --- deciding --------------------------------------------------------------------------------------------------------
+
+
+def _decide_if_quiesced(draft: Draft) -> None:
+    """Once all survivors have quiesced, ask for a decision."""
+    state = draft.state
+    live = state.members.live()
+    if state.phase is not Phase.STOPPING or not state.quiesced.keys() >= set(live):
+        return
+    assert state.active is not None
+    draft.set(at_boundary=False)
+    if not state.at_boundary and set(live).issuperset(state.active.everyone):
+        detect(draft, signals.NoWorkerLost(state.generation - 1))
+        if draft.state.phase is not Phase.STOPPING or draft.state.members.live() != live:
+            return  # a culprit was given up, and what follows from that has been done
+    detect(draft, signals.LossConfirmed())
+    if not live:
+        end(draft, "failed", "no worker is left")
+        return
+    _decide(draft)
+
+
+def _decide(draft: Draft) -> None:
+    state = draft.state
+    live = state.members.live()
+    incident = replace(state.incident, stopped_at=draft.at.unix_s, switched=None, weighed_at=0.0)
+    # If one has switched, all have confirmed; if none has, all have what they had before.
+    has_switched = any(report.placed == state.generation - 1 for report in state.quiesced.values())
+    in_force = state.active if has_switched else state.in_force
+    assert in_force is not None
+    phases, repeat_s = incident.stall_so_far(state.outcomes.since, state.history.phases(looked_up=False))
+    draft.set(phase=Phase.DECIDING, incident=incident, in_force=in_force, question=state.question + 1)
+    draft.do(
+        commands.Decide(
+            draft.state.question,
+            LossRequest(
+                in_force=in_force,
+                live=live,
+                hosts=state.members.hosts(),
+                phases=phases,
+                repeat_s=repeat_s,
+                rate=state.history.rate,
+                stopped_at=incident.stopped_at,
+                hand_out_s=state.history.hand_out_s(looked_up=False),
+                looked_up_hand_out_s=state.history.hand_out_s(looked_up=True),
+                scale_up=state.scale_up.prepared,
+            ),
+            ClusterState(
+                plan=in_force.plan,
+                live=live,
+                quiesced=state.quiesced,
+                committed=state.committed,
+                last_vote=state.last_vote,
+                newcomers=state.scale_up.newcomers,
+            ),
+        )
+    )
+
+
+def decided(draft: Draft, event: events.Decided) -> None:
+    """It is decided how to start, or how to continue."""
+    state, plan = draft.state, event.plan
+    if state.phase not in (Phase.GATHERING, Phase.DECIDING) or event.question != state.question:
+        return  # a loss has overtaken it
+    if plan.weighed is not None:
+        draft.set(incident=replace(state.incident, weighed_at=event.weighed_at, looked_up=event.looked_up))
+        fields = plan.to_json()
+        draft.record(
+            "decision",
+            generation=state.generation,
+            trigger="loss" if fields["lost"] else "join",
+            search_s=draft.at.unix_s - state.incident.stopped_at,
+            **fields,
+        )
+        chosen = plan.weighed.chosen
+        outcomes, outcome = state.outcomes.decided(
+            generation=state.generation,
+            policy=plan.policy,
+            predicted_step_s=None if chosen is None else chosen.step_s,
+            predicted_stall_s=None if chosen is None else chosen.stall_s,
+            repeated_steps=max(0, state.committed - plan.first_step),
+            now=draft.at.unix_s,
+        )
+        draft.set(outcomes=outcomes)
+        draft.record_outcome(outcome)
+    _launch(draft, plan)
+
+
+def decision_failed(draft: Draft, event: events.DecisionFailed) -> None:
+    """The run cannot continue."""
+    if event.question == draft.state.question:
+        end(draft, "failed", event.reason)
+
+
+# --- the next generation ---------------------------------------------------------------------------------------------
+
+
+def _launch(draft: Draft, plan: RecoveryPlan) -> None:
+    """Give every member of the plan its orders for the current generation."""
+    state, active = draft.state, plan.active()
+    draft.set(
+        phase=Phase.REGROUPING,
+        active=active,
+        in_force=active if active.moved is None else state.in_force,
+        committed=plan.first_step,
+        finished=frozenset(),
+        checkpoints=state.checkpoints if plan.load == "keep" else state.checkpoints.forgotten(state.generation),
+    )
+    detect(draft, signals.Progressed(draft.at.monotonic_s))
+    scale_up, let_down = state.scale_up.let_down(active.everyone)
+    draft.set(scale_up=scale_up)
+    connections = {worker: state.members[worker].connection for worker in active.everyone}
+    draft.do(
+        commands.Launch(
+            question=state.question,
+            generation=state.generation,
+            plan=plan,
+            hosts=state.members.hosts(),
+            connections={worker: each for worker, each in connections.items() if each is not None},
+            is_first=state.active is None,
+        )
+    )
+    for worker in let_down:
+        draft.send(worker, messages.Preallocate(layers=()))
+
+
+def launched(draft: Draft, event: events.Launched) -> None:
+    """The orders of a generation have been handed out. What no worker waits for comes after that."""
+    state = draft.state
+    if event.generation != state.generation or state.phase is Phase.OVER:
+        return
+    draft.set(
+        incident=replace(state.incident, decided_at=draft.at.unix_s),
+        history=state.history.live(len(state.members.live()), draft.at.monotonic_s),
+    )
+    draft.do(commands.ForgetDecisions())
+
+
+def switched(draft: Draft, message: messages.Switched) -> None:
+    """A worker has seen that all hold their part of the new placement; the first report is recorded."""
+    state = draft.state
+    if state.phase is not Phase.REGROUPING or state.incident.switched is not None:
+        return
+    assert state.active is not None
+    assert state.active.moved is not None
+    moved = state.active.moved
+    draft.set(incident=replace(state.incident, switched=message))
+    draft.do(commands.MeasureTransfer(message.transfer_s, state.members.hosts()))
+    draft.record(
+        "transition",
+        generation=state.generation,
+        workers=len(state.active.everyone),
+        layers=moved.layers,
+        messages=moved.messages,
+        rounds=moved.rounds,
+        planned_bytes=moved.num_bytes,
+        moved_bytes=message.moved_bytes,
+        transfer_s=message.transfer_s,
+    )
+
+
+def started(draft: Draft) -> None:
+    """A worker of this generation is about to run its first operation."""
+    detect(draft, signals.Progressed(draft.at.monotonic_s))
+    state = draft.state
+    if state.phase is not Phase.REGROUPING:
+        return
+    assert state.active is not None
+    now, incident, newcomers = draft.at.unix_s, state.incident, sorted(state.scale_up.newcomers)
+    draft.set(phase=Phase.TRAINING, outcomes=state.outcomes.resumed(now), scale_up=state.scale_up.settled())
+    _record_incident(draft, state.active)
+    if newcomers or (incident.paused and not incident.losses):
+        generation = state.generation
+        draft.do(commands.Record(incident.join_record(state.active, newcomers, generation=generation, resumed_at=now)))
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def end(draft: Draft, status: RunStatus, reason: str) -> None:
+    """End the run, with records of the losses of workers that had done their part, or before it could go on."""
+    state = draft.state
+    if state.phase is Phase.OVER:
+        return
+    outcomes, outcome = state.outcomes.ended()
+    draft.set(phase=Phase.OVER, outcomes=outcomes, ended=(status, reason))
+    draft.record_outcome(outcome)
+    draft.do(commands.ForgetDecisions())
+    if state.incident.losses:
+        _record_incident(draft, None if status == "failed" else state.active, stop=reason)
+    draft.tell_all(messages.Exit(reason=reason))
+    draft.do(commands.Finish(status, reason))
+
+
+def _record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "") -> None:
+    """Write down the losses of the incident, which is over, and learn from how long its phases took."""
+    state, incident, now = draft.state, draft.state.incident, draft.at.unix_s
+    was_a_stall = incident.stopped_at > 0  # no worker stops for a spare
+    stopped_at = incident.stopped_at or now
+    incident = replace(incident, stopped_at=stopped_at, decided_at=incident.decided_at or stopped_at)
+    records = incident.records(
+        active, generation=state.generation, resumed_at=now, cause_of=state.describe_cause, stop=stop
+    )
+    draft.do(*(commands.Record(record) for record in records))
+    history = state.history
+    if active is not None and was_a_stall:
+        for record in records:
+            history = history.resumed(record)
+        if incident.weighed_at:
+            history = history.decided(
+                looked_up=incident.looked_up,
+                decide_s=incident.decided_at - incident.stopped_at,
+                hand_out_s=incident.decided_at - incident.weighed_at,
+            )
+    draft.set(incident=Incident(), history=history)

@@ -1,0 +1,160 @@
+"""Newcomers: workers that are started again or join while the run goes on, until the plan has a place for them or not.
+
+Nothing here holds up training, and a worker that fails before it takes part changes nothing for those that do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chameleon_ft.control.commands import ConsiderScaleUp, RecordScaleUp, Send
+from chameleon_ft.control.decisions.request import DecisionRequest
+from chameleon_ft.control.events import Considered
+from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.members import Worker
+from chameleon_ft.control.state.scale_up import PREALLOCATION_S, PendingChange
+from chameleon_ft.control.state.state import Phase
+from chameleon_ft.control.wire.messages import HostHello, Pause, Preallocate
+
+__all__ = ["advance", "considered", "host_joined", "ready", "respawn_due", "training_request"]
+
+
+def host_joined(draft: Draft, agent: int, hello: HostHello) -> None:
+    """Have an agent that comes while the run goes on start its workers."""
+    state = draft.state
+    members, spawn = state.members.with_late_host(agent, hello, blocklist=state.respawns.blocklist, now=draft.at.unix_s)
+    draft.set(members=members)
+    draft.do(Send(agent, spawn))
+    names = ", ".join(map(str, spawn.workers))
+    draft.record("host_joined", host=hello.host, workers=spawn.workers, message=f"{hello.host} starts workers {names}")
+
+
+def respawn_due(draft: Draft) -> None:
+    """Have lost workers started again once their delay is over."""
+    respawns, due = draft.state.respawns.at(draft.at.monotonic_s)
+    draft.set(respawns=respawns)
+    for number in due:
+        worker = draft.state.members[number]
+        if not worker.lost or worker.agent is None:
+            continue  # another process has taken the number, or its host is gone
+        members, spawn = draft.state.members.respawned(worker, now=draft.at.unix_s)
+        draft.set(members=members)
+        draft.do(Send(worker.agent, spawn))
+        incarnation = members[number].incarnation
+        draft.record(
+            "respawn",
+            worker=number,
+            incarnation=incarnation,
+            message=f"worker {number} is started again, as incarnation {incarnation}",
+        )
+
+
+def ready(draft: Draft, worker: Worker) -> None:
+    """A rank has loaded what it needs. Of those that were there from the beginning, that is no news."""
+    scale_up = draft.state.scale_up
+    if worker.takes_part or worker.id in scale_up.loaded:
+        return
+    draft.change_worker(worker, first_step=draft.state.committed)
+    draft.set(scale_up=replace(scale_up, loaded=(*scale_up.loaded, worker.id)))
+    draft.record(
+        "joined",
+        worker=worker.id,
+        incarnation=worker.incarnation,
+        host=worker.host,
+        message=f"worker {worker.id} has joined as a spare",
+    )
+
+
+def advance(draft: Draft) -> None:
+    """Do what it is time for: make spares of newcomers, have a decision made on them, or pause for what it was."""
+    state = draft.state
+    if state.phase is not Phase.TRAINING or state.scale_up.is_pausing:
+        return
+    if state.scale_up.change is not None:
+        _pause_for(draft, state.scale_up.change)
+    elif state.scale_up.considering is None:
+        _admit(draft)
+        scale_up, is_loading = draft.state.scale_up, draft.state.members.is_loading()
+        if scale_up.is_complete(draft.at.monotonic_s, is_loading=is_loading):
+            draft.set(scale_up=replace(scale_up, considering=state.generation, question=scale_up.question + 1))
+            # It is decided at the end of a step: there is nothing to detect, and no work is repeated.
+            request = training_request(draft, repeat_s=0.0)
+            request = replace(request, phases=replace(request.phases, detect_s=0.0))
+            draft.do(ConsiderScaleUp(draft.state.scale_up.question, request))
+
+
+def training_request(draft: Draft, *, repeat_s: float) -> DecisionRequest:
+    """What a decision is asked about that is made while training goes on."""
+    state = draft.state
+    assert state.active is not None
+    return DecisionRequest(
+        in_force=state.active,
+        live=state.members.live(),
+        hosts=state.members.hosts(),
+        phases=state.history.phases(looked_up=True),
+        repeat_s=repeat_s,
+        rate=state.history.rate,
+    )
+
+
+def considered(draft: Draft, event: Considered) -> None:
+    """It is decided what to do with the newcomers: have them preallocate for a change, or continue as before."""
+    state, scale_up = draft.state, draft.state.scale_up
+    if event.question != scale_up.question:
+        return
+    generation, scale_up = scale_up.considering, replace(scale_up, considering=None)
+    draft.set(scale_up=scale_up)
+    if generation != state.generation or state.phase is not Phase.TRAINING:
+        return
+    if event.error is not None:
+        _leave_as_spares(draft, event.error)
+    elif event.live != state.members.live():
+        return  # they are considered anew
+    elif event.is_change:
+        # Workers that train have memory for more layers only once they have given up their gradients.
+        incoming = {worker: layers for worker, layers in event.incoming.items() if worker in scale_up.newcomers}
+        deadline_s = draft.at.monotonic_s + PREALLOCATION_S
+        change = PendingChange(event.question, state.generation, event.live, deadline_s)
+        draft.set(scale_up=replace(scale_up.expect(incoming), change=change))
+        for worker, layers in incoming.items():
+            draft.send(worker, Preallocate(layers=layers))
+    else:
+        draft.do(RecordScaleUp(event.question, state.generation, state.committed))
+        draft.set(scale_up=scale_up.settled())
+
+
+def _pause_for(draft: Draft, change: PendingChange) -> None:
+    """Have all workers pause after this step, once the newcomers have preallocated. Until then training goes on."""
+    state, scale_up = draft.state, draft.state.scale_up
+    done = replace(scale_up, change=None)
+    if change.generation != state.generation:
+        draft.set(scale_up=done)
+    elif change.live != state.members.live():
+        done, let_down = done.let_down()
+        draft.set(scale_up=done)
+        for worker in let_down:
+            draft.send(worker, Preallocate(layers=()))
+    elif not scale_up.preallocating or draft.at.monotonic_s >= change.deadline_s:
+        draft.set(scale_up=replace(done, is_pausing=True, prepared=change.question))
+        draft.tell_live(Pause(generation=state.generation))
+
+
+def _admit(draft: Draft) -> None:
+    """Make spares of the workers that are ready."""
+    for number in draft.state.scale_up.loaded:
+        draft.change_worker(draft.state.members[number], takes_part=True)
+        live = len(draft.state.members.live())
+        draft.set(history=draft.state.history.live(live, draft.at.monotonic_s))
+    draft.set(scale_up=draft.state.scale_up.admitted(draft.at.monotonic_s))
+
+
+def _leave_as_spares(draft: Draft, error: str) -> None:
+    """The decision has failed, its process is gone perhaps. Training does not depend on it."""
+    workers = sorted(draft.state.scale_up.newcomers)
+    draft.set(scale_up=draft.state.scale_up.settled())
+    if workers:
+        names = ", ".join(map(str, workers))
+        one = len(workers) == 1
+        subject = f"worker {names} stays a spare" if one else f"workers {names} stay spares"
+        message = f"{subject}: the decision on {'it' if one else 'them'} failed: {error}"
+        draft.record("decision_failed", workers=workers, error=error, message=message)

@@ -1,0 +1,170 @@
+"""An incident: from the first worker lost until training resumes, timed phase by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from chameleon_ft.control.detectors.process_exit import describe_exit
+from chameleon_ft.control.state.active_plan import ActivePlan
+from chameleon_ft.control.wire.messages import Switched
+from chameleon_ft.estimate import StallModel
+from chameleon_ft.observe import FailureRecord, JoinRecord, NoticedBy
+
+__all__ = ["Fault", "Incident", "Loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A failure that was injected into a worker, at a time in Unix seconds."""
+
+    worker: int
+    kind: Literal["kill", "hang", "disconnect"]
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A worker that is lost. Times are Unix seconds.
+
+    Attributes:
+        step: the one that was running.
+        failed_at: when it failed, if that is known.
+        incarnation: which of the worker's it was.
+    """
+
+    worker: int
+    step: int
+    noticed_by: NoticedBy
+    cause: str
+    noticed_at: float
+    failed_at: float | None
+    incarnation: int = 1
+
+    def describe_cause(self, *, crash: str | None, exit_code: int | None, fault: Fault | None) -> str:
+        """Describe how the worker was lost, by the best that is known: its own words, its exit, or how it was noticed.
+
+        Args:
+            crash: the error it reported before it ended.
+            exit_code: how its process ended, as `subprocess` gives it.
+            fault: the failure that was injected into it, if any.
+        """
+        if crash is not None:
+            return crash
+        # A worker that was given up is killed then; what it was given up for is the cause.
+        given_up = self.noticed_by in ("watchdog", "heartbeat", "peer")
+        disconnected = fault is not None and fault.kind == "disconnect"
+        return self.cause if exit_code is None or given_up or disconnected else describe_exit(exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """The losses between two stretches of training, and when its phases ended. Times are Unix seconds.
+
+    Attributes:
+        ended_at: when the workers were told to quiesce, for the first time; 0 if they were not.
+        paused: whether that was at the end of a step, as they had been told to.
+        stopped_at: when the last survivor had quiesced.
+        weighed_at: when it was known what was chosen; 0 if there was nothing to choose.
+        looked_up: whether that had been prepared.
+        decided_at: when all had their orders.
+        switched: the report of the first worker that saw the transition complete.
+    """
+
+    losses: tuple[Loss, ...] = ()
+    ended_at: float = 0.0
+    paused: bool = False
+    stopped_at: float = 0.0
+    weighed_at: float = 0.0
+    looked_up: bool = False
+    decided_at: float = 0.0
+    switched: Switched | None = None
+
+    def with_loss(self, loss: Loss) -> Self:
+        """Return the incident with one more loss."""
+        return replace(self, losses=(*self.losses, loss))
+
+    def stall_so_far(self, since: float | None, expected: StallModel) -> tuple[StallModel, float]:
+        """Return the phases of the stall, those that are over as they were; and the work before it that is repeated.
+
+        They sum up to all the time since `since`, when the last step was committed or the last decision made, and what
+        is still to come. The moment of a failure that is not known is taken to be as long ago as is expected.
+        """
+        since = self.stopped_at if since is None else since
+        noticed_at = min((loss.noticed_at for loss in self.losses if loss.noticed_at >= since), default=self.stopped_at)
+        failed_at = min(
+            (loss.failed_at for loss in self.losses if loss.failed_at is not None and loss.failed_at >= since),
+            default=max(since, noticed_at - expected.detect_s),
+        )
+        failed_at = min(failed_at, noticed_at)
+        phases = replace(expected, detect_s=noticed_at - failed_at, stop_s=max(0.0, self.stopped_at - noticed_at))
+        return phases, max(0.0, failed_at - since)
+
+    def records(
+        self,
+        active: ActivePlan | None,
+        *,
+        generation: int,
+        resumed_at: float,
+        cause_of: Callable[[Loss], str],
+        stop: str,
+    ) -> list[FailureRecord]:
+        """Return a record for each loss.
+
+        Args:
+            active: what was decided; None if the run had to end.
+            resumed_at: when the first operation was run again, or the run ended.
+            cause_of: what is known by now of why a worker was lost.
+            stop: why the run had to end, if it had.
+        """
+        return [
+            FailureRecord(
+                worker=loss.worker,
+                step=loss.step,
+                cause=cause_of(loss),
+                noticed_by=loss.noticed_by,
+                detect_s=None if loss.failed_at is None else max(0.0, loss.noticed_at - loss.failed_at),
+                stop_s=max(0.0, self.stopped_at - loss.noticed_at),
+                decide_s=max(0.0, self.decided_at - self.stopped_at),
+                regroup_s=max(0.0, resumed_at - self.decided_at - self._transfer_s),
+                transfer_s=self._transfer_s,
+                stall_s=resumed_at - (loss.noticed_at if loss.failed_at is None else loss.failed_at),
+                policy="stop" if active is None else active.policy,
+                action=stop if active is None else active.action,
+                generation=generation,
+                resume_step=loss.step if active is None else active.first_step,
+                lost_layers=() if active is None else active.lost_layers,
+                moved_bytes=self._moved_bytes,
+                rounds=0 if active is None else active.rounds,
+            )
+            for loss in self.losses
+        ]
+
+    def join_record(
+        self, active: ActivePlan, newcomers: Sequence[int], *, generation: int, resumed_at: float
+    ) -> JoinRecord:
+        """Return the record of a stop that `newcomers` were reckoned with in; see `records`."""
+        return JoinRecord(
+            workers=tuple(worker for worker in newcomers if worker in active.plan.workers),
+            spares=tuple(worker for worker in newcomers if worker not in active.plan.workers),
+            stop_s=max(0.0, self.stopped_at - self.ended_at),
+            decide_s=max(0.0, self.decided_at - self.stopped_at),
+            regroup_s=max(0.0, resumed_at - self.decided_at - self._transfer_s),
+            transfer_s=self._transfer_s,
+            stall_s=max(0.0, resumed_at - self.ended_at),
+            policy=active.policy,
+            action=active.action,
+            generation=generation,
+            resume_step=active.first_step,
+            moved_bytes=self._moved_bytes,
+            rounds=active.rounds,
+        )
+
+    @property
+    def _transfer_s(self) -> float:
+        return 0.0 if self.switched is None else self.switched.transfer_s
+
+    @property
+    def _moved_bytes(self) -> int:
+        return 0 if self.switched is None else self.switched.moved_bytes

@@ -1,0 +1,208 @@
+"""The state of a run: everything the coordinator knows, as one frozen value that can be stored and loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Self
+
+from pydantic import BaseModel, TypeAdapter
+
+from chameleon_ft.config import Recovery, RunConfig, Timeouts
+from chameleon_ft.control.detectors import Detectors
+from chameleon_ft.control.state.active_plan import ActivePlan
+from chameleon_ft.control.state.checkpoint_events import CheckpointEvents
+from chameleon_ft.control.state.failure_history import FailureHistory
+from chameleon_ft.control.state.incident import Fault, Incident, Loss
+from chameleon_ft.control.state.members import Members, Worker
+from chameleon_ft.control.state.outcomes import Outcomes
+from chameleon_ft.control.state.respawns import Respawns
+from chameleon_ft.control.state.scale_up import ScaleUp
+from chameleon_ft.control.wire.messages import Quiesced, Vote
+from chameleon_ft.observe import RunDirectory, RunStatus
+from chameleon_ft.plan import Plan
+from chameleon_ft.plan.frozen_map import FrozenMap
+
+__all__ = ["Phase", "Settings", "State"]
+
+
+class Phase(Enum):
+    """Where a run is."""
+
+    GATHERING = "gathering"
+    """Workers are joining."""
+    STOPPING = "stopping"
+    """A generation is over, and not all survivors have quiesced."""
+    DECIDING = "deciding"
+    """All survivors have quiesced, and it is being decided how to continue."""
+    REGROUPING = "regrouping"
+    """A new generation has its orders, and has not run an operation."""
+    TRAINING = "training"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What does not change in a run.
+
+    Attributes:
+        workers_per_host: on emulated hosts; None if hosts are real.
+        logs: folder of the logs, for messages to people.
+        checkpoints: folder of the checkpoints, likewise.
+    """
+
+    workers: int
+    steps: int
+    num_layers: int
+    recovery: Recovery
+    timeouts: Timeouts
+    workers_per_host: int | None
+    logs: str
+    checkpoints: str
+
+    @classmethod
+    def of(cls, config: RunConfig, run: RunDirectory, *, num_layers: int) -> Self:
+        """Return the settings of a run."""
+        return cls(
+            workers=config.workers,
+            steps=config.steps,
+            num_layers=num_layers,
+            recovery=config.recovery,
+            timeouts=config.timeouts,
+            workers_per_host=config.emulation.workers_per_host if config.device == "emulated" else None,
+            logs=str(run.logs),
+            checkpoints=str(run.checkpoints),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A run between two events.
+
+    Attributes:
+        generation: the one in force; while one is being stopped, the next.
+        committed: steps known to be applied by some worker, alive or not.
+        active: what the newest generation was begun with; None before the first.
+        in_force: the last plan whose placement all survivors hold their part of; None before the first.
+        last_vote: the vote of step ``committed - 1``, if a worker has reported it.
+        quiesced: worker -> what it reported, for the generation that is being stopped.
+        finished: workers that have reached the end of their training in this generation.
+        at_boundary: whether the generation that is being stopped had paused after a step.
+        question: number of the last decision that was asked for.
+        faults: failures that were injected in this run, oldest first.
+        rejected: connections that were turned away.
+        interrupted: whether the run is to end after the current step.
+        ticked_at_s: when time was looked at last, in monotonic seconds; None before the first time.
+        ended: how the run ended, and why; None until then.
+    """
+
+    settings: Settings
+    phase: Phase = Phase.GATHERING
+    generation: int
+    committed: int = 0
+    active: ActivePlan | None = None
+    in_force: ActivePlan | None = None
+    last_vote: Vote | None = None
+    quiesced: Mapping[int, Quiesced] = FrozenMap({})
+    finished: frozenset[int] = frozenset()
+    at_boundary: bool = False
+    question: int = 0
+    members: Members
+    detectors: Detectors
+    incident: Incident = field(default_factory=Incident)
+    scale_up: ScaleUp = field(default_factory=ScaleUp)
+    respawns: Respawns
+    checkpoints: CheckpointEvents = field(default_factory=CheckpointEvents)
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    history: FailureHistory
+    faults: tuple[Fault, ...] = ()
+    rejected: int = 0
+    interrupted: bool = False
+    ticked_at_s: float | None = None
+    ended: tuple[RunStatus, str] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quiesced", FrozenMap(self.quiesced))
+
+    @classmethod
+    def before(cls, settings: Settings, *, last_generation: int = 0) -> Self:
+        """Return the state of a run that no worker has joined.
+
+        Args:
+            last_generation: of the run that is resumed: its numbers go on, for its records are kept by generation.
+        """
+        return cls(
+            settings=settings,
+            generation=last_generation,
+            members=Members(count=settings.workers),
+            detectors=Detectors.with_timeouts(settings.timeouts),
+            respawns=Respawns(settings.recovery),
+            history=FailureHistory.before(settings.recovery),
+        )
+
+    @property
+    def nothing_trained(self) -> bool:
+        """Whether neither this run, nor one that it resumes, has done anything yet that ending it would lose."""
+        return self.phase is Phase.GATHERING or (self.phase is Phase.REGROUPING and self.last_vote is None)
+
+    @property
+    def reported(self) -> int:
+        """The generation whose failed messages matter: while it is being stopped, the one before this."""
+        return self.generation - 1 if self.phase is Phase.STOPPING else self.generation
+
+    def is_needed(self, worker: int) -> bool:
+        """Whether the generation cannot go on without a worker: one that trains, or takes part in its transition."""
+        if self.active is None:
+            return False
+        return worker in (self.active.everyone if self.phase is Phase.REGROUPING else self.active.plan.workers)
+
+    def hosts(self) -> dict[int, str]:
+        """The host of every worker that has ever joined: an emulated one if devices are."""
+        hosts = self.members.hosts()
+        size = self.settings.workers_per_host
+        return hosts if size is None else {worker: f"host{worker // size}" for worker in hosts}
+
+    def fault_of(self, worker: Worker) -> Fault | None:
+        """The first failure that was injected into this incarnation of a worker."""
+        times = (each for each in self.faults if each.worker == worker.id and each.time >= worker.since)
+        return next(times, None)
+
+    def describe_cause(self, loss: Loss) -> str:
+        """Describe what is known by now of why a worker was lost."""
+        worker = self.members.incarnation_of(loss.worker, loss.incarnation)
+        assert worker is not None
+        return loss.describe_cause(crash=worker.crash, exit_code=worker.exit_code, fault=self.fault_of(worker))
+
+    def to_json(self) -> str:
+        """Write the state as one line of JSON; `from_json` reads it back to an equal state."""
+        return json.dumps(self, default=_encode, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> State:
+        """Read what `to_json` wrote. Raises ValidationError if it is anything else."""
+        return _adapter().validate_json(text)
+
+
+def _encode(value: object) -> object:
+    """Return a value of the state as what the JSON encoder knows."""
+    match value:
+        case Plan():
+            return value.to_json()
+        case BaseModel():
+            return value.model_dump(mode="json")
+        case Enum():
+            return value.value
+        case Mapping():
+            return dict(value)
+        case frozenset():
+            return list(value)
+    assert is_dataclass(value)
+    return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+
+
+@cache
+def _adapter() -> TypeAdapter[State]:
+    return TypeAdapter(State)  # takes a while to be made

@@ -1,0 +1,335 @@
+"""The state machine of a run: one pure function from a state and an event to the next state and commands.
+
+All that the coordinator decides is here and in `handlers`. What reads clocks, holds connections, computes decisions and
+writes files is around it, in `coordinator`. So whole histories can be replayed, and a state that was stored can be
+continued by another process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from chameleon_ft.control import commands, events
+from chameleon_ft.control.detectors import base as signals
+from chameleon_ft.control.handlers import incidents, scale_up
+from chameleon_ft.control.handlers.draft import Draft
+from chameleon_ft.control.state.members import Worker
+from chameleon_ft.control.state.state import Phase, State
+from chameleon_ft.control.wire import messages
+from chameleon_ft.errors import ControlError
+from chameleon_ft.observe import StepRecord
+from chameleon_ft.quantities import duration
+
+__all__ = ["TICK_S", "step"]
+
+TICK_S: Final = 0.05
+"""Seconds between two `Ticked` events, unless the coordinator is held up."""
+
+_ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two
+_OF_A_GENERATION: Final = (
+    messages.Quiesced,
+    messages.Switched,
+    messages.Started,
+    messages.PeerFailed,
+    messages.Finished,
+)
+_WATCHED: Final = (Phase.TRAINING, Phase.REGROUPING, Phase.STOPPING)
+
+
+def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Command, ...]]:
+    """Return the state after an event, and what is to be done, in this order. Once the run is over, nothing is.
+
+    Raises:
+        ControlError: a peer has sent what it may not send; the state stays as it is.
+    """
+    if state.phase is Phase.OVER:
+        return state, ()
+    draft = Draft(state, event.at)
+    match event:
+        case events.Received(connection=connection, message=message):
+            _received(draft, connection, message)
+        case events.Disconnected():
+            _disconnected(draft, event)
+        case events.Ticked():
+            _ticked(draft)
+        case events.Decided():
+            incidents.decided(draft, event)
+        case events.DecisionFailed():
+            incidents.decision_failed(draft, event)
+        case events.Launched():
+            incidents.launched(draft, event)
+        case events.Considered():
+            scale_up.considered(draft, event)
+        case events.FaultsInjected(faults=faults):
+            draft.set(faults=faults)
+        case events.Rejected(address=address, reason=reason):
+            count = state.rejected + 1
+            draft.set(rejected=count)
+            if count <= _ALL_REJECTED or count.bit_count() == 1:
+                draft.record("refused", address=address, reason=reason, count=count)
+        case events.DecisionsPrepared(losses=losses, prepare_s=prepare_s, error=error):
+            draft.record("prepared", generation=state.generation, losses=losses, prepare_s=prepare_s, error=error)
+        case events.Interrupted():
+            _interrupt(draft)
+        case events.EndRequested(status=status, reason=reason):
+            incidents.end(draft, status, reason)
+    return draft.state, tuple(draft.commands)
+
+
+def _ticked(draft: Draft) -> None:
+    state, now = draft.state, draft.at.monotonic_s
+    held_up_s = 0.0 if state.ticked_at_s is None else max(0.0, now - state.ticked_at_s - 2 * TICK_S)
+    draft.set(ticked_at_s=now)
+    if state.phase not in _WATCHED:
+        return
+    is_stopping = state.phase is Phase.STOPPING
+    unquiesced = tuple(w for w in state.members.live() if w not in state.quiesced) if is_stopping else ()
+    incidents.detect(draft, signals.Ticked(now, held_up_s, unquiesced))
+    if draft.state.phase in _WATCHED and not draft.state.interrupted:
+        scale_up.respawn_due(draft)
+        scale_up.advance(draft)
+
+
+def _interrupt(draft: Draft) -> None:
+    """End the run after the current step with a checkpoint; if asked again, or before training, at once."""
+    if draft.state.nothing_trained or draft.state.interrupted:
+        incidents.end(draft, "interrupted", "interrupted by the user")
+        return
+    draft.set(interrupted=True)
+    draft.record("interrupt", message="ending after this step with a checkpoint; again to end at once")
+    draft.tell_live(messages.Finish())
+
+
+def _disconnected(draft: Draft, event: events.Disconnected) -> None:
+    """Give up the worker, or the host, at the other end of a connection."""
+    state, settings = draft.state, draft.state.settings
+    host = state.members.agents.get(event.connection)
+    if host is not None:
+        draft.set(members=state.members.without_agent(event.connection))
+        draft.record("host_lost", host=host)
+        if state.phase is Phase.GATHERING:
+            incidents.end(draft, "failed", f"host {host} was lost before the run began; see {settings.logs}")
+    if (worker := draft.state.members.worker_of(event.connection)) is not None:
+        draft.change_worker(worker, connection=None)
+        incidents.detect(draft, signals.ConnectionEnded(worker.id, event.how))
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def _received(draft: Draft, connection: int, message: messages.Message) -> None:
+    state = draft.state
+    if connection in state.members.fenced:
+        return
+    is_agent = connection in state.members.agents
+    match message:
+        case messages.Hello():
+            _hello(draft, connection, message)
+        case messages.HostHello() if state.phase is Phase.GATHERING:
+            members, spawn = state.members.with_host(connection, message, now=draft.at.unix_s)
+            draft.set(members=members)
+            draft.do(commands.Send(connection, spawn))
+        case messages.HostHello():
+            scale_up.host_joined(draft, connection, message)
+        case messages.Inject():
+            _inject(draft, connection, message)
+        case messages.WorkerExited() if is_agent:
+            _exited(draft, state.members.started_by(connection, message.worker, message.incarnation), message)
+        case messages.ProcessState() if is_agent:
+            _judge(draft, state.members.started_by(connection, message.worker, message.incarnation), message)
+        case _:
+            worker = state.members.worker_of(connection)
+            if worker is None:
+                raise ControlError(f"{message.type!r} from a peer that has not joined")
+            _worker_message(draft, worker, message)
+
+
+def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> None:
+    generation = draft.state.generation
+    match message:
+        case messages.Ready():
+            scale_up.ready(draft, worker)
+        case messages.Preallocated(layers=layers):
+            draft.set(scale_up=draft.state.scale_up.preallocated(worker.id, layers))
+        case messages.Committed():
+            _committed(draft, worker, message)
+        case messages.Position():
+            _judge(draft, worker, message)
+        case messages.Quiesced() if message.generation == generation:
+            incidents.quiesced(draft, worker.id, message)
+        case messages.Switched() if message.generation == generation:
+            incidents.switched(draft, message)
+        case messages.Started() if message.generation == generation:
+            incidents.started(draft)
+        case messages.PeerFailed() if message.generation == draft.state.reported:
+            incidents.peer_failed(draft, worker.id, message)
+        case messages.Finished() if message.generation == generation:
+            _finished(draft, worker.id)
+        case messages.Crashed(error=error):
+            _crashed(draft, worker, error)
+        case messages.CheckpointSaved():
+            _checkpoint_saved(draft, message)
+        case messages.SlowIO():
+            _slow_io(draft, worker.id, message)
+        case (
+            messages.Quiesced() | messages.Switched() | messages.Started() | messages.PeerFailed() | messages.Finished()
+        ):
+            pass  # of a generation that is over
+        case _:
+            raise ControlError(f"a rank does not say {message.type!r}")
+
+
+def _hello(draft: Draft, connection: int, hello: messages.Hello) -> None:
+    state = draft.state
+    is_gathering = state.phase is Phase.GATHERING
+    if not is_gathering:
+        state.members.require_number(hello.worker)
+        state.respawns.require_welcome(hello.worker)
+    draft.set(members=state.members.joined(connection, hello, now=draft.at.unix_s))
+    worker = draft.state.members[hello.worker]
+    draft.do(commands.Welcome(connection, worker.incarnation))
+    if not is_gathering:
+        return
+    draft.change_worker(worker, takes_part=True, first_step=0)
+    live = draft.state.members.live()
+    if len(live) == state.settings.workers:
+        draft.set(
+            generation=state.generation + 1,
+            question=state.question + 1,
+            outcomes=state.outcomes.begun(draft.at.unix_s),
+        )
+        draft.do(commands.DecideStart(draft.state.question, live))
+
+
+def _exited(draft: Draft, worker: Worker, message: messages.WorkerExited) -> None:
+    draft.change_worker(worker, exit_code=message.exit_code)
+    if draft.state.members[worker.id].incarnation != worker.incarnation:
+        return
+    incidents.detect(draft, signals.ProcessExited(worker.id, message.exit_code))
+    if draft.state.phase is not Phase.OVER:
+        draft.set(respawns=draft.state.respawns.reaped(worker.id, draft.at.monotonic_s))
+
+
+def _judge(draft: Draft, worker: Worker, answer: messages.Position | messages.ProcessState) -> None:
+    now = draft.state.members[worker.id]
+    if now.is_live and now.incarnation == worker.incarnation:
+        incidents.detect(draft, signals.ProbeAnswered(worker.id, answer))
+
+
+def _crashed(draft: Draft, worker: Worker, error: str) -> None:
+    draft.change_worker(worker, crash=error)
+    since_step = (worker.first_step or 0) if worker.takes_part else None
+    log = f"{draft.state.settings.logs}/worker-{worker.id}.log"
+    incidents.detect(draft, signals.ErrorReported(worker.id, error, draft.state.committed, since_step, log))
+
+
+def _inject(draft: Draft, connection: int, message: messages.Inject) -> None:
+    """Have a worker fail, and answer the command that asked for it."""
+    state, live = draft.state, draft.state.members.live()
+    if message.worker not in live:
+        reason = f"worker {message.worker} is not live; live are {list(live)}"
+        draft.do(commands.Send(connection, messages.Refused(reason=reason)))
+        return
+    if message.step is not None and message.step < state.committed:
+        reason = f"step {message.step} is over; the run is in step {state.committed}"
+        draft.do(commands.Send(connection, messages.Refused(reason=reason)))
+        return
+    worker = state.members[message.worker]
+    if message.kind == "kill" and message.phase is None and worker.agent is not None:
+        draft.do(commands.LogFault(worker.id), commands.Send(worker.agent, messages.Kill(worker=worker.id)))
+    else:
+        draft.send(worker.id, message)
+    draft.do(commands.Send(connection, message))
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> None:
+    state = draft.state
+    if state.active is None:
+        return
+    incidents.detect(draft, signals.OperationsTimed(message.times.longest_s))
+    if message.generation == state.generation:
+        draft.do(commands.MeasureOperations(worker.id, message.times))
+    if message.step != state.committed:
+        return  # another worker was first
+    vote = message.vote
+    draft.set(committed=message.step + 1, last_vote=vote)
+    incidents.detect(draft, signals.StepCommitted(draft.at.monotonic_s, message.step_s))
+    # Workers that train have switched to the newest plan.
+    if state.phase is Phase.TRAINING and set(state.members.live()).issuperset(state.active.plan.workers):
+        # With the next loss half a step will be lost, on average.
+        repeat_s = draft.state.detectors.watchdog.step_s / 2
+        draft.do(commands.PrepareDecisions(scale_up.training_request(draft, repeat_s=repeat_s)))
+    draft.do(
+        commands.Record(
+            StepRecord(
+                step=message.step,
+                loss=vote.loss_sum / vote.terms,
+                grad_norm=message.grad_norm,
+                lr=message.lr,
+                samples=vote.samples,
+                tokens=vote.terms,
+                step_s=message.step_s,
+                workers=len(state.active.plan.workers),
+                generation=message.generation,
+            )
+        ),
+        commands.MeasureStep(message.step_s),
+    )
+    outcomes, outcome = state.outcomes.committed(message.step_s, draft.at.unix_s)
+    draft.set(outcomes=outcomes)
+    draft.record_outcome(outcome)
+    if vote.pause and not vote.finish and message.step + 1 < state.settings.steps:
+        incidents.paused(draft, message)
+
+
+def _finished(draft: Draft, worker: int) -> None:
+    """A worker has come to the end of its training; when all have, the run has."""
+    state = draft.state
+    finished = state.finished | {worker}
+    draft.set(finished=finished)
+    if state.active is None or not finished.issuperset(state.active.plan.workers):
+        return
+    if state.committed < state.settings.steps:
+        incidents.end(draft, "interrupted", "interrupted by the user, with a checkpoint")
+    else:
+        incidents.end(draft, "finished", "all steps are trained")
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _checkpoint_saved(draft: Draft, part: messages.CheckpointSaved) -> None:
+    """A rank has written its layers of a checkpoint, or could not."""
+    state, events = draft.state, draft.state.checkpoints
+    if part.error is not None:
+        news = {} if part.step in events.failed else {"message": f"no complete one of step {part.step}: {part.error}"}
+        draft.set(checkpoints=replace(events, failed=events.failed | {part.step}))
+        draft.record("checkpoint_failed", step=part.step, error=part.error, **news)
+        return
+    events, saved = events.saved(part, num_layers=state.settings.num_layers)
+    draft.set(checkpoints=events)
+    if saved is not None:
+        draft.do(commands.CompleteCheckpoint(part.step))
+        draft.record("checkpoint", step=part.step, copy_s=saved.copy_s, write_s=saved.write_s)
+
+
+def _slow_io(draft: Draft, worker: int, message: messages.SlowIO) -> None:
+    """A rank has been reading or writing for long; no worker is given up for that, so it is said."""
+    events = draft.state.checkpoints
+    if message in events.slow:
+        return
+    draft.set(checkpoints=replace(events, slow=events.slow | {message}))
+    draft.record(
+        "waiting",
+        worker=worker,
+        doing=message.doing,
+        since_s=message.since_s,
+        message=(
+            f"worker {worker} has been {message.doing} for {duration(message.since_s)}, and there is no limit to "
+            f"that; should it never end, look at the file system of {draft.state.settings.checkpoints}"
+        ),
+    )

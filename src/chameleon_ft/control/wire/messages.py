@@ -1,0 +1,466 @@
+"""The messages between coordinator, agents and ranks: one JSON object each.
+
+A rank is one process of the run. `generation` is the number of a membership with its plan; everything that refers to
+a generation which is over is dropped by its receiver.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any, Literal, TypeAlias
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from chameleon_ft.config import FailurePhase
+from chameleon_ft.errors import ControlError
+from chameleon_ft.plan import LayerRange
+from chameleon_ft.schedule import Operation
+from chameleon_ft.schedule._records import PROGRAM_RECORD, Records
+from chameleon_ft.schedule.program import operations_from
+from chameleon_ft.sync import Segment
+
+__all__ = [
+    "BoundaryMessage",
+    "CheckpointSaved",
+    "Committed",
+    "Crashed",
+    "Departure",
+    "Exit",
+    "Finish",
+    "Finished",
+    "Hello",
+    "HostHello",
+    "Inject",
+    "Kill",
+    "Message",
+    "OperationTimes",
+    "Pause",
+    "PeerFailed",
+    "Position",
+    "Preallocate",
+    "Preallocated",
+    "Probe",
+    "ProcessState",
+    "Quiesced",
+    "Ready",
+    "Refused",
+    "SlowIO",
+    "Spawn",
+    "StartGeneration",
+    "Started",
+    "Stop",
+    "Switched",
+    "Transition",
+    "Vote",
+    "Welcome",
+    "WorkerExited",
+    "decode",
+    "encode",
+]
+
+
+class MessagePart(BaseModel):
+    """Base of all that is sent: frozen, and refuses unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Vote(MessagePart):
+    """The sums that the vote of a step carries; with them any rank can apply that step."""
+
+    grad_square_sum: float
+    """Squared L2 norm of the summed, not yet averaged, gradient of the whole model."""
+    loss_sum: float
+    terms: int
+    """Loss terms of the global batch; the gradient and the loss are divided by it."""
+    samples: int
+    finish: bool
+    """Whether some rank was told to end the run after this step."""
+    pause: bool = False
+    """Whether some rank was told to pause after this step."""
+
+
+class OperationTimes(MessagePart):
+    """Median seconds of the operations that a worker ran in a step; 0 for a kind that it did not run."""
+
+    forward_s: float
+    backward_s: float
+    longest_s: float
+
+
+class BoundaryMessage(MessagePart):
+    """Shape and torch dtype name of what leaves a layer for one micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Transition(MessagePart):
+    """A worker's part in the change to another placement, before a generation trains; see docs/transition.md."""
+
+    everyone: tuple[int, ...]
+    """Workers that take part, ascending: those of the placement in force and those of the new one."""
+    keep: tuple[int, ...]
+    """Layers that this worker holds and does not give up before the switch; if there are none, it begins anew."""
+    moves: tuple[tuple[int, int, int, int, int], ...]
+    """(round, source, destination, layer, bytes) of what it sends and receives, in the order of the rounds. The bytes
+    are those that the plan was made with."""
+
+
+# --- to the coordinator ----------------------------------------------------------------------------------------------
+
+
+class Hello(MessagePart):
+    """First message of a rank."""
+
+    type: Literal["hello"] = "hello"
+    worker: int
+    host: str
+    pid: int
+    incarnation: int = 0
+    """The incarnation that `Spawn` told its agent; 0 if a cluster's launcher started it."""
+
+
+class Ready(MessagePart):
+    """A rank has loaded what it trains, and can take part."""
+
+    type: Literal["ready"] = "ready"
+
+
+class HostHello(MessagePart):
+    """First message of an agent."""
+
+    type: Literal["host_hello"] = "host_hello"
+    host: str
+    slots: int
+    """Workers it can run."""
+    pid: int
+
+
+class WorkerExited(MessagePart):
+    """An agent reaped a rank. `exit_code` is negative for a signal, as in `subprocess`."""
+
+    type: Literal["worker_exited"] = "worker_exited"
+    worker: int
+    incarnation: int = 1
+    exit_code: int
+
+
+class ProcessState(MessagePart):
+    """An agent's answer to a probe: whether a worker's process is stopped, so that it cannot answer itself."""
+
+    type: Literal["process_state"] = "process_state"
+    probe: int
+    worker: int
+    incarnation: int = 1
+    stopped: bool
+
+
+class Quiesced(MessagePart):
+    """A rank has left its operations and waits for `generation`."""
+
+    type: Literal["quiesced"] = "quiesced"
+    generation: int
+    committed: int
+    """Steps whose update it has applied: the next one is step `committed`."""
+    reduced: bool
+    """Whether it holds the fully reduced gradient of step `committed`."""
+    last_vote: Vote | None
+    """The vote of the last step it applied."""
+    placed: int
+    """The generation whose placement it has switched to; 0 before the first."""
+    layers: tuple[int, ...]
+    """Layers whose state after `committed` steps it holds, ascending."""
+
+
+class Switched(MessagePart):
+    """A rank has seen that all hold their part of the new placement, and gives up the old one."""
+
+    type: Literal["switched"] = "switched"
+    generation: int
+    moved_bytes: int
+    """State that all workers together have received, in bytes."""
+    transfer_s: float
+    """Seconds from the time its communicators stood."""
+
+
+class Started(MessagePart):
+    """A rank starts its first operation of the generation."""
+
+    type: Literal["started"] = "started"
+    generation: int
+    step: int
+
+
+class Committed(MessagePart):
+    """A rank has applied the update of `step`."""
+
+    type: Literal["committed"] = "committed"
+    generation: int
+    step: int
+    vote: Vote
+    grad_norm: float
+    lr: float
+    step_s: float
+    times: OperationTimes
+
+
+class PeerFailed(MessagePart):
+    """A message failed; `peer` is the other end, or None where a collective does not tell."""
+
+    type: Literal["peer_failed"] = "peer_failed"
+    generation: int
+    peer: int | None
+    error: str
+
+
+class Position(MessagePart):
+    """Answer to a probe: what the rank is doing and since when."""
+
+    type: Literal["position"] = "position"
+    probe: int
+    generation: int
+    doing: str
+    waiting: bool
+    """Whether it waits, for another rank or for memory or disk; otherwise it computes."""
+    since_s: float
+    """Seconds it has been doing so."""
+
+
+class CheckpointSaved(MessagePart):
+    """A rank has written `layers` of the checkpoint that resumes at `step`; `error` where it could not."""
+
+    type: Literal["checkpoint_saved"] = "checkpoint_saved"
+    generation: int
+    """In which the state was taken; what was taken before a return to a checkpoint is void."""
+    step: int
+    layers: tuple[int, ...]
+    copy_s: float = 0.0
+    """Seconds that the rank's training stood still while the layers were copied."""
+    write_s: float = 0.0
+    """Seconds in which the copy was written to disk, beside training."""
+    error: str | None = None
+
+
+class SlowIO(MessagePart):
+    """A rank has been reading or writing for `since_s` seconds, longer than it should take, and goes on doing so."""
+
+    type: Literal["slow_io"] = "slow_io"
+    generation: int
+    doing: str
+    since_s: float
+
+
+class Preallocated(MessagePart):
+    """A rank has room for all layers that it was told to expect."""
+
+    type: Literal["preallocated"] = "preallocated"
+    layers: tuple[tuple[int, int], ...]
+    """As `Preallocate` had them: it may have been told of others since."""
+
+
+class Finished(MessagePart):
+    """A rank has reached the end of its training, with `committed` steps applied and its checkpoint written."""
+
+    type: Literal["finished"] = "finished"
+    generation: int
+    committed: int
+
+
+class Crashed(MessagePart):
+    """A rank ends itself because of an error in what it was given to run."""
+
+    type: Literal["crashed"] = "crashed"
+    error: str
+
+
+class Inject(MessagePart):
+    """Make `worker` fail: at once, or in `phase` of step `step` or the first one after it."""
+
+    type: Literal["inject"] = "inject"
+    worker: int
+    kind: Literal["kill", "hang", "disconnect"]
+    phase: FailurePhase | None = None
+    step: int | None = None
+
+
+# --- from the coordinator --------------------------------------------------------------------------------------------
+
+
+class Welcome(MessagePart):
+    """All that a rank needs to load what it trains."""
+
+    type: Literal["welcome"] = "welcome"
+    config: str
+    """The run's resolved configuration as TOML."""
+    run: str
+    """The run directory."""
+    boundaries: tuple[BoundaryMessage, ...]
+    """What leaves each layer."""
+    incarnation: int = 1
+    """Which of the worker's incarnations this is, from 1."""
+
+
+class StartGeneration(MessagePart):
+    """Form `generation` and train from `first_step` with this program."""
+
+    type: Literal["start_generation"] = "start_generation"
+    generation: int
+    members: tuple[int, ...]
+    """Workers that train, ascending; one that is not among them only takes part in the transition."""
+    store_port: int
+    """Port of the rendezvous store, on the coordinator's host."""
+    first_step: int
+    operations: str
+    """This worker's program: its records, in base 64; see `pack_operations`."""
+    segments: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
+    """(first layer, layer after the last, holders, layers that share it if it is tied) of every gradient segment, in
+    the order all workers issue them; those with one holder, which need no message, come last."""
+    roll_forward: Vote | None = None
+    """The vote of step ``first_step - 1``: a rank that has not applied that step yet does so first."""
+    load: Literal["initial", "keep"] | int = "keep"
+    """Where the layers' state comes from: fresh weights, what the rank holds, or the checkpoint of this step."""
+    transition: Transition | None = None
+    """With "keep", where the placement changes."""
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """Workers of the generation, ascending; a worker's rank in the world communicator is its index."""
+        return self.members if self.transition is None else self.transition.everyone
+
+    @staticmethod
+    def pack_operations(records: Records) -> str:
+        """Write an array of `PROGRAM_RECORD`, of a program that may have many thousands; see `unpack_operations`."""
+        return base64.b64encode(records.tobytes()).decode("ascii")
+
+    def unpack_operations(self) -> tuple[Operation, ...]:
+        """Return this worker's program."""
+        return operations_from(np.frombuffer(base64.b64decode(self.operations), PROGRAM_RECORD))
+
+    def unpack_segments(self) -> tuple[Segment, ...]:
+        """Return the gradient segments of the whole model."""
+        return tuple(Segment(LayerRange(start, stop), holders, tied) for start, stop, holders, tied in self.segments)
+
+
+class Stop(MessagePart):
+    """The generation before `generation` is over: leave every operation and answer with `Quiesced`."""
+
+    type: Literal["stop"] = "stop"
+    generation: int
+
+
+class Finish(MessagePart):
+    """End the run after the current step, with a checkpoint."""
+
+    type: Literal["finish"] = "finish"
+
+
+class Pause(MessagePart):
+    """Train no further in `generation` once the current step is applied, and wait for what comes then."""
+
+    type: Literal["pause"] = "pause"
+    generation: int
+
+
+class Preallocate(MessagePart):
+    """Layers will come to this rank: make room for them, and let go of room for any other; then say `Preallocated`."""
+
+    type: Literal["preallocate"] = "preallocate"
+    layers: tuple[tuple[int, int], ...]
+    """(layer, bytes of its state), in the order in which they come; none if nothing comes after all."""
+
+
+class Probe(MessagePart):
+    """A rank is to answer with its `Position`, an agent with a `ProcessState` for each of its ranks, at once."""
+
+    type: Literal["probe"] = "probe"
+    probe: int
+
+
+class Exit(MessagePart):
+    """End the process: the run is over, or this rank is no longer part of it."""
+
+    type: Literal["exit"] = "exit"
+    reason: str
+
+
+class Spawn(MessagePart):
+    """An agent is to start these workers."""
+
+    type: Literal["spawn"] = "spawn"
+    workers: tuple[int, ...]
+    incarnations: tuple[int, ...]
+    """Which of its incarnations each begins, from 1."""
+
+
+class Kill(MessagePart):
+    """An agent is to end `worker` with SIGKILL."""
+
+    type: Literal["kill"] = "kill"
+    worker: int
+
+
+class Refused(MessagePart):
+    """Answer to a message that cannot be done."""
+
+    type: Literal["refused"] = "refused"
+    reason: str
+
+
+Message: TypeAlias = (
+    Hello
+    | HostHello
+    | Ready
+    | Preallocated
+    | WorkerExited
+    | ProcessState
+    | Quiesced
+    | Started
+    | Switched
+    | Committed
+    | PeerFailed
+    | Position
+    | CheckpointSaved
+    | SlowIO
+    | Finished
+    | Crashed
+    | Inject
+    | Welcome
+    | StartGeneration
+    | Stop
+    | Finish
+    | Pause
+    | Preallocate
+    | Probe
+    | Exit
+    | Spawn
+    | Kill
+    | Refused
+)
+
+Departure: TypeAlias = Literal["connection", "heartbeat"]
+"""How a peer was lost: its connection closed, or it stopped answering pings."""
+
+_LONGEST_REASON = 200  # characters
+
+_ADAPTER: TypeAdapter[Any] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
+
+
+def encode(message: Message) -> str:
+    """Write a message as one JSON object."""
+    return message.model_dump_json()
+
+
+def decode(text: str | bytes) -> Message:
+    """Read a message. Raises ControlError that says what is wrong with it."""
+    try:
+        message: Message = _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        reason = f"{place}: {first['msg']}" if place else first["msg"]
+        if len(reason) > _LONGEST_REASON:
+            reason = f"{reason[:_LONGEST_REASON]}..."  # it may quote what was sent, which may be anything
+        raise ControlError(f"not a message of this protocol: {reason}") from None
+    return message

@@ -1,0 +1,380 @@
+"""Histories of a run, replayed through the state machine alone: no socket, no clock, no process, no file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
+
+from chameleon_ft.config import Recovery, Timeouts
+from chameleon_ft.control.commands import (
+    Command,
+    ConsiderScaleUp,
+    Decide,
+    DecideStart,
+    Drop,
+    Finish,
+    Launch,
+    OtherRecord,
+    Record,
+    Send,
+    Welcome,
+)
+from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
+from chameleon_ft.control.decisions.transition import PlannedTransition
+from chameleon_ft.control.events import (
+    Considered,
+    Decided,
+    Disconnected,
+    Event,
+    Launched,
+    Moment,
+    Received,
+    Ticked,
+)
+from chameleon_ft.control.state.state import Phase, Settings, State
+from chameleon_ft.control.state_machine import TICK_S, step
+from chameleon_ft.control.wire.messages import (
+    Committed,
+    Departure,
+    Finished,
+    Hello,
+    HostHello,
+    Message,
+    OperationTimes,
+    Quiesced,
+    Ready,
+    Started,
+    Stop,
+    Switched,
+    Vote,
+    WorkerExited,
+)
+from chameleon_ft.observe import FailureRecord, StepRecord
+from chameleon_ft.plan import LayerRange, data_pipeline_plan
+from chameleon_ft.transfer import Message as Transferred
+from chameleon_ft.transfer import Transfer
+
+AGENT = 1000  # connection of the first agent
+LAYERS = 4
+
+Kind = TypeVar("Kind")
+
+
+def new_state(**changes: Any) -> State:
+    """The state before a run of four workers and ten steps."""
+    fields: dict[str, Any] = {
+        "workers": 4,
+        "steps": 10,
+        "num_layers": LAYERS,
+        "recovery": Recovery(),
+        "timeouts": Timeouts(),
+        "workers_per_host": None,
+        "logs": "logs",
+        "checkpoints": "checkpoints",
+    }
+    return State.before(Settings(**{**fields, **changes}))
+
+
+def a_plan(workers: Collection[int], *, first_step: int, moves_to: int | None = None) -> RecoveryPlan:
+    """One pipeline of a stage over the first worker, and as many more as there are workers; it may move a layer."""
+    plan = data_pipeline_plan(
+        layer_costs=[1.0] * LAYERS, dp=len(workers), pp=1, micro_batches=len(workers), workers=sorted(workers)
+    )
+    transition = None
+    if moves_to is not None:
+        source = min(worker for worker in plan.workers if worker != moves_to)
+        message = Transferred(source, moves_to, LayerRange(0, 1), 64)
+        transfer = Transfer(placement=plan.placement, roles={}, rounds=((message,),), least_largest_send_bytes=64)
+        transition = PlannedTransition(transfer=transfer, everyone=tuple(sorted({*plan.workers, moves_to})), keep={})
+    return RecoveryPlan(
+        plan=plan,
+        first_step=first_step,
+        load="keep",
+        roll_forward=None,
+        policy="a policy",
+        action="an action",
+        transition=transition,
+    )
+
+
+def vote(step: int, *, pause: bool = False) -> Vote:
+    return Vote(grad_square_sum=4.0, loss_sum=12.0 * (step + 1), terms=12, samples=12, finish=False, pause=pause)
+
+
+class History:
+    """A state, what led to it, and what was commanded; every event is checked, see `check`.
+
+    Decisions are answered at once, by plans in which all live workers train, unless `holds` is set.
+    """
+
+    def __init__(self, state: State | None = None) -> None:
+        self.state = new_state() if state is None else state
+        self.now = 100.0
+        self.commands: list[Command] = []
+        self.questions: list[Decide | DecideStart] = []
+        self.considerations: list[ConsiderScaleUp] = []
+        self.launches: list[Launch] = []
+        self.holds = False
+        self.moves_to: int | None = None
+        """A worker that the next plan moves a layer to."""
+
+    # --- what happens ------------------------------------------------------------------------------------------------
+
+    @property
+    def at(self) -> Moment:
+        return Moment(unix_s=1e9 + self.now, monotonic_s=self.now)
+
+    def happen(self, event: Event) -> tuple[Command, ...]:
+        """Let an event happen, and answer what it asks for."""
+        before = self.state
+        after, commands = step(before, event)
+        check(before, event, after, commands)
+        self.state = after
+        self.commands += commands
+        for command in commands:
+            match command:
+                case Decide() | DecideStart():
+                    self.questions.append(command)
+                case ConsiderScaleUp():
+                    self.considerations.append(command)
+                case Launch(generation=generation):
+                    assert generation > max((launch.generation for launch in self.launches), default=0)
+                    self.launches.append(command)
+                    self.happen(Launched(at=self.at, generation=generation))
+        while self.questions and not self.holds:
+            self.answer(self.questions.pop(0))
+        return commands
+
+    def answer(self, question: Decide | DecideStart) -> None:
+        """Answer a question, by a plan of all workers that were live when it was asked."""
+        if isinstance(question, DecideStart):
+            plan = a_plan(question.workers, first_step=0)
+        else:
+            cluster = question.cluster
+            first_step = max((report.committed for report in cluster.quiesced.values()), default=0)
+            moves_to = self.moves_to if self.moves_to in cluster.live and len(cluster.live) > 1 else None
+            plan = a_plan(cluster.live, first_step=max(first_step, cluster.committed), moves_to=moves_to)
+        self.happen(Decided(at=self.at, question=question.question, plan=plan))
+
+    def say(self, connection: int, message: Message) -> tuple[Command, ...]:
+        return self.happen(Received(at=self.at, connection=connection, message=message))
+
+    def depart(self, connection: int, how: Departure = "connection") -> tuple[Command, ...]:
+        return self.happen(Disconnected(at=self.at, connection=connection, how=how))
+
+    def wait(self, seconds: float) -> list[Command]:
+        """Let time go on, tick by tick; return what is commanded meanwhile."""
+        commands: list[Command] = []
+        for _ in range(round(seconds / TICK_S)):
+            self.now += TICK_S
+            commands += self.happen(Ticked(at=self.at))
+        return commands
+
+    # --- what members do ---------------------------------------------------------------------------------------------
+
+    def connection(self, worker: int) -> int:
+        """The control connection of a worker's newest incarnation, whether it is there or not."""
+        incarnation = self.state.members[worker].incarnation if worker in self.state.members else 1
+        return 20 * worker + incarnation
+
+    def tell(self, worker: int, message: Message) -> tuple[Command, ...]:
+        """Have a worker say something."""
+        return self.say(self.connection(worker), message)
+
+    def join(self, worker: int) -> None:
+        incarnation = self.state.members[worker].incarnation
+        self.tell(worker, Hello(worker=worker, host="10.0.0.1", pid=worker, incarnation=incarnation))
+
+    def gather(self) -> None:
+        count = self.state.settings.workers
+        self.say(AGENT, HostHello(host="a host", slots=count, pid=1))
+        for worker in range(count):
+            self.join(worker)
+
+    def start(self) -> None:
+        """Have the first worker of the generation begin."""
+        first = self.members()[0]
+        if self.state.active is not None and self.state.active.moved is not None:
+            self.tell(first, Switched(generation=self.state.generation, moved_bytes=64, transfer_s=0.1))
+        self.tell(first, Started(generation=self.state.generation, step=self.state.committed))
+
+    def commit(self, *, pause: bool = False) -> None:
+        """Have the workers of the generation apply a step."""
+        number = self.state.committed
+        for worker in self.members():
+            self.commit_by(worker, number, pause=pause)
+
+    def commit_by(self, worker: int, number: int, *, pause: bool = False, generation: int | None = None) -> None:
+        self.tell(
+            worker,
+            Committed(
+                generation=self.state.generation if generation is None else generation,
+                step=number,
+                vote=vote(number, pause=pause),
+                grad_norm=0.5,
+                lr=0.1,
+                step_s=0.1,
+                times=OperationTimes(forward_s=0.01, backward_s=0.01, longest_s=0.01),
+            ),
+        )
+
+    def quiesce(self, *workers: int, placed: int = 0) -> None:
+        """Have workers, or all live ones, quiesce."""
+        for worker in workers or self.live():
+            self.tell(
+                worker,
+                Quiesced(
+                    generation=self.state.generation,
+                    committed=self.state.committed,
+                    reduced=False,
+                    last_vote=None,
+                    placed=placed,
+                    layers=tuple(range(LAYERS)),
+                ),
+            )
+
+    def reap(self, worker: int, exit_code: int = -9) -> tuple[Command, ...]:
+        incarnation = self.state.members[worker].incarnation
+        return self.say(AGENT, WorkerExited(worker=worker, incarnation=incarnation, exit_code=exit_code))
+
+    def finish(self) -> None:
+        for worker in self.members():
+            self.tell(worker, Finished(generation=self.state.generation, committed=self.state.committed))
+
+    def train(self, steps: int = 3) -> None:
+        """Gather and take some steps."""
+        self.gather()
+        self.start()
+        for _ in range(steps):
+            self.commit()
+
+    def come_back(self, worker: int) -> None:
+        """Have a worker join that was started again."""
+        self.join(worker)
+        self.tell(worker, Ready())
+
+    def consider(self, *, is_change: bool, incoming: Mapping[int, tuple[tuple[int, int], ...]] | None = None) -> None:
+        """Answer what to do with newcomers."""
+        command = self.considerations.pop(0)
+        self.happen(
+            Considered(
+                at=self.at,
+                question=command.question,
+                live=command.request.live,
+                is_change=is_change,
+                incoming=incoming or {},
+            )
+        )
+
+    # --- what came of it ---------------------------------------------------------------------------------------------
+
+    def live(self) -> tuple[int, ...]:
+        return self.state.members.live()
+
+    def members(self) -> tuple[int, ...]:
+        """Workers of the newest generation that are live."""
+        assert self.state.active is not None
+        return tuple(worker for worker in self.state.active.plan.workers if worker in self.live())
+
+    def sent(self, kind: type[Kind], to: int | None = None) -> list[Kind]:
+        """Messages of a kind that were sent, in all or on one connection."""
+        return [
+            command.message
+            for command in self.commands
+            if isinstance(command, Send)
+            and isinstance(command.message, kind)
+            and (to is None or command.connection == to)
+        ]
+
+    def records(self, kind: type[Kind]) -> list[Kind]:
+        found = [command.record for command in self.commands if isinstance(command, Record)]
+        return [record for record in found if isinstance(record, kind)]
+
+    def events(self, name: str) -> list[Mapping[str, Any]]:
+        return [record.fields for record in self.records(OtherRecord) if record.event == name]
+
+    @property
+    def failures(self) -> list[tuple[int, str, str]]:
+        return [(record.worker, record.noticed_by, record.cause) for record in self.records(FailureRecord)]
+
+
+# --- what holds at all times -----------------------------------------------------------------------------------------
+
+
+def check(before: State, event: Event, after: State, commands: Iterable[Command]) -> None:
+    """Check everything that holds after any event.
+
+    That the state can be stored and continued is checked by doing so.
+    """
+    commands = tuple(commands)
+    if commands or not isinstance(event, Ticked):  # ticks are many
+        stored = State.from_json(before.to_json())
+        assert stored == before
+        assert step(stored, event) == (after, commands), "a state that was loaded goes on as the one that was stored"
+    _check_numbers(before, after, commands)
+    _check_commands(before, after, commands)
+    _check_members(after)
+    _check_progress(after)
+
+
+def _check_numbers(before: State, after: State, commands: tuple[Command, ...]) -> None:
+    assert before.generation <= after.generation
+    assert before.question <= after.question
+    for command in commands:
+        match command:
+            case Launch(generation=generation):
+                assert generation == after.generation, "one generation is in force"
+                assert after.phase is Phase.REGROUPING
+            case Record(record=StepRecord(step=number)):
+                assert number == before.committed, "steps are recorded once, in order"
+
+
+def _check_commands(before: State, after: State, commands: tuple[Command, ...]) -> None:
+    connected = {*after.members.agents, *_connections(after)}
+    newly_fenced = after.members.fenced - before.members.fenced
+    for command in commands:
+        if isinstance(command, Send | Welcome):
+            assert command.connection not in before.members.fenced, f"{command} goes to a lost worker"
+        if isinstance(command, Send) and isinstance(command.message, Stop):
+            assert command.connection in connected | newly_fenced
+            assert before.generation < command.message.generation <= after.generation
+    assert {command.connection for command in commands if isinstance(command, Drop)} == newly_fenced
+    finishes = [command for command in commands if isinstance(command, Finish)]
+    assert len(finishes) == (before.phase is not Phase.OVER and after.phase is Phase.OVER)
+    if before.phase is Phase.OVER:
+        assert not commands
+
+
+def _connections(state: State) -> set[int]:
+    return {worker.connection for worker in state.members if worker.connection is not None}
+
+
+def _check_members(state: State) -> None:
+    connections = [worker.connection for worker in state.members if worker.connection is not None]
+    assert len(connections) == len(set(connections)), "every connection has one worker"
+    assert not state.members.fenced & set(connections)
+    assert all(worker.connection is None for worker in state.members if worker.lost)
+    assert not {*state.scale_up.newcomers, *state.scale_up.loaded} & {w.id for w in state.members if w.lost}
+    incarnations: dict[int, int] = {}
+    for worker in (*state.members.former, *state.members):
+        assert worker.incarnation == incarnations.get(worker.id, 0) + 1
+        incarnations[worker.id] = worker.incarnation
+
+
+def _check_progress(state: State) -> None:
+    """The run has ended, or waits for something that has a name."""
+    live = set(state.members.live())
+    assert (state.phase is Phase.OVER) == (state.ended is not None)
+    match state.phase:
+        case Phase.STOPPING:
+            assert live - state.quiesced.keys(), "some worker has still to quiesce"
+            assert {report.generation for report in state.quiesced.values()} <= {state.generation}
+        case Phase.DECIDING:
+            assert {report.generation for report in state.quiesced.values()} == {state.generation}
+            assert live, "there is something to decide"
+            assert live <= state.quiesced.keys(), "every survivor waits for the decision"
+        case Phase.REGROUPING | Phase.TRAINING:
+            assert state.active is not None
+            needed = state.active.everyone if state.phase is Phase.REGROUPING else state.active.plan.workers
+            assert set(needed) <= live | state.finished, "no generation goes on without a worker that it needs"
+            assert not state.incident.losses or state.phase is Phase.REGROUPING or state.finished

@@ -1,0 +1,486 @@
+"""Whole histories of a run, replayed without sockets: what is commanded, and what is recorded in the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from chameleon_ft.config import Recovery, Timeouts
+from chameleon_ft.control.commands import (
+    CompleteCheckpoint,
+    Drop,
+    Finish,
+    ForgetDecisions,
+    LogFault,
+    MeasureTransfer,
+    PrepareDecisions,
+    RecordScaleUp,
+    Send,
+)
+from chameleon_ft.control.events import (
+    Considered,
+    Decided,
+    DecisionFailed,
+    EndRequested,
+    FaultsInjected,
+    Interrupted,
+)
+from chameleon_ft.control.state.incident import Fault
+from chameleon_ft.control.state.state import Phase, State
+from chameleon_ft.control.state_machine import step
+from chameleon_ft.control.wire.messages import (
+    CheckpointSaved,
+    Crashed,
+    Exit,
+    Hello,
+    HostHello,
+    Inject,
+    Kill,
+    Pause,
+    PeerFailed,
+    Position,
+    Preallocate,
+    Preallocated,
+    Probe,
+    ProcessState,
+    Ready,
+    Refused,
+    Spawn,
+    Started,
+    Stop,
+)
+from chameleon_ft.errors import ControlError
+from chameleon_ft.observe import JoinRecord, StepRecord
+from tests.control.histories import AGENT, History, a_plan, new_state
+
+RESPAWNING = Recovery(respawn=True, respawn_delay_s=4.0, max_respawns=1)
+
+
+def training(**changes: object) -> History:
+    """A run that has taken three steps."""
+    history = History(new_state(**changes))
+    history.train()
+    return history
+
+
+# --- from the beginning to the end -----------------------------------------------------------------------------------
+
+
+def test_a_run_without_failures() -> None:
+    history = training(steps=5)
+    history.commit()
+    history.commit()
+    assert [record.step for record in history.records(StepRecord)] == [0, 1, 2, 3, 4]
+    history.finish()
+    assert history.state.ended == ("finished", "all steps are trained")
+    assert history.commands[-1] == Finish("finished", "all steps are trained")
+    for connection in (AGENT, 1, 21, 41, 61):
+        assert history.sent(Exit, to=connection) == [Exit(reason="all steps are trained")]
+    assert history.sent(Stop) == []
+
+
+def test_nothing_is_commanded_once_the_run_is_over() -> None:
+    history = training()
+    history.happen(EndRequested(at=history.at, status="failed", reason="enough"))
+    count = len(history.commands)
+    history.reap(1)
+    history.commit_by(0, 3)
+    history.wait(10.0)
+    history.happen(Interrupted(at=history.at))
+    assert len(history.commands) == count
+    assert history.state.ended == ("failed", "enough")
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before it is ready", "while it gathers"])
+def test_the_crash_of_a_rank_while_the_run_gathers_ends_it(before: bool) -> None:
+    history = History()
+    history.say(AGENT, HostHello(host="a host", slots=4, pid=1))
+    if not before:
+        history.join(2)
+        history.tell(2, Crashed(error="ValueError: no such layer"))
+        assert history.state.ended is not None
+        assert history.state.ended[1] == "worker 2 failed in step 0: ValueError: no such layer; see logs/worker-2.log"
+    else:
+        history.reap(2, 1)
+        assert history.state.ended == ("failed", "worker 2 ended before the run began: exit code 1; see logs")
+
+
+def test_an_interrupt_ends_the_run_after_the_step() -> None:
+    history = training()
+    history.happen(Interrupted(at=history.at))
+    history.commit()
+    history.finish()
+    assert history.state.ended == ("interrupted", "interrupted by the user, with a checkpoint")
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_worker_is_fenced_and_the_others_go_on() -> None:
+    history = training()
+    commands = history.reap(1)
+    assert Send(AGENT, Kill(worker=1)) in commands
+    assert Drop(21) in commands
+    assert [worker for worker in range(4) if history.sent(Stop, to=20 * worker + 1)] == [0, 2, 3]
+    assert history.state.phase is Phase.STOPPING
+    history.quiesce(0, 2)
+    assert history.state.phase is Phase.STOPPING
+    history.quiesce(3)
+    assert (history.state.phase, history.state.generation) == (Phase.REGROUPING, 2)
+    assert history.failures == [], "the incident is not over"
+    history.start()
+    assert history.failures == [(1, "child", "SIGKILL")]
+    assert history.members() == (0, 2, 3)
+    history.commit()
+    assert history.records(StepRecord)[-1].workers == 3
+
+
+def test_a_worker_whose_agent_is_gone_cannot_be_killed() -> None:
+    history = training()
+    history.depart(AGENT)
+    history.depart(21)
+    assert history.sent(Kill) == []
+    history.quiesce()
+    history.start()
+    assert history.failures == [(1, "connection", "control connection closed")]
+
+
+def test_what_a_lost_worker_still_says_counts_for_nothing() -> None:
+    history = training()
+    history.reap(1)
+    assert history.say(21, Started(generation=1, step=3)) == ()
+    history.quiesce()
+    history.start()
+    assert history.say(21, Crashed(error="an error")) == ()
+    assert history.failures == [(1, "child", "SIGKILL")]
+
+
+def test_two_workers_lost_one_while_the_others_quiesce() -> None:
+    history = training()
+    history.reap(1)
+    history.quiesce(0, 2)
+    history.reap(0)  # it had quiesced
+    assert history.state.phase is Phase.STOPPING
+    history.quiesce(3)
+    history.start()
+    assert [worker for worker, *_ in history.failures] == [1, 0]
+    assert history.state.generation == 2, "one stop was enough"
+    assert history.members() == (2, 3)
+
+
+def test_a_loss_while_it_is_decided_makes_the_decision_void() -> None:
+    history = training()
+    history.holds = True
+    history.reap(1)
+    history.quiesce()
+    (first,) = history.questions
+    assert history.state.phase is Phase.DECIDING
+    history.reap(2)
+    assert history.state.phase is Phase.DECIDING
+    first, second = history.questions
+    history.answer(first)
+    assert len(history.launches) == 1, "nobody is told to train with a worker that is gone"
+    history.answer(second)
+    assert history.launches[-1].plan.plan.workers == (0, 3)
+    history.answer(second)
+    assert len(history.launches) == 2, "an answer counts once"
+    history.start()
+    assert [worker for worker, *_ in history.failures] == [1, 2]
+
+
+def test_a_loss_while_layers_move() -> None:
+    history = training()
+    history.moves_to = 3
+    history.reap(1)
+    history.quiesce()
+    assert history.state.in_force is not history.state.active, "no worker has switched yet"
+    before = history.state.in_force
+    history.reap(2)
+    assert (history.state.phase, history.state.generation) == (Phase.STOPPING, 3)
+    history.moves_to = None
+    history.quiesce(placed=1)
+    assert history.questions == []
+    assert history.launches[-1].generation == 3
+    assert before is not None
+    assert before.plan.workers == (0, 1, 2, 3)
+    history.start()
+    assert [worker for worker, *_ in history.failures] == [1, 2]
+
+
+def test_what_has_moved_is_recorded_and_measured() -> None:
+    history = training()
+    history.moves_to = 3
+    history.reap(1)
+    history.quiesce()
+    history.start()
+    (event,) = history.events("transition")
+    assert (event["generation"], event["workers"], event["rounds"], event["moved_bytes"]) == (2, 3, 1, 64)
+    assert [command for command in history.commands if isinstance(command, MeasureTransfer)]
+
+
+def test_when_the_last_worker_is_lost_the_run_ends() -> None:
+    history = training()
+    for worker in range(4):
+        history.reap(worker)
+    assert history.state.ended == ("failed", "no worker is left")
+    assert len(history.failures) == 4
+
+
+def test_when_nothing_can_be_decided_the_run_ends() -> None:
+    history = training()
+    history.holds = True
+    history.reap(1)
+    history.quiesce()
+    (question,) = history.questions
+    history.happen(DecisionFailed(at=history.at, question=question.question, reason="no layer is held"))
+    assert history.state.ended == ("failed", "no layer is held")
+    assert history.failures == [(1, "child", "SIGKILL")]
+
+
+def test_a_late_failure_of_an_earlier_decision_changes_nothing() -> None:
+    history = training()
+    history.happen(DecisionFailed(at=history.at, question=0, reason="of the past"))
+    assert history.state.phase is Phase.TRAINING
+
+
+def test_an_injected_failure_is_timed_from_when_it_was() -> None:
+    history = training()
+    history.say(2000, Inject(worker=1, kind="kill"))
+    assert LogFault(1) in history.commands
+    history.happen(FaultsInjected(at=history.at, faults=(Fault(1, "kill", history.at.unix_s),)))
+    history.now += 0.25
+    history.reap(1)
+    (loss,) = history.state.incident.losses
+    assert loss.noticed_at - (loss.failed_at or 0.0) == pytest.approx(0.25)
+    history.say(2000, Inject(worker=1, kind="kill"))
+    assert history.sent(Refused, to=2000) == [Refused(reason="worker 1 is not live; live are [0, 2, 3]")]
+
+
+# --- hangs, and messages that fail -----------------------------------------------------------------------------------
+
+
+def test_a_stopped_process_is_found_by_a_probe() -> None:
+    history = training()
+    history.wait(0.5)
+    probe = history.sent(Probe, to=AGENT)[-1].probe
+    assert history.sent(Probe, to=21), "ranks are asked, too"
+    history.tell(2, Position(probe=probe, generation=1, doing="F3", waiting=True, since_s=60.0))
+    history.say(AGENT, ProcessState(probe=probe, worker=1, incarnation=1, stopped=True))
+    history.quiesce()
+    history.start()
+    assert history.failures == [(1, "watchdog", "hung: its process is stopped")]
+
+
+def test_a_worker_that_never_quiesces_is_given_up() -> None:
+    timeouts = Timeouts()
+    history = training(timeouts=timeouts)
+    history.reap(1)
+    history.quiesce(0, 2)
+    history.wait(timeouts.collective_s - 1.0)
+    assert history.state.phase is Phase.STOPPING
+    history.wait(2.0)
+    history.start()
+    assert history.failures == [(1, "child", "SIGKILL"), (3, "watchdog", "hung: it does not leave its operation")]
+
+
+def test_a_coordinator_that_was_held_up_blames_no_worker() -> None:
+    history = History()
+    history.train(steps=0)
+    history.wait(0.05)
+    history.now += 100.0
+    history.wait(59.0)
+    assert history.sent(Probe) == [], "before the first step, a minute is granted"
+    history.wait(2.0)
+    assert history.sent(Probe) != []
+
+
+def test_the_worker_that_messages_fail_with_is_given_up() -> None:
+    history = training()
+    for worker in (0, 3):
+        history.tell(worker, PeerFailed(generation=1, peer=2, error="reset"))
+    history.quiesce()
+    history.start()
+    assert history.failures == [(2, "peer", "messages with it failed: reset")]
+    assert history.members() == (0, 1, 3)
+
+
+# --- newcomers -------------------------------------------------------------------------------------------------------
+
+
+def lose_and_respawn(history: History, worker: int = 1) -> None:
+    history.reap(worker)
+    history.quiesce()
+    history.start()
+    history.wait(5.0)
+    assert history.sent(Spawn)[-1] == Spawn(workers=(worker,), incarnations=(2,))
+
+
+def test_a_worker_comes_back_and_gets_a_place() -> None:
+    history = training(recovery=RESPAWNING)
+    lose_and_respawn(history)
+    assert history.events("respawn")[0]["incarnation"] == 2
+    history.come_back(1)
+    history.wait(1.0)
+    layers = ((0, 64), (1, 64))
+    history.consider(is_change=True, incoming={1: layers, 2: layers})
+    assert history.sent(Preallocate) == [Preallocate(layers=layers)], "workers that train have no memory to spare"
+    history.wait(1.0)
+    assert history.sent(Pause) == []
+    history.tell(1, Preallocated(layers=layers))
+    history.wait(0.1)
+    assert history.sent(Pause, to=1) == [Pause(generation=2)]
+    history.commit(pause=True)
+    assert history.state.phase is Phase.STOPPING
+    history.quiesce()
+    history.start()
+    (record,) = history.records(JoinRecord)
+    assert (record.workers, record.spares, record.generation) == ((1,), (), 3)
+    assert len(history.failures) == 1
+
+
+def test_a_newcomer_without_a_place_stays_a_spare() -> None:
+    history = training(recovery=RESPAWNING)
+    lose_and_respawn(history)
+    history.come_back(1)
+    history.wait(1.0)
+    history.consider(is_change=False)
+    assert [command for command in history.commands if isinstance(command, RecordScaleUp)]
+    history.wait(20.0)
+    assert history.considerations == [], "it is not considered again"
+    assert history.sent(Pause) == []
+    history.reap(1)
+    assert history.records(JoinRecord) == []
+    assert len(history.failures) == 2
+    assert history.state.phase is Phase.TRAINING
+
+
+def test_a_worker_that_joins_during_an_incident_is_held_back() -> None:
+    history = training(recovery=RESPAWNING)
+    lose_and_respawn(history)
+    history.reap(2)
+    history.come_back(1)
+    assert history.state.phase is Phase.STOPPING
+    assert 1 not in history.live()
+    assert history.sent(Stop, to=22) == []
+    history.quiesce()
+    assert history.launches[-1].plan.plan.workers == (0, 3)
+    history.start()
+    history.wait(0.1)
+    assert 1 in history.live()
+
+
+def test_the_crash_of_a_newcomer_before_it_is_ready_changes_nothing() -> None:
+    history = training(recovery=RESPAWNING)
+    lose_and_respawn(history)
+    history.join(1)
+    history.tell(1, Crashed(error="OSError: no such device"))
+    assert history.state.phase is Phase.TRAINING
+    (event,) = history.events("join_failed")
+    assert (event["worker"], event["incarnation"], event["cause"]) == (1, 2, "OSError: no such device")
+    history.reap(1, 1)
+    history.wait(60.0)
+    assert history.sent(Spawn)[-1].incarnations == (2,), "it was lost twice and may be once"
+    assert history.events("blocklisted")[0]["worker"] == 1
+    with pytest.raises(ControlError, match="was lost too often"):
+        history.say(500, Hello(worker=1, host="h", pid=1, incarnation=3))
+
+
+def test_a_decision_on_newcomers_that_fails_leaves_them_spares() -> None:
+    history = training(recovery=RESPAWNING)
+    lose_and_respawn(history)
+    history.come_back(1)
+    history.wait(1.0)
+    question = history.considerations.pop().question
+    history.happen(Considered(at=history.at, question=question, incoming={}, error="its process is gone"))
+    assert history.events("decision_failed")[0]["workers"] == [1]
+    history.wait(20.0)
+    assert history.considerations == []
+    assert history.state.phase is Phase.TRAINING
+
+
+def test_a_change_for_a_newcomer_that_is_lost_meanwhile_is_dropped() -> None:
+    history = training(recovery=RESPAWNING)
+    lose_and_respawn(history)
+    history.come_back(1)
+    history.wait(1.0)
+    history.consider(is_change=True, incoming={1: ((0, 64),)})
+    history.reap(1)
+    history.wait(20.0)
+    assert history.sent(Pause) == []
+    assert history.state.scale_up.change is None
+
+
+def test_the_end_is_told_to_workers_that_are_loading_and_a_stop_is_not() -> None:
+    history = training(recovery=RESPAWNING)
+    lose_and_respawn(history)
+    history.join(1)
+    history.reap(2)
+    history.quiesce()
+    assert history.sent(Stop, to=22) == []
+    history.happen(EndRequested(at=history.at, status="interrupted", reason="enough"))
+    assert history.sent(Exit, to=22) == [Exit(reason="enough")]
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_complete_with_its_last_layer_and_void_after_a_return_to_another() -> None:
+    history = training()
+    history.tell(0, CheckpointSaved(generation=1, step=2, layers=(0, 1), copy_s=0.1, write_s=3.0))
+    history.tell(1, CheckpointSaved(generation=1, step=2, layers=(2, 3), copy_s=0.3, write_s=2.0))
+    assert [command for command in history.commands if isinstance(command, CompleteCheckpoint)] == [
+        CompleteCheckpoint(2)
+    ]
+    assert history.events("checkpoint") == [{"step": 2, "copy_s": 0.3, "write_s": 3.0}]
+    history.tell(0, CheckpointSaved(generation=1, step=3, layers=(0, 1)))
+    history.holds = True
+    history.reap(1)
+    history.quiesce()
+    (question,) = history.questions
+    plan = replace(a_plan(history.live(), first_step=2), load=2)
+    history.happen(Decided(at=history.at, question=question.question, plan=plan))
+    assert history.state.committed == 2
+    history.tell(2, CheckpointSaved(generation=1, step=3, layers=(2, 3)))
+    assert len(history.events("checkpoint")) == 1
+
+
+# --- the state -------------------------------------------------------------------------------------------------------
+
+
+def test_decisions_are_prepared_while_all_is_well_and_forgotten_with_it() -> None:
+    history = training()
+    assert [command for command in history.commands if isinstance(command, PrepareDecisions)]
+    history.commands.clear()
+    history.reap(1)
+    history.quiesce()
+    assert [command for command in history.commands if isinstance(command, ForgetDecisions)]
+
+
+def test_another_process_can_continue_a_run_in_the_middle_of_an_incident() -> None:
+    history = training(recovery=RESPAWNING)
+    history.tell(3, PeerFailed(generation=1, peer=2, error="reset"))
+    history.reap(1)
+    history.quiesce(0)
+    history.state = State.from_json(history.state.to_json())
+    history.quiesce(2, 3)
+    history.start()
+    history.commit()
+    assert history.failures == [(1, "child", "SIGKILL")]
+    assert history.state.committed == 4
+
+
+def test_a_message_that_is_not_allowed_leaves_the_state_as_it_is() -> None:
+    history = training()
+    before = history.state
+    with pytest.raises(ControlError, match="a rank does not say 'exit'"):
+        history.tell(1, Exit(reason="enough"))
+    with pytest.raises(ControlError, match="from a peer that has not joined"):
+        history.say(999, Ready())
+    assert history.state is before
+
+
+def test_the_same_event_leads_to_the_same_state() -> None:
+    history = training()
+    event = EndRequested(at=history.at, status="failed", reason="enough")
+    assert step(history.state, event) == step(history.state, event)
