@@ -1,4 +1,4 @@
-"""A coordinator on a stage: workers and hosts are puppets, and the clock goes on only while everybody waits for it."""
+"""A coordinator on a stage: workers and hosts are puppets, and the clock goes on only while all wait for it."""
 
 from __future__ import annotations
 

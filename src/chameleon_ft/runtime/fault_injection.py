@@ -1,4 +1,4 @@
-"""Failures on purpose: this rank fails itself in a phase of a step, as a real failure would end it."""
+"""Fault injection: this rank fails itself in a phase of a step, as a real failure would end it."""
 
 from __future__ import annotations
 

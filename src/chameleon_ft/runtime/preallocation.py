@@ -1,4 +1,4 @@
-"""Room for layers that are going to arrive, made before they do.
+"""Preallocates memory for layers before they arrive.
 
 Memory that a process has from its system costs as much to touch for the first time as to receive: one page after the
 other is looked for and cleared. So that a transfer does not wait for it, a thread makes room while everyone has
@@ -55,7 +55,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Where a layer is going to be.
+    """Memory for a layer that is going to arrive.
 
     Attributes:
         module: its parameters may hold anything.
@@ -67,7 +67,7 @@ class Allocation:
 
 
 class LayerAllocator:
-    """Makes room for layers.
+    """Allocates layers, ahead of their arrival if possible.
 
     Args:
         device: where layers are.
@@ -79,7 +79,7 @@ class LayerAllocator:
         self._seed = seed
         self._device = device
         self._ahead = ahead and device.type == "cpu"
-        # Layers are made by nobody else meanwhile: the generator that their factories draw from is one for all.
+        # No other thread makes layers meanwhile: the generator that their factories draw from is one for all.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="room")
         self._coming: dict[int, Future[Allocation]] = {}
         self._stop = threading.Event()

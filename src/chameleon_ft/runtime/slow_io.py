@@ -1,4 +1,4 @@
-"""Saying that this rank waits for the disk, where that takes long."""
+"""Reports reads and writes of this rank that take long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIRST_S: Final = 10.0
 
 
 class SlowIOReporter:
-    """Tells the coordinator while this rank reads or writes for long, which nobody is given up for.
+    """Tells the coordinator while this rank reads or writes for long, for which no worker is given up.
 
     Args:
         activity: what the training thread is doing.
@@ -34,7 +34,7 @@ class SlowIOReporter:
         """The training thread waits for the disk inside the block."""
         over = threading.Event()
         # A thread of its own, for the training thread may be stuck in the file system.
-        threading.Thread(target=self._tell, args=(what, generation, over), name="disk waits", daemon=True).start()
+        threading.Thread(target=self._tell, args=(what, generation, over), name="slow io", daemon=True).start()
         try:
             with self._activity.waiting(what):
                 yield

@@ -1,4 +1,4 @@
-"""Workers that come while the run goes on, as the coordinator sees them."""
+"""Workers that join while the run goes on, as the coordinator sees them."""
 
 from __future__ import annotations
 
