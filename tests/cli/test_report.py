@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,21 @@ def test_predicted_and_measured_are_drawn_and_traced(
     events = json.loads(trace.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "process_name"}
     assert names == {"predicted", "measured"}
+
+
+def test_workers_lost_before_a_repartition_are_drawn(run: RunDirectory, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    events: list[dict[str, object]] = [
+        {"event": "started", "generation": 1},
+        {"event": "failure", "worker": 7, "generation": 1},
+        {"event": "failure", "worker": 8, "generation": 2},
+        {"event": "join", "workers": [8], "spares": [], "generation": 2},
+        {"event": "failure", "worker": 9, "generation": 3},
+    ]
+    run.events_file.write_text("".join(json.dumps({"time": 0.0, **event}) + "\n" for event in events))
+    picture = tmp_path / "step.svg"
+    assert main(["report", str(run.path), "--picture", str(picture)]) == 0
+    assert re.findall("<!-- worker ([0-9]), lost -->", picture.read_text()) == ["1", "7"]
 
 
 def test_a_step_that_was_not_recorded_is_refused(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

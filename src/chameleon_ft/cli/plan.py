@@ -119,6 +119,7 @@ def main(arguments: Sequence[str]) -> int:
             plan=prediction.plan,
             pipelines=prediction.pipelines,
             lanes=lanes,
+            lost=prediction.dead,
         )
     if given.trace is not None:
         from chameleon_ft.observe.trace import write_trace
