@@ -22,14 +22,21 @@ _KINDS = 2  # of decisions, that are named
 _WITH_UNITS = {"memory": "memory (GB)", "rate": "failure rate"}
 
 
-def show_results(title: str, results: Results, trace: Trace, *, note: str | None = None) -> None:
-    """Print what each policy made of a trace, the best first; a `note` on what is simulated comes before the table."""
+def show_results(
+    title: str, results: Results, trace: Trace, *, note: str | None = None, warning: str | None = None
+) -> None:
+    """Print what each policy made of a trace, the best first.
+
+    A `note` on what is simulated and a `warning` about the ranking come before the table.
+    """
     console, shape = output()
     console.print(title, style="bold", soft_wrap=True)
     console.print(_trace_in_words(trace), soft_wrap=True)
     console.print(f"begins with {results.start}", soft_wrap=True)
     if note is not None:
         console.print(note, soft_wrap=True)
+    if warning is not None:
+        console.print(warning, style="bold yellow", soft_wrap=True)
     console.print(_table(results, shape, wide=console.width >= _WIDE))
     first = next((name for name in results.ranking if name != ORACLE), None)
     if first is not None:
@@ -117,6 +124,13 @@ def show_sweep(title: str, found: Sweep, trace: Trace) -> None:
     for point in found.points:
         if point.misfit:
             console.print(f"{found.name} {point.value:g}: {point.misfit}", soft_wrap=True)
+    if quiet := [point for point in found.points if point.results is not None and not point.results.lost_events]:
+        values = ", ".join(f"{point.value:g}" for point in quiet)
+        console.print(
+            f"warning: no worker is lost at {found.name} {values}: what differs there is not the reaction to failures",
+            style="bold yellow",
+            soft_wrap=True,
+        )
     for line in _leads_in_words(found):
         console.print(line, soft_wrap=True)
 
