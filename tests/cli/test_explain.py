@@ -39,6 +39,8 @@ done       repartition: micro-batches 2, 3 of worker 3 go to worker 1
 predicted  step 400 ms, stall 750 ms, 250 ms of it transfer
 came       step 410 ms (+2.5%), stall 900 ms (+20.0%), after 10 steps
            stall = repeat 0.767 + detect 0.010 + stop 0.020 + decide 0.003 + regroup 0.100
+warning    prediction not to be trusted: stall 20.0% off, 15% is tolerated. To do: measure a new profile while the
+           machine does nothing else (`chameleon profile CONFIG --out FILE`), and give it by --profile FILE
 """
 
 

@@ -39,6 +39,8 @@ def test_every_generation_is_reported(run: RunDirectory, capsys: pytest.CaptureF
     assert "generation 2, from step 3 with 3 workers; predicted by its profile" in printed
     assert "| step     |      2 |" in printed
     assert "-50.00%" in printed
+    assert printed.count("prediction not to be trusted") == 1
+    assert printed.rstrip().splitlines()[-1].startswith("prediction not to be trusted: step time 50.0% off")
 
 
 def test_the_report_is_there_as_json(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,6 +49,8 @@ def test_the_report_is_there_as_json(run: RunDirectory, capsys: pytest.CaptureFi
     assert first["error"] == pytest.approx(0, abs=1e-6)
     assert [step["step"] for step in first["steps"]] == [1, 2]
     assert second["error"] == pytest.approx(-0.5, abs=1e-6)
+    assert first["warning"] is None
+    assert second["warning"].startswith("prediction not to be trusted: step time 50.0% off, 6% is tolerated")
     assert second["kinds"]["B"]["mean_error"] == pytest.approx(0.5, abs=1e-6)
 
 

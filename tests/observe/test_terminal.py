@@ -57,6 +57,35 @@ def test_it_tells_the_run_from_beginning_to_end() -> None:
 
 
 @pytest.mark.parametrize(
+    ("measured_step_s", "measured_stall_s", "policy", "words"),
+    [
+        (0.42, 0.8, "repartition", []),
+        (0.744, 0.8, "repartition", ["step time 86.0% off, 6% is tolerated.", "`chameleon profile CONFIG --out"]),
+        (0.3, 0.2, "mend", ["step time 25.0% off", "; stall 73.3% off, 15% is tolerated.", "--profile FILE"]),
+        (0.41, 300.0, "restart", ["set recovery.restart_s to"]),
+    ],
+)
+def test_a_prediction_that_is_far_off_is_not_to_be_trusted(
+    measured_step_s: float, measured_stall_s: float, policy: str, words: list[str]
+) -> None:
+    record = dataclasses.replace(
+        outcome_record(), measured_step_s=measured_step_s, measured_stall_s=measured_stall_s, policy=policy
+    )
+    out = io.StringIO()
+    TerminalView(Console(file=out, width=300, highlight=False)).outcome(record)
+    assert (
+        ("prediction not to be trusted: " in out.getvalue()) == bool(words) == (record.to_json()["warning"] is not None)
+    )
+    assert all(each in out.getvalue() for each in words)
+    assert out.getvalue().count("chameleon profile") == ("--profile FILE" in out.getvalue())
+
+
+def test_what_was_not_predicted_is_not_warned_of() -> None:
+    record = dataclasses.replace(outcome_record(), predicted_step_s=None, predicted_stall_s=None)
+    assert record.warning is None
+
+
+@pytest.mark.parametrize(
     ("generation", "checkpoint", "words"),
     [
         (1, None, None),

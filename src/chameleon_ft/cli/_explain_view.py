@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from rich import box
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from chameleon_ft.cli._explain_words import (
     alone_in_words,
@@ -130,6 +131,8 @@ def _came(story: DecisionStory) -> Table:
         )
         if parts := measured_stall_in_words(outcome, story.losses):
             facts.add_row("", parts)
+        if outcome.warning is not None:
+            facts.add_row("warning", Text(outcome.warning, style="bold yellow"))
     return facts
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe.accuracy import describe_untrusted
 from chameleon_ft.quantities import duration
 
 __all__ = [
@@ -169,9 +170,17 @@ class OutcomeRecord(_Record):
         """By which share of the prediction the stall took longer."""
         return _relative(self.measured_stall_s, self.predicted_stall_s)
 
+    @property
+    def warning(self) -> str | None:
+        """That the prediction is too far off to be trusted, and what to do; None if it is not."""
+        return describe_untrusted(
+            step_error=self.step_error, stall_error=self.stall_error, stall_is_restart=self.policy == "restart"
+        )
+
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values, with the errors that follow from them."""
-        return {**dataclasses.asdict(self), "step_error": self.step_error, "stall_error": self.stall_error}
+        """Return the fields as JSON values, with what follows from them."""
+        derived = {"step_error": self.step_error, "stall_error": self.stall_error, "warning": self.warning}
+        return {**dataclasses.asdict(self), **derived}
 
     def in_words(self) -> str:
         """Write "step 125 ms (predicted 123 ms, +1.6%), stall 100 ms (predicted 200 ms, -50.0%)"."""

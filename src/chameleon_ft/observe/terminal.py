@@ -73,12 +73,14 @@ class TerminalView:
         self._banner(f"worker {record.worker} lost in step {record.step}", facts, record, colour="red")
 
     def outcome(self, record: OutcomeRecord) -> None:
-        """Print one line: what was predicted of a decision, and what came."""
+        """Print what was predicted of a decision and what was measured, and a warning if these are far apart."""
         self._print(
             Text(
                 f"after {record.steps} step{'' if record.steps == 1 else 's'} of {record.policy}: ", style="cyan"
             ).append(record.in_words())
         )
+        if record.warning is not None:
+            self._print(Text(record.warning, style="bold yellow"))
 
     def join(self, record: JoinRecord) -> None:
         """Print the banner of a join: who, what was done, and the stall by phase."""
