@@ -245,7 +245,6 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
             "--profile profile.json holds what it would say; leave one of them out",
         ),
         (("nothing.toml",), "there is no such file"),
-        ((ROOT / "examples" / "quickstart.toml",), "nothing says how long its layers take; measure that by"),
         ((ROOT / "examples" / "quickstart.toml", "--profile", "none.json"), "profile .*none.json: cannot be read"),
         ((ROOT / "examples" / "quickstart.toml", "--model", "llama2-7b"), "leave one of them out"),
         (("--model", "none.json", "--device", "h100-80g", "--dp", "1", "--pp", "1"), "none.json: cannot be read"),
@@ -423,9 +422,30 @@ def test_what_cannot_be_searched_for_is_refused(
 
 
 def test_a_job_is_planned_by_the_configuration_beside_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("not read before there is a profile")
-    assert main(["plan", str(tmp_path / "mine.py")]) == 2
-    assert "mine.py: nothing says how long its layers take" in capsys.readouterr().err
+    (tmp_path / "mine.py").write_text("not read before the configuration is")
     (tmp_path / "mine.toml").write_text("workers = 5\n")
     assert main(["plan", str(tmp_path / "mine.py")]) == 2
     assert "workers = 5" in capsys.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_a_configuration_without_a_profile_is_measured_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = tmp_path / "small.toml"
+    config.write_text(
+        "workers = 2\n[parallel]\ndp = 1\npp = 2\n[batch]\nmicro_batches = 2\nmicro_batch_size = 1\n"
+        "[model]\ndim = 16\nnum_layers = 1\nnum_heads = 2\nnum_kv_heads = 1\nffn_dim = 16\nseq_len = 8\n"
+    )
+    assert main(["plan", str(config), "--json"]) == 0
+    first = capsys.readouterr()
+    (kept,) = (tmp_path / "cache" / "chameleon-ft" / "profiles").iterdir()
+    assert f"{config} has no profile: measuring what its layers and links cost" in first.err
+    assert f"profile kept in {kept}: measured on " in first.err
+    assert json.loads(first.out)["profile"] == "measured"
+    assert main(["plan", str(config), "--json"]) == 0
+    second = capsys.readouterr()
+    assert "has no profile" not in second.err
+    assert f"profile taken from {kept}: " in second.err
+    assert second.out == first.out

@@ -29,9 +29,9 @@ _NOTHING = "nothing to plan for: give a CONFIG, or a published --model and its -
 class PlanArguments:
     """Predict what a step takes: its time and that of every operation, the memory of every worker, and lower bounds.
 
-    For the run that CONFIG describes, by the profile that it names or --profile; or without CONFIG for a layout of a
-    published --model on a known --device, or of a --profile. Nothing is started. Exit code 1 where the plan does not
-    fit into the memory of its workers.
+    For the run that CONFIG describes, by the profile that it names or --profile; without one, its layers are measured
+    on this machine, once, for some seconds. Or without CONFIG for a layout of a published --model on a known --device,
+    or of a --profile. Exit code 1 where the plan does not fit into the memory of its workers.
     """
 
     config: Annotated[
