@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,8 @@ from chameleon_ft.profiles.files import read_profile, write_profile
 from chameleon_ft.profiles.profile import Fingerprint, Profile
 
 __all__ = ["cached_profile", "profile_cache", "profile_cache_file"]
+
+_logger = logging.getLogger(__name__)
 
 
 def profile_cache(environ: Mapping[str, str]) -> Path:
@@ -41,15 +44,17 @@ def cached_profile(file: Path, fingerprint: Fingerprint, measure: Callable[[], P
         found = read_profile(file)
         if found.fingerprint == fingerprint:
             return found
-    except ProfileError:
-        pass
+        _logger.info("profile %s is of %s, not of %s", file, found.fingerprint, fingerprint)
+    except ProfileError as error:
+        _logger.info("no profile in the cache: %s", error)
     profile = measure()
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_profile(profile, draft)
         draft.replace(file)
-    except (OSError, ProfileError):
+    except (OSError, ProfileError) as error:
+        _logger.warning("the profile cannot be kept: %s", error)
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
     return profile
