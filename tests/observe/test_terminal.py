@@ -43,7 +43,7 @@ def test_it_tells_the_run_from_beginning_to_end() -> None:
         "2.5000",
         "checkpoint: step 1 is written to [here]",
         "worker 3 lost in step 1",
-        "its supervisor saw the process end",
+        "detected by  the end of its process",
         "reroute: micro-batches 2, 3 of worker 3 go to worker 1",
         "0.133 s = detect 0.010 + stop 0.020 + decide 0.003 + regroup 0.100",
         "after 1 step of repartition: step 410 ms (predicted 400 ms, +2.5%), stall",
@@ -154,7 +154,7 @@ def test_layers_without_a_holder_are_shown() -> None:
 
 @pytest.mark.parametrize("path", get_args(NoticedBy))
 def test_every_detection_path_has_words(path: NoticedBy) -> None:
-    assert "noticed" in shown(failure=dataclasses.replace(failure_record(1), noticed_by=path))
+    assert "detected by" in shown(failure=dataclasses.replace(failure_record(1), noticed_by=path))
 
 
 def test_many_pipelines_are_abridged() -> None:

@@ -21,7 +21,7 @@ from chameleon_ft.cli._explain_words import (
 )
 from chameleon_ft.observe.console import output
 from chameleon_ft.observe.decisions import DecisionEvent, DecisionStory, WeighedCandidate
-from chameleon_ft.observe.records import NOTICED
+from chameleon_ft.observe.records import DETECTED_BY
 from chameleon_ft.quantities import data_size, duration
 
 __all__ = ["show"]
@@ -42,7 +42,7 @@ def show(stories: Sequence[DecisionStory], *, title: str, of: int) -> None:
         console.print(_known(story))
         console.print(_how_weighed(story.decided))
         console.print(_weighed(story.decided, shape))
-        console.print(_came(story))
+        console.print(_actual(story))
 
 
 def _known(story: DecisionStory) -> Table:
@@ -59,11 +59,11 @@ def _known(story: DecisionStory) -> Table:
 
 def _losses(story: DecisionStory) -> str:
     if not story.decided.lost:
-        return "nobody"
+        return "no worker"
     known = {loss.worker: loss for loss in story.losses}
     return escape(
         "\n".join(
-            f"worker {worker}: {known[worker].cause}; {NOTICED[known[worker].noticed_by]}"
+            f"worker {worker}: {known[worker].cause}, detected by {DETECTED_BY[known[worker].noticed_by]}"
             if worker in known
             else f"worker {worker}"
             for worker in story.decided.lost
@@ -106,26 +106,26 @@ def _row(each: WeighedCandidate) -> tuple[str, ...]:
     )
 
 
-def _came(story: DecisionStory) -> Table:
+def _actual(story: DecisionStory) -> Table:
     decided, outcome = story.decided, story.outcome
     best = decided.best
     facts = _facts()
     facts.add_row("why", why(decided))
-    done = next((loss.action for loss in story.losses if loss.generation == decided.generation), None)
+    action = next((loss.action for loss in story.losses if loss.generation == decided.generation), None)
     if story.policy is None:
-        facts.add_row("done", "nothing: the run ended")
+        facts.add_row("action", "none: the run ended")
     else:
-        facts.add_row("done", escape(f"{story.policy}: {done}" if done else story.policy))
+        facts.add_row("action", escape(f"{story.policy}: {action}" if action else story.policy))
     if best is not None and best.step_s is not None and best.stall_s is not None:
         facts.add_row("predicted", f"step {duration(best.step_s)}, {predicted_stall_in_words(best, decided.stall)}")
     if story.goes_on:
-        facts.add_row("came", "nobody stopped for it")
+        facts.add_row("actual", "no worker stopped for it")
     elif outcome is None:
-        facts.add_row("came", "no step was committed under it, or none has been yet")
+        facts.add_row("actual", "no step was committed under it, or none has been yet")
     else:
         steps = f"after {outcome.steps} step{'' if outcome.steps == 1 else 's'}"
         facts.add_row(
-            "came",
+            "actual",
             f"step {duration(outcome.measured_step_s)}{_share(outcome.step_error)}, "
             f"stall {duration(outcome.measured_stall_s)}{_share(outcome.stall_error)}, {steps}",
         )

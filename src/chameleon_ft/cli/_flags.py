@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_args, get_origin
 
 import tyro
@@ -39,6 +40,8 @@ _NO_FAILURES = "none"
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """A flag without a value, which is False where it is not given; described by `optional_argument`."""
+
+_logger = logging.getLogger(__name__)
 
 _RULES = ConstructorRegistry()
 
@@ -98,10 +101,26 @@ def optional_argument(metavar: str, text: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint="")
 
 
-def parse_arguments(own: type[_Own], arguments: Sequence[str], *, command: str) -> _Own:
-    """Parse `arguments` into an `own`, whose docstring is the help. Ends the process at --help and at a mistake."""
+def parse_arguments(
+    own: type[_Own], arguments: Sequence[str], *, command: str, renamed: Mapping[str, str] = MappingProxyType({})
+) -> _Own:
+    """Parse `arguments` into an `own`, whose docstring is the help. Ends the process at --help and at a mistake.
+
+    Flags in `renamed`, old name -> new name, are accepted with a warning that names the new one.
+    """
+    arguments = [_renamed(argument, renamed, command) for argument in arguments]
     with _RULES:
         return tyro.cli(own, prog=f"chameleon {command}", description=_wrapped(own.__doc__ or ""), args=arguments)
+
+
+def _renamed(argument: str, renamed: Mapping[str, str], command: str) -> str:
+    flag, equals, value = argument.partition("=")
+    # Both are accepted, as for every flag.
+    old = flag.replace("_", "-")
+    if not flag.startswith("--") or old not in renamed:
+        return argument
+    _logger.warning("chameleon %s: %s is deprecated, and gone in the next release; use %s", command, old, renamed[old])
+    return f"{renamed[old]}{equals}{value}"
 
 
 def _wrapped(text: str) -> str:

@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 @dataclass(frozen=True)
 class ExplainArguments:
-    """Retell each decision of a run: what was known, what was weighed, what was predicted, what came.
+    """Retell each decision of a run: what was known, weighed, predicted and measured.
 
     It reads the run's files only, also while the run is live.
     """

@@ -26,7 +26,7 @@ COMMANDS = {
     "plan": "Predict what a step takes, in time and memory, before anything runs.",
     "simulate": "Let policies live through months of failures, and set side by side what they train.",
     "report": "Lay the measured operations of a run over the predicted ones.",
-    "explain": "Retell each decision of a run: what was known, weighed and predicted, and what came.",
+    "explain": "Retell each decision of a run: what was known, weighed, predicted and measured.",
     "inject": "Make a worker of a live run fail.",
     "verify": "Repeat a run in one plain PyTorch loop and compare the losses.",
 }

@@ -13,7 +13,7 @@ from chameleon_ft.observe.accuracy import describe_untrusted
 from chameleon_ft.quantities import duration
 
 __all__ = [
-    "NOTICED",
+    "DETECTED_BY",
     "FailureRecord",
     "JoinRecord",
     "NoticedBy",
@@ -28,13 +28,13 @@ NoticedBy = Literal["child", "connection", "heartbeat", "watchdog", "peer", "sel
 """The detection paths: process reaped, connection closed, heartbeats stopped, no progress, a peer's message failed,
 and the worker's own last words."""
 
-NOTICED: Final[Mapping[NoticedBy, str]] = {
-    "child": "its supervisor saw the process end",
-    "connection": "its control connection closed",
-    "heartbeat": "its heartbeats stopped",
-    "watchdog": "it made no progress",
-    "peer": "a peer could not exchange a message with it",
-    "self": "it reported its own error",
+DETECTED_BY: Final[Mapping[NoticedBy, str]] = {
+    "child": "the end of its process",
+    "connection": "the end of its control connection",
+    "heartbeat": "missing heartbeats",
+    "watchdog": "lack of progress",
+    "peer": "a peer whose message to or from it failed",
+    "self": "its own report of an error",
 }
 """The detection paths in words."""
 
