@@ -191,6 +191,7 @@ SURFACE = {
     ],
     "config": [
         "LLAMA_JOB",
+        "RENAMED_KEYS",
         "STAND_IN_JOB",
         "Batch",
         "Checkpoint",
@@ -214,6 +215,7 @@ SURFACE = {
         "load_config",
         "parse_config",
         "parse_fields",
+        "read_recorded_toml",
         "read_toml",
     ],
     "data": ["DataSummary", "SampleOrder", "SkippedFile", "check_data", "load_tokens", "prepare_data"],

@@ -123,7 +123,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, sup
                 host=config.control.host,
                 port=config.control.port,
                 token=token,
-                heartbeat_s=config.timeouts.heartbeat_s,
+                heartbeat_s=config.timeouts.heartbeat_timeout_s,
             ) as server:
                 address = listening_address(server, config.control.host)
                 run.write_control(ControlAddress(address=address, token=token, pid=os.getpid()))
@@ -198,7 +198,8 @@ async def _supervisor(
         secret = token if sys.stdout.isatty() else "..."
         print(f"  CHAMELEON_TOKEN={secret} chameleon supervise --coordinator {address} --workers N")
         print(
-            f"or, where the run directory can be read: chameleon supervise --run {config.out} --workers N", flush=True
+            f"or, where the run directory can be read: chameleon supervise --run {config.output_dir} --workers N",
+            flush=True,
         )
         yield
         return

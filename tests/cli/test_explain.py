@@ -106,7 +106,7 @@ def test_the_stall_of_a_restart_has_parts_too(tmp_path: Path, capsys: pytest.Cap
     outcome = {**came(2), "policy": "restart", "predicted_stall_s": 300.0, "measured_stall_s": 1.5}
     text = told(capsys, write(tmp_path, started(), restart, planned(2, "restart"), loss, outcome))
     assert (
-        "predicted  step 400 ms, stall 300.0 s: recovery.restart_s, all that a return to a checkpoint is taken to "
+        "predicted  step 400 ms, stall 300.0 s: recovery.restart_cost_s, all that a return to a checkpoint is taken to "
         "cost\n" in text
     )
     assert "actual     step 410 ms (+2.5%), stall 1.500 s (-99.5%), after 10 steps\n" in text

@@ -9,7 +9,9 @@ from chameleon_ft.config import Timeouts
 from chameleon_ft.control.messages import Position, ProcessState
 from chameleon_ft.control.watchdog import Watchdog
 
-TIMEOUTS = Timeouts(heartbeat_s=1.0, watchdog_min_s=1.5, watchdog_factor=10.0, collective_s=30.0, rendezvous_s=60.0)
+TIMEOUTS = Timeouts(
+    heartbeat_timeout_s=1.0, watchdog_min_s=1.5, watchdog_factor=10.0, collective_timeout_s=30.0, rendezvous_s=60.0
+)
 
 
 def watchdog(*, step_s: float = 1.0, longest_s: float = 0.1, steps: int = 3) -> Watchdog:

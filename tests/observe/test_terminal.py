@@ -62,7 +62,7 @@ def test_it_tells_the_run_from_beginning_to_end() -> None:
         (0.42, 0.8, "repartition", []),
         (0.744, 0.8, "repartition", ["step time 86.0% off, 6% is tolerated.", "`chameleon profile CONFIG --out"]),
         (0.3, 0.2, "mend", ["step time 25.0% off", "; stall 73.3% off, 15% is tolerated.", "--profile FILE"]),
-        (0.41, 300.0, "restart", ["set recovery.restart_s to"]),
+        (0.41, 300.0, "restart", ["set recovery.restart_cost_s to"]),
     ],
 )
 def test_a_prediction_that_is_far_off_is_not_to_be_trusted(

@@ -116,7 +116,7 @@ def predicted_stall_in_words(chosen: WeighedCandidate, stall: StallParts) -> str
     assert chosen.stall_s is not None
     words = f"stall {duration(chosen.stall_s)}"
     if stall.restart_s is not None and chosen.stall_s == stall.restart_s:
-        return f"{words}: recovery.restart_s, all that a return to a checkpoint is taken to cost"
+        return f"{words}: recovery.restart_cost_s, all that a return to a checkpoint is taken to cost"
     return f"{words}, {duration(chosen.transfer_s)} of it transfer" if chosen.transfer_s else words
 
 

@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_args, get_origin
 
 import tyro
@@ -29,7 +29,7 @@ from chameleon_ft.errors import ConfigError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Parsed", "Switch", "optional_argument", "parse_arguments", "parse_with_flags"]
+__all__ = ["Parsed", "Switch", "optional_argument", "parse_arguments", "parse_with_flags", "with_new_flags"]
 
 _Own = TypeVar("_Own", bound="DataclassInstance")
 
@@ -101,23 +101,22 @@ def optional_argument(metavar: str, text: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint="")
 
 
-def parse_arguments(
-    own: type[_Own], arguments: Sequence[str], *, command: str, renamed: Mapping[str, str] = MappingProxyType({})
-) -> _Own:
-    """Parse `arguments` into an `own`, whose docstring is the help. Ends the process at --help and at a mistake.
-
-    Flags in `renamed`, old name -> new name, are accepted with a warning that names the new one.
-    """
-    arguments = [_renamed(argument, renamed, command) for argument in arguments]
+def parse_arguments(own: type[_Own], arguments: Sequence[str], *, command: str) -> _Own:
+    """Parse `arguments` into an `own`, whose docstring is the help. Ends the process at --help and at a mistake."""
     with _RULES:
         return tyro.cli(own, prog=f"chameleon {command}", description=_wrapped(own.__doc__ or ""), args=arguments)
 
 
-def _renamed(argument: str, renamed: Mapping[str, str], command: str) -> str:
+def with_new_flags(arguments: Sequence[str], renamed: Mapping[str, str], *, command: str) -> list[str]:
+    """Replace flags that have a new name, `renamed` as old -> new, and warn of each."""
+    return [_with_new_flag(argument, renamed, command) for argument in arguments]
+
+
+def _with_new_flag(argument: str, renamed: Mapping[str, str], command: str) -> str:
     flag, equals, value = argument.partition("=")
-    # Both are accepted, as for every flag.
+    # Flags may be written with underscores, too.
     old = flag.replace("_", "-")
-    if not flag.startswith("--") or old not in renamed:
+    if old not in renamed:
         return argument
     _logger.warning("chameleon %s: %s is deprecated, and gone in the next release; use %s", command, old, renamed[old])
     return f"{renamed[old]}{equals}{value}"

@@ -30,7 +30,7 @@ def measured_profile(config: RunConfig, *, repeats: int, peer: str | None, comma
     how = Measuring(repeats=repeats, peer=peer, command=command, progress=_progress)
     config = config.model_copy(update={"job": absolute_job(config.job)})
     with tempfile.TemporaryDirectory(prefix="chameleon-profile-") as folder:
-        config = config.model_copy(update={"out": Path(folder)})
+        config = config.model_copy(update={"output_dir": Path(folder)})
         prepare_data_of(config)
         profile = measure_profile(config, how)
     _progress("")

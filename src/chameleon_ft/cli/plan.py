@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Optional
 
 import tyro
 
-from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
+from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments, with_new_flags
 from chameleon_ft.cli._plan_case import Layout, PlanCase, case_of_config, case_of_profile
 from chameleon_ft.cli._plan_sizes import layouts_by_size
 from chameleon_ft.cli._prediction import predict_layouts, predict_searched
@@ -96,7 +96,9 @@ class PlanArguments:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    given = parse_arguments(PlanArguments, arguments, command="plan", renamed={"--dead": "--failed"})
+    given = parse_arguments(
+        PlanArguments, with_new_flags(arguments, {"--dead": "--failed"}, command="plan"), command="plan"
+    )
     if given.picture is not None:
         require_picture(given.picture)
     require_places(picture=given.picture, trace=given.trace)

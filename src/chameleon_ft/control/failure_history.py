@@ -72,7 +72,7 @@ class FailureHistory:
         self._settled = FailureModel(
             worker_mtbf_s=self.recovery.worker_mtbf_hours * 3600,
             prior_failures=self.recovery.prior_weight,
-            prior_host_share=self.recovery.host_share,
+            prior_host_share=self.recovery.host_failure_fraction,
         )
 
     def live(self, workers: int, now: float) -> None:

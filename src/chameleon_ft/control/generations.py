@@ -263,7 +263,7 @@ class Generations:
         self._parked.clear()
         self._finished.clear()
         self._members.tell(Stop(generation=self.number))
-        self._park_by = asyncio.get_running_loop().time() + self._timeouts.collective_s
+        self._park_by = asyncio.get_running_loop().time() + self._timeouts.collective_timeout_s
         self._watchdog.progress(asyncio.get_running_loop().time())
         self._proceed()
 

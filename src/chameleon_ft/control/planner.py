@@ -111,7 +111,7 @@ class Planner:
             costs=CostModel(costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host)),
             phases=phases,
             repeat_s=repeat_s,
-            restart_s=self._config.recovery.restart_s,
+            restart_s=self._config.recovery.restart_cost_s,
             has_checkpoints=self._config.checkpoint.every > 0,
             step_factor=self._seen.unexplained(costs),
             transfer_factor=self._seen.transfers,

@@ -17,7 +17,7 @@ _REPROFILE: Final = (
     "measure a new profile while the machine does nothing else (`chameleon profile CONFIG --out FILE`), and give it by "
     "--profile FILE"
 )
-_SET_RESTART: Final = "set recovery.restart_s to what a return to a checkpoint takes here"
+_SET_RESTART: Final = "set recovery.restart_cost_s to what a return to a checkpoint takes here"
 
 
 def describe_untrusted(
