@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chameleon_ft.cli import main
-from chameleon_ft.cli._explain_words import why
+from chameleon_ft.cli._explain_formatting import why
 from chameleon_ft.config import Batch, LlamaConfig, Parallel, Recovery, RunConfig
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.decisions import DecisionEvent

@@ -113,7 +113,7 @@ def test_what_has_moved_is_in_the_banner() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "title"), [((3,), "worker 3 joined"), ((3, 5), "workers 3, 5 joined"), ((), "nobody joined")]
+    ("workers", "title"), [((3,), "worker 3 joined"), ((3, 5), "workers 3, 5 joined"), ((), "no worker joined")]
 )
 def test_a_join_has_a_banner(workers: tuple[int, ...], title: str) -> None:
     out = io.StringIO()

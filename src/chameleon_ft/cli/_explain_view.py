@@ -10,13 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from chameleon_ft.cli._explain_words import (
-    alone_in_words,
-    corrections_in_words,
-    measured_stall_in_words,
-    predicted_stall_in_words,
-    rate_in_words,
-    stall_in_words,
+from chameleon_ft.cli._explain_formatting import (
+    describe_corrections,
+    describe_failure_rate,
+    describe_measured_stall,
+    describe_predicted_stall,
+    describe_sole_holders,
+    describe_stall,
     why,
 )
 from chameleon_ft.observe.console import output
@@ -51,9 +51,9 @@ def _known(story: DecisionStory) -> Table:
     facts.add_row("lost", _losses(story))
     there = "are there, newcomers included" if decided.trigger == "join" else "are left"
     facts.add_row("in force", f"{decided.plan}; {decided.live} workers {there}")
-    facts.add_row("expected", rate_in_words(decided.rate, live=decided.live, horizon_s=decided.horizon_s))
-    facts.add_row("stall", stall_in_words(decided.stall))
-    facts.add_row("corrected", corrections_in_words(decided.corrections))
+    facts.add_row("expected", describe_failure_rate(decided.rate, live=decided.live, horizon_s=decided.horizon_s))
+    facts.add_row("stall", describe_stall(decided.stall))
+    facts.add_row("corrected", describe_corrections(decided.corrections))
     return facts
 
 
@@ -91,7 +91,7 @@ def _weighed(decided: DecisionEvent, shape: box.Box) -> Table:
     differ = len({(each.last_holders, each.last_hosts) for each in decided.candidates if each.feasible}) > 1
     for each in decided.candidates:
         chosen = each.policy == decided.chosen
-        remarks = ("chosen" if chosen else escape(each.reason or ""), alone_in_words(each) if differ else "")
+        remarks = ("chosen" if chosen else escape(each.reason or ""), describe_sole_holders(each) if differ else "")
         table.add_row(*_row(each), ", ".join(filter(None, remarks)), style="bold" if chosen else None)
     return table
 
@@ -117,7 +117,7 @@ def _actual(story: DecisionStory) -> Table:
     else:
         facts.add_row("action", escape(f"{story.policy}: {action}" if action else story.policy))
     if best is not None and best.step_s is not None and best.stall_s is not None:
-        facts.add_row("predicted", f"step {duration(best.step_s)}, {predicted_stall_in_words(best, decided.stall)}")
+        facts.add_row("predicted", f"step {duration(best.step_s)}, {describe_predicted_stall(best, decided.stall)}")
     if story.goes_on:
         facts.add_row("actual", "no worker stopped for it")
     elif outcome is None:
@@ -129,7 +129,7 @@ def _actual(story: DecisionStory) -> Table:
             f"step {duration(outcome.measured_step_s)}{_share(outcome.step_error)}, "
             f"stall {duration(outcome.measured_stall_s)}{_share(outcome.stall_error)}, {steps}",
         )
-        if parts := measured_stall_in_words(outcome, story.losses):
+        if parts := describe_measured_stall(outcome, story.losses):
             facts.add_row("", parts)
         if outcome.warning is not None:
             facts.add_row("warning", Text(outcome.warning, style="bold yellow"))

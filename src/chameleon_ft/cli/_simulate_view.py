@@ -31,7 +31,7 @@ def show_results(
     """
     console, shape = output()
     console.print(title, style="bold", soft_wrap=True)
-    console.print(_trace_in_words(trace), soft_wrap=True)
+    console.print(_describe_trace(trace), soft_wrap=True)
     console.print(f"begins with {results.start}", soft_wrap=True)
     if note is not None:
         console.print(note, soft_wrap=True)
@@ -77,7 +77,7 @@ def _kinds(own: PolicyResult) -> str:
     return ", ".join([*named, *([f"{others} other"] if others else [])])
 
 
-def _trace_in_words(trace: Trace) -> str:
+def _describe_trace(trace: Trace) -> str:
     figures = trace_statistics(trace)
     slow = f", {figures.slow_share:.1%} slow" if figures.slow_share else ""
     host = "worker" if trace.workers_per_host == 1 else "host"
@@ -119,7 +119,7 @@ def show_sweep(title: str, found: Sweep, trace: Trace) -> None:
     """Print the goodput of every policy at every value, and who is first where."""
     console, shape = output()
     console.print(title, style="bold", soft_wrap=True)
-    console.print(_trace_in_words(trace), soft_wrap=True)
+    console.print(_describe_trace(trace), soft_wrap=True)
     console.print(_sweep_table(found, shape))
     for point in found.points:
         if point.misfit:
@@ -131,7 +131,7 @@ def show_sweep(title: str, found: Sweep, trace: Trace) -> None:
             style="bold yellow",
             soft_wrap=True,
         )
-    for line in _leads_in_words(found):
+    for line in _describe_leads(found):
         console.print(line, soft_wrap=True)
 
 
@@ -167,7 +167,7 @@ def _most(point: Point, *, per_worker: bool = False) -> str:
     return rate(by_policy[first].goodput / (point.results.workers if per_worker else 1))
 
 
-def _leads_in_words(found: Sweep) -> list[str]:
+def _describe_leads(found: Sweep) -> list[str]:
     """Who is first where: of all policies, and of rerouting and re-partition."""
     policies = [policy for policy in found.policies if policy != ORACLE]
     lines = []
@@ -186,4 +186,4 @@ def _leads(found: Sweep, policies: Sequence[str]) -> str:
     for lead in found.leads(policies):
         where = f"at {lead.first:g}" if lead.first == lead.last else f"from {lead.first:g} to {lead.last:g}"
         parts.append(f"{lead.policy} {where}")
-    return ", ".join(parts) or "nobody"
+    return ", ".join(parts) or "no policy"

@@ -240,13 +240,13 @@ def _of_run(given: SimulateArguments, path: Path) -> _Case:
             "run_timed_checkpoints": found.timed_checkpoints,
             "checkpoint_write_s": parameters.checkpoint_write_s,
         },
-        note=_checkpoints_in_words(found, parameters),
+        note=_describe_checkpoints(found, parameters),
         start=found.start,
         as_in_run=True,
     )
 
 
-def _checkpoints_in_words(found: RunCase, parameters: Parameters) -> str:
+def _describe_checkpoints(found: RunCase, parameters: Parameters) -> str:
     stops = f"stops training for {duration(parameters.checkpoint_write_s)}"
     if parameters.checkpoint_write_s != found.parameters.checkpoint_write_s:
         return f"a checkpoint {stops}, as was said"
@@ -263,7 +263,7 @@ def _drawn(given: SimulateArguments, parameters: Parameters) -> _Case:
 def _scene(given: SimulateArguments) -> Scene:
     per_host, workers = given.workers_per_host, given.workers
     if workers is None:
-        raise ConfigError("nobody trains: give --workers, or the --run that was made")
+        raise ConfigError("no workers are given: name --workers, or the --run that was made")
     hosts = hosts_of(workers, per_host)
     if workers < 1 or workers % per_host:
         raise ConfigError(

@@ -182,7 +182,7 @@ class OutcomeRecord(_Record):
         derived = {"step_error": self.step_error, "stall_error": self.stall_error, "warning": self.warning}
         return {**dataclasses.asdict(self), **derived}
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Write "step 125 ms (predicted 123 ms, +1.6%), stall 100 ms (predicted 200 ms, -50.0%)"."""
         step = _compared(self.measured_step_s, self.predicted_step_s, self.step_error)
         return f"step {step}, stall {_compared(self.measured_stall_s, self.predicted_stall_s, self.stall_error)}"

@@ -77,7 +77,7 @@ class TerminalView:
         self._print(
             Text(
                 f"after {record.steps} step{'' if record.steps == 1 else 's'} of {record.policy}: ", style="cyan"
-            ).append(record.in_words())
+            ).append(record.describe())
         )
         if record.warning is not None:
             self._print(Text(record.warning, style="bold yellow"))
@@ -171,7 +171,7 @@ def _layout(info: RunInfo) -> Table:
 
 def _named(workers: Sequence[int]) -> str:
     if not workers:
-        return "nobody"
+        return "no worker"
     return f"worker{'' if len(workers) == 1 else 's'} {', '.join(map(str, workers))}"
 
 
