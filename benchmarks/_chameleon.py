@@ -30,7 +30,7 @@ def train(
     recovery = config.recovery.model_copy(update={"policy": policy})
     config = config.model_copy(update={"failures": tuple(failures), "recovery": recovery})
     file = write_config(config, run.with_suffix(".toml"))
-    command = [sys.executable, "-m", "chameleon_ft", "train", str(file), "--out", str(run)]
+    command = [sys.executable, "-m", "chameleon_ft", "train", str(file), "--output-dir", str(run)]
     run_child(command, log=run.with_suffix(".log"), timeout_s=timeout_s)
     return RunDirectory.open(run)
 

@@ -117,8 +117,8 @@ class _Rank:
         def hook(*_: object) -> None:
             left[0] -= 1
             if left[0] < 0:
-                if self._config.out is not None:
-                    log = FaultLog(self._config.out / "faults.jsonl")
+                if self._config.output_dir is not None:
+                    log = FaultLog(self._config.output_dir / "faults.jsonl")
                     log.append(worker=dist.get_rank(), kind="kill", phase="forward", step=None)
                 os.kill(os.getpid(), signal.SIGKILL)
 

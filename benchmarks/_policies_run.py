@@ -157,7 +157,9 @@ def observe(
     run.parent.mkdir(parents=True, exist_ok=True)
     file, log = write_config(config, run.with_suffix(".toml")), run.with_suffix(".log")
     watch = _Watch(run=RunDirectory(run), losses=list(losses), duration_s=duration_s, restart_s=restart_s)
-    with child([sys.executable, "-m", "chameleon_ft", "train", str(file), "--out", str(run)], log=log) as process:
+    with child(
+        [sys.executable, "-m", "chameleon_ft", "train", str(file), "--output-dir", str(run)], log=log
+    ) as process:
         ended = _watched(watch, process, timeout_s=timeout_s)
         _end(process)
     if watch.clock is None:

@@ -43,11 +43,11 @@ class Stamp:
 
 
 def job(config: TrainConfig) -> Job:
-    """Return the Llama job of `config` with stamps, which go to a folder of ``config.out``."""
+    """Return the Llama job of `config` with stamps, which go to a folder of ``config.output_dir``."""
     plain = llama_job(config)
-    if config.out is None or plain.learning_rate is None:
+    if config.output_dir is None or plain.learning_rate is None:
         raise ValueError("stamps need a run directory and a learning rate that is set in each step")
-    stamp = _Stamper(config.out / _FOLDER)
+    stamp = _Stamper(config.output_dir / _FOLDER)
     first, *others = plain.layers
     schedule = plain.learning_rate
 

@@ -57,7 +57,9 @@ def run_until(config: RunConfig, *, run: Path, event: str, count: int, timeout_s
     run.parent.mkdir(parents=True, exist_ok=True)
     file, log = write_config(config, run.with_suffix(".toml")), run.with_suffix(".log")
     deadline = time.monotonic() + timeout_s
-    with child([sys.executable, "-m", "chameleon_ft", "train", str(file), "--out", str(run)], log=log) as process:
+    with child(
+        [sys.executable, "-m", "chameleon_ft", "train", str(file), "--output-dir", str(run)], log=log
+    ) as process:
         while not _trained_after(run, event, count):
             if process.poll() is not None:
                 raise SystemExit(f"{run}: the run ended before there were {count} events {event!r}; see {log}")

@@ -115,7 +115,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _llama(path: Path, folder: Path) -> Model:
-    config = base_config(path, stamped=False).model_copy(update={"out": folder})
+    config = base_config(path, stamped=False).model_copy(update={"output_dir": folder})
     prepare_data_of(config)
     return _model("Llama", config)
 

@@ -105,8 +105,8 @@ def configured(
     recovery: dict[str, Any] = {
         "policy": policy,
         "prior_weight": _SURE,
-        "host_share": 0.0,
-        "restart_s": given.restart_s * given.time_scale,
+        "host_failure_fraction": 0.0,
+        "restart_cost_s": given.restart_s * given.time_scale,
     }
     if (mtbf_s := scenario.worker_mtbf_s(workers=given.workers, duration_s=given.duration_s)) is not None:
         recovery["worker_mtbf_hours"] = mtbf_s / 3600

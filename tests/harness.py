@@ -40,7 +40,9 @@ from chameleon_ft.verify import Verification, repeat_run
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so once more\n" * 200
 TOLERANCE = 1e-5  # relative, of every step's loss
 
-PATIENT = Timeouts(heartbeat_s=10.0, watchdog_min_s=15.0, watchdog_factor=50.0, collective_s=60.0, rendezvous_s=90.0)
+PATIENT = Timeouts(
+    heartbeat_timeout_s=10.0, watchdog_min_s=15.0, watchdog_factor=50.0, collective_timeout_s=60.0, rendezvous_s=90.0
+)
 """Nobody is given up only because the machine is busy; what is found at once is still found at once."""
 
 
@@ -158,7 +160,7 @@ def train_here(config: RunConfig, path: Path, *, view: NullView | None = None) -
 
 def resume_here(ended: Ended, *, view: Prompter | None = None, **changes: Any) -> Ended:
     """Go on with a run as `--resume` does, with `changes` to its configuration."""
-    values = {**ended.run.config().model_dump(exclude={"failures", "out"}), **changes}
+    values = {**ended.run.config().model_dump(exclude={"failures", "output_dir"}), **changes}
     config = type(ended.run.config()).model_validate(values)
     return _train(config, ended.run, resume=True, view=view)
 
@@ -166,7 +168,7 @@ def resume_here(ended: Ended, *, view: Prompter | None = None, **changes: Any) -
 def _train(config: RunConfig, run: RunDirectory, *, resume: bool, view: NullView | None) -> Ended:
     before = set(_children())
     with mock.patch.object(launch, "TerminalView", return_value=view or NullView()):
-        code = launch.train(config.model_copy(update={"out": run.path}), run=run, resume=resume)
+        code = launch.train(config.model_copy(update={"output_dir": run.path}), run=run, resume=resume)
     left = [process for process in _children() if process not in before and not _is_server(process)]
     assert not left, f"the run has left processes behind: {left}"
     return Ended(code, run)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from chameleon_ft.config import (
+    RENAMED_KEYS,
     Batch,
     Checkpoint,
     Failure,
@@ -25,6 +26,7 @@ from chameleon_ft.config import (
     load_config,
     parse_config,
     parse_fields,
+    read_recorded_toml,
 )
 from chameleon_ft.errors import ConfigError
 
@@ -55,7 +57,10 @@ def message(data: dict[str, Any], model: type[RunConfig] = TrainConfig) -> str:
         ({"policy": "magic"}, "policy: unknown key; did you mean recovery.policy?"),
         ({"recovery": {"worker_mtbf_hours": 0.0}}, "recovery.worker_mtbf_hours = 0.0: should be greater than 0"),
         ({"recovery": {"prior_weight": 0.0}}, "recovery.prior_weight = 0.0: should be greater than 0"),
-        ({"recovery": {"restart_s": -1.0}}, "recovery.restart_s = -1.0: should be greater than or equal to 0"),
+        (
+            {"recovery": {"restart_cost_s": -1.0}},
+            "recovery.restart_cost_s = -1.0: should be greater than or equal to 0",
+        ),
         ({"failures": [{"step": 1, "worker": 0, "kind": "melt"}]}, "failures[0].kind = \"melt\": should be 'kill'"),
     ],
 )
@@ -84,14 +89,20 @@ def test_all_mistakes_are_listed_at_once() -> None:
         ),
         ({"failures": [{"step": 1, "worker": 1, "phase": "checkpoint"}]}, 'failures[0].phase = "checkpoint": no chec'),
         ({"backend": "nccl"}, 'backend = "nccl": nccl carries tensors between GPUs only'),
-        ({"timeouts": {"heartbeat_s": 20.0}}, "timeouts.watchdog_min_s = 10.0: must be longer than heartbeat_s = 20"),
-        ({"timeouts": {"collective_s": 1.0}}, "timeouts.collective_s = 1.0: must be longer than watchdog_min_s"),
-        ({"timeouts": {"rendezvous_s": 9.0}}, "timeouts.rendezvous_s = 9.0: must be longer than collective_s"),
+        (
+            {"timeouts": {"heartbeat_timeout_s": 20.0}},
+            "timeouts.watchdog_min_s = 10.0: must be longer than heartbeat_timeout_s = 20",
+        ),
+        (
+            {"timeouts": {"collective_timeout_s": 1.0}},
+            "timeouts.collective_timeout_s = 1.0: must be longer than watchdog_min_s",
+        ),
+        ({"timeouts": {"rendezvous_s": 9.0}}, "timeouts.rendezvous_s = 9.0: must be longer than collective_timeout_s"),
         ({"model": {"dim": 130}}, "model.dim = 130: must be a multiple of num_heads = 4"),
         ({"model": {"dim": 12}}, "model.dim = 12: gives heads of width 3"),
         ({"model": {"num_kv_heads": 3}}, "model.num_heads = 4: must be a multiple of num_kv_heads = 3"),
         ({"optimizer": {"min_lr": 1.0}}, "optimizer.min_lr = 1.0: must not exceed lr"),
-        ({"data": {"kind": "text"}, "model": {"vocab_size": 100}}, "model.vocab_size = 100: text is read as bytes"),
+        ({"data": {"format": "text"}, "model": {"vocab_size": 100}}, "model.vocab_size = 100: text is read as bytes"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_with_what_to_change(data: dict[str, Any], expected: str) -> None:
@@ -168,10 +179,58 @@ def test_toml_brings_back_the_same_configuration(config: RunConfig, tmp_path_fac
 
 
 def test_the_run_directory_is_not_part_of_the_file() -> None:
-    assert "/somewhere" not in config_to_toml(TrainConfig(out=Path("/somewhere")))
+    assert "/somewhere" not in config_to_toml(TrainConfig(output_dir=Path("/somewhere")))
 
 
 def test_importing_it_loads_neither_torch_nor_numpy() -> None:
     code = "import sys, chameleon_ft.config; print({'torch', 'numpy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert result.stdout.strip() == "set()"
+
+
+OLD = """
+out = "somewhere"
+[data]
+kind = "text"
+[recovery]
+host_share = 0.5
+restart_s = 60.0
+[timeouts]
+heartbeat_s = 4.0
+collective_s = 70.0
+"""
+
+
+def test_old_keys_are_read_and_each_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "old.toml"
+    path.write_text(OLD)
+    config = load_config(path)
+    assert isinstance(config, TrainConfig)
+    assert (config.output_dir, config.data.format) == (Path("somewhere"), "text")
+    assert (config.recovery.host_failure_fraction, config.recovery.restart_cost_s) == (0.5, 60.0)
+    assert (config.timeouts.heartbeat_timeout_s, config.timeouts.collective_timeout_s) == (4.0, 70.0)
+    assert sorted(caplog.messages) == sorted(
+        f"{path}: {old} is deprecated, and gone in the next release; use {new}" for old, new in RENAMED_KEYS.items()
+    )
+
+
+def test_what_a_run_has_recorded_is_read_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(OLD)
+    assert read_recorded_toml(path)["timeouts"] == {"heartbeat_timeout_s": 4.0, "collective_timeout_s": 70.0}
+    assert not caplog.messages
+
+
+def test_an_old_key_beside_its_new_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "both.toml"
+    path.write_text("[timeouts]\nheartbeat_s = 4.0\nheartbeat_timeout_s = 4.0\n")
+    with pytest.raises(ConfigError, match=r"timeouts\.heartbeat_s: unknown key"):
+        load_config(path)
+
+
+def test_new_names_are_keys() -> None:
+    for old, new in RENAMED_KEYS.items():
+        section, _, name = new.rpartition(".")
+        model: Any = TrainConfig.model_fields[section].annotation if section else TrainConfig
+        assert name in model.model_fields
+        assert old.rpartition(".")[2] not in model.model_fields

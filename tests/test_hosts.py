@@ -22,7 +22,9 @@ from tests.harness import Command, Ended, assert_as_the_plain_loop, every_proces
 pytestmark = pytest.mark.multiprocess
 
 ADDRESSES = {"coordinator": "10.77.0.1", "first": "10.77.0.2", "second": "10.77.0.3"}
-TIMEOUTS = Timeouts(heartbeat_s=2.0, watchdog_min_s=3.0, watchdog_factor=50.0, collective_s=60.0, rendezvous_s=90.0)
+TIMEOUTS = Timeouts(
+    heartbeat_timeout_s=2.0, watchdog_min_s=3.0, watchdog_factor=50.0, collective_timeout_s=60.0, rendezvous_s=90.0
+)
 
 
 def ip(*arguments: str) -> None:
@@ -94,7 +96,7 @@ def test_a_host_that_is_cut_off_is_lost_and_training_goes_on(tmp_path: Path, net
     run = RunDirectory(tmp_path / "run")
     with ExitStack() as stack:
         coordinator = stack.enter_context(
-            Command("coordinator", tmp_path / "config.toml", "--out", run.path, prefix=network.on("coordinator"))
+            Command("coordinator", tmp_path / "config.toml", "--output-dir", run.path, prefix=network.on("coordinator"))
         )
         coordinator.read_until(r"chameleon agent --coordinator 10\.77\.0\.1:\d+")
         hosts = {

@@ -243,7 +243,7 @@ def test_the_job_of_the_llama(tmp_path: Path) -> None:
     config = TrainConfig(
         data=Data(path=str(text)),
         model=LlamaConfig(dim=16, num_heads=2, num_kv_heads=1, num_layers=2, ffn_dim=32, seq_len=8),
-        out=tmp_path / "run",
+        output_dir=tmp_path / "run",
     )
     prepare_data(config, tmp_path / "run")
     job = load_job(config.job, config)

@@ -63,7 +63,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_it_can_be_resumed(endless: Path, run: RunDirectory) -> None:
-    with Command("train", endless, "--out", run.path) as training:
+    with Command("train", endless, "--output-dir", run.path) as training:
         training.read_until(STEP.format(3))
         processes = training.session()
         with every_process_ends(processes):
@@ -81,7 +81,7 @@ def test_ctrl_c_ends_a_run_with_a_checkpoint_and_it_can_be_resumed(endless: Path
 
 
 def test_a_second_ctrl_c_ends_it_at_once(endless: Path, run: RunDirectory) -> None:
-    with Command("train", endless, "--out", run.path) as training:
+    with Command("train", endless, "--output-dir", run.path) as training:
         training.read_until(STEP.format(3))
         with every_process_ends(training.session()):
             training.interrupt_all()
@@ -91,7 +91,7 @@ def test_a_second_ctrl_c_ends_it_at_once(endless: Path, run: RunDirectory) -> No
 
 
 def test_sigterm_is_taken_like_ctrl_c(endless: Path, run: RunDirectory) -> None:
-    with Command("train", endless, "--out", run.path) as training:
+    with Command("train", endless, "--output-dir", run.path) as training:
         training.read_until(STEP.format(3))
         with every_process_ends(training.session()):
             training.signal(signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_sigterm_is_taken_like_ctrl_c(endless: Path, run: RunDirectory) -> None:
 def test_a_killed_coordinator_leaves_no_process_behind(tmp_path: Path, run: RunDirectory) -> None:
     # Not even a worker that is stopped, and cannot see that it has become an orphan.
     config = small_config(tmp_path, steps=100_000, failures=(fails(2, step=4, kind="hang"),))
-    with Command("train", written(config, tmp_path), "--out", run.path) as training:
+    with Command("train", written(config, tmp_path), "--output-dir", run.path) as training:
         training.read_until(STEP.format(3))
         with every_process_ends(training.session()):
             training.signal(signal.SIGKILL)
@@ -114,7 +114,7 @@ def test_a_killed_coordinator_leaves_no_process_behind(tmp_path: Path, run: RunD
 
 
 def test_a_failure_is_injected_by_a_command(endless: Path, run: RunDirectory) -> None:
-    with Command("train", endless, "--out", run.path) as training:
+    with Command("train", endless, "--output-dir", run.path) as training:
         training.read_until(STEP.format(3))
         with Command("inject", run.path, "--worker", "2", "--kind", "kill") as injecting:
             assert injecting.wait() == 0, injecting.printed
@@ -185,7 +185,7 @@ def coordinator(tmp_path: Path, run: RunDirectory) -> Iterator[Command]:
     config = small_config(
         tmp_path, steps=100_000, workers=3, parallel=Parallel(dp=3, pp=1), batch=Batch(micro_batches=6)
     )
-    with Command("coordinator", written(config, tmp_path), "--out", run.path) as command:
+    with Command("coordinator", written(config, tmp_path), "--output-dir", run.path) as command:
         yield command
 
 

@@ -82,7 +82,7 @@ def test_what_does_not_compute_loads_no_torch(part: str) -> None:
     assert result.stdout == "False\n"
 
 
-@pytest.mark.parametrize("part", ["", ".cli", ".control.messages", ".runtime.rank", ".recovery", ".simulate"])
+@pytest.mark.parametrize("part", ["", ".cli", ".control.wire.messages", ".runtime.rank", ".recovery", ".simulate"])
 def test_to_import_is_not_to_compile(part: str) -> None:
     code = f"import sys, chameleon_ft{part}; print('numba' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

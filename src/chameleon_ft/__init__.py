@@ -7,6 +7,7 @@ import torch.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", "TrainConfig", "__version__"]
 
 __version__ = "0.1.0"
+
+# The library logs to children of this logger; whoever uses it decides where that goes. The command line has a handler.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {
     "BoundarySpec": "job",

@@ -123,7 +123,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, age
                 host=config.control.host,
                 port=config.control.port,
                 token=token,
-                heartbeat_s=config.timeouts.heartbeat_s,
+                heartbeat_s=config.timeouts.heartbeat_timeout_s,
             ) as server:
                 address = listening_address(server, config.control.host)
                 run.write_control(ControlAddress(address=address, token=token, pid=os.getpid()))
@@ -197,7 +197,10 @@ async def _agent(
         # The token is shown to the person at the terminal, and to no log file.
         secret = token if sys.stdout.isatty() else "..."
         print(f"  CHAMELEON_TOKEN={secret} chameleon agent --coordinator {address} --workers N")
-        print(f"or, where the run directory can be read: chameleon agent --run {config.out} --workers N", flush=True)
+        print(
+            f"or, where the run directory can be read: chameleon agent --run {config.output_dir} --workers N",
+            flush=True,
+        )
         yield
         return
     agent = Agent(coordinator=address, token=token, slots=config.workers, host=None, context=context, entry=_rank_entry)

@@ -385,7 +385,11 @@ def test_a_run_knows_the_truth_of_its_scenario(name: str, tmp_path: Path) -> Non
     config = policies.configured(SCENARIOS[name], "restart", given=settings(), **files)
     truth_s = SCENARIOS[name].worker_mtbf_s(workers=8, duration_s=40.0)
     assert config.recovery.worker_mtbf_hours * 3600 == pytest.approx(truth_s or 5000 * 3600)
-    assert (config.recovery.policy, config.recovery.restart_s, config.recovery.host_share) == ("restart", 600, 0)
+    assert (config.recovery.policy, config.recovery.restart_cost_s, config.recovery.host_failure_fraction) == (
+        "restart",
+        600,
+        0,
+    )
     assert config.checkpoint.every > 0
     assert type(config).model_validate(config.model_dump()) == config
     plan = Plan.from_json(files["plan"].read_text(encoding="utf-8"))

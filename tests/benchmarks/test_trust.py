@@ -35,7 +35,7 @@ def make(
     """A run of two workers, of which one is lost: by hand what the cost model says, but for its stall."""
     (folder / scenario).mkdir(parents=True, exist_ok=True)
     events = (started(), decision(2, prepared=True), failure(1021.0, detect_s=0.1, stop_s=stop_s, generation=2))
-    recorded(folder / scenario / policy, events, of=config(policy=policy, every=every, restart_s=30.0))
+    recorded(folder / scenario / policy, events, of=config(policy=policy, every=every, restart_cost_s=30.0))
     before = [Commit(FAST_S * n, n, 1, 24, FAST_S) for n in range(1 + int(LOST_S / FAST_S))]
     begin_s = LOST_S + stall_s
     after = [Commit(begin_s + SLOW_S * n, 20 + n, 2, 24, SLOW_S) for n in range(1, 12)]

@@ -59,7 +59,7 @@ def test_a_preset_is_predicted_as_the_estimates_say(capsys: pytest.CaptureFixtur
 
 def test_lost_workers_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     whole = predicted(capsys, *PRESET, "--micro-batches", "32")
-    found = predicted(capsys, *PRESET, "--micro-batches", "32", "--dead", "5,2")
+    found = predicted(capsys, *PRESET, "--micro-batches", "32", "--failed", "5,2")
     assert found["dead"] == [2, 5]
     assert {hop[0] for route in found["plan"]["routes"] for hop in route} == {0, 1, 3, 4, 6, 7}
     assert found["failure_free_step_s"] == pytest.approx(whole["step_s"])
@@ -67,8 +67,16 @@ def test_lost_workers_are_planned_for(capsys: pytest.CaptureFixture[str]) -> Non
     assert set(found["peak_memory_bytes"]) == {"0", "1", "3", "4", "6", "7"}
 
 
+@pytest.mark.parametrize("old", [("--dead", "5,2"), ("--dead=5,2",)])
+def test_the_old_name_of_failed_still_works_and_warns(
+    capsys: pytest.CaptureFixture[str], old: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert predicted(capsys, *PRESET, "--micro-batches", "4", *old)["dead"] == [2, 5]
+    assert "chameleon plan: --dead is deprecated, and gone in the next release; use --failed" in caplog.text
+
+
 def test_the_table_names_every_worker_and_what_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = plan(capsys, *PRESET, "--dead", "5")
+    printed = plan(capsys, *PRESET, "--failed", "5")
     assert "llama2-7b on h100-80g (derived), 2 x 4 workers, 32 micro-batches of 1, without worker 5" in printed
     assert re.search(r"of the throughput before the loss \(.* s, fused backward\), with 87\.5% of the workers", printed)
     rows = [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")][1:]
@@ -79,7 +87,7 @@ def test_the_table_names_every_worker_and_what_is_lost(capsys: pytest.CaptureFix
 
 def test_a_slow_worker_is_named_and_so_is_one_that_is_idle(capsys: pytest.CaptureFixture[str]) -> None:
     case = ("--model", "llama2-7b", "--device", "h100-80g", "--workers", "5", "--micro-batches", "16")
-    printed = plan(capsys, *case, "--slow", "3=0.01", "--dead", "1")
+    printed = plan(capsys, *case, "--slow", "3=0.01", "--failed", "1")
     assert "16 micro-batches of 1, split backward, worker 3 at speed 0.01, without worker 1" in printed
     assert re.search(r"\| 3 +\| idle", printed)
     assert re.search(r"\| 1 +\| lost", printed)
@@ -118,8 +126,8 @@ def test_picture_and_trace_are_written(capsys: pytest.CaptureFixture[str], tmp_p
     pytest.importorskip("matplotlib")
     files = ("--picture", tmp_path / "a.svg", "--trace", tmp_path / "a.json")
     told = f"picture written to {tmp_path / 'a.svg'}\ntrace written to {tmp_path / 'a.json'}\n"
-    assert plan(capsys, *PRESET, "--dead", "1", *files).endswith(told)
-    assert main([*map(str, ("plan", *PRESET, "--dead", "1", *files)), "--json"]) == 0
+    assert plan(capsys, *PRESET, "--failed", "1", *files).endswith(told)
+    assert main([*map(str, ("plan", *PRESET, "--failed", "1", *files)), "--json"]) == 0
     printed = capsys.readouterr()
     assert printed.err == told
     assert json.loads(printed.out)["dead"] == [1], "nothing but JSON"
@@ -164,7 +172,7 @@ def test_a_run_is_predicted_by_the_profile_that_it_names(capsys: pytest.CaptureF
     config = tmp_path / "run.toml"
     config.write_text(re.sub(r'profile = ".*"', f'profile = "{profile}"', example))
 
-    found = predicted(capsys, config, "--dead", "5")
+    found = predicted(capsys, config, "--failed", "5")
     wider = predicted(capsys, config, "--dp", "4", "--micro-batches", "32")
 
     assert found["dead"] == [5]
@@ -203,10 +211,10 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
         ((*PRESET, "--micro-batches", "33"), "must divide evenly over parallel.dp = 2 pipelines; take 32 or 34"),
         ((*PRESET, "--state", "bf17"), "bf16"),
         ((*PRESET, "--recompute", "all"), "should be one of none, selective, full"),
-        ((*PRESET, "--dead", "8"), "there is no worker 8; they are numbered 0 to 7"),
-        ((*PRESET, "--dead", "one"), "should be numbers of workers with commas between them"),
-        ((*PRESET, "--dead", "0,1,2,3,4,5,6,7"), "leaves no worker"),
-        ((*PRESET, "--dead", "1,5"), "no live worker holds layers 9-16; a run goes back to its newest checkpoint"),
+        ((*PRESET, "--failed", "8"), "there is no worker 8; they are numbered 0 to 7"),
+        ((*PRESET, "--failed", "one"), "should be numbers of workers with commas between them"),
+        ((*PRESET, "--failed", "0,1,2,3,4,5,6,7"), "leaves no worker"),
+        ((*PRESET, "--failed", "1,5"), "no live worker holds layers 9-16; a run goes back to its newest checkpoint"),
         ((*PRESET, "--workers-per-host", "0"), "should be 1 or more"),
         ((*PRESET, "--micro-batches", "0"), "--micro-batches 0: should be 1 or more"),
         ((*PRESET, "--dp", "0"), "--dp 0: should be 1 or more"),
@@ -226,7 +234,7 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
         ((*PRESET, "--global-batch-size", "32", "--micro-batch-size", "64"), "take 32, or another number of samples"),
         ((*PRESET, "--global-batch-size", "4", "--micro-batch-size", "2,4"), "must divide evenly over parallel.dp = 2"),
         (
-            (*PRESET, "--global-batch-size", "8", "--micro-batch-size", "1,2", "--dead", "1"),
+            (*PRESET, "--global-batch-size", "8", "--micro-batch-size", "1,2", "--failed", "1"),
             "keeps its micro-batch size",
         ),
         (
@@ -245,7 +253,6 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
             "--profile profile.json holds what it would say; leave one of them out",
         ),
         (("nothing.toml",), "there is no such file"),
-        ((ROOT / "examples" / "quickstart.toml",), "nothing says how long its layers take; measure that by"),
         ((ROOT / "examples" / "quickstart.toml", "--profile", "none.json"), "profile .*none.json: cannot be read"),
         ((ROOT / "examples" / "quickstart.toml", "--model", "llama2-7b"), "leave one of them out"),
         (("--model", "none.json", "--device", "h100-80g", "--dp", "1", "--pp", "1"), "none.json: cannot be read"),
@@ -278,15 +285,15 @@ def test_a_profile_of_another_model_is_refused(capsys: pytest.CaptureFixture[str
 def test_a_layout_of_a_profile_needs_no_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     write_profile(derived_profile(model_shape("llama2-7b"), device("h100-80g"), micro_batch_size=2), profile)
-    by_name = predicted(capsys, *PRESET, "--micro-batch-size", "2", "--dead", "5")
-    assert predicted(capsys, "--profile", profile, "--dp", "2", "--pp", "4", "--dead", "5") == by_name
+    by_name = predicted(capsys, *PRESET, "--micro-batch-size", "2", "--failed", "5")
+    assert predicted(capsys, "--profile", profile, "--dp", "2", "--pp", "4", "--failed", "5") == by_name
     short = [argument.replace("h100-80g", "h100") for argument in PRESET]
-    assert predicted(capsys, *short, "--micro-batch-size", "2", "--dead", "5") == by_name
+    assert predicted(capsys, *short, "--micro-batch-size", "2", "--failed", "5") == by_name
 
 
 def test_the_best_plan_is_searched_for_and_beats_the_detours(capsys: pytest.CaptureFixture[str]) -> None:
-    rerouted = predicted(capsys, *PRESET, "--dead", "5")
-    found = predicted(capsys, *PRESET, "--dead", "5", "--planner", "chameleon")
+    rerouted = predicted(capsys, *PRESET, "--failed", "5")
+    found = predicted(capsys, *PRESET, "--failed", "5", "--planner", "chameleon")
     assert (rerouted["planner"], found["planner"]) == ("layout", "chameleon")
     assert found["step_s"] < rerouted["step_s"]
     assert found["search_bound_s"] <= found["step_s"]
@@ -302,7 +309,7 @@ def test_the_best_plan_is_searched_for_and_beats_the_detours(capsys: pytest.Capt
 
 def test_detours_take_what_they_take_beside_what_a_search_finds(capsys: pytest.CaptureFixture[str]) -> None:
     case = ("--model", "llama2-7b", "--device", "h100-80g", "--dp", "4", "--pp", "4", "--micro-batches", "64")
-    lost = (*case, "--split-backward", "--dead", "3")
+    lost = (*case, "--split-backward", "--failed", "3")
     rerouted = predicted(capsys, *lost)
     found = predicted(capsys, *lost, "--planner", "chameleon")
     listed = {each["name"]: each for each in found["alternatives"]}
@@ -323,7 +330,7 @@ def test_any_number_of_workers_can_be_planned_for_some_of_them_slow(capsys: pyte
     )
     assert "| pipelines |" in printed
     assert "to move" not in printed, "nothing is in force that could be moved"
-    assert "| to move |" in re.sub(" +", " ", plan(capsys, *PRESET, "--dead", "5", "--planner", "chameleon"))
+    assert "| to move |" in re.sub(" +", " ", plan(capsys, *PRESET, "--failed", "5", "--planner", "chameleon"))
     assert not re.search(" $", printed, re.MULTILINE)
 
 
@@ -384,8 +391,8 @@ def test_profiles_of_several_sizes_are_compared(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("planner", ["paper", "oobleck"])
 def test_published_planners_are_there_to_compare_with(planner: str, capsys: pytest.CaptureFixture[str]) -> None:
-    theirs = predicted(capsys, *PRESET, "--dead", "5", "--planner", planner)
-    ours = predicted(capsys, *PRESET, "--dead", "5", "--planner", "chameleon")
+    theirs = predicted(capsys, *PRESET, "--failed", "5", "--planner", planner)
+    ours = predicted(capsys, *PRESET, "--failed", "5", "--planner", "chameleon")
     assert (theirs["planner"], theirs["found"], theirs["alternatives"]) == (planner, planner, [])
     assert theirs["search_bound_s"] == ours["search_bound_s"] <= ours["step_s"] <= theirs["step_s"]
     assert "5" not in theirs["peak_memory_bytes"]
@@ -393,7 +400,7 @@ def test_published_planners_are_there_to_compare_with(planner: str, capsys: pyte
 
 def test_a_plan_that_was_found_can_be_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plan(capsys, *PRESET, "--dead", "1", "--planner", "chameleon", "--picture", tmp_path / "a.svg")
+    plan(capsys, *PRESET, "--failed", "1", "--planner", "chameleon", "--picture", tmp_path / "a.svg")
     assert "worker 7" in (tmp_path / "a.svg").read_text()
 
 
@@ -404,7 +411,7 @@ def test_a_plan_that_was_found_can_be_drawn(capsys: pytest.CaptureFixture[str], 
         (("--workers", "8"), "needs --micro-batches, how many a step has"),
         (("--workers", "8", "--dp", "2"), "searches for a layout, and --dp and --pp give one; choose"),
         (("--workers", "8", "--micro-batches", "8", "--planner", "layout"), "leaves the layout open; give --dp"),
-        (("--workers", "8", "--micro-batches", "8", "--dead", "8"), "there is no worker 8"),
+        (("--workers", "8", "--micro-batches", "8", "--failed", "8"), "there is no worker 8"),
         (("--workers", "8", "--micro-batches", "8", "--slow", "9=0.5"), "there is no worker 9"),
         (("--workers", "8", "--micro-batches", "8", "--slow", "1:0.5"), "should be WORKER=SPEED, such as 7=0.6"),
         (("--workers", "8", "--micro-batches", "8", "--slow", "1=.5,1=.7"), "names worker 1 twice"),
@@ -423,9 +430,30 @@ def test_what_cannot_be_searched_for_is_refused(
 
 
 def test_a_job_is_planned_by_the_configuration_beside_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("not read before there is a profile")
-    assert main(["plan", str(tmp_path / "mine.py")]) == 2
-    assert "mine.py: nothing says how long its layers take" in capsys.readouterr().err
+    (tmp_path / "mine.py").write_text("not read before the configuration is")
     (tmp_path / "mine.toml").write_text("workers = 5\n")
     assert main(["plan", str(tmp_path / "mine.py")]) == 2
     assert "workers = 5" in capsys.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_a_configuration_without_a_profile_is_measured_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = tmp_path / "small.toml"
+    config.write_text(
+        "workers = 2\n[parallel]\ndp = 1\npp = 2\n[batch]\nmicro_batches = 2\nmicro_batch_size = 1\n"
+        "[model]\ndim = 16\nnum_layers = 1\nnum_heads = 2\nnum_kv_heads = 1\nffn_dim = 16\nseq_len = 8\n"
+    )
+    assert main(["plan", str(config), "--json"]) == 0
+    first = capsys.readouterr()
+    (kept,) = (tmp_path / "cache" / "chameleon-ft" / "profiles").iterdir()
+    assert f"{config} has no profile: measuring what its layers and links cost" in first.err
+    assert f"profile kept in {kept}: measured on " in first.err
+    assert json.loads(first.out)["profile"] == "measured"
+    assert main(["plan", str(config), "--json"]) == 0
+    second = capsys.readouterr()
+    assert "has no profile" not in second.err
+    assert f"profile taken from {kept}: " in second.err
+    assert second.out == first.out

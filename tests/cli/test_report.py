@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ def test_every_generation_is_reported(run: RunDirectory, capsys: pytest.CaptureF
     assert "generation 2, from step 3 with 3 workers; predicted by its profile" in printed
     assert "| step     |      2 |" in printed
     assert "-50.00%" in printed
+    assert printed.count("prediction not to be trusted") == 1
+    assert printed.rstrip().splitlines()[-1].startswith("prediction not to be trusted: step time 50.0% off")
 
 
 def test_the_report_is_there_as_json(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +49,8 @@ def test_the_report_is_there_as_json(run: RunDirectory, capsys: pytest.CaptureFi
     assert first["error"] == pytest.approx(0, abs=1e-6)
     assert [step["step"] for step in first["steps"]] == [1, 2]
     assert second["error"] == pytest.approx(-0.5, abs=1e-6)
+    assert first["warning"] is None
+    assert second["warning"].startswith("prediction not to be trusted: step time 50.0% off, 6% is tolerated")
     assert second["kinds"]["B"]["mean_error"] == pytest.approx(0.5, abs=1e-6)
 
 
@@ -60,6 +65,21 @@ def test_predicted_and_measured_are_drawn_and_traced(
     events = json.loads(trace.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "process_name"}
     assert names == {"predicted", "measured"}
+
+
+def test_workers_lost_before_a_repartition_are_drawn(run: RunDirectory, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    events: list[dict[str, object]] = [
+        {"event": "started", "generation": 1},
+        {"event": "failure", "worker": 7, "generation": 1},
+        {"event": "failure", "worker": 8, "generation": 2},
+        {"event": "join", "workers": [8], "spares": [], "generation": 2},
+        {"event": "failure", "worker": 9, "generation": 3},
+    ]
+    run.events_file.write_text("".join(json.dumps({"time": 0.0, **event}) + "\n" for event in events))
+    picture = tmp_path / "step.svg"
+    assert main(["report", str(run.path), "--picture", str(picture)]) == 0
+    assert re.findall("<!-- worker ([0-9]), lost -->", picture.read_text()) == ["1", "7"]
 
 
 def test_a_step_that_was_not_recorded_is_refused(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

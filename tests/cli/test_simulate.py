@@ -100,6 +100,22 @@ def test_the_table_has_a_row_for_each_policy_the_best_first(capsys: pytest.Captu
     assert re.search(r"^chameleon  stalls  .*\n           work done again  ", printed, re.MULTILINE)
 
 
+def test_a_ranking_without_any_failure_says_so(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    (folder / "quiet.jsonl").write_text(TRACE.splitlines(keepends=True)[0])
+    quiet = (*COMMON, "--workers", "16", "--trace", "quiet.jsonl", "--policies", "chameleon,restart")
+    warning = "warning: no worker is lost in the 1.0 days that are simulated"
+    printed = simulate(capsys, *quiet)
+    assert warning in printed
+    assert printed.index(warning) < printed.index("| policy"), "before the ranking"
+    assert "give more --days, a higher --rate or a --trace with failures" in printed
+    assert main(["simulate", *quiet, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["lost_events"] == 0
+    assert warning in captured.err
+    assert "no worker is lost" not in simulate(capsys, *CASE, "--policies", "chameleon")
+    assert "warning: no worker is lost at workers 8, 16" in simulate(capsys, *quiet, "--sweep", "workers=8,16")
+
+
 def test_a_rate_compresses_a_trace_and_keeps_who_is_up(capsys: pytest.CaptureFixture[str]) -> None:
     once = simulated(capsys, *CASE, "--policies", "chameleon")
     often = simulated(capsys, *CASE, "--policies", "chameleon", "--rate", "4")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chameleon_ft.config import TrainConfig
+from chameleon_ft.config import RENAMED_KEYS, TrainConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import ControlAddress, RunDirectory
 from chameleon_ft.observe.checkpoints import mark_complete, step_directory
@@ -69,7 +69,7 @@ def test_failures_as_a_flag(chameleon: CommandLine, config_file: Path) -> None:
         (3, 1, "forward", "kill"),
         (5, 2, "vote", "hang"),
     ]
-    chameleon("train", config_file, "--failures", "none", "--out", "other")
+    chameleon("train", config_file, "--failures", "none", "--output-dir", "other")
     assert chameleon.launched[-1].config.failures == ()
 
 
@@ -86,25 +86,25 @@ def test_a_failure_that_is_written_wrongly_is_refused(chameleon: CommandLine, co
 
 
 def test_the_run_directory_is_named_after_the_file_unless_told(chameleon: CommandLine, config_file: Path) -> None:
-    default = chameleon.configured("train", config_file).out
+    default = chameleon.configured("train", config_file).output_dir
     assert default is not None
     assert default.parent == Path.cwd() / "runs"
     assert default.name.startswith("small-")
-    assert chameleon.configured("train", config_file, "--out", "here").out == Path.cwd() / "here"
+    assert chameleon.configured("train", config_file, "--output-dir", "here").output_dir == Path.cwd() / "here"
     assert RunDirectory.open(Path("here")).config() == chameleon.launched[-1].config
 
 
 def test_paths_mean_the_same_from_any_directory(
     chameleon: CommandLine, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chameleon.configured("train", "--data.path", text.name, "--out", "run")
+    chameleon.configured("train", "--data.path", text.name, "--output-dir", "run")
     config = RunDirectory.open(Path("run")).config()
     assert isinstance(config, TrainConfig)
     assert config.data.path == str(text)
 
 
 def test_the_data_is_in_the_run_directory_before_training(chameleon: CommandLine, config_file: Path) -> None:
-    out = chameleon.configured("train", config_file).out
+    out = chameleon.configured("train", config_file).output_dir
     assert out is not None
     assert (out / "data").is_dir()
 
@@ -118,7 +118,7 @@ def test_the_data_is_in_the_run_directory_before_training(chameleon: CommandLine
         (["--data.path", "nowhere.txt"], "nowhere.txt"),
         (["--failures", "3:9"], "failures[0].worker = 9: there is no such worker"),
         (["--failures", "99:1"], "failures[0].step = 99: there is no such step"),
-        (["--timeouts.heartbeat-s", "99"], "timeouts.watchdog_min_s"),
+        (["--timeouts.heartbeat-timeout-s", "99"], "timeouts.watchdog_min_s"),
         (["--control.host", "203.0.113.1"], "cannot listen there"),
         (["--control.host", "no.such.host.invalid"], "give an address of this host"),
         (["--job", "nowhere.py:job"], "nowhere.py"),
@@ -149,7 +149,7 @@ def test_ids_beyond_the_vocabulary_are_refused(chameleon: CommandLine, tmp_path:
 
 
 def test_a_run_directory_that_exists_is_refused(chameleon: CommandLine, config_file: Path, tmp_path: Path) -> None:
-    assert "exists already" in chameleon.refused("train", config_file, "--out", tmp_path)
+    assert "exists already" in chameleon.refused("train", config_file, "--output-dir", tmp_path)
 
 
 def test_an_address_in_use_is_refused(chameleon: CommandLine, config_file: Path) -> None:
@@ -168,16 +168,16 @@ def test_a_model_of_the_users_own(chameleon: CommandLine, own_model: Path) -> No
 
 def test_the_file_beside_a_script_configures_it(chameleon: CommandLine, own_model: Path, config_file: Path) -> None:
     own_model.with_suffix(".toml").write_text("steps = 33\n")
-    assert chameleon.configured("run", "mine.py:job", "--out", "one").steps == 33
-    assert chameleon.configured("run", "mine.py", config_file, "--out", "two").steps == 20
+    assert chameleon.configured("run", "mine.py:job", "--output-dir", "one").steps == 33
+    assert chameleon.configured("run", "mine.py", config_file, "--output-dir", "two").steps == 20
 
 
 def test_a_job_that_turns_out_to_be_wrong_leaves_no_directory(chameleon: CommandLine, own_model: Path) -> None:
     chameleon.error = ConfigError("this job cannot be trained")
-    assert "this job cannot be trained" in chameleon.refused("run", own_model, "--out", "run")
+    assert "this job cannot be trained" in chameleon.refused("run", own_model, "--output-dir", "run")
     assert not Path("run").exists()
     chameleon.error = None
-    assert chameleon("run", own_model, "--out", "run") == 0
+    assert chameleon("run", own_model, "--output-dir", "run") == 0
 
 
 def test_what_was_trained_before_a_job_turned_out_to_be_wrong_is_kept(
@@ -196,7 +196,7 @@ def test_a_script_that_does_not_exist_is_refused(chameleon: CommandLine) -> None
 def test_resuming_takes_configuration_and_directory_from_the_run(chameleon: CommandLine, config_file: Path) -> None:
     run = finished_run(chameleon, config_file)
     config = chameleon.configured("train", "--resume", run.path, "--workers", "2", "--parallel.dp", "1")
-    assert (config.workers, config.steps, config.out) == (2, 20, run.path)
+    assert (config.workers, config.steps, config.output_dir) == (2, 20, run.path)
     assert config.failures == (), "what has happened does not happen again"
     assert chameleon.launched[-1].resume
     assert run.config().workers == 4, "nothing is changed before the model is known to be the same"
@@ -215,7 +215,7 @@ def test_resuming_may_add_steps(chameleon: CommandLine, config_file: Path) -> No
         (["--seed", "3"], "seed = 0, and 3 is asked for"),
         (["--batch.micro-batches", "16"], "batch.micro_batches = 8, and 16 is asked for"),
         (["--optimizer.lr", "1"], "optimizer.lr = 0.003"),
-        (["--out", "elsewhere"], "leave out the configuration file and --out"),
+        (["--output-dir", "elsewhere"], "leave out the configuration file and --output-dir"),
         (["--failures", "3:8"], "there is no such worker"),
     ],
 )
@@ -234,7 +234,7 @@ def test_a_run_with_another_job_is_refused(chameleon: CommandLine, config_file: 
 
 
 def test_a_run_goes_on_with_its_own_job(chameleon: CommandLine, own_model: Path) -> None:
-    config = chameleon.configured("run", own_model, "--out", "run", "--steps", "20")
+    config = chameleon.configured("run", own_model, "--output-dir", "run", "--steps", "20")
     run = chameleon.launched.pop().run
     step_directory(run.checkpoints, 10).mkdir()
     mark_complete(run.checkpoints, 10, model="some model")
@@ -263,3 +263,42 @@ def test_a_directory_that_is_no_run_cannot_go_on(chameleon: CommandLine, tmp_pat
 
 def test_a_coordinator_is_prepared_like_a_run(chameleon: CommandLine, config_file: Path) -> None:
     assert chameleon.configured("coordinator", config_file, "--control.host", "127.0.0.1").steps == 20
+
+
+def test_old_flags_and_keys_still_work_and_are_warned_of_once(
+    chameleon: CommandLine, text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("old.toml").write_text(
+        f'[data]\npath = "{text}"\n[timeouts]\ncollective_s = 70.0\n[recovery]\nhost_share = 0.5\n'
+    )
+    config = chameleon.configured(
+        "train", "old.toml", "--out", "here", "--timeouts.heartbeat_s=4", "--data.kind", "text"
+    )
+    assert isinstance(config, TrainConfig)
+    assert (config.output_dir, config.data.format) == (Path.cwd() / "here", "text")
+    assert (config.timeouts.heartbeat_timeout_s, config.timeouts.collective_timeout_s) == (4.0, 70.0)
+    assert config.recovery.host_failure_fraction == 0.5
+    for old, new in (
+        ("chameleon train: --out", "--output-dir"),
+        ("chameleon train: --timeouts.heartbeat-s", "--timeouts.heartbeat-timeout-s"),
+        ("chameleon train: --data.kind", "--data.format"),
+        ("old.toml: timeouts.collective_s", "timeouts.collective_timeout_s"),
+        ("old.toml: recovery.host_share", "recovery.host_failure_fraction"),
+    ):
+        assert caplog.messages.count(f"{old} is deprecated, and gone in the next release; use {new}") == 1
+
+
+def test_a_run_of_an_earlier_release_is_resumed(
+    chameleon: CommandLine, config_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = finished_run(chameleon, config_file)
+    before, text = run.config(), run.config_file.read_text()
+    for key, value in RENAMED_KEYS.items():
+        old, new = (f"\n{name.rpartition('.')[2]} = " for name in (key, value))
+        assert new in text or key == "out"
+        text = text.replace(new, old)
+    run.config_file.write_text(text)
+    assert run.config() == before
+    config = chameleon.configured("train", "--resume", run.path, "--steps", "40")
+    assert (config.steps, config.timeouts, config.recovery) == (40, before.timeouts, before.recovery)
+    assert not caplog.messages

@@ -29,7 +29,7 @@ def test_failures_and_the_time_of_all_workers_count() -> None:
 
 
 def test_workers_that_are_lost_with_their_host_are_one_failure() -> None:
-    history = FailureHistory.before(Recovery(prior_weight=1.0, host_share=0.5))
+    history = FailureHistory.before(Recovery(prior_weight=1.0, host_failure_fraction=0.5))
     history = history.live(6, 0.0)
     # Half of a host; the other half, long after; another host in whole.
     history = history.failed("a", ["a", "a", "b", "b", "b"], 10.0)

@@ -277,7 +277,7 @@ def test_a_worker_that_never_quiesces_is_given_up() -> None:
     history = training(timeouts=timeouts)
     history.reap(1)
     history.quiesce(0, 2)
-    history.wait(timeouts.collective_s - 1.0)
+    history.wait(timeouts.collective_timeout_s - 1.0)
     assert history.state.phase is Phase.STOPPING
     history.wait(2.0)
     history.start()

@@ -135,7 +135,7 @@ def test_what_was_not_predicted_has_no_error(followed: Followed) -> None:
     (record,) = followed.reported
     assert (record.predicted_step_s, record.predicted_stall_s) == (None, None)
     assert (record.step_error, record.stall_error) == (None, None)
-    assert record.in_words() == "step 500 ms, stall 1.500 s"
+    assert record.describe() == "step 500 ms, stall 1.500 s"
 
 
 def test_before_the_first_decision_there_is_nothing_to_report(followed: Followed) -> None:

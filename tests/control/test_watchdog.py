@@ -20,7 +20,9 @@ from chameleon_ft.control.detectors.base import (
 from chameleon_ft.control.detectors.watchdog import Watchdog
 from chameleon_ft.control.wire.messages import Position, ProcessState
 
-TIMEOUTS = Timeouts(heartbeat_s=1.0, watchdog_min_s=1.5, watchdog_factor=10.0, collective_s=30.0, rendezvous_s=60.0)
+TIMEOUTS = Timeouts(
+    heartbeat_timeout_s=1.0, watchdog_min_s=1.5, watchdog_factor=10.0, collective_timeout_s=30.0, rendezvous_s=60.0
+)
 
 
 class Dog:

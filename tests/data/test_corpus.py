@@ -23,7 +23,7 @@ SEQ_LEN = 4
 
 
 def make_config(path: Path | str, *, kind: str = "auto", dtype: str = "uint16", vocab_size: int = 256) -> TrainConfig:
-    data = Data.model_validate({"path": str(path), "kind": kind, "dtype": dtype})
+    data = Data.model_validate({"path": str(path), "format": kind, "dtype": dtype})
     return TrainConfig(data=data, model=LlamaConfig(vocab_size=vocab_size, seq_len=SEQ_LEN))
 
 
@@ -205,7 +205,7 @@ def test_tokens_need_a_file(tmp_path: Path) -> None:
 
 def test_a_prepared_text_stays_when_its_source_changes(tmp_path: Path) -> None:
     source = write(tmp_path / "poem.txt", "as it was at first")
-    config = make_config(source).model_copy(update={"out": tmp_path / "run"})
+    config = make_config(source).model_copy(update={"output_dir": tmp_path / "run"})
     path = prepare_data(config, tmp_path / "run")
     write(source, "other")
 
@@ -221,14 +221,14 @@ def test_a_run_directory_may_be_moved(tmp_path: Path) -> None:
     prepare_data(config, tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "elsewhere")
 
-    moved = config.model_copy(update={"out": tmp_path / "elsewhere"})
+    moved = config.model_copy(update={"output_dir": tmp_path / "elsewhere"})
     assert load_tokens(moved).tobytes() == b"moved as a whole"
 
 
 def test_a_token_file_is_used_where_it_lies_and_missed_when_it_changes(tmp_path: Path) -> None:
     source = tmp_path / "ids.bin"
     np.arange(40, dtype=np.uint16).tofile(source)
-    config = make_config(source).model_copy(update={"out": tmp_path / "run"})
+    config = make_config(source).model_copy(update={"output_dir": tmp_path / "run"})
 
     assert prepare_data(config, tmp_path / "run") == source
     assert load_tokens(config).tolist() == list(range(40))

@@ -22,12 +22,12 @@ def run(tmp_path: Path) -> RunDirectory:
 def test_a_directory_is_made_with_its_configuration(run: RunDirectory) -> None:
     assert run.checkpoints.is_dir()
     assert run.logs.is_dir()
-    assert run.config() == TrainConfig(out=run.path)
+    assert run.config() == TrainConfig(output_dir=run.path)
 
 
 def test_a_run_can_be_moved(run: RunDirectory, tmp_path: Path) -> None:
     moved = run.path.rename(tmp_path / "moved")
-    assert RunDirectory.open(moved).config().out == moved
+    assert RunDirectory.open(moved).config().output_dir == moved
 
 
 def test_an_existing_directory_is_never_written_over(run: RunDirectory) -> None:

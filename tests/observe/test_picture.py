@@ -13,10 +13,13 @@ from xml.etree import ElementTree
 
 import matplotlib
 import pytest
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.lanes import Lane
 from chameleon_ft.observe.picture import draw_schedule
+from chameleon_ft.observe.picture_file import fit_title
 from chameleon_ft.quantities import duration
 from chameleon_ft.schedule import OperationKind, Timeline
 from tests.observe.schedules import Scheduled, scheduled, slowed
@@ -105,6 +108,45 @@ def test_the_row_of_a_lost_worker_is_named_and_empty(tmp_path: Path) -> None:
     assert all(box.bottom <= lost.top or lost.bottom <= box.top for box in others)
     above = {box.top for box in picture.boxes["idle"] if box.top < lost.top}
     assert len(above) == 4
+
+
+def test_lost_workers_that_a_repartition_left_without_a_pipeline_have_rows(tmp_path: Path) -> None:
+    path = tmp_path / "picture.svg"
+    case = PLAIN
+    draw_schedule(path, title="a title", plan=case.plan, pipelines=case.pipelines, lanes=[case.lane], lost=(5, 2))
+    texts = re.findall("<!-- (.*?) -->", path.read_text(encoding="utf-8"))
+    named = [text for text in texts if re.match("no pipeline|worker", text)]
+    assert named == ["worker 0", "worker 1", "no pipeline", "worker 2, lost", "worker 5, lost"]
+
+
+def test_a_lost_worker_of_a_pipeline_has_one_row_only(tmp_path: Path) -> None:
+    path = tmp_path / "picture.svg"
+    draw_schedule(path, title="a title", plan=LOST.plan, pipelines=LOST.pipelines, lanes=[LOST.lane], lost=(4,))
+    assert path.read_text(encoding="utf-8").count("<!-- worker 4, lost -->") == 1
+
+
+@pytest.mark.parametrize("words", [10, 30, 40, 400])
+def test_a_title_of_any_length_fits_between_the_margins(words: int) -> None:
+    width = 600.0
+    fitted, size = fit_title("a word and more " * (words // 4) + "x" * 5, width=width, size=13)
+    font = FontProperties(size=size, weight="bold")
+    lines = fitted.splitlines()
+    assert len(lines) <= 2
+    assert all(
+        text_to_path.get_text_width_height_descent(line, font, ismath=False)[0] <= width + 1e-6 for line in lines
+    )
+    assert fitted.endswith("…") == (words == 400)
+
+
+def test_a_title_without_a_space_is_broken() -> None:
+    fitted, _ = fit_title("x" * 80, width=400, size=13)
+    assert fitted.replace("\n", "") == "x" * 80
+    assert len(fitted.splitlines()) == 2
+
+
+def test_a_short_title_keeps_its_size() -> None:
+    assert fit_title("short", width=600, size=13) == ("short", 13)
+    assert fit_title("", width=600, size=13) == ("", 13)
 
 
 def test_detours_are_marked_and_explained(tmp_path: Path) -> None:

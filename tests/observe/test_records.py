@@ -32,7 +32,7 @@ def test_an_outcome_has_its_errors_and_words() -> None:
     record = outcome_record()
     data = record.to_json()
     assert (data["step_error"], data["stall_error"]) == (pytest.approx(0.025), pytest.approx(0.2))
-    assert record.in_words() == ("step 410 ms (predicted 400 ms, +2.5%), stall 900 ms (predicted 750 ms, +20.0%)")
+    assert record.describe() == ("step 410 ms (predicted 400 ms, +2.5%), stall 900 ms (predicted 750 ms, +20.0%)")
     result = summarize([], [], [record], samples_per_step=16, status="finished", reason="done")
     assert result.to_json()["outcomes"] == [data]
 

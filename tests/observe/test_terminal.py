@@ -43,7 +43,7 @@ def test_it_tells_the_run_from_beginning_to_end() -> None:
         "2.5000",
         "checkpoint: step 1 is written to [here]",
         "worker 3 lost in step 1",
-        "its agent saw the process end",
+        "detected by  the end of its process",
         "reroute: micro-batches 2, 3 of worker 3 go to worker 1",
         "0.133 s = detect 0.010 + stop 0.020 + decide 0.003 + regroup 0.100",
         "after 1 step of repartition: step 410 ms (predicted 400 ms, +2.5%), stall",
@@ -54,6 +54,35 @@ def test_it_tells_the_run_from_beginning_to_end() -> None:
         assert words in text
     assert "for the file only" not in text
     assert text.count("runs/one") == 2, "where the files are is the first and the last that one wants to know"
+
+
+@pytest.mark.parametrize(
+    ("measured_step_s", "measured_stall_s", "policy", "words"),
+    [
+        (0.42, 0.8, "repartition", []),
+        (0.744, 0.8, "repartition", ["step time 86.0% off, 6% is tolerated.", "`chameleon profile CONFIG --out"]),
+        (0.3, 0.2, "mend", ["step time 25.0% off", "; stall 73.3% off, 15% is tolerated.", "--profile FILE"]),
+        (0.41, 300.0, "restart", ["set recovery.restart_cost_s to"]),
+    ],
+)
+def test_a_prediction_that_is_far_off_is_not_to_be_trusted(
+    measured_step_s: float, measured_stall_s: float, policy: str, words: list[str]
+) -> None:
+    record = dataclasses.replace(
+        outcome_record(), measured_step_s=measured_step_s, measured_stall_s=measured_stall_s, policy=policy
+    )
+    out = io.StringIO()
+    TerminalView(Console(file=out, width=300, highlight=False)).outcome(record)
+    assert (
+        ("prediction not to be trusted: " in out.getvalue()) == bool(words) == (record.to_json()["warning"] is not None)
+    )
+    assert all(each in out.getvalue() for each in words)
+    assert out.getvalue().count("chameleon profile") == ("--profile FILE" in out.getvalue())
+
+
+def test_what_was_not_predicted_is_not_warned_of() -> None:
+    record = dataclasses.replace(outcome_record(), predicted_step_s=None, predicted_stall_s=None)
+    assert record.warning is None
 
 
 @pytest.mark.parametrize(
@@ -84,7 +113,7 @@ def test_what_has_moved_is_in_the_banner() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "title"), [((3,), "worker 3 joined"), ((3, 5), "workers 3, 5 joined"), ((), "nobody joined")]
+    ("workers", "title"), [((3,), "worker 3 joined"), ((3, 5), "workers 3, 5 joined"), ((), "no worker joined")]
 )
 def test_a_join_has_a_banner(workers: tuple[int, ...], title: str) -> None:
     out = io.StringIO()
@@ -125,7 +154,7 @@ def test_layers_without_a_holder_are_shown() -> None:
 
 @pytest.mark.parametrize("path", get_args(NoticedBy))
 def test_every_detection_path_has_words(path: NoticedBy) -> None:
-    assert "noticed" in shown(failure=dataclasses.replace(failure_record(1), noticed_by=path))
+    assert "detected by" in shown(failure=dataclasses.replace(failure_record(1), noticed_by=path))
 
 
 def test_many_pipelines_are_abridged() -> None:

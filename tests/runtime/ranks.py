@@ -25,7 +25,7 @@ from chameleon_ft.runtime.communicators.c10d import Store, host_store
 from chameleon_ft.runtime.communicators.gloo import GlooCommunicators
 from chameleon_ft.runtime.process import end_with_parent
 
-TIMEOUTS = Timeouts(heartbeat_s=10.0, watchdog_min_s=15.0, collective_s=60.0, rendezvous_s=90.0)
+TIMEOUTS = Timeouts(heartbeat_timeout_s=10.0, watchdog_min_s=15.0, collective_timeout_s=60.0, rendezvous_s=90.0)
 
 RankFunction = Callable[..., Any]
 

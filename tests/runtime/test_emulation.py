@@ -385,7 +385,7 @@ def test_an_emulated_worker_that_is_new_takes_part(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(config_to_toml(config))
     run = RunDirectory(tmp_path / "run")
-    with Command("train", file, "--out", run.path) as training:
+    with Command("train", file, "--output-dir", run.path) as training:
         training.read_until(r"^\s+3\s")
         with Command("agent", "--run", run.path, "--workers", 1) as late:
             training.read_until("worker 4 joined before step")

@@ -31,7 +31,9 @@ pytestmark = pytest.mark.multiprocess
 
 PHASES_OF_A_STEP: list[FailurePhase] = ["forward", "backward", "sync", "vote", "optimizer"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
-WATCHFUL = Timeouts(heartbeat_s=2.0, watchdog_min_s=3.0, watchdog_factor=20.0, collective_s=60.0, rendezvous_s=90.0)
+WATCHFUL = Timeouts(
+    heartbeat_timeout_s=2.0, watchdog_min_s=3.0, watchdog_factor=20.0, collective_timeout_s=60.0, rendezvous_s=90.0
+)
 
 
 def the_failure(ended: Ended) -> FailureRecord:

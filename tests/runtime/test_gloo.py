@@ -19,7 +19,7 @@ from tests.runtime.ranks import TIMEOUTS, RankLostError, Ranks, interrupted_in, 
 
 pytestmark = pytest.mark.multiprocess
 
-ENDLESS = TIMEOUTS.model_copy(update={"collective_s": 1000.0, "rendezvous_s": 2000.0})
+ENDLESS = TIMEOUTS.model_copy(update={"collective_timeout_s": 1000.0, "rendezvous_s": 2000.0})
 
 
 @pytest.fixture(scope="module")

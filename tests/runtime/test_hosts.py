@@ -28,7 +28,7 @@ def test_no_host_is_left_with_all_holders_of_a_layer_and_then_one_is_lost(tmp_pa
         workers=6,
         steps=12,
         plan=file,
-        recovery=Recovery(host_share=0.5),
+        recovery=Recovery(host_failure_fraction=0.5),
         emulation=Emulation(workers_per_host=2),
         # One worker first, so that something is decided; then all of the second host at once.
         failures=(fails(1, step=3), *(fails(worker, step=8) for worker in (2, 3))),

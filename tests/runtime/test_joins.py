@@ -151,7 +151,7 @@ def test_a_second_host_joins_later_and_is_lost_again(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(config_to_toml(config))
     run = RunDirectory(tmp_path / "run")
-    with Command("train", path, "--out", run.path) as training:
+    with Command("train", path, "--output-dir", run.path) as training:
         training.read_until(STEP.format(3))
         with Command("agent", "--run", run.path, "--workers", "2") as late:
             training.read_until("worker 4 has joined as a spare")

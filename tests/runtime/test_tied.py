@@ -100,7 +100,7 @@ def test_a_tied_run_through_a_kill_has_the_losses_of_transformers(tmp_path: Path
 
     ended = train_here(config, tmp_path / "run")
 
-    expected = losses_of_transformers(config.model_copy(update={"out": ended.run.path}))
+    expected = losses_of_transformers(config.model_copy(update={"output_dir": ended.run.path}))
     assert [record.loss for record in ended.run.steps()] == pytest.approx(expected, rel=1e-5)
 
 

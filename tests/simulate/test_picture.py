@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,6 +79,20 @@ def test_the_results_are_readable(results: Results, scene: Scene) -> None:
     assert_readable(figure_of_results("a title of some length, 40 workers", results, scene.trace))
     alone = replace(results, policies={"oracle": results.policies["oracle"]})
     assert_readable(figure_of_results("the oracle alone", alone, scene.trace))
+
+
+def test_live_workers_are_seen_where_none_is_lost(scene: Scene) -> None:
+    from chameleon_ft.simulate._picture_results import figure_of_results
+
+    quiet = Trace(WORKERS, 86_400.0, (), workers_per_host=4)
+    found = simulate(quiet, scene.workload, scene.cluster, ("chameleon", "oracle"))
+    for results in (found, replace(found, policies={"oracle": found.policies["oracle"]})):
+        figure = figure_of_results("a long title, which goes on and on " * 6, results, quiet)
+        assert_readable(figure)
+        for axes in figure.axes:
+            low, high = axes.get_ylim()
+            heights = np.concatenate([np.zeros(0), *(np.asarray(line.get_ydata(), float) for line in axes.lines)])
+            assert np.all((low < heights) & (heights < high))
 
 
 @pytest.mark.parametrize(("name", "values"), [("rate", [0.1, 0.3, 1, 3, 10, 30]), ("workers", [24, 32, 40])])

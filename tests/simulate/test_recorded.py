@@ -74,7 +74,7 @@ def test_losses_of_a_run_are_when_they_happened_not_when_they_were_recorded(tmp_
 
 
 def test_what_a_run_knew_is_in_its_configuration_and_its_first_plan(tmp_path: Path) -> None:
-    of = config(policy="mend", worker_mtbf_hours=2.0, prior_weight=3.0, restart_s=77.0)
+    of = config(policy="mend", worker_mtbf_hours=2.0, prior_weight=3.0, restart_cost_s=77.0)
     known = recorded_run(recorded(tmp_path / "run", [started()], of=of), Parameters(detect_s=9.0))
     assert (known.policy, known.start, known.costs) == ("mend", PLAN, costs(2))
     parameters = known.parameters

@@ -8,19 +8,20 @@ from datetime import UTC, datetime
 from rich import box
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from chameleon_ft.cli._explain_words import (
-    alone_in_words,
-    corrections_in_words,
-    measured_stall_in_words,
-    predicted_stall_in_words,
-    rate_in_words,
-    stall_in_words,
+from chameleon_ft.cli._explain_formatting import (
+    describe_corrections,
+    describe_failure_rate,
+    describe_measured_stall,
+    describe_predicted_stall,
+    describe_sole_holders,
+    describe_stall,
     why,
 )
 from chameleon_ft.observe.console import output
 from chameleon_ft.observe.decisions import DecisionEvent, DecisionStory, WeighedCandidate
-from chameleon_ft.observe.records import NOTICED
+from chameleon_ft.observe.records import DETECTED_BY
 from chameleon_ft.quantities import data_size, duration
 
 __all__ = ["show"]
@@ -41,7 +42,7 @@ def show(stories: Sequence[DecisionStory], *, title: str, of: int) -> None:
         console.print(_known(story))
         console.print(_how_weighed(story.decided))
         console.print(_weighed(story.decided, shape))
-        console.print(_came(story))
+        console.print(_actual(story))
 
 
 def _known(story: DecisionStory) -> Table:
@@ -50,19 +51,19 @@ def _known(story: DecisionStory) -> Table:
     facts.add_row("lost", _losses(story))
     there = "are there, newcomers included" if decided.trigger == "join" else "are left"
     facts.add_row("in force", f"{decided.plan}; {decided.live} workers {there}")
-    facts.add_row("expected", rate_in_words(decided.rate, live=decided.live, horizon_s=decided.horizon_s))
-    facts.add_row("stall", stall_in_words(decided.stall))
-    facts.add_row("corrected", corrections_in_words(decided.corrections))
+    facts.add_row("expected", describe_failure_rate(decided.rate, live=decided.live, horizon_s=decided.horizon_s))
+    facts.add_row("stall", describe_stall(decided.stall))
+    facts.add_row("corrected", describe_corrections(decided.corrections))
     return facts
 
 
 def _losses(story: DecisionStory) -> str:
     if not story.decided.lost:
-        return "nobody"
+        return "no worker"
     known = {loss.worker: loss for loss in story.losses}
     return escape(
         "\n".join(
-            f"worker {worker}: {known[worker].cause}; {NOTICED[known[worker].noticed_by]}"
+            f"worker {worker}: {known[worker].cause}, detected by {DETECTED_BY[known[worker].noticed_by]}"
             if worker in known
             else f"worker {worker}"
             for worker in story.decided.lost
@@ -90,7 +91,7 @@ def _weighed(decided: DecisionEvent, shape: box.Box) -> Table:
     differ = len({(each.last_holders, each.last_hosts) for each in decided.candidates if each.feasible}) > 1
     for each in decided.candidates:
         chosen = each.policy == decided.chosen
-        remarks = ("chosen" if chosen else escape(each.reason or ""), alone_in_words(each) if differ else "")
+        remarks = ("chosen" if chosen else escape(each.reason or ""), describe_sole_holders(each) if differ else "")
         table.add_row(*_row(each), ", ".join(filter(None, remarks)), style="bold" if chosen else None)
     return table
 
@@ -105,31 +106,33 @@ def _row(each: WeighedCandidate) -> tuple[str, ...]:
     )
 
 
-def _came(story: DecisionStory) -> Table:
+def _actual(story: DecisionStory) -> Table:
     decided, outcome = story.decided, story.outcome
     best = decided.best
     facts = _facts()
     facts.add_row("why", why(decided))
-    done = next((loss.action for loss in story.losses if loss.generation == decided.generation), None)
+    action = next((loss.action for loss in story.losses if loss.generation == decided.generation), None)
     if story.policy is None:
-        facts.add_row("done", "nothing: the run ended")
+        facts.add_row("action", "none: the run ended")
     else:
-        facts.add_row("done", escape(f"{story.policy}: {done}" if done else story.policy))
+        facts.add_row("action", escape(f"{story.policy}: {action}" if action else story.policy))
     if best is not None and best.step_s is not None and best.stall_s is not None:
-        facts.add_row("predicted", f"step {duration(best.step_s)}, {predicted_stall_in_words(best, decided.stall)}")
+        facts.add_row("predicted", f"step {duration(best.step_s)}, {describe_predicted_stall(best, decided.stall)}")
     if story.goes_on:
-        facts.add_row("came", "nobody stopped for it")
+        facts.add_row("actual", "no worker stopped for it")
     elif outcome is None:
-        facts.add_row("came", "no step was committed under it, or none has been yet")
+        facts.add_row("actual", "no step was committed under it, or none has been yet")
     else:
         steps = f"after {outcome.steps} step{'' if outcome.steps == 1 else 's'}"
         facts.add_row(
-            "came",
+            "actual",
             f"step {duration(outcome.measured_step_s)}{_share(outcome.step_error)}, "
             f"stall {duration(outcome.measured_stall_s)}{_share(outcome.stall_error)}, {steps}",
         )
-        if parts := measured_stall_in_words(outcome, story.losses):
+        if parts := describe_measured_stall(outcome, story.losses):
             facts.add_row("", parts)
+        if outcome.warning is not None:
+            facts.add_row("warning", Text(outcome.warning, style="bold yellow"))
     return facts
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,7 +29,7 @@ from chameleon_ft.errors import ConfigError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Parsed", "Switch", "optional_argument", "parse_arguments", "parse_with_flags"]
+__all__ = ["Parsed", "Switch", "optional_argument", "parse_arguments", "parse_with_flags", "with_new_flags"]
 
 _Own = TypeVar("_Own", bound="DataclassInstance")
 
@@ -39,6 +40,8 @@ _NO_FAILURES = "none"
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 """A flag without a value, which is False where it is not given; described by `optional_argument`."""
+
+_logger = logging.getLogger(__name__)
 
 _RULES = ConstructorRegistry()
 
@@ -102,6 +105,21 @@ def parse_arguments(own: type[_Own], arguments: Sequence[str], *, command: str) 
     """Parse `arguments` into an `own`, whose docstring is the help. Ends the process at --help and at a mistake."""
     with _RULES:
         return tyro.cli(own, prog=f"chameleon {command}", description=_wrapped(own.__doc__ or ""), args=arguments)
+
+
+def with_new_flags(arguments: Sequence[str], renamed: Mapping[str, str], *, command: str) -> list[str]:
+    """Replace flags that have a new name, `renamed` as old -> new, and warn of each."""
+    return [_with_new_flag(argument, renamed, command) for argument in arguments]
+
+
+def _with_new_flag(argument: str, renamed: Mapping[str, str], command: str) -> str:
+    flag, equals, value = argument.partition("=")
+    # Flags may be written with underscores, too.
+    old = flag.replace("_", "-")
+    if old not in renamed:
+        return argument
+    _logger.warning("chameleon %s: %s is deprecated, and gone in the next release; use %s", command, old, renamed[old])
+    return f"{renamed[old]}{equals}{value}"
 
 
 def _wrapped(text: str) -> str:

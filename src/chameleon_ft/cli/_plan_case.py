@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from chameleon_ft.cli._config_file import config_values
+from chameleon_ft.cli._measuring import measured_or_cached
 from chameleon_ft.cli._presets import hosts_of
 from chameleon_ft.config import Parallel, RunConfig, TrainConfig, config_type, parse_config
 from chameleon_ft.errors import ConfigError
@@ -100,7 +101,7 @@ def case_of_config(
     workers_per_host: int,
     speeds: Mapping[int, float],
 ) -> PlanCase:
-    """The case of a configuration, with its own profile, the given one, or one derived for a known device.
+    """The case of a configuration, with its own profile, the given one, one derived for a known device, or measured.
 
     Raises ConfigError or ProfileError with what to change.
     """
@@ -170,11 +171,7 @@ def _profile_for(config: RunConfig, path: Path, *, device_name: str | None) -> P
             state=state_policy("fp32"),
         )
     if config.profile is None:
-        instead = ", or name a --device" if isinstance(config, TrainConfig) else ""
-        raise ConfigError(
-            f"{path}: nothing says how long its layers take; measure that by `chameleon profile {path} --out "
-            f"profile.json` and give --profile profile.json{instead}"
-        )
+        return measured_or_cached(config, path)
     profile = profile_of_run(config)
     if config.device != "emulated":
         # Loads torch, and is the only way to know what the job is made of.

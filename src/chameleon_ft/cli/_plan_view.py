@@ -37,7 +37,7 @@ def show(prediction: Prediction) -> None:
         console.print(_proof(prediction.searched), soft_wrap=True)
         console.print(_found(prediction.searched, shape, moves=prediction.before is not None, hosts=prediction.hosts))
     if prediction.misfit is not None:
-        console.print(_misfit_in_words(prediction.misfit), style="red", soft_wrap=True)
+        console.print(_describe_misfit(prediction.misfit), style="red", soft_wrap=True)
 
 
 def _facts(prediction: Prediction) -> Table:
@@ -177,7 +177,7 @@ def _first_layer(layers: str) -> int:
     return int(layers.partition("-")[0])
 
 
-def _misfit_in_words(misfit: Misfit) -> str:
+def _describe_misfit(misfit: Misfit) -> str:
     worker, missing = max(misfit.missing_bytes.items(), key=lambda pair: pair[1])
     lines = [
         f"does not fit: worker {worker} needs {data_size(missing)} more than its {data_size(misfit.capacity_bytes)}"

@@ -215,9 +215,9 @@ def predict_layout(case: PlanCase, dead: tuple[int, ...]) -> Prediction:
             plan = reroute(before, dead, costs, ceiling=ceiling)
         except NoHolderError as error:
             raise ConfigError(
-                f"--dead {','.join(map(str, dead))}: no live worker holds layers {in_ranges(error.layers)}; a run goes "
-                "back to its newest checkpoint then, in the largest layout that is left; --planner chameleon says what "
-                "the rest could do best"
+                f"--failed {','.join(map(str, dead))}: no live worker holds layers {in_ranges(error.layers)}; a run "
+                "goes back to its newest checkpoint then, in the largest layout that is left; --planner chameleon says "
+                "what the rest could do best"
             ) from None
     return _prediction(case, costs, dead, before, ceiling, plan, _estimate(plan, costs, ceiling), searched=None)
 

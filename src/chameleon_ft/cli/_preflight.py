@@ -91,11 +91,11 @@ def check_data_source(config: RunConfig) -> str | None:
 
 
 def prepare_data_of(config: RunConfig) -> None:
-    """Put the data into the run directory, `config.out`, in the form that workers read. Raises DataError."""
-    if _reads_data(config) and config.out is not None:
+    """Put the data into the run directory, `config.output_dir`, in the form that workers read. Raises DataError."""
+    if _reads_data(config) and config.output_dir is not None:
         from chameleon_ft.data.corpus import prepare_data
 
-        prepare_data(config, config.out)
+        prepare_data(config, config.output_dir)
 
 
 def _reads_data(config: RunConfig) -> TypeGuard[TrainConfig]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Optional, Protocol
 
 import tyro
 
-from chameleon_ft.cli._flags import Parsed, optional_argument, parse_with_flags
+from chameleon_ft.cli._flags import Parsed, optional_argument, parse_with_flags, with_new_flags
 from chameleon_ft.cli._preflight import (
     absolute_job,
     absolute_path,
@@ -22,7 +22,17 @@ from chameleon_ft.cli._preflight import (
     check_inputs,
     prepare_data_of,
 )
-from chameleon_ft.config import LLAMA_JOB, RunConfig, TrainConfig, config_type, parse_config, parse_fields, read_toml
+from chameleon_ft.config import (
+    LLAMA_JOB,
+    RENAMED_KEYS,
+    RunConfig,
+    TrainConfig,
+    config_type,
+    parse_config,
+    parse_fields,
+    read_recorded_toml,
+    read_toml,
+)
 from chameleon_ft.errors import CheckpointError, ConfigError
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 
@@ -39,6 +49,7 @@ Resume = Annotated[
     optional_argument("RUN", "Directory of a run to go on with from its newest checkpoint, also with other workers."),
 ]
 
+_RENAMED_FLAGS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in RENAMED_KEYS.items()}
 _FIXED = ("job", "model", "data", "optimizer", "seed", "batch")
 
 
@@ -77,7 +88,7 @@ class PreparedRun:
     """A run that may start."""
 
     config: RunConfig
-    """With `out` as the run directory."""
+    """With `output_dir` as the run directory."""
     directory: RunDirectory
     resume: bool
 
@@ -100,6 +111,7 @@ def prepare_run(own: type[StartArguments], arguments: Sequence[str], *, command:
 
     Raises ConfigError or CheckpointError with what to change. Ends the process at --help.
     """
+    arguments = with_new_flags(arguments, _RENAMED_FLAGS, command=command)
     if {"-h", "--help"} & set(arguments):
         model = RunConfig if own.without else TrainConfig
         parse_with_flags(own, model, arguments, command=command, defaults={}, without=own.without)
@@ -115,8 +127,8 @@ def _new_run(first: Parsed[StartArguments], arguments: Sequence[str], *, command
     values = {} if file is None else read_toml(file)
     source = "the configuration" if file is None else str(file)
     config = _config(first, values, arguments, command=command, source=source)
-    out = config.out or Path("runs") / f"{first.own.name()}-{time.strftime('%Y%m%d-%H%M%S')}"
-    config = config.model_copy(update={"out": out.absolute()})
+    out = config.output_dir or Path("runs") / f"{first.own.name()}-{time.strftime('%Y%m%d-%H%M%S')}"
+    config = config.model_copy(update={"output_dir": out.absolute()})
     check_address(config.control)
     RunDirectory.require_free(out)
     if (data := check_data_source(config)) is not None:
@@ -129,14 +141,14 @@ def _new_run(first: Parsed[StartArguments], arguments: Sequence[str], *, command
 
 
 def _resumed_run(first: Parsed[StartArguments], path: Path, arguments: Sequence[str], *, command: str) -> PreparedRun:
-    if first.own.config is not None or first.values["out"] is not None:
+    if first.own.config is not None or first.values["output_dir"] is not None:
         raise ConfigError(
             f"--resume {path}: takes configuration and directory from that run; "
-            "leave out the configuration file and --out, and give what is to change as flags"
+            "leave out the configuration file and --output-dir, and give what is to change as flags"
         )
     directory = RunDirectory.open(path)
     _refuse_live_run(directory)
-    values = read_toml(directory.config_file)
+    values = read_recorded_toml(directory.config_file)
     # These have happened, and the workers that they name may not be there again.
     values.pop("failures", None)
     # It was for the workers of then.
@@ -144,7 +156,7 @@ def _resumed_run(first: Parsed[StartArguments], path: Path, arguments: Sequence[
     if "profile" in values:
         values["profile"] = str(directory.profile_file)
     config = _config(first, values, arguments, command=command, source=str(directory.config_file))
-    config = config.model_copy(update={"out": directory.path})
+    config = config.model_copy(update={"output_dir": directory.path})
     check_inputs(config)
     _refuse_another_model(config, directory)
     _require_steps_left(config, directory)

@@ -33,6 +33,8 @@ def show(comparisons: Sequence[GenerationComparison], *, title: str) -> None:
             soft_wrap=True,
         )
         console.print(_table(comparison, shape))
+        if comparison.warning is not None:
+            console.print(comparison.warning, style="bold yellow", soft_wrap=True)
 
 
 def _table(comparison: GenerationComparison, shape: box.Box) -> Table:

@@ -22,14 +22,21 @@ _KINDS = 2  # of decisions, that are named
 _WITH_UNITS = {"memory": "memory (GB)", "rate": "failure rate"}
 
 
-def show_results(title: str, results: Results, trace: Trace, *, note: str | None = None) -> None:
-    """Print what each policy made of a trace, the best first; a `note` on what is simulated comes before the table."""
+def show_results(
+    title: str, results: Results, trace: Trace, *, note: str | None = None, warning: str | None = None
+) -> None:
+    """Print what each policy made of a trace, the best first.
+
+    A `note` on what is simulated and a `warning` about the ranking come before the table.
+    """
     console, shape = output()
     console.print(title, style="bold", soft_wrap=True)
-    console.print(_trace_in_words(trace), soft_wrap=True)
+    console.print(_describe_trace(trace), soft_wrap=True)
     console.print(f"begins with {results.start}", soft_wrap=True)
     if note is not None:
         console.print(note, soft_wrap=True)
+    if warning is not None:
+        console.print(warning, style="bold yellow", soft_wrap=True)
     console.print(_table(results, shape, wide=console.width >= _WIDE))
     first = next((name for name in results.ranking if name != ORACLE), None)
     if first is not None:
@@ -70,7 +77,7 @@ def _kinds(own: PolicyResult) -> str:
     return ", ".join([*named, *([f"{others} other"] if others else [])])
 
 
-def _trace_in_words(trace: Trace) -> str:
+def _describe_trace(trace: Trace) -> str:
     figures = trace_statistics(trace)
     slow = f", {figures.slow_share:.1%} slow" if figures.slow_share else ""
     host = "worker" if trace.workers_per_host == 1 else "host"
@@ -112,12 +119,19 @@ def show_sweep(title: str, found: Sweep, trace: Trace) -> None:
     """Print the goodput of every policy at every value, and who is first where."""
     console, shape = output()
     console.print(title, style="bold", soft_wrap=True)
-    console.print(_trace_in_words(trace), soft_wrap=True)
+    console.print(_describe_trace(trace), soft_wrap=True)
     console.print(_sweep_table(found, shape))
     for point in found.points:
         if point.misfit:
             console.print(f"{found.name} {point.value:g}: {point.misfit}", soft_wrap=True)
-    for line in _leads_in_words(found):
+    if quiet := [point for point in found.points if point.results is not None and not point.results.lost_events]:
+        values = ", ".join(f"{point.value:g}" for point in quiet)
+        console.print(
+            f"warning: no worker is lost at {found.name} {values}: what differs there is not the reaction to failures",
+            style="bold yellow",
+            soft_wrap=True,
+        )
+    for line in _describe_leads(found):
         console.print(line, soft_wrap=True)
 
 
@@ -153,7 +167,7 @@ def _most(point: Point, *, per_worker: bool = False) -> str:
     return rate(by_policy[first].goodput / (point.results.workers if per_worker else 1))
 
 
-def _leads_in_words(found: Sweep) -> list[str]:
+def _describe_leads(found: Sweep) -> list[str]:
     """Who is first where: of all policies, and of rerouting and re-partition."""
     policies = [policy for policy in found.policies if policy != ORACLE]
     lines = []
@@ -172,4 +186,4 @@ def _leads(found: Sweep, policies: Sequence[str]) -> str:
     for lead in found.leads(policies):
         where = f"at {lead.first:g}" if lead.first == lead.last else f"from {lead.first:g} to {lead.last:g}"
         parts.append(f"{lead.policy} {where}")
-    return ", ".join(parts) or "nobody"
+    return ", ".join(parts) or "no policy"

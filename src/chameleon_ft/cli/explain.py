@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 
 import tyro
 
-from chameleon_ft.cli._explain_words import why
+from chameleon_ft.cli._explain_formatting import why
 from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 @dataclass(frozen=True)
 class ExplainArguments:
-    """Retell each decision of a run: what was known, what was weighed, what was predicted, what came.
+    """Retell each decision of a run: what was known, weighed, predicted and measured.
 
     It reads the run's files only, also while the run is live.
     """
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
         show(chosen, title=str(run.path), of=len(stories))
     else:
-        print(f"{run.path}: there was nothing to decide; {_losses_in_words(run)}")
+        print(f"{run.path}: there was nothing to decide; {_describe_losses(run)}")
     return 0
 
 
@@ -58,7 +58,7 @@ def _of_number(stories: Sequence[DecisionStory], number: int) -> DecisionStory:
     return stories[number - 1]
 
 
-def _losses_in_words(run: RunDirectory) -> str:
+def _describe_losses(run: RunDirectory) -> str:
     lost = len(run.failures())
     if not lost:
         return "no worker was lost"

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 import chameleon_ft
+from chameleon_ft.cli._logging import LEVELS, LOG_LEVEL_VARIABLE, configure_logging, take_log_level
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError
 
 __all__ = ["COMMANDS", "main"]
@@ -25,7 +26,7 @@ COMMANDS = {
     "plan": "Predict what a step takes, in time and memory, before anything runs.",
     "simulate": "Let policies live through months of failures, and set side by side what they train.",
     "report": "Lay the measured operations of a run over the predicted ones.",
-    "explain": "Retell each decision of a run: what was known, weighed and predicted, and what came.",
+    "explain": "Retell each decision of a run: what was known, weighed, predicted and measured.",
     "inject": "Make a worker of a live run fail.",
     "verify": "Repeat a run in one plain PyTorch loop and compare the losses.",
 }
@@ -41,9 +42,15 @@ _INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 input that cannot be used, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments, level = take_log_level(arguments, os.environ)
+    except ConfigError as error:
+        print(f"chameleon: {error}", file=sys.stderr)
+        return _USER_ERROR
     if not arguments:
         print(_help(), file=sys.stderr)
         return _USER_ERROR
+    configure_logging(level)
     name, *rest = arguments
     if name in ("-h", "--help"):
         print(_help())
@@ -93,12 +100,15 @@ def _help() -> str:
     width = max(map(len, COMMANDS))
     return "\n".join(
         [
-            "usage: chameleon COMMAND [ARGUMENT ...]",
+            "usage: chameleon COMMAND [--log-level LEVEL] [ARGUMENT ...]",
             "",
             "Train large language models with PyTorch, and keep training when workers fail.",
             "",
             "commands:",
             *(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()),
+            "",
+            f"--log-level {{{','.join(LEVELS)}}}, or the environment variable {LOG_LEVEL_VARIABLE}: what is logged to",
+            "standard error, beside what a command prints and records. The default is warning.",
             "",
             "`chameleon COMMAND --help` explains a command; `chameleon --version` prints the version.",
         ]

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Optional
 
 import tyro
 
-from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
+from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments, with_new_flags
 from chameleon_ft.cli._plan_case import Layout, PlanCase, case_of_config, case_of_profile
 from chameleon_ft.cli._plan_sizes import layouts_by_size
 from chameleon_ft.cli._prediction import predict_layouts, predict_searched
@@ -29,9 +29,9 @@ _NOTHING = "nothing to plan for: give a CONFIG, or a published --model and its -
 class PlanArguments:
     """Predict what a step takes: its time and that of every operation, the memory of every worker, and lower bounds.
 
-    For the run that CONFIG describes, by the profile that it names or --profile; or without CONFIG for a layout of a
-    published --model on a known --device, or of a --profile. Nothing is started. Exit code 1 where the plan does not
-    fit into the memory of its workers.
+    For the run that CONFIG describes, by the profile that it names or --profile; without one, its layers are measured
+    on this machine, once, for some seconds. Or without CONFIG for a layout of a published --model on a known --device,
+    or of a --profile. Exit code 1 where the plan does not fit into the memory of its workers.
     """
 
     config: Annotated[
@@ -74,7 +74,7 @@ class PlanArguments:
         Optional[Literal["layout", "chameleon", "paper", "oobleck"]],  # noqa: UP045
         optional_argument(
             "{layout,chameleon,paper,oobleck}",
-            "layout: equal pipelines, detours round dead workers, as with --policy reroute; chameleon: the best plan "
+            "layout: equal pipelines, detours round failed workers, as with --policy reroute; chameleon: the best plan "
             "that a search finds, detours included; paper, oobleck: what the published planners choose, to compare "
             "with. By default the layout where there is one.",
         ),
@@ -82,7 +82,7 @@ class PlanArguments:
     slow: Annotated[
         str, optional_argument("WORKER=SPEED[,...]", "Speed of workers that are slower or faster than 1.")
     ] = ""
-    dead: Annotated[str, optional_argument("WORKER[,WORKER ...]", "Plan for the loss of these workers.")] = ""
+    failed: Annotated[str, optional_argument("WORKER[,WORKER ...]", "Plan for the loss of these workers.")] = ""
     picture: Annotated[
         Optional[Path],  # noqa: UP045
         optional_argument("PATH", "Draw the schedule: .svg, .png or .pdf."),
@@ -96,12 +96,14 @@ class PlanArguments:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    given = parse_arguments(PlanArguments, arguments, command="plan")
+    given = parse_arguments(
+        PlanArguments, with_new_flags(arguments, {"--dead": "--failed"}, command="plan"), command="plan"
+    )
     if given.picture is not None:
         require_picture(given.picture)
     require_places(picture=given.picture, trace=given.trace)
     cases = _cases(given)
-    dead = _dead_workers(given.dead, cases[0])
+    dead = _failed_workers(given.failed, cases[0])
     planner = _planner(given, cases)
     from chameleon_ft.cli._waiting import compile_kernels, waiting
 
@@ -119,6 +121,7 @@ def main(arguments: Sequence[str]) -> int:
             plan=prediction.plan,
             pipelines=prediction.pipelines,
             lanes=lanes,
+            lost=prediction.dead,
         )
     if given.trace is not None:
         from chameleon_ft.observe.trace import write_trace
@@ -186,8 +189,8 @@ def _planner(given: PlanArguments, cases: Sequence[PlanCase]) -> str:
         raise ConfigError(f"--planner layout: --workers {given.workers} leaves the layout open; give --dp and --pp")
     planner = given.planner or ("chameleon" if searched else "layout")
     if len(cases) > 1:
-        if given.dead:
-            raise ConfigError(f"--dead {given.dead}: a run keeps its micro-batch size; give one")
+        if given.failed:
+            raise ConfigError(f"--failed {given.failed}: a run keeps its micro-batch size; give one")
         if planner not in ("layout", "chameleon") or (planner == "chameleon" and not searched):
             raise ConfigError(
                 f"--planner {planner}: a micro-batch size is chosen for a layout of --dp and --pp or by a search with "
@@ -196,15 +199,15 @@ def _planner(given: PlanArguments, cases: Sequence[PlanCase]) -> str:
     return planner
 
 
-def _dead_workers(text: str, case: PlanCase) -> tuple[int, ...]:
+def _failed_workers(text: str, case: PlanCase) -> tuple[int, ...]:
     dead = set()
     for part in filter(None, text.split(",")):
         if not part.strip().isdecimal():
-            raise ConfigError(f"--dead {text}: should be numbers of workers with commas between them, such as 5,9")
-        _require_worker(int(part), case, f"--dead {text}")
+            raise ConfigError(f"--failed {text}: should be numbers of workers with commas between them, such as 5,9")
+        _require_worker(int(part), case, f"--failed {text}")
         dead.add(int(part))
     if len(dead) == len(case.hosts):
-        raise ConfigError(f"--dead {text}: leaves no worker")
+        raise ConfigError(f"--failed {text}: leaves no worker")
     return tuple(sorted(dead))
 
 

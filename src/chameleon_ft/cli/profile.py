@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ import tyro
 
 from chameleon_ft.cli._config_file import config_values
 from chameleon_ft.cli._flags import Switch, optional_argument, parse_arguments
-from chameleon_ft.cli._preflight import absolute_job, prepare_data_of
+from chameleon_ft.cli._measuring import measured_profile
 from chameleon_ft.cli._presets import NO_PRESET, Preset
 from chameleon_ft.cli._written import require_places
 from chameleon_ft.config import RunConfig, config_type, parse_config
@@ -106,22 +104,9 @@ def _free(out: Path | None) -> Path:
 
 
 def _measured(given: ProfileArguments, file: Path, arguments: Sequence[str]) -> Profile:
+    command = shlex.join(["chameleon", "profile", *arguments])
     config = _config(file, given.preset.size)
-    # Loads torch.
-    from chameleon_ft.runtime.profiling import Measuring, measure_profile
-
-    how = Measuring(
-        repeats=given.repeats,
-        peer=given.peer,
-        command=shlex.join(["chameleon", "profile", *arguments]),
-        progress=_progress,
-    )
-    with tempfile.TemporaryDirectory(prefix="chameleon-profile-") as folder:
-        config = config.model_copy(update={"out": Path(folder)})
-        prepare_data_of(config)
-        profile = measure_profile(config, how)
-    _progress("")
-    return profile
+    return measured_profile(config, repeats=given.repeats, peer=given.peer, command=command)
 
 
 def _config(file: Path, size: int | None) -> RunConfig:
@@ -133,14 +118,7 @@ def _config(file: Path, size: int | None) -> RunConfig:
     if size is not None:
         values["batch"] = {**values.get("batch", {}), "micro_batch_size": size}
     values.pop("failures", None)  # they are for a run
-    config = parse_config(config_type(values), values, source=str(file))
-    return config.model_copy(update={"job": absolute_job(config.job)})
-
-
-def _progress(what: str) -> None:
-    """Say what is being measured, in one line that is written over, to a person at a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
+    return parse_config(config_type(values), values, source=str(file))
 
 
 def _tell(what: str) -> None:

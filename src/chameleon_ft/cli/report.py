@@ -67,7 +67,14 @@ def main(arguments: Sequence[str]) -> int:
     if given.picture is not None:
         from chameleon_ft.observe.picture import draw_schedule
 
-        draw_schedule(given.picture, title=title, plan=comparison.plan.plan, pipelines=pipelines, lanes=lanes)
+        draw_schedule(
+            given.picture,
+            title=title,
+            plan=comparison.plan.plan,
+            pipelines=pipelines,
+            lanes=lanes,
+            lost=_lost_until(run, step.generation),
+        )
     if given.trace is not None:
         from chameleon_ft.observe.trace import write_trace
 
@@ -80,6 +87,22 @@ def main(arguments: Sequence[str]) -> int:
         show(comparisons, title=str(run.path))
     tell_written(json=given.json, picture=given.picture, trace=given.trace)
     return 0
+
+
+def _lost_until(run: RunDirectory, generation: int) -> set[int]:
+    """Workers lost since the run was started or last resumed, and not back by `generation`."""
+    lost: set[int] = set()
+    for event in run.events():
+        if event.get("generation", 0) > generation:
+            continue
+        match event["event"]:
+            case "started":
+                lost.clear()
+            case "failure":
+                lost.add(event["worker"])
+            case "join":
+                lost.difference_update(event["workers"], event["spares"])
+    return lost
 
 
 def _chosen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,6 +29,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import duration
 from chameleon_ft.simulate import save_trace, trace_statistics
 from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.results import Results
 from chameleon_ft.simulate.run import simulate
 from chameleon_ft.simulate.sweep import Scene, sweep
 
@@ -173,12 +175,27 @@ def _simulate(given: SimulateArguments, case: _Case, policies: Sequence[str]) ->
         from chameleon_ft.simulate.picture import draw_results
 
         draw_results(given.picture, title=case.title, results=results, trace=scene.trace)
+    warning = _no_failure_warning(results, of_run=given.run is not None)
     if given.json:
         print(json.dumps({**case.facts, **results.to_json()}))
+        if warning is not None:
+            print(f"chameleon simulate: {warning}", file=sys.stderr)
     else:
         from chameleon_ft.cli._simulate_view import show_results
 
-        show_results(case.title, results, scene.trace, note=case.note)
+        show_results(case.title, results, scene.trace, note=case.note, warning=warning)
+
+
+def _no_failure_warning(results: Results, *, of_run: bool) -> str | None:
+    """The warning that a ranking compares no reaction to failures, and what to simulate instead."""
+    if results.lost_events:
+        return None
+    simulated = "in the run" if of_run else f"in the {results.duration_s / 86_400:,.1f} days that are simulated"
+    instead = "give a run that lost one" if of_run else "give more --days, a higher --rate or a --trace with failures"
+    return (
+        f"warning: no worker is lost {simulated}, so the ranking says nothing about how policies handle failures; "
+        f"{instead}"
+    )
 
 
 def _sweep(given: SimulateArguments, case: _Case, policies: Sequence[str], name: str, values: Sequence[float]) -> None:
@@ -223,13 +240,13 @@ def _of_run(given: SimulateArguments, path: Path) -> _Case:
             "run_timed_checkpoints": found.timed_checkpoints,
             "checkpoint_write_s": parameters.checkpoint_write_s,
         },
-        note=_checkpoints_in_words(found, parameters),
+        note=_describe_checkpoints(found, parameters),
         start=found.start,
         as_in_run=True,
     )
 
 
-def _checkpoints_in_words(found: RunCase, parameters: Parameters) -> str:
+def _describe_checkpoints(found: RunCase, parameters: Parameters) -> str:
     stops = f"stops training for {duration(parameters.checkpoint_write_s)}"
     if parameters.checkpoint_write_s != found.parameters.checkpoint_write_s:
         return f"a checkpoint {stops}, as was said"
@@ -246,7 +263,7 @@ def _drawn(given: SimulateArguments, parameters: Parameters) -> _Case:
 def _scene(given: SimulateArguments) -> Scene:
     per_host, workers = given.workers_per_host, given.workers
     if workers is None:
-        raise ConfigError("nobody trains: give --workers, or the --run that was made")
+        raise ConfigError("no workers are given: name --workers, or the --run that was made")
     hosts = hosts_of(workers, per_host)
     if workers < 1 or workers % per_host:
         raise ConfigError(

@@ -5,7 +5,8 @@ Importing this package imports neither torch nor anything that reads a clock or 
 
 from __future__ import annotations
 
-from chameleon_ft.config.files import config_to_toml, load_config, read_toml
+from chameleon_ft.config.files import config_to_toml, load_config, read_recorded_toml, read_toml
+from chameleon_ft.config.renamed import RENAMED_KEYS
 from chameleon_ft.config.run import LLAMA_JOB, STAND_IN_JOB, RunConfig, TrainConfig
 from chameleon_ft.config.sections import (
     Batch,
@@ -28,6 +29,7 @@ from chameleon_ft.config.validation import config_type, parse_config, parse_fiel
 
 __all__ = [
     "LLAMA_JOB",
+    "RENAMED_KEYS",
     "STAND_IN_JOB",
     "Batch",
     "Checkpoint",
@@ -51,5 +53,6 @@ __all__ = [
     "load_config",
     "parse_config",
     "parse_fields",
+    "read_recorded_toml",
     "read_toml",
 ]

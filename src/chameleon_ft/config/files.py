@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from chameleon_ft.config.renamed import RENAMED_KEYS, with_new_keys
 from chameleon_ft.config.run import RunConfig
 from chameleon_ft.config.validation import config_type, parse_config
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["config_to_toml", "load_config", "read_toml"]
+__all__ = ["config_to_toml", "load_config", "read_recorded_toml", "read_toml"]
+
+_logger = logging.getLogger(__name__)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises ConfigError that names the file and the place of a mistake in it."""
+    """Return the configuration in a TOML file, and warn of keys that have a new name.
+
+    Raises ConfigError that names the file and the place of a mistake in it.
+    """
+    values, old = with_new_keys(_content(path))
+    for key in old:
+        _logger.warning("%s: %s is deprecated, and gone in the next release; use %s", path, key, RENAMED_KEYS[key])
+    return values
+
+
+def read_recorded_toml(path: Path) -> dict[str, Any]:
+    """Return the configuration that a run has recorded, which may be of an earlier release. Raises as `read_toml`."""
+    return with_new_keys(_content(path))[0]
+
+
+def _content(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -40,4 +59,4 @@ def config_to_toml(config: RunConfig) -> str:
 
     The run directory itself is left out, so that a run may be moved; and what is not set.
     """
-    return tomli_w.dumps(config.model_dump(mode="json", exclude={"out"}, exclude_none=True))
+    return tomli_w.dumps(config.model_dump(mode="json", exclude={"output_dir"}, exclude_none=True))

@@ -42,7 +42,7 @@ class RunConfig(Section):
         description='What to train: "package.module:function" or "path/to/file.py:function".',
     )
     # `strict` would refuse the string that a TOML file or a flag holds a path in.
-    out: Annotated[Path, Field(strict=False)] | None = Field(
+    output_dir: Annotated[Path, Field(strict=False)] | None = Field(
         default=None, description="New directory for everything the run writes; by default runs/NAME-TIME."
     )
     workers: int = Field(default=4, ge=1, description="Worker processes; must equal parallel.dp * parallel.pp.")
@@ -150,5 +150,5 @@ class TrainConfig(RunConfig):
                 f"which are the embedding, model.num_layers = {self.model.num_layers} blocks and the head; "
                 f"take {self.model.partition_layers} at most or add blocks",
             )
-        if self.data.kind == "text" and self.model.vocab_size < 256:
+        if self.data.format == "text" and self.model.vocab_size < 256:
             yield "model.vocab_size", "text is read as bytes, which need 256 ids; set it to 256"

@@ -104,13 +104,13 @@ class Recovery(Section):
         "lost together are one failure.",
     )
     prior_weight: float = Field(default=1.0, gt=0, description="Weight of worker_mtbf_hours, in observed failures.")
-    host_share: float = Field(
+    host_failure_fraction: float = Field(
         default=0.25,
         ge=0,
         le=1,
         description="Share of failures that take all workers of a host, as sure as the hours above.",
     )
-    restart_s: float = Field(
+    restart_cost_s: float = Field(
         default=300.0, ge=0, description="Seconds that going back to a checkpoint takes, steps since it left out."
     )
     respawn: bool = Field(default=False, description="Start a lost worker again, on the host that ran it.")
@@ -127,7 +127,7 @@ class Recovery(Section):
 class Timeouts(Section):
     """Waits before a worker or a message counts as lost; each must be longer than the one before it."""
 
-    heartbeat_s: float = Field(
+    heartbeat_timeout_s: float = Field(
         default=5.0, gt=0, description="Seconds of silence after which a control connection is lost."
     )
     watchdog_min_s: float = Field(
@@ -138,7 +138,7 @@ class Timeouts(Section):
         gt=1,
         description="A worker counts as hung in an operation that takes this many times the longest one seen.",
     )
-    collective_s: float = Field(
+    collective_timeout_s: float = Field(
         default=60.0, gt=0, description="Seconds a message or a collective may take before it counts as failed."
     )
     rendezvous_s: float = Field(
@@ -146,7 +146,7 @@ class Timeouts(Section):
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        ordered = ("heartbeat_s", "watchdog_min_s", "collective_s", "rendezvous_s")
+        ordered = ("heartbeat_timeout_s", "watchdog_min_s", "collective_timeout_s", "rendezvous_s")
         for shorter, longer in itertools.pairwise(ordered):
             if getattr(self, shorter) >= getattr(self, longer):
                 yield (
@@ -246,7 +246,7 @@ class Data(Section):
         default="",
         description="A text file, a folder of text, or a token file; empty: the source text of Python's own library.",
     )
-    kind: Literal["auto", "text", "tokens"] = Field(
+    format: Literal["auto", "text", "tokens"] = Field(
         default="auto", description="auto: tokens where the name ends in .bin or .npy, text otherwise."
     )
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = Field(

@@ -70,7 +70,7 @@ def check_data(config: TrainConfig) -> DataSummary:
         tokens = _open_source(config)
         check_ids(tokens, config.model.vocab_size, source=_source_name(config))
         return _summary(config, num_tokens=tokens.size, num_files=1)
-    text = _find_source_text(config, config.out)
+    text = _find_source_text(config, config.output_dir)
     return _summary(config, num_tokens=text.num_bytes, num_files=len(text.files), skipped=text.skipped)
 
 
@@ -92,17 +92,17 @@ def prepare_data(config: TrainConfig, run_dir: Path) -> Path:
 
 
 def load_tokens(config: TrainConfig) -> Tokens:
-    """The tokens to train on: those prepared for the run in ``config.out``, or without such a run, the source's own.
+    """The tokens to train on: those prepared in ``config.output_dir``, or without such a run, the source's own.
 
     Raises:
         DataError: as `prepare_data`.
     """
-    if config.out is not None and _is_prepared(config.out):
-        return _open_prepared(config, config.out)
+    if config.output_dir is not None and _is_prepared(config.output_dir):
+        return _open_prepared(config, config.output_dir)
     if _kind(config) == "tokens":
         return _open_source(config)
     buffer = BytesIO()
-    write_text(_find_source_text(config, config.out), buffer)
+    write_text(_find_source_text(config, config.output_dir), buffer)
     return np.frombuffer(buffer.getbuffer(), dtype=np.uint8)
 
 
@@ -153,8 +153,8 @@ def _text_file(run_dir: Path) -> Path:
 
 
 def _kind(config: TrainConfig) -> Literal["text", "tokens"]:
-    if config.data.kind != "auto":
-        return config.data.kind
+    if config.data.format != "auto":
+        return config.data.format
     return "tokens" if Path(config.data.path).suffix in _TOKEN_SUFFIXES else "text"
 
 
@@ -168,7 +168,7 @@ def _source_name(config: TrainConfig) -> str:
 
 def _open_source(config: TrainConfig) -> Tokens:
     if not config.data.path:
-        raise DataError('data.kind is "tokens", and data.path is empty: name a token file')
+        raise DataError('data.format is "tokens", and data.path is empty: name a token file')
     tokens = open_tokens(_path(config), config.data.dtype)
     _check_length(config, tokens.size)
     return tokens
@@ -221,7 +221,7 @@ def _write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         partial.replace(path)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be written ({error.strerror or error}): free some space or name another --out"
+            f"{path} cannot be written ({error.strerror or error}): free some space or name another --output-dir"
         ) from None
     finally:
         with suppress(OSError):

@@ -20,7 +20,7 @@ __all__ = ["llama_job"]
 
 
 def llama_job(config: TrainConfig) -> Job:
-    """The Llama that `config` describes, on the data prepared in ``config.out`` (see `load_tokens`).
+    """The Llama that `config` describes, on the data prepared in ``config.output_dir`` (see `load_tokens`).
 
     Raises:
         DataError: the data cannot be used.

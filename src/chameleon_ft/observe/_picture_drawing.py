@@ -15,6 +15,7 @@ from matplotlib.patches import Patch
 
 from chameleon_ft.observe._picture_layout import Layout, Row, describe, time_unit
 from chameleon_ft.observe.lanes import Lane
+from chameleon_ft.observe.picture_file import fit_title
 from chameleon_ft.schedule import OperationKind
 
 __all__ = ["draw"]
@@ -56,6 +57,8 @@ _POINTS_PER_INCH: Final = 72.0
 _TICK_WIDTH: Final = 70.0
 _RIGHT: Final = 44.0
 _BOTTOM: Final = 76.0
+_MARGIN: Final = 10.0
+_TITLE_SIZE: Final = 13.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,14 +286,15 @@ class _Drawing:
     def heading(self, title: str, boxes: Sequence[_OperationBox]) -> None:
         """Title, what each timeline comes to, the legend, and below the chart how to read it."""
         workers = len(self._live_rows())
-        self._write(16, title, size=13, weight="bold")
+        fitted, size = fit_title(title, width=self._width - 2 * _MARGIN, size=_TITLE_SIZE)
+        self._write(16, fitted, size=size, weight="bold")
         for number, line in enumerate(describe(self._lanes, workers)):
             self._write(34 + 14 * number, line, size=9.5)
         handles = list(self._legend(boxes))
         self.figure.legend(
             handles=handles,
             loc="upper left",
-            bbox_to_anchor=(10 / self._width, 1 - (self._top - 40) / self._height),
+            bbox_to_anchor=(_MARGIN / self._width, 1 - (self._top - 40) / self._height),
             borderaxespad=0,
             borderpad=0,
             frameon=False,
@@ -306,7 +310,7 @@ class _Drawing:
     def _write(self, y: float, text: str, **style: Any) -> None:
         # What looks like a formula to matplotlib, in a title say, is not one.
         style = {"va": "center", "color": _TEXT, "parse_math": False, **style}
-        self.figure.text(10 / self._width, 1 - y / self._height, text, **style)
+        self.figure.text(_MARGIN / self._width, 1 - y / self._height, text, **style)
 
     def _legend(self, boxes: Sequence[_OperationBox]) -> Iterator[Patch]:
         kinds = {box.kind for box in boxes}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -62,10 +62,15 @@ class Layout:
     height: float
 
 
-def arrange(plan: Plan, pipelines: Sequence[Sequence[int]], lanes: Sequence[Lane]) -> Layout:
-    """Give every worker a row with a strip for each timeline, pipeline by pipeline, and last those that are in none."""
+def arrange(
+    plan: Plan, pipelines: Sequence[Sequence[int]], lanes: Sequence[Lane], *, lost: Collection[int] = ()
+) -> Layout:
+    """Give every worker a row with a strip for each timeline: pipeline by pipeline, then the workers in no pipeline.
+
+    `lost` are workers that the plan no longer has, whether or not they are in a pipeline.
+    """
     named = [(f"pipeline {number}", tuple(workers)) for number, workers in enumerate(pipelines)]
-    others = tuple(sorted(set(plan.workers).difference(*pipelines)))
+    others = tuple(sorted({*plan.workers, *lost}.difference(*pipelines)))
     groups = [(name, workers) for name, workers in [*named, ("no pipeline" if named else "", others)] if workers]
     held = {worker: _layers(plan, worker) for worker in plan.workers}
     strips = sum(len(lanes) if worker in held else 1 for _, workers in groups for worker in workers)

@@ -11,6 +11,7 @@ from typing import Any
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import StepEstimate, estimate_step
+from chameleon_ft.observe.accuracy import describe_untrusted
 from chameleon_ft.observe.lanes import Lane, WorkerReduction
 from chameleon_ft.observe.plans import CostsFrom, GenerationPlan
 from chameleon_ft.observe.timelines import RecordedStep
@@ -77,6 +78,11 @@ class GenerationComparison:
         """(predicted - measured) / measured, of the step."""
         return self.predicted.step_s / self.measured_s - 1
 
+    @property
+    def warning(self) -> str | None:
+        """That the prediction is too far off to be trusted, and what to do; None if it is not."""
+        return describe_untrusted(step_error=self.error)
+
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         return {
@@ -85,6 +91,7 @@ class GenerationComparison:
             "predicted_step_s": self.predicted.step_s,
             "measured_step_s": self.measured_s,
             "error": self.error,
+            "warning": self.warning,
             "steps": [
                 {
                     "step": step.step,

@@ -118,8 +118,8 @@ class DecisionStory:
         decided: the decision.
         losses: the records of the workers that it was about; those that are lost in a recovery have theirs later on.
         policy: what was carried out; None if the run ended before that.
-        outcome: what came of it; None if no step was committed under it, or nobody stopped for it.
-        goes_on: whether nobody stopped for it: its generation was under way, and went on.
+        outcome: what came of it; None if no step was committed under it, or no worker stopped for it.
+        goes_on: whether no worker stopped for it: its generation was under way, and went on.
     """
 
     number: int

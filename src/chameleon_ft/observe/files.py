@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from chameleon_ft.config import RunConfig, config_to_toml, load_config
+from chameleon_ft.config import RunConfig, config_to_toml, config_type, parse_config, read_recorded_toml
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.records import FailureRecord, OutcomeRecord, StepRecord, Summary
 
@@ -55,7 +55,9 @@ class RunDirectory:
             run._copy_files_of(config)
             run.config_file.write_text(config_to_toml(config), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--out {path}: cannot be made: {error.strerror}; take another directory") from None
+            raise ConfigError(
+                f"--output-dir {path}: cannot be made: {error.strerror}; take another directory"
+            ) from None
         return run
 
     @classmethod
@@ -65,7 +67,7 @@ class RunDirectory:
             is_run = cls(path).config_file.is_file()
             instead = f", or go on with that run by --resume {path}" if is_run else ""
             raise ConfigError(
-                f"--out {path}: exists already, and a run never writes over anything; take another{instead}"
+                f"--output-dir {path}: exists already, and a run never writes over anything; take another{instead}"
             )
 
     @classmethod
@@ -156,12 +158,13 @@ class RunDirectory:
 
     def config(self) -> RunConfig:
         """Read the resolved configuration; its files are in this directory, wherever it has been moved to."""
-        return self.own(load_config(self.config_file))
+        values = read_recorded_toml(self.config_file)
+        return self.own(parse_config(config_type(values), values, source=str(self.config_file)))
 
     def own(self, config: RunConfig) -> RunConfig:
         """Return the configuration of this run, read anywhere, with this directory and the files in it."""
         update = {
-            "out": self.path,
+            "output_dir": self.path,
             "profile": config.profile and self.profile_file,
             "plan": config.plan and self.start_plan_file,
         }

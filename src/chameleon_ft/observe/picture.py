@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from chameleon_ft.observe._picture_layout import arrange
@@ -15,7 +15,13 @@ __all__ = ["draw_schedule"]
 
 
 def draw_schedule(
-    path: Path, *, title: str, plan: Plan, pipelines: Sequence[Sequence[int]], lanes: Sequence[Lane]
+    path: Path,
+    *,
+    title: str,
+    plan: Plan,
+    pipelines: Sequence[Sequence[int]],
+    lanes: Sequence[Lane],
+    lost: Collection[int] = (),
 ) -> None:
     """Draw timelines of one step, one of them or several to be compared, which share each worker's row.
 
@@ -31,6 +37,7 @@ def draw_schedule(
         pipelines: the workers of each pipeline by stage, before anything failed: how rows are grouped, which of them
             are of lost workers, and what is a detour (see `detoured_hops`).
         lanes: the timelines, of the same plan; at least one.
+        lost: workers that were lost before the plan was made, which a re-partition has left without a pipeline.
 
     Raises:
         ConfigError: another suffix, matplotlib is not installed, or the file cannot be written.
@@ -39,5 +46,5 @@ def draw_schedule(
     require_picture(path)
     from chameleon_ft.observe._picture_drawing import draw
 
-    figure = draw(arrange(plan, pipelines, lanes), title, lanes, detoured_hops(plan, pipelines))
+    figure = draw(arrange(plan, pipelines, lanes, lost=lost), title, lanes, detoured_hops(plan, pipelines))
     save_picture(figure, path, title=title)

@@ -1,7 +1,8 @@
-"""The files of pictures: whether one can be written, said before anything is computed for it, and writing it."""
+"""What all pictures share: whether the file can be written, checked before anything is computed; titles; writing."""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -10,9 +11,11 @@ from chameleon_ft.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["require_picture", "save_picture"]
+__all__ = ["fit_title", "require_picture", "save_picture"]
 
 _SUFFIXES: Final = (".svg", ".png", ".pdf")
+_TITLE_LINES: Final = 2
+_LEAST_TITLE: Final = 0.7  # of the title's usual size; a title that would have to be smaller is shortened
 
 
 def require_picture(path: Path) -> None:
@@ -28,6 +31,37 @@ def require_picture(path: Path) -> None:
             f"{path}: pictures need matplotlib, which cannot be loaded ({error}); "
             "install it by: pip install 'chameleon-ft[pictures]'"
         ) from None
+
+
+def fit_title(title: str, *, width: float, size: float) -> tuple[str, float]:
+    """Fit a bold title into a picture: smaller if it is too wide, then on two lines, then shortened.
+
+    Args:
+        title: the title, in one line.
+        width: points between the margins of the picture.
+        size: points of the font of a title that is short enough.
+
+    Returns:
+        The title, with a line break if it takes two lines, and the size of its font.
+    """
+    least = _LEAST_TITLE * size
+    shrunk = size * min(1.0, width / _bold_width(title, size)) if title else size
+    if shrunk >= least:
+        return title, shrunk
+    for characters in range(len(title), 0, -1):
+        lines = textwrap.wrap(title, characters, max_lines=_TITLE_LINES, placeholder="…")
+        if max(_bold_width(line, least) for line in lines) <= width:
+            return "\n".join(lines), least
+    return "", least
+
+
+def _bold_width(text: str, size: float) -> float:
+    """The width of a line in points."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=size, weight="bold")
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
 
 
 def save_picture(figure: Figure, path: Path, *, title: str) -> None:

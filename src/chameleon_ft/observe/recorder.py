@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -22,6 +23,8 @@ from chameleon_ft.observe.records import (
 from chameleon_ft.observe.view import RunInfo, View
 
 __all__ = ["Recorder"]
+
+_logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -57,6 +60,7 @@ class Recorder:
     def step(self, record: StepRecord) -> None:
         """Record a committed step."""
         _append(self._metrics, record.to_json())
+        _logger.debug("step %d: loss %.6g, %.3f s, %d workers", record.step, record.loss, record.step_s, record.workers)
         self._view.step(record)
 
     def failure(self, record: FailureRecord) -> None:
@@ -108,6 +112,9 @@ class Recorder:
         self.close()
 
     def _write_event(self, name: str, fields: Mapping[str, Any]) -> None:
+        if _logger.isEnabledFor(logging.INFO):
+            scalars = (f"{key}={value}" for key, value in fields.items() if not isinstance(value, list | dict))
+            _logger.info("%s: %s", name, ", ".join(scalars))
         _append(self._events, {"time": self._clock(), "event": name, **fields})
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe.accuracy import describe_untrusted
 from chameleon_ft.quantities import duration
 
 __all__ = [
-    "NOTICED",
+    "DETECTED_BY",
     "FailureRecord",
     "JoinRecord",
     "NoticedBy",
@@ -27,13 +28,13 @@ NoticedBy = Literal["child", "connection", "heartbeat", "watchdog", "peer", "sel
 """The detection paths: process reaped, connection closed, heartbeats stopped, no progress, a peer's message failed,
 and the worker's own last words."""
 
-NOTICED: Final[Mapping[NoticedBy, str]] = {
-    "child": "its agent saw the process end",
-    "connection": "its control connection closed",
-    "heartbeat": "its heartbeats stopped",
-    "watchdog": "it made no progress",
-    "peer": "a peer could not exchange a message with it",
-    "self": "it reported its own error",
+DETECTED_BY: Final[Mapping[NoticedBy, str]] = {
+    "child": "the end of its process",
+    "connection": "the end of its control connection",
+    "heartbeat": "missing heartbeats",
+    "watchdog": "lack of progress",
+    "peer": "a peer whose message to or from it failed",
+    "self": "its own report of an error",
 }
 """The detection paths in words."""
 
@@ -169,11 +170,19 @@ class OutcomeRecord(_Record):
         """By which share of the prediction the stall took longer."""
         return _relative(self.measured_stall_s, self.predicted_stall_s)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values, with the errors that follow from them."""
-        return {**dataclasses.asdict(self), "step_error": self.step_error, "stall_error": self.stall_error}
+    @property
+    def warning(self) -> str | None:
+        """That the prediction is too far off to be trusted, and what to do; None if it is not."""
+        return describe_untrusted(
+            step_error=self.step_error, stall_error=self.stall_error, stall_is_restart=self.policy == "restart"
+        )
 
-    def in_words(self) -> str:
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values, with what follows from them."""
+        derived = {"step_error": self.step_error, "stall_error": self.stall_error, "warning": self.warning}
+        return {**dataclasses.asdict(self), **derived}
+
+    def describe(self) -> str:
         """Write "step 125 ms (predicted 123 ms, +1.6%), stall 100 ms (predicted 200 ms, -50.0%)"."""
         step = _compared(self.measured_step_s, self.predicted_step_s, self.step_error)
         return f"step {step}, stall {_compared(self.measured_stall_s, self.predicted_stall_s, self.stall_error)}"

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chameleon_ft.observe.console import output
-from chameleon_ft.observe.records import NOTICED, FailureRecord, JoinRecord, OutcomeRecord, StepRecord, Summary
+from chameleon_ft.observe.records import DETECTED_BY, FailureRecord, JoinRecord, OutcomeRecord, StepRecord, Summary
 from chameleon_ft.observe.view import RunInfo
 from chameleon_ft.quantities import data_size, duration, in_ranges
 
@@ -63,27 +63,29 @@ class TerminalView:
         )
 
     def failure(self, record: FailureRecord) -> None:
-        """Print the banner of a failure: who, how it was noticed, what was done, and the stall by phase."""
+        """Print the banner of a failure: the worker, how it was detected, the action, and the stall by phase."""
         facts = _facts()
         facts.add_row("cause", record.cause)
-        facts.add_row("noticed", NOTICED[record.noticed_by])
+        facts.add_row("detected by", DETECTED_BY[record.noticed_by])
         if record.lost_layers:
             facts.add_row("lost", f"the last holder of layers {in_ranges(record.lost_layers)}")
-        facts.add_row("done", f"{record.policy}: {record.action}")
+        facts.add_row("action", f"{record.policy}: {record.action}")
         self._banner(f"worker {record.worker} lost in step {record.step}", facts, record, colour="red")
 
     def outcome(self, record: OutcomeRecord) -> None:
-        """Print one line: what was predicted of a decision, and what came."""
+        """Print what was predicted of a decision and what was measured, and a warning if these are far apart."""
         self._print(
             Text(
                 f"after {record.steps} step{'' if record.steps == 1 else 's'} of {record.policy}: ", style="cyan"
-            ).append(record.in_words())
+            ).append(record.describe())
         )
+        if record.warning is not None:
+            self._print(Text(record.warning, style="bold yellow"))
 
     def join(self, record: JoinRecord) -> None:
-        """Print the banner of a join: who, what was done, and the stall by phase."""
+        """Print the banner of a join: the workers, the action, and the stall by phase."""
         facts = _facts()
-        facts.add_row("done", f"{record.policy}: {record.action}")
+        facts.add_row("action", f"{record.policy}: {record.action}")
         if record.spares:
             facts.add_row("spare", _named(record.spares))
         self._banner(f"{_named(record.workers)} joined before step {record.resume_step}", facts, record, colour="green")
@@ -113,11 +115,11 @@ class TerminalView:
         self._print(Panel(Group(*parts), title=title, title_align="left", box=self._box, expand=False))
 
     def _banner(self, title: str, facts: Table, record: FailureRecord | JoinRecord, *, colour: str) -> None:
-        """Print facts of a change, with those that every change has: what moved, the stall, where it goes on."""
+        """Print facts of a change, with those that every change has: what moved, the stall, where training resumed."""
         if record.rounds:
             facts.add_row("moved", _moved(record))
         facts.add_row("stall", _stall(record))
-        facts.add_row("goes on", f"at step {record.resume_step} in generation {record.generation}")
+        facts.add_row("resumed", f"at step {record.resume_step} in generation {record.generation}")
         head = Text(title, style=f"bold {colour}")
         self._print(Panel(facts, title=head, title_align="left", border_style=colour, box=self._box, expand=False))
         self._print_column_heads()
@@ -129,7 +131,7 @@ class TerminalView:
         table = Table(box=None, pad_edge=False)
         for name in ("worker", "step"):
             table.add_column(name, justify="right")
-        for name in ("cause", "noticed by"):
+        for name in ("cause", "detected by"):
             table.add_column(name)
         for name in (*_PHASES.values(), "stall s"):
             table.add_column(name, justify="right")
@@ -169,7 +171,7 @@ def _layout(info: RunInfo) -> Table:
 
 def _named(workers: Sequence[int]) -> str:
     if not workers:
-        return "nobody"
+        return "no worker"
     return f"worker{'' if len(workers) == 1 else 's'} {', '.join(map(str, workers))}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -11,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from chameleon_ft.simulate._picture_series import MISSING, binned, live_workers, losses_s, missing
-from chameleon_ft.simulate._picture_style import LINE, MISSING_FILLS, ORACLE_INK, PALE, TEXT
+from chameleon_ft.simulate._picture_style import LINE, MARGIN, MISSING_FILLS, ORACLE_INK, PALE, TEXT, draw_title
 from chameleon_ft.simulate.results import PolicyResult, Results
 from chameleon_ft.simulate.run import ORACLE
 from chameleon_ft.simulate.trace import Trace
@@ -23,7 +24,6 @@ _TOP: Final = 0.84
 _ROW: Final = 0.62
 _GAP: Final = 0.17
 _BOTTOM: Final = 0.56
-_NAME: Final = 0.015  # of the width
 _CURVE: Final = (0.155, 0.505)
 _SHARE: Final = 0.672
 _BAR: Final = (0.742, 0.238)
@@ -92,7 +92,7 @@ def _middle(figure: Figure, row: int) -> float:
 
 def _row_name(figure: Figure, row: int, name: str) -> None:
     weight = "bold" if name == "chameleon" else "normal"
-    figure.text(_NAME, _middle(figure, row), name, va="center", fontsize=9, color=TEXT, weight=weight)
+    figure.text(MARGIN, _middle(figure, row), name, va="center", fontsize=9, color=TEXT, weight=weight)
 
 
 def _share(figure: Figure, row: int, own: PolicyResult) -> None:
@@ -117,9 +117,13 @@ def _limits(curves: list[list[float]]) -> tuple[float, float]:
     most = max(max(curve) for curve in curves)
     if least < _ZOOM:
         return 0.0, max(1.0, most) * 1.04
-    step = 0.1 if least < 0.9 else 0.05
-    low = step * int(least / step)
+    low = _below(least, 0.1 if least < 0.9 else 0.05)
     return low, most + 0.06 * (most - low)
+
+
+def _below(least: float, step: float) -> float:
+    """The next lower multiple of `step`: an axis that begins at `least` itself would lie on the curve."""
+    return step * (math.ceil(least / step) - 1)
 
 
 def _live_row(axes: Axes, trace: Trace, scale_s: float) -> None:
@@ -128,7 +132,7 @@ def _live_row(axes: Axes, trace: Trace, scale_s: float) -> None:
     axes.step([time_s / scale_s for time_s in times], shares, where="post", color=TEXT, linewidth=0.8)
     axes.set_xlim(0, trace.duration_s / scale_s)
     least = min(shares)
-    axes.set_ylim(0 if least < _ZOOM else 0.05 * int(least / 0.05), 1.015)
+    axes.set_ylim(0 if least < _ZOOM else _below(least, 0.05), 1.015)
     axes.set_yticks([axes.get_ylim()[0], 1.0])
     axes.yaxis.set_major_formatter(_percent)
     axes.tick_params(labelbottom=False)
@@ -164,7 +168,7 @@ def _bar(axes: Axes, own: PolicyResult, widest: float, *, last: bool) -> None:
 
 def _heading(figure: Figure, title: str, *, oracle: bool) -> None:
     height = figure.get_size_inches()[1]
-    figure.text(_NAME, 1 - 0.2 / height, title, va="center", fontsize=10.5, weight="bold", color=TEXT)
+    draw_title(figure, title)
     curves = [Line2D([], [], color=_CURVE_INK, linewidth=1.2, label="throughput, of failure-free")]
     if oracle:
         curves.append(Line2D([], [], color=ORACLE_INK, linewidth=1.2, label="the oracle's"))

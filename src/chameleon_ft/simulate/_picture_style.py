@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["LINE", "MISSING_FILLS", "ORACLE_INK", "PALE", "TEXT", "Ink", "ink_of"]
+from matplotlib.figure import Figure
+
+from chameleon_ft.observe.picture_file import fit_title
+
+__all__ = ["LINE", "MARGIN", "MISSING_FILLS", "ORACLE_INK", "PALE", "TEXT", "Ink", "draw_title", "ink_of"]
 
 TEXT: Final = "#1a1a1a"
 PALE: Final = "#666666"
 LINE: Final = "#d0d0d0"
 ORACLE_INK: Final = "#9a9a9a"
+MARGIN: Final = 0.015  # of the width
+_TITLE_SIZE: Final = 10.5  # points
+_POINTS_PER_INCH: Final = 72.0
 MISSING_FILLS: Final = ("#a6cee8", "#a8430f", "#e8a33d", "#3fb598", "#35195a")
 
 
@@ -40,3 +47,11 @@ _INKS: Final = {
 def ink_of(policy: str) -> Ink:
     """Of a policy; that of the oracle for others."""
     return _INKS.get(policy, Ink(ORACLE_INK, "."))
+
+
+def draw_title(figure: Figure, title: str) -> None:
+    """Write the title on top of a figure, as large as it fits."""
+    width, height = figure.get_size_inches()
+    fitted, size = fit_title(title, width=(1 - 2 * MARGIN) * width * _POINTS_PER_INCH, size=_TITLE_SIZE)
+    style: dict[str, Any] = {"va": "center", "fontsize": size, "weight": "bold", "color": TEXT, "linespacing": 1.1}
+    figure.text(MARGIN, 1 - 0.2 / height, fitted, parse_math=False, **style)

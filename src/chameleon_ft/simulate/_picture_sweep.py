@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from chameleon_ft.simulate._picture_style import LINE, ORACLE_INK, PALE, TEXT, ink_of
+from chameleon_ft.simulate._picture_style import LINE, ORACLE_INK, PALE, TEXT, draw_title, ink_of
 from chameleon_ft.simulate.results import PolicyResult
 from chameleon_ft.simulate.run import ORACLE
 from chameleon_ft.simulate.sweep import Sweep
@@ -33,7 +33,7 @@ _NAMES: Final = {
 def figure_of_sweep(title: str, sweep: Sweep) -> Figure:
     """The figure, which belongs to no window and to no global state; at least one point has results."""
     figure = Figure(figsize=_SIZE, dpi=130)
-    figure.text(0.015, 0.955, title, va="center", fontsize=10.5, weight="bold", color=TEXT)
+    draw_title(figure, title)
     left, right = (figure.add_axes(panel) for panel in _PANELS)
     if sweep.name == "workers":
         _panel(left, sweep, sweep.policies, "samples per second and worker", lambda own: own.goodput / own.workers)

@@ -30,7 +30,7 @@ class Parameters:
         prior_failures: how many failures this counts like: `[recovery]` has 1.
         host_share: share of failures that take all workers of a host, known beforehand: `[recovery]` has a quarter.
         restart_s: seconds from a failure until a job that is started again runs, reading the checkpoint included and
-            steps that are repeated left out: the 5 minutes of `[recovery] restart_s`.
+            steps that are repeated left out: the 5 minutes of `[recovery] restart_cost_s`.
         checkpoint_write_s: seconds that training stands still for a checkpoint: a copy to the host's memory, and the
             rest goes on in the background, as in CheckFreq (Mohan et al., FAST 2021). How long is a guess.
         checkpoint_interval_s: seconds of steps between two checkpoints at most; see `recovery.Checkpoints`. Infinite:

@@ -84,8 +84,8 @@ def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> Re
             parameters,
             worker_mtbf_s=recovery.worker_mtbf_hours * 3600,
             prior_failures=recovery.prior_weight,
-            host_share=recovery.host_share,
-            restart_s=recovery.restart_s,
+            host_share=recovery.host_failure_fraction,
+            restart_s=recovery.restart_cost_s,
             checkpoint_interval_s=every * step_s if every else math.inf,
         ),
     )

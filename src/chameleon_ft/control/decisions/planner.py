@@ -113,7 +113,7 @@ class Planner:
             costs=CostModel(costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host)),
             phases=phases,
             repeat_s=repeat_s,
-            restart_s=self._config.recovery.restart_s,
+            restart_s=self._config.recovery.restart_cost_s,
             has_checkpoints=every > 0,
             checkpoints=recovery.Checkpoints(unsaved_s=unsaved * step_s, longest_s=every * step_s),
             step_factor=self._seen.unexplained(costs),

@@ -38,7 +38,7 @@ class Detectors:
             ProcessExitDetector(),
             ConnectionDetector(),
             CrashDetector(),
-            QuiesceTimeout(timeouts.collective_s),
+            QuiesceTimeout(timeouts.collective_timeout_s),
             Watchdog(timeouts),
             PeerFailureDetector(),
         )

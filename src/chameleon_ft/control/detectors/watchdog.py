@@ -105,7 +105,7 @@ class Watchdog:
     def _patience_s(self) -> float:
         # Before the first step nothing is known, and first steps are slow: heartbeats have to do.
         if not self.steps_s:
-            return self.timeouts.collective_s
+            return self.timeouts.collective_timeout_s
         return max(_PATIENCE_MIN_S, _PATIENCE * self.step_s)
 
     @property

@@ -108,7 +108,7 @@ class FailureHistory:
             settled=FailureModel(
                 worker_mtbf_s=recovery.worker_mtbf_hours * 3600,
                 prior_failures=recovery.prior_weight,
-                prior_host_share=recovery.host_share,
+                prior_host_share=recovery.host_failure_fraction,
             )
         )
 

@@ -61,7 +61,7 @@ class GlooCommunicators:
                             group.index(membership.worker),
                             len(group),
                             device=device,
-                            timeout_s=self._timeouts.collective_s,
+                            timeout_s=self._timeouts.collective_timeout_s,
                         )
                     )
                     waiter.wait(forming)

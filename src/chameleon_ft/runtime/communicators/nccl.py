@@ -104,7 +104,7 @@ class NcclCommunicators:
             self._all.clear()
 
     def _group(self, store: Store, prefix: str, rank: int, size: int) -> Group:
-        group = self._add(nccl_group(store, prefix, rank, size, timeout_s=self._timeouts.collective_s))
+        group = self._add(nccl_group(store, prefix, rank, size, timeout_s=self._timeouts.collective_timeout_s))
         group.eager_connect_single_device(self._device)
         return group
 

@@ -1,4 +1,4 @@
-"""Why a decision was made, in words."""
+"""The figures of a decision, and the reason for it, as text."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from chameleon_ft.observe.decisions import DecisionEvent, ObservedRate, StallPar
 from chameleon_ft.quantities import data_size, duration
 
 __all__ = [
-    "alone_in_words",
-    "corrections_in_words",
-    "measured_stall_in_words",
-    "predicted_stall_in_words",
-    "rate_in_words",
-    "stall_in_words",
+    "describe_corrections",
+    "describe_failure_rate",
+    "describe_measured_stall",
+    "describe_predicted_stall",
+    "describe_sole_holders",
+    "describe_stall",
     "why",
 ]
 
@@ -32,9 +32,8 @@ def why(decision: DecisionEvent) -> str:
     if best.samples < second.samples * (1 - _EQUAL):
         more = f"{second.samples / best.samples - 1:.1%} more" if best.samples else "more"
         if (second.last_holders, second.last_hosts) > (best.last_holders, best.last_hosts):
-            return (
-                f"{second.policy} would train {more} samples, but for {alone_in_words(second)}: there is no checkpoint"
-            )
+            holders = describe_sole_holders(second)
+            return f"{second.policy} would train {more} samples, but for {holders}: there is no checkpoint"
         return f"{second.policy} would train {more} samples by what is known now, but it had been decided before"
     if best.samples <= second.samples * (1 + _EQUAL):
         bytes_ = (best.moved_bytes or 0, second.moved_bytes or 0)
@@ -82,14 +81,14 @@ def _lost_s(each: WeighedCandidate) -> float:
     return each.stall_s + each.return_s
 
 
-def alone_in_words(each: WeighedCandidate) -> str:
-    """Say who would be the only ones to hold some layer, which would be lost with them; empty where nobody is."""
+def describe_sole_holders(each: WeighedCandidate) -> str:
+    """Count the hosts and workers that would hold some layer alone; empty if there are none."""
     hosts = f"{each.last_hosts} host{'' if each.last_hosts == 1 else 's'} with all holders of a layer"
     workers = f"{each.last_holders} worker{'' if each.last_holders == 1 else 's'} with the only copy of one"
     return " and ".join(words for words, count in ((hosts, each.last_hosts), (workers, each.last_holders)) if count)
 
 
-def rate_in_words(rate: ObservedRate, *, live: int, horizon_s: float) -> str:
+def describe_failure_rate(rate: ObservedRate, *, live: int, horizon_s: float) -> str:
     """Say when the next failure is expected, and from what; see `FailureModel.waits` for the formula."""
     incidents = rate.failures if rate.incidents is None else rate.incidents
     several = f", {incidents} incident{'' if incidents == 1 else 's'}" if incidents < rate.failures else ""
@@ -102,7 +101,7 @@ def rate_in_words(rate: ObservedRate, *, live: int, horizon_s: float) -> str:
     )
 
 
-def stall_in_words(stall: StallParts) -> str:
+def describe_stall(stall: StallParts) -> str:
     """Say what the stall was taken to be, transfers left out."""
     total_s = stall.repeat_s + stall.detect_s + stall.stop_s + stall.decide_s + stall.regroup_s
     return (
@@ -111,17 +110,17 @@ def stall_in_words(stall: StallParts) -> str:
     )
 
 
-def predicted_stall_in_words(chosen: WeighedCandidate, stall: StallParts) -> str:
+def describe_predicted_stall(chosen: WeighedCandidate, stall: StallParts) -> str:
     """Say what the stall of the chosen candidate was predicted to be, and of what."""
     assert chosen.stall_s is not None
     words = f"stall {duration(chosen.stall_s)}"
     if stall.restart_s is not None and chosen.stall_s == stall.restart_s:
-        return f"{words}: recovery.restart_s and the steps since the checkpoint"
+        return f"{words}: recovery.restart_cost_s and the steps since the checkpoint"
     return f"{words}, {duration(chosen.transfer_s)} of it transfer" if chosen.transfer_s else words
 
 
-def measured_stall_in_words(outcome: OutcomeRecord, losses: Sequence[FailureRecord]) -> str:
-    """Say what a measured stall was made of, by the loss that was noticed last; empty where nobody was lost.
+def describe_measured_stall(outcome: OutcomeRecord, losses: Sequence[FailureRecord]) -> str:
+    """Say what a measured stall was made of, by the loss that was detected last; empty if no worker was lost.
 
     What lies before the phases is work that was done again: of the interrupted step, and steps since a checkpoint.
     """
@@ -143,7 +142,7 @@ def measured_stall_in_words(outcome: OutcomeRecord, losses: Sequence[FailureReco
     return f"stall = repeat {again_s:.3f}{repeated} + {parts}"
 
 
-def corrections_in_words(corrections: UsedCorrections) -> str:
+def describe_corrections(corrections: UsedCorrections) -> str:
     """Say by what predictions had been corrected."""
     words = [
         f"{name} x {factor:.2f}"
