@@ -67,12 +67,12 @@ def holding(state: Parked, plan: Plan, worker: int) -> Parked:
 RATE = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0)
 
 
-def outlook_of(found: Situation, costs: CostModel = COSTS) -> recovery.Situation:
+def outlook_of(found: Situation, costs: CostModel = COSTS) -> recovery.DecisionContext:
     cluster = costs.cluster
     live = tuple(worker for worker in cluster.workers if worker.id in found.live)
-    return recovery.Situation(
+    return recovery.DecisionContext(
         plan=found.plan,
-        ceiling={},
+        in_flight_limits={},
         costs=CostModel(costs.workload, Cluster(live, cluster.intra_host, cluster.inter_host)),
         phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.1),
         repeat_s=0.0,

@@ -8,7 +8,7 @@ from chameleon_ft.control.outcome import Outcomes
 from chameleon_ft.observe import OutcomeRecord
 from chameleon_ft.recovery import Candidate
 
-CHOSEN = Candidate(policy="mend", step_s=0.5, stall_s=2.0, moved_bytes=7)
+CHOSEN = Candidate(policy="repair", step_s=0.5, stall_s=2.0, moved_bytes=7)
 
 
 class Followed:
@@ -23,7 +23,7 @@ class Followed:
         self.now += after
         self.outcomes.decided(
             generation=generation,
-            policy="mend",
+            policy="repair",
             predicted=CHOSEN if predicted else None,
             repeated_steps=repeated,
             now=self.now,
@@ -55,7 +55,7 @@ def test_ten_steps_are_waited_for_and_the_first_is_left_out(followed: Followed) 
     assert followed.reported == []
     followed.commit(0.6)
     (record,) = followed.reported
-    assert (record.generation, record.policy, record.steps) == (2, "mend", 10)
+    assert (record.generation, record.policy, record.steps) == (2, "repair", 10)
     assert (record.predicted_step_s, record.measured_step_s) == (0.5, 0.6)
     assert record.predicted_stall_s == 2.0
     assert record.measured_stall_s == pytest.approx(1.5), "all the time since the last commit"

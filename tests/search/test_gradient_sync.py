@@ -46,11 +46,11 @@ def scheduler_of(costs: CostModel, *, split: bool) -> PipelineScheduler:
 
 
 def placed(
-    scheduler: PipelineScheduler, workers: tuple[int, ...], stops: tuple[int, ...], micro_batches: int
+    scheduler: PipelineScheduler, workers: tuple[int, ...], cut_points: tuple[int, ...], micro_batches: int
 ) -> tuple[TimedPipeline, tuple[int, ...]]:
     shape = (0,) * len(workers)
-    options = tuple(own[0] for own in scheduler.stages.options_of(shape, stops))
-    timed = scheduler.scheduled(PipelineSpec(shape, stops, options, micro_batches), effort=EFFORT, workers=workers)
+    options = tuple(own[0] for own in scheduler.stages.options_of(shape, cut_points))
+    timed = scheduler.scheduled(PipelineSpec(shape, cut_points, options, micro_batches), effort=EFFORT, workers=workers)
     assert timed is not None
     return timed, workers
 
@@ -72,18 +72,18 @@ def test_no_worker_of_any_plan_reduces_its_gradients_in_less(seed: int, split: b
     costs = on_hosts(rng, workers=sum(depths), layers=layers, micro_batches=sum(shares))
     scheduler = scheduler_of(costs, split=split)
     workers = split_among(rng, list(range(sum(depths))), depths)
-    stops = [rng.choice(list(cuts(layers, depth))) for depth in depths]
-    pipelines = [placed(scheduler, *each) for each in zip(workers, stops, shares, strict=True)]
+    cut_points = [rng.choice(list(cuts(layers, depth))) for depth in depths]
+    pipelines = [placed(scheduler, *each) for each in zip(workers, cut_points, shares, strict=True)]
     sync = LeastSync(costs, GradientSync(costs).step_s(pipelines)).of(number)
     least = PipelineBounds(scheduler.stages, sync)
     spent_s = dict.fromkeys(range(sum(depths)), 0.0)
-    held = {hop.worker: (hop.layers,) for timed, own in pipelines for hop in hops_of(own, timed.stops)}
+    held = {hop.worker: (hop.layers,) for timed, own in pipelines for hop in hops_of(own, timed.cut_points)}
     for segments in gradient_rounds(Placement(layers, held), costs.workload.tied_layers).rounds:
         for segment in segments:
             if segment_bytes(segment, costs.workload):
                 for worker in segment.holders:
                     spent_s[worker] += reduction_s(segment, costs)
-    for own, ends in zip(workers, stops, strict=True):
+    for own, ends in zip(workers, cut_points, strict=True):
         for worker, (start, stop) in zip(own, pairwise((0, *ends)), strict=True):
             assert least.sync_s[start, stop] <= spent_s[worker] * (1 + 1e-9)
 
@@ -133,9 +133,9 @@ def ways(workers: int, layers: int, micro_batches: int) -> list[list[tuple[tuple
     for first, second in product(range(1, layers + 1), repeat=2):
         if first + second <= workers:
             for own in permutations(range(workers), first + second):
-                for stops, others in product(cuts(layers, first), cuts(layers, second)):
+                for cut_points, others in product(cuts(layers, first), cuts(layers, second)):
                     for share in range(1, micro_batches):
-                        found.append([(own[:first], stops, share), (own[first:], others, micro_batches - share)])
+                        found.append([(own[:first], cut_points, share), (own[first:], others, micro_batches - share)])
     return found
 
 

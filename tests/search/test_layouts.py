@@ -1,4 +1,4 @@
-"""Which layouts of about equal depth promise most."""
+"""The most promising layouts of about equal depth."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import in_ranges
 from chameleon_ft.recovery import STAY, FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
-from chameleon_ft.transfer import Transfer, plan_in_roles, plan_transfer, worker_kinds
+from chameleon_ft.transfer import Transfer, plan_transfer, remap_plan, worker_kinds
 
 __all__ = ["Decision", "Prepared", "Situation", "decide"]
 
@@ -32,12 +32,12 @@ class Prepared:
         search_s: seconds that it took.
     """
 
-    outlook: recovery.Situation
+    outlook: recovery.DecisionContext
     rate: FailureModel
     decision: recovery.Decision
     search_s: float
 
-    def is_for(self, outlook: recovery.Situation) -> bool:
+    def is_for(self, outlook: recovery.DecisionContext) -> bool:
         """Whether the same plan runs, and the same workers are there."""
         return (self.outlook.plan, self.outlook.live) == (outlook.plan, outlook.live)
 
@@ -120,7 +120,7 @@ class Decision:
 
 def decide(
     situation: Situation,
-    outlook: recovery.Situation,
+    outlook: recovery.DecisionContext,
     *,
     policy: str,
     rate: FailureModel,
@@ -155,7 +155,7 @@ def decide(
         return decide(situation, outlook, policy=policy, rate=rate, decide_s=decide_s)
     if course.transfer is None:
         anew = _from_checkpoint(
-            situation, outlook, weighed, course.plan, ceiling=course.ceiling, policy=weighed.chosen.policy
+            situation, outlook, weighed, course.plan, ceiling=course.in_flight_limits, policy=weighed.chosen.policy
         )
         return replace(anew, program=course.program, prepared=prepared is not None)
     first_step, vote = _resume_point(situation)
@@ -164,7 +164,7 @@ def decide(
     transition = _transition(situation, course.plan, outlook, transfer=course.transfer if is_as_planned else None)
     return Decision(
         plan=course.plan,
-        ceiling=course.ceiling,
+        ceiling=course.in_flight_limits,
         first_step=first_step,
         load="keep",
         roll_forward=vote,
@@ -177,12 +177,12 @@ def decide(
     )
 
 
-def _again(situation: Situation, outlook: recovery.Situation) -> Decision:
+def _again(situation: Situation, outlook: recovery.DecisionContext) -> Decision:
     first_step, vote = _resume_point(situation)
     plan = situation.plan
     return Decision(
         plan=plan,
-        ceiling=outlook.ceiling,
+        ceiling=outlook.in_flight_limits,
         first_step=first_step,
         load="keep",
         roll_forward=vote,
@@ -192,7 +192,7 @@ def _again(situation: Situation, outlook: recovery.Situation) -> Decision:
 
 
 def _transition(
-    situation: Situation, plan: Plan, outlook: recovery.Situation, *, transfer: Transfer | None = None
+    situation: Situation, plan: Plan, outlook: recovery.DecisionContext, *, transfer: Transfer | None = None
 ) -> PlannedTransition | None:
     layers = outlook.costs.workload.layers
     return plan_transition(
@@ -217,7 +217,7 @@ def _resume_point(situation: Situation) -> tuple[int, Vote | None]:
     return first_step, vote
 
 
-def _fall_back(situation: Situation, outlook: recovery.Situation, weighed: recovery.Decision) -> Decision:
+def _fall_back(situation: Situation, outlook: recovery.DecisionContext, weighed: recovery.Decision) -> Decision:
     """Nothing can be done with the placement in force."""
     lost_layers = outlook.placement.unheld_layers
     plan = largest_symmetric_layout(
@@ -235,11 +235,13 @@ def _fall_back(situation: Situation, outlook: recovery.Situation, weighed: recov
     return _from_checkpoint(situation, outlook, weighed, plan, ceiling=default_limits(plan), policy="checkpoint")
 
 
-def _salvaged(situation: Situation, outlook: recovery.Situation, weighed: recovery.Decision, plan: Plan) -> Decision:
+def _salvaged(
+    situation: Situation, outlook: recovery.DecisionContext, weighed: recovery.Decision, plan: Plan
+) -> Decision:
     """A transition that failed has left copies of layers whose holders are all lost: go on with these."""
     layers, cluster = outlook.costs.workload.layers, outlook.costs.cluster
     held = placement_of(situation.held, len(layers))
-    plan = plan_in_roles(plan, plan_transfer(held, plan.placement, kinds=worker_kinds(cluster), layers=layers).roles)
+    plan = remap_plan(plan, plan_transfer(held, plan.placement, kinds=worker_kinds(cluster), layers=layers).roles)
     first_step, vote = _resume_point(situation)
     transition = _transition(situation, plan, outlook)
     return Decision(
@@ -257,7 +259,7 @@ def _salvaged(situation: Situation, outlook: recovery.Situation, weighed: recove
 
 def _from_checkpoint(
     situation: Situation,
-    outlook: recovery.Situation,
+    outlook: recovery.DecisionContext,
     weighed: recovery.Decision,
     plan: Plan,
     *,

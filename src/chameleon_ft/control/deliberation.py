@@ -17,7 +17,7 @@ from chameleon_ft.control.outage import Outage
 from chameleon_ft.control.planner import Planner
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import FailureRecord, Recorder
-from chameleon_ft.recovery import FailureModel, refreshed
+from chameleon_ft.recovery import FailureModel, rescore
 
 __all__ = ["Deliberation"]
 
@@ -78,7 +78,7 @@ class Deliberation:
         if self._forethought is not None:
             self._forethought.drop()
 
-    def on_newcomers(self, training: Decision) -> tuple[recovery.Situation, FailureModel]:
+    def on_newcomers(self, training: Decision) -> tuple[recovery.DecisionContext, FailureModel]:
         """What to decide on now whether to stop for newcomers, at the end of a step: everyone trains."""
         return self._outlook(training, replace(self._history.phases(looked_up=True), detect_s=0.0), 0.0)
 
@@ -132,19 +132,17 @@ class Deliberation:
         return max(0.0, outage.weighed_at - outage.stopped_at) + self._history.hand_out_s(looked_up=looked_up)
 
     def _foreseen(
-        self, outlook: recovery.Situation, rate: FailureModel, prepared: Prepared | None
+        self, outlook: recovery.DecisionContext, rate: FailureModel, prepared: Prepared | None
     ) -> recovery.Decision | None:
         """What was decided on just this while training went on, with the figures of now."""
         if prepared is not None and prepared.is_for(outlook):
             # Everybody has stopped for it: if another one is a little better by now, it is done all the same.
-            return (
-                refreshed(prepared.decision, before=prepared.outlook, now=outlook, failures=rate) or prepared.decision
-            )
+            return rescore(prepared.decision, before=prepared.outlook, now=outlook, failures=rate) or prepared.decision
         return None if self._forethought is None else self._forethought.look_up(outlook, rate)
 
     def _outlook(
         self, in_force: Decision, phases: StallModel, repeat_s: float, *, situation: Situation | None = None
-    ) -> tuple[recovery.Situation, FailureModel]:
+    ) -> tuple[recovery.DecisionContext, FailureModel]:
         outlook = self._planner.outlook(
             in_force,
             self._members.live(),

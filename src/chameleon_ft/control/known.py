@@ -10,7 +10,9 @@ from chameleon_ft.recovery import FailureModel
 __all__ = ["known"]
 
 
-def known(step: int, outlook: recovery.Situation, rate: FailureModel, corrections: Corrections) -> dict[str, object]:
+def known(
+    step: int, outlook: recovery.DecisionContext, rate: FailureModel, corrections: Corrections
+) -> dict[str, object]:
     """The fields of the event `decision` that say what was known; see docs/files.md."""
     phases = outlook.phases
     return {

@@ -18,7 +18,7 @@ from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.profiles import Profile, costs_of_run, hosts_of_run
-from chameleon_ft.recovery import FailureModel, in_flight_ceiling
+from chameleon_ft.recovery import FailureModel, uniform_limits
 from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.sync import gradient_rounds, gradient_segments, tied_segments
 from chameleon_ft.transfer import Transfer, transfer_s
@@ -48,7 +48,7 @@ class Planner:
         depth = max(len(route.hops) for route in plan.routes)
         return Decision(
             plan=plan,
-            ceiling=in_flight_ceiling(plan.workers, depth),
+            ceiling=uniform_limits(plan.workers, depth),
             first_step=0 if checkpoint is None else checkpoint,
             load="initial" if checkpoint is None else checkpoint,
             roll_forward=None,
@@ -94,7 +94,7 @@ class Planner:
         repeat_s: float,
         unsaved: int = 0,
         held: Mapping[int, Collection[int]] | None = None,
-    ) -> recovery.Situation:
+    ) -> recovery.DecisionContext:
         """The situation in numbers, when only `live` are left of the workers.
 
         Args:
@@ -110,9 +110,9 @@ class Planner:
         every = self._config.checkpoint.every
         # Costs of a replay, which only runs with checkpoints need.
         step_s = self._seen.step_s(costs) if every else 0.0
-        return recovery.Situation(
+        return recovery.DecisionContext(
             plan=in_force.plan,
-            ceiling=in_force.ceiling,
+            in_flight_limits=in_force.ceiling,
             costs=CostModel(costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host)),
             phases=phases,
             repeat_s=repeat_s,
@@ -127,7 +127,7 @@ class Planner:
     def go_on(
         self,
         situation: Situation,
-        outlook: recovery.Situation,
+        outlook: recovery.DecisionContext,
         rate: FailureModel,
         *,
         prepared: recovery.Decision | None,
@@ -139,7 +139,7 @@ class Planner:
             outlook = replace(outlook, phases=decision.weighed.phases)
         return replace(decision, known=self.known(situation.committed, outlook, rate))
 
-    def known(self, step: int, outlook: recovery.Situation, rate: FailureModel) -> dict[str, object]:
+    def known(self, step: int, outlook: recovery.DecisionContext, rate: FailureModel) -> dict[str, object]:
         """What a decision in this step is made from, in JSON values."""
         used = replace(self._corrections, step=outlook.step_factor, transfer=outlook.transfer_factor)
         return known(step, outlook, rate, used)
@@ -162,7 +162,7 @@ class Planner:
         """
         plan = decision.plan
         costs = self._costs(hosts)
-        program = decision.program or best_program(plan, costs, ceiling=decision.ceiling).program
+        program = decision.program or best_program(plan, costs, in_flight_limits=decision.ceiling).program
         if not decision.prepared:
             check_program(program, plan)
         planned = GenerationPlan(

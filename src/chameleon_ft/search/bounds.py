@@ -51,10 +51,10 @@ from chameleon_ft.search.worker_classes import Shape
 if TYPE_CHECKING:
     from chameleon_ft.search._kernels.pipeline_bounds import Pipeline
 
-__all__ = ["PipelineBounds", "Stops"]
+__all__ = ["CutPoints", "PipelineBounds"]
 
-Stops: TypeAlias = tuple[int, ...]
-"""Where each stage of a pipeline stops."""
+CutPoints: TypeAlias = tuple[int, ...]
+"""The layer after the last one of each stage of a pipeline, first stage to last."""
 
 _ROUNDING: Final = 1e-12
 # Relative precision of bounds and of options that are found by bisection.
@@ -163,12 +163,12 @@ class PipelineBounds:
         self._last_most[shape, quick] = found
         return found
 
-    def bound_s(self, shape: Shape, stops: Stops, micro_batches: int, options: Sequence[int]) -> float:
+    def bound_s(self, shape: Shape, cut_points: CutPoints, micro_batches: int, options: Sequence[int]) -> float:
         """Seconds below which no order of operations can be on this cut with these options; infinite if one is
         negative."""
-        return self._cut_s(shape, stops, micro_batches, math.inf, np.array(options))
+        return self._cut_s(shape, cut_points, micro_batches, math.inf, np.array(options))
 
-    def chosen(self, shape: Shape, stops: Stops, micro_batches: int) -> list[tuple[float, tuple[int, ...]]]:
+    def chosen(self, shape: Shape, cut_points: CutPoints, micro_batches: int) -> list[tuple[float, tuple[int, ...]]]:
         """Options of the stages of this cut for which the bound is about the least, and the bound for these.
 
         In a step that may take longer stages recompute less, so that those in front need to hold fewer micro-batches,
@@ -179,28 +179,30 @@ class PipelineBounds:
         def within(limit_s: float) -> tuple[int, ...] | None:
             """The options chosen in a step up to a limit; None if a stage has none."""
             options = np.full(len(shape), -1)
-            own_s = self._cut_s(shape, stops, micro_batches, limit_s, options)
+            own_s = self._cut_s(shape, cut_points, micro_batches, limit_s, options)
             return tuple(options.tolist()) if own_s < math.inf else None
 
         by_stage = within(math.inf)
         if by_stage is None:
             return []
-        found = {by_stage: self.bound_s(shape, stops, micro_batches, by_stage)}
+        found = {by_stage: self.bound_s(shape, cut_points, micro_batches, by_stage)}
         least = within(found[by_stage])
         if self.stages.limited and least != by_stage:
             least_s = self.quick_s(shape, micro_batches)
             for options in (least, *(within(least_s * (1 + slack)) for slack in _LIMITS)):
                 if options is not None and options not in found:
-                    found[options] = self.bound_s(shape, stops, micro_batches, options)
+                    found[options] = self.bound_s(shape, cut_points, micro_batches, options)
         best = min(found, key=found.__getitem__)
         return [(found[each], each) for each in dict.fromkeys((best, by_stage))]
 
-    def _cut_s(self, shape: Shape, stops: Stops, micro_batches: int, limit_s: float, options: Integers) -> float:
+    def _cut_s(
+        self, shape: Shape, cut_points: CutPoints, micro_batches: int, limit_s: float, options: Integers
+    ) -> float:
         from chameleon_ft.search._kernels.pipeline_bounds import cut_s
 
-        return cut_s(self.tables, np.array(shape), np.array(stops), micro_batches, limit_s, self.sync_s, options)
+        return cut_s(self.tables, np.array(shape), np.array(cut_points), micro_batches, limit_s, self.sync_s, options)
 
-    def candidates(self, shape: Shape, micro_batches: int, *, far: bool = False) -> Iterator[Stops]:
+    def candidates(self, shape: Shape, micro_batches: int, *, far: bool = False) -> Iterator[CutPoints]:
         """Cuts of the least bound, or of one little larger: with stages as equal as can be, or filled.
 
         Some of any bound come last if no schedule may come near to the least one, `far`.
@@ -208,19 +210,19 @@ class PipelineBounds:
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
             return
-        found: list[Stops] = []
+        found: list[CutPoints] = []
         for slack in _SLACKS:
             cuts = self.cuts(shape, micro_batches, limit_s=least_s * (1 + slack))
             # Nearly equal stages, or small ones first, have room in memory where the least bound would have them full.
             for choice in (Choice.NEAREST, Choice.EARLIEST) if found else Choice:
-                stops = cuts.greedy(choice)
-                if stops is not None and stops not in found:
-                    found.append(stops)
-                    yield stops
+                cut_points = cuts.greedy(choice)
+                if cut_points is not None and cut_points not in found:
+                    found.append(cut_points)
+                    yield cut_points
             if slack >= _EVEN and found and not far:
                 return
 
-    def nearest(self, shape: Shape, micro_batches: int, wishes: Sequence[int], *, slack: float) -> Stops | None:
+    def nearest(self, shape: Shape, micro_batches: int, wishes: Sequence[int], *, slack: float) -> CutPoints | None:
         """A cut whose stages stop near to where it is wished, with a bound that is little above the least."""
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
@@ -232,9 +234,9 @@ class PipelineBounds:
         limit_s = min(limit_s * (1 + _ROUNDING), sys.float_info.max)
         return Cuts(self.tables, self._wanted(shape, micro_batches, limit_s), limit_s, self.stages.speeds, wishes)
 
-    def sync_s_of(self, stops: Stops) -> Floats:
+    def sync_s_of(self, cut_points: CutPoints) -> Floats:
         """Seconds of gradient sync of each stage, as the bounds have it."""
-        found: Floats = self.sync_s[[0, *stops[:-1]], list(stops)]
+        found: Floats = self.sync_s[[0, *cut_points[:-1]], list(cut_points)]
         return found
 
     def _wanted(self, shape: Shape, micro_batches: int, limit_s: float) -> Pipeline:

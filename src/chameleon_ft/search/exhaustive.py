@@ -162,7 +162,7 @@ def _undominated(found: Sequence[tuple[float, TimedPipeline]]) -> list[tuple[flo
     """The pipelines of which none with the same cut ends sooner at every stage, those of least time first."""
     kept: list[tuple[float, TimedPipeline]] = []
     for least_s, timed in sorted(found, key=lambda own: (own[0], sum(own[1].ends_s))):
-        alike = (each.ends_s for _, each in kept if each.stops == timed.stops)
+        alike = (each.ends_s for _, each in kept if each.cut_points == timed.cut_points)
         if not any(all(one <= other for one, other in zip(ends_s, timed.ends_s, strict=True)) for ends_s in alike):
             kept.append((least_s, timed))
     return kept

@@ -135,7 +135,7 @@ class GradientSync:
         workers_of = [worker for _, workers in pipelines for worker in workers]
         free_s = [end_s for timed, _ in pipelines for end_s in timed.ends_s]
         last_s = 0.0
-        for holders, num_bytes in self._reductions(tuple(timed.stops for timed, _ in pipelines)):
+        for holders, num_bytes in self._reductions(tuple(timed.cut_points for timed, _ in pipelines)):
             ring_s = self._costs.cluster.ring_all_reduce_s([workers_of[slot] for slot in holders], num_bytes)
             end_s = max(free_s[slot] for slot in holders) + ring_s
             for slot in holders:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Final
 
-from chameleon_ft.search.bounds import PipelineBounds, Stops
+from chameleon_ft.search.bounds import CutPoints, PipelineBounds
 from chameleon_ft.search.gradient_sync import SyncCost
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
@@ -73,9 +73,9 @@ class PipelineSearch:
             if is_spent or best[0] <= bounds.least_s(shape, micro_batches) * (1 + _ENOUGH):
                 break
             in_vain = 0
-            for stops, (estimate_s, options) in self._candidates(shape, micro_batches, bounds):
+            for cut_points, (estimate_s, options) in self._candidates(shape, micro_batches, bounds):
                 if estimate_s < best[0] * (1 - (_LEAST_GAIN if sync == SyncCost() else -_SIMILAR)):
-                    found = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
+                    found = self._better(best, PipelineSpec(shape, cut_points, options, micro_batches), bounds)
                     in_vain = 0 if found is not best else in_vain + 1
                     best = found
                 if in_vain == _IN_VAIN or (best[1] is not None and self.scheduler.spent > most):
@@ -87,14 +87,14 @@ class PipelineSearch:
         shape: Shape, micro_batches: int, bounds: PipelineBounds, limit_s: float
     ) -> Iterator[tuple[float, PipelineSpec]]:
         """All cuts with all options, and their bounds up to a limit, the least first."""
-        found: list[tuple[float, Stops, tuple[int, ...]]] = []
-        for stops in bounds.cuts(shape, micro_batches, limit_s=limit_s).each():
-            for options in product(*bounds.stages.options_of(shape, stops)):
-                own_s = bounds.bound_s(shape, stops, micro_batches, options)
+        found: list[tuple[float, CutPoints, tuple[int, ...]]] = []
+        for cut_points in bounds.cuts(shape, micro_batches, limit_s=limit_s).each():
+            for options in product(*bounds.stages.options_of(shape, cut_points)):
+                own_s = bounds.bound_s(shape, cut_points, micro_batches, options)
                 if own_s <= limit_s * (1 + _ROUNDING):
-                    found.append((own_s, stops, options))
-        for own_s, stops, options in sorted(found):
-            yield own_s, PipelineSpec(shape, stops, options, micro_batches)
+                    found.append((own_s, cut_points, options))
+        for own_s, cut_points, options in sorted(found):
+            yield own_s, PipelineSpec(shape, cut_points, options, micro_batches)
 
     def similar(self, timed: TimedPipeline) -> list[TimedPipeline]:
         """The pipeline, and others of its shape and share with other cuts that take hardly longer, fastest first.
@@ -103,7 +103,7 @@ class PipelineSearch:
         """
         spec = timed.spec
         known = self._scheduled.get((spec.shape, spec.micro_batches), {})
-        others = [each for each in known.values() if each.stops != timed.stops]
+        others = [each for each in known.values() if each.cut_points != timed.cut_points]
         close = (each for each in others if each.program_s <= timed.program_s * (1 + _SIMILAR))
         return [timed, *sorted(close, key=lambda each: each.program_s)[: _FEW_SIMILAR - 1]]
 
@@ -111,8 +111,8 @@ class PipelineSearch:
         self, shape: Shape, micro_batches: int, bounds: PipelineBounds, most: float
     ) -> tuple[float, TimedPipeline | None]:
         best: tuple[float, TimedPipeline | None] = math.inf, None
-        for stops, (_, options) in self._candidates(shape, micro_batches, bounds):
-            best = self._better(best, PipelineSpec(shape, stops, options, micro_batches), bounds)
+        for cut_points, (_, options) in self._candidates(shape, micro_batches, bounds):
+            best = self._better(best, PipelineSpec(shape, cut_points, options, micro_batches), bounds)
         if best[0] > bounds.least_s(shape, micro_batches) * (1 + _ROUNDING):
             for bound_s, spec in self.specs(shape, micro_batches, bounds, best[0]):
                 if bound_s >= best[0] * (1 - _ROUNDING):
@@ -126,10 +126,10 @@ class PipelineSearch:
     @staticmethod
     def _candidates(
         shape: Shape, micro_batches: int, bounds: PipelineBounds
-    ) -> Iterator[tuple[Stops, tuple[float, tuple[int, ...]]]]:
+    ) -> Iterator[tuple[CutPoints, tuple[float, tuple[int, ...]]]]:
         """Cuts, each with some choices of options and their estimates."""
-        for stops in bounds.candidates(shape, micro_batches, far=True):
-            yield from ((stops, chosen) for chosen in bounds.chosen(shape, stops, micro_batches))
+        for cut_points in bounds.candidates(shape, micro_batches, far=True):
+            yield from ((cut_points, chosen) for chosen in bounds.chosen(shape, cut_points, micro_batches))
 
     def _better(
         self, best: tuple[float, TimedPipeline | None], spec: PipelineSpec, bounds: PipelineBounds
@@ -149,4 +149,4 @@ class PipelineSearch:
 
 def synced_s(timed: TimedPipeline, bounds: PipelineBounds) -> float:
     """Seconds until the program has ended and every stage has reduced its gradients as `bounds` has it."""
-    return max(timed.program_s, float((bounds.sync_s_of(timed.stops) + timed.ends_s).max()))
+    return max(timed.program_s, float((bounds.sync_s_of(timed.cut_points) + timed.ends_s).max()))

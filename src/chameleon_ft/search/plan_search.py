@@ -228,12 +228,12 @@ class PlanSearch:
             stages = search.scheduler.stages
             fitting = fitting_pipeline(stages, self._pool.counts)
             if fitting is not None:
-                shape, stops = fitting
+                shape, cut_points = fitting
                 options = tuple(
-                    stages.smallest_option(*own) for own in zip(shape, (0, *stops[:-1]), stops, strict=True)
+                    stages.smallest_option(*own) for own in zip(shape, (0, *cut_points[:-1]), cut_points, strict=True)
                 )
                 timed = search.scheduler.scheduled(
-                    PipelineSpec(shape, stops, options, self._costs.workload.micro_batches),
+                    PipelineSpec(shape, cut_points, options, self._costs.workload.micro_batches),
                     effort=self._options.look_effort,
                 )
                 if timed is not None:
@@ -281,8 +281,8 @@ class PlanSearch:
 
     def _on_workers(self, timed: Sequence[TimedPipeline]) -> list[Candidate]:
         """The pipelines on the workers that make the step shortest, and on others that survive the loss of any host."""
-        self._placed_workers += sum(len(each.stops) for each in timed)
-        ways = self._placement.ways([each.spec.shape for each in timed], [each.stops for each in timed])
+        self._placed_workers += sum(len(each.cut_points) for each in timed)
+        ways = self._placement.ways([each.spec.shape for each in timed], [each.cut_points for each in timed])
         placed = sorted(
             (self._candidate(tuple(zip(timed, way, strict=True))) for way in ways), key=lambda each: each.step_s
         )
@@ -364,7 +364,7 @@ class PlanSearch:
         for each in few:
             for keep_hosts in (True, False):
                 workers = assigned_workers(
-                    [(timed.stops, own) for timed, own in each.pipelines],
+                    [(timed.cut_points, own) for timed, own in each.pipelines],
                     self._current,
                     self._costs.cluster,
                     self._costs.workload.layers,

@@ -92,25 +92,29 @@ class Stages:
         outputs = [layer.output_bytes for layer in self.costs.workload.layers[:-1]]
         return np.array([0.0, *(min(link.message_s(size) for link in links) for size in outputs), 0.0])
 
-    def recomputed_layers(self, stops: Sequence[int], options: Sequence[int]) -> tuple[RecomputedLayers | None, ...]:
+    def recomputed_layers(
+        self, cut_points: Sequence[int], options: Sequence[int]
+    ) -> tuple[RecomputedLayers | None, ...]:
         """The layers that each stage of a cut recomputes under these options: some from its first one on, or none."""
         from chameleon_ft.search._kernels.stage_memory import FULL, SELECTIVE
 
         counts = self.tables.options[list(options)][:, [FULL, SELECTIVE]].tolist()
         return tuple(
             RecomputedLayers(start, start + full + selective, selective) if full + selective else None
-            for start, (full, selective) in zip((0, *stops[:-1]), counts, strict=True)
+            for start, (full, selective) in zip((0, *cut_points[:-1]), counts, strict=True)
         )
 
-    def options_of(self, shape: Shape, stops: Sequence[int]) -> list[range]:
+    def options_of(self, shape: Shape, cut_points: Sequence[int]) -> list[range]:
         """The options of each stage of a cut, the least recomputation first."""
         first = self.tables.first
         return [
             range(int(first[kind, start, stop]), int(first[kind, start, stop + 1]))
-            for kind, start, stop in zip(shape, (0, *stops[:-1]), stops, strict=True)
+            for kind, start, stop in zip(shape, (0, *cut_points[:-1]), cut_points, strict=True)
         ]
 
-    def limits(self, shape: Shape, stops: Sequence[int], options: Sequence[int], micro_batches: int) -> Integers | None:
+    def limits(
+        self, shape: Shape, cut_points: Sequence[int], options: Sequence[int], micro_batches: int
+    ) -> Integers | None:
         """Limits of each stage by its memory; None if a stage has no room for one micro-batch.
 
         Returns:
@@ -118,12 +122,12 @@ class Stages:
         """
         from chameleon_ft.search._kernels.stage_memory import fill_limits
 
-        found = np.empty((3, len(stops)), np.int64)
+        found = np.empty((3, len(cut_points)), np.int64)
         fits = fill_limits(
-            np.array(stops),
+            np.array(cut_points),
             self.tables.options[list(options)],
             np.array([self._capacities[kind] for kind in shape]),
-            self._message_bytes([0, *stops[:-1]], stops, micro_batches),
+            self._message_bytes([0, *cut_points[:-1]], cut_points, micro_batches),
             micro_batches,
             self.split_backward,
             found,

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from chameleon_ft.recovery import Candidate, Checkpoints, FailureModel, LossRisk, Prospect, best_of, score
 
-__all__ = ["Chosen", "Option", "Outlook", "Planner", "best_option"]
+__all__ = ["Chosen", "Option", "Planner", "SimulatorState", "best_option"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class SimulatorState:
     """What is known when something has happened to workers.
 
     Attributes:
@@ -87,7 +87,7 @@ class Planner(Protocol):
     def start(self, speeds: Mapping[int, float], checkpoints: Checkpoints) -> Chosen | None:
         """Begin with these workers; None where nothing fits them."""
 
-    def decide(self, outlook: Outlook) -> Chosen | None:
+    def decide(self, state: SimulatorState) -> Chosen | None:
         """What to do next, which is then in force; None where nothing can be done but to wait for workers."""
 
 

@@ -140,7 +140,7 @@ class StepTimes:
         cluster = self.pipelines.costs.cluster
         one_host = len({worker.host for worker in cluster.workers}) == 1
         link = cluster.intra_host if one_host else cluster.inter_host
-        for segments in self._rounds_of([(own.cut.stops, counts[own] > 1) for own in classes]).rounds:
+        for segments in self._rounds_of([(own.cut.cut_points, counts[own] > 1) for own in classes]).rounds:
             for segment in segments:
                 num_bytes = sum(layer.gradient_bytes for layer in layers[segment.layers.start : segment.layers.stop])
                 start_s = max(free_s[worker] for worker in segment.holders)
@@ -152,7 +152,12 @@ class StepTimes:
     def _rounds_of(self, classes: Sequence[tuple[tuple[int, ...], bool]]) -> SyncRounds:
         key = tuple(classes)
         if key not in self._rounds:
-            held = [layers for stops, several in classes for _ in range(1 + several) for layers in Cut(stops).stages]
+            held = [
+                layers
+                for cut_points, several in classes
+                for _ in range(1 + several)
+                for layers in Cut(cut_points).stages
+            ]
             placement = Placement(self.pipelines.num_layers, {number: (own,) for number, own in enumerate(held)})
             self._rounds[key] = gradient_rounds(placement)
         return self._rounds[key]

@@ -182,7 +182,7 @@ def test_fused_programs_keep_no_more_than_one_f_one_b(seed: int) -> None:
         plan = chosen.found.plan
         assert not plan.split_backward
         for worker, limit in default_limits(plan).items():
-            assert chosen.found.ceiling[worker] == InFlightLimit(limit.in_flight, limit.in_flight)
+            assert chosen.found.in_flight_limits[worker] == InFlightLimit(limit.in_flight, limit.in_flight)
 
 
 @pytest.mark.parametrize(

@@ -242,13 +242,13 @@ def _option_s(tables: Tables, stage: Stage, option: int) -> Times:
 
 @lean_kernel
 def cut_s(
-    tables: Tables, shape: Integers, stops: Integers, count: int, limit_s: float, sync_s: Floats, options: Integers
+    tables: Tables, shape: Integers, cut_points: Integers, count: int, limit_s: float, sync_s: Floats, options: Integers
 ) -> float:
     """Seconds that no order of operations beats on this cut; infinite where a stage does not fit.
 
     Args:
         tables: of all classes.
-        shape, stops: class of each worker and end of each stage, int64 [stages].
+        shape, cut_points: class of each worker and end of each stage, int64 [stages].
         count: micro-batches.
         limit_s: what the step may take where options are chosen.
         sync_s: seconds of gradient sync by start and stop, float64 [L + 1, L + 1].
@@ -257,9 +257,9 @@ def cut_s(
     """
     first_s = returned_s = ended_s = 0.0
     for position in range(len(shape) - 1, -1, -1):
-        start = stops[position - 1] if position else 0
+        start = cut_points[position - 1] if position else 0
         to_end = min(len(shape) - position, count)
-        stage = Stage(shape[position], start, stops[position], count, to_end, first_s, returned_s)
+        stage = Stage(shape[position], start, cut_points[position], count, to_end, first_s, returned_s)
         sync = sync_s[start, stage.stop]
         if options[position] < 0:
             limit = _limit(tables, limit_s, tables.before_s[start], start, sync)
@@ -335,7 +335,7 @@ def greedy_cut(
     wishes: Floats,
     choice: int,
     allowed: Integers,
-    stops: Integers,
+    cut_points: Integers,
 ) -> bool:
     """Fill in the cut of a choice at every stage; return whether there is one.
 
@@ -346,7 +346,7 @@ def greedy_cut(
             were shared out evenly.
         choice: `Choice`.
         allowed: int64 [L], to work in.
-        stops: int64 [stages], filled in.
+        cut_points: int64 [stages], filled in.
     """
     start = 0
     before_s = after_s = 0.0
@@ -361,7 +361,7 @@ def greedy_cut(
                 if abs(allowed[place] - wish) <= abs(stop - wish):
                     stop = allowed[place]
         before_s, after_s = _passed_part(tables, wanted, position, start, stop, before_s, after_s)
-        stops[position] = start = stop
+        cut_points[position] = start = stop
     return True
 
 

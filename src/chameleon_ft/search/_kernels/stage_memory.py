@@ -240,7 +240,7 @@ def _count(row: Integers, capacity: int) -> None:
 
 @lean_kernel
 def fill_limits(
-    stops: Integers,
+    cut_points: Integers,
     rows: Integers,
     capacities: Integers,
     messages: Integers,
@@ -255,7 +255,7 @@ def fill_limits(
     stage gets no more in flight than one beyond the stage after it: others would wait in the channel, which holds one.
 
     Args:
-        stops: int64 [stages].
+        cut_points: int64 [stages].
         rows: int64 [stages, COLUMNS], the option of each stage.
         capacities: int64 [stages], bytes; negative where memory is not checked.
         messages: int64 [stages], bytes of buffers for messages.
@@ -263,7 +263,7 @@ def fill_limits(
         split: whether backward is split in two.
         limits: int64 [3, stages], filled in: micro-batches in flight, kept, and W that wait.
     """
-    depth = len(stops)
+    depth = len(cut_points)
     for stage in range(depth - 1, -1, -1):
         base = depth - stage
         spare = capacities[stage] - rows[stage, FIXED] - messages[stage]

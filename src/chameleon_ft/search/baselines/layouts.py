@@ -209,8 +209,8 @@ def _fitting(name: str, plan: Plan, costs: CostModel, current: Placement | None,
     most = _by_memory(plan, costs) if plan.split_backward else least
     in_flight = {worker: max(count, most[worker]) for worker, count in least.items()}
     while True:
-        ceiling = {worker: InFlightLimit(count, count) for worker, count in in_flight.items()}
-        found, missing = predicted(name, plan, costs, current, ceiling, effort=effort)
+        in_flight_limits = {worker: InFlightLimit(count, count) for worker, count in in_flight.items()}
+        found, missing = predicted(name, plan, costs, current, in_flight_limits, effort=effort)
         if not missing:
             return found
         # One less at a time near the least, and larger steps far from it.
