@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, peak_bytes_of, state_bytes
 from chameleon_ft.plan import Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.quantities import data_size
+from chameleon_ft.quantities import ROUNDING, data_size
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.loss_risk import LossRisk, risk_of
 from chameleon_ft.recovery.proposal import Proposal
@@ -25,9 +24,6 @@ from chameleon_ft.transfer import Transfer, missing_between, transfer_s, transfe
 from chameleon_ft.workload import Workload
 
 __all__ = ["Candidate", "Course", "CourseDraft", "best_of", "is_noop", "measure", "remeasure", "score"]
-
-# Samples that differ by less are equal: sums were rounded in another order.
-_ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +218,7 @@ def best_of(candidates: Sequence[Candidate], prospect: Prospect) -> int | None:
                 i for i in feasible if candidates[i].samples > 0 and not candidates[i].host_single_points_of_failure
             ] or feasible
     most = max(candidates[index].samples for index in feasible)
-    equals = [index for index in feasible if candidates[index].samples >= most - abs(most) * _ROUNDING]
+    equals = [index for index in feasible if candidates[index].samples >= most - abs(most) * ROUNDING]
     return min(equals, key=lambda index: (candidates[index].moved_bytes or 0, index))
 
 

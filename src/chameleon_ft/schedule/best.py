@@ -12,11 +12,12 @@ import numpy as np
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule._network import NetworkBuilder, builder_of, pipeline_network
 from chameleon_ft.schedule._records import PROGRAM_RECORD, Integers
 from chameleon_ft.schedule.components import Component, components
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes
-from chameleon_ft.schedule.heuristics import ROUNDING, Problem, best_schedule
+from chameleon_ft.schedule.heuristics import Problem, best_schedule
 from chameleon_ft.schedule.list_scheduler import (
     InFlightLimit,
     Rules,

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule._network import Network, NetworkBuilder
 from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.components import Way
@@ -32,10 +33,8 @@ from chameleon_ft.schedule.list_scheduler import (
     schedule,
 )
 
-__all__ = ["ROUNDING", "ListSchedules", "Problem", "best_schedule", "reordered", "reprioritized"]
+__all__ = ["ListSchedules", "Problem", "best_schedule", "reordered", "reprioritized"]
 
-ROUNDING: Final = 1e-9
-"""Times that differ by less than this share differ by rounding only."""
 
 # Shares of the effort that go into heuristics and, where routes share stages, into priorities; what a replay of an
 # operation costs, if scheduling one costs 1.

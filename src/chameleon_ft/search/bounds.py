@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from chameleon_ft.quantities import SUM_ROUNDING
 from chameleon_ft.schedule._records import Floats, Integers
 from chameleon_ft.search.cuts import Choice, Cuts
 from chameleon_ft.search.gradient_sync import SyncCost
@@ -51,17 +52,17 @@ from chameleon_ft.search.worker_classes import Shape
 if TYPE_CHECKING:
     from chameleon_ft.search._kernels.pipeline_bounds import Pipeline
 
-__all__ = ["CutPoints", "PipelineBounds"]
+__all__ = ["CutPoints", "PipelineBounds", "PipelineEstimates"]
 
 CutPoints: TypeAlias = tuple[int, ...]
 """The layer after the last one of each stage of a pipeline, first stage to last."""
 
-_ROUNDING: Final = 1e-12
 # Relative precision of bounds and of options that are found by bisection.
 _PRECISION: Final = 2e-3
-# By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
+# By how much the bound of a cut may exceed the least one. All up to `_BALANCED_SLACK` are tried, larger ones only if no
+# cut is found.
 _SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
-_EVEN: Final = 0.04
+_BALANCED_SLACK: Final = 0.04
 # Limits under which options are chosen, as shares above the least bound.
 _LIMITS: Final = tuple(0.01 * 1.5**step for step in range(12))
 # Numbers that the remembered times of stages may have together.
@@ -77,16 +78,12 @@ class _Rows(NamedTuple):
 
 
 class PipelineBounds:
-    """Bounds on pipelines of `stages` that then reduce their gradients.
+    """Lower bounds on pipelines of `stages`, gradient sync included."""
 
-    With `roomy` they are estimates instead: the bounds of pipelines whose stages have room for this share of the
-    micro-batches that 1F1B has in flight, where they can.
-    """
-
-    def __init__(self, stages: Stages, sync: SyncCost, *, roomy: float = 0.0) -> None:
+    def __init__(self, stages: Stages, sync: SyncCost) -> None:
         self.stages = stages
         self.sync = sync
-        self.tables = stages.roomy_tables(roomy)
+        self.tables = stages.tables
         self._rows: dict[tuple[Shape, int, int], _Rows] = {}
         self._limited_rows: dict[tuple[Shape, int, int], _Rows] = {}
         self._limit_s = math.inf
@@ -121,15 +118,15 @@ class PipelineBounds:
         share = _PRECISION
         while high_s < math.inf and not self.holds(shape, micro_batches, high_s):
             high_s, share = high_s * (1 + share), 2 * share
-        low_s, high_s = self._between(shape, micro_batches)
+        low_s, high_s = self._known_range_s(shape, micro_batches)
         while low_s * (1 + _PRECISION) < high_s < math.inf:
             self.holds(shape, micro_batches, (low_s + high_s) / 2)
-            low_s, high_s = self._between(shape, micro_batches)
+            low_s, high_s = self._known_range_s(shape, micro_batches)
         return low_s
 
     def holds(self, shape: Shape, micro_batches: int, limit_s: float) -> bool:
         """Whether there may be a pipeline of this shape that takes no longer than a limit."""
-        low_s, high_s = self._between(shape, micro_batches)
+        low_s, high_s = self._known_range_s(shape, micro_batches)
         if limit_s < low_s:
             return False
         # Of times that differ by less, it is not worth while to know which can be reached.
@@ -141,7 +138,7 @@ class PipelineBounds:
         self._known_s[shape, micro_batches] = (low_s, limit_s) if found else (limit_s, high_s)
         return found
 
-    def _between(self, shape: Shape, micro_batches: int) -> tuple[float, float]:
+    def _known_range_s(self, shape: Shape, micro_batches: int) -> tuple[float, float]:
         """The longest time that is known to be too short, and the shortest one that is known to hold a pipeline."""
         key = shape, micro_batches
         if key not in self._known_s:
@@ -153,9 +150,9 @@ class PipelineBounds:
         """The most micro-batches, up to `enough`, that the bound, or the quick one, does not rule out; zero if it rules
         out one."""
         # Where memory forbids it, it takes infinitely long.
-        limit_s = min(time_s * (1 + _ROUNDING), sys.float_info.max)
+        limit_s = min(time_s * (1 + SUM_ROUNDING), sys.float_info.max)
         at = self._last_most.get((shape, quick), enough)
-        found = _last(
+        found = _last_fitting(
             lambda count: self.quick_s(shape, count) <= limit_s if quick else self.holds(shape, count, limit_s),
             enough,
             at,
@@ -219,7 +216,7 @@ class PipelineBounds:
                 if cut_points is not None and cut_points not in found:
                     found.append(cut_points)
                     yield cut_points
-            if slack >= _EVEN and found and not far:
+            if slack >= _BALANCED_SLACK and found and not far:
                 return
 
     def nearest(self, shape: Shape, micro_batches: int, wishes: Sequence[int], *, slack: float) -> CutPoints | None:
@@ -231,15 +228,17 @@ class PipelineBounds:
 
     def cuts(self, shape: Shape, micro_batches: int, wishes: Sequence[int] = (), *, limit_s: float) -> Cuts:
         """The cuts of a shape whose bounds are within a limit."""
-        limit_s = min(limit_s * (1 + _ROUNDING), sys.float_info.max)
-        return Cuts(self.tables, self._wanted(shape, micro_batches, limit_s), limit_s, self.stages.speeds, wishes)
+        limit_s = min(limit_s * (1 + SUM_ROUNDING), sys.float_info.max)
+        return Cuts(
+            self.tables, self._kernel_pipeline(shape, micro_batches, limit_s), limit_s, self.stages.speeds, wishes
+        )
 
     def sync_s_of(self, cut_points: CutPoints) -> Floats:
         """Seconds of gradient sync of each stage, as the bounds have it."""
         found: Floats = self.sync_s[[0, *cut_points[:-1]], list(cut_points)]
         return found
 
-    def _wanted(self, shape: Shape, micro_batches: int, limit_s: float) -> Pipeline:
+    def _kernel_pipeline(self, shape: Shape, micro_batches: int, limit_s: float) -> Pipeline:
         from chameleon_ft.search._kernels.pipeline_bounds import Pipeline
 
         after: list[_Rows] = []
@@ -291,7 +290,19 @@ class PipelineBounds:
         return found
 
 
-def _last(fits: Callable[[int], bool], most: int, at: int) -> int:
+class PipelineEstimates(PipelineBounds):
+    """Estimates of pipelines: the bounds under the restriction that stages have room for many micro-batches.
+
+    A stage has room for at least `in_flight_share` of the micro-batches that 1F1B has in flight on it, where it can.
+    Some pipelines violate that and are faster, so an estimate is no bound.
+    """
+
+    def __init__(self, stages: Stages, sync: SyncCost, *, in_flight_share: float) -> None:
+        super().__init__(stages, sync)
+        self.tables = stages.tables_with_room(in_flight_share)
+
+
+def _last_fitting(fits: Callable[[int], bool], most: int, at: int) -> int:
     """The last number from 1 to `most` that fits, as all below it do; 0 if none does. By galloping from `at`."""
     low, high, step = 0, most, 1
     at = min(max(at, 1), most)

@@ -8,6 +8,7 @@ from itertools import chain, pairwise
 from typing import Any, Final
 
 from chameleon_ft.cluster import Cluster
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.search.candidates import PlacedPipelines
 from chameleon_ft.search.gradient_sync import GradientSync, links_are_equal
 from chameleon_ft.search.options import SearchOptions
@@ -16,7 +17,6 @@ from chameleon_ft.search.schedules import PipelineSpec, TimedPipeline
 
 __all__ = ["Polish"]
 
-_ROUNDING: Final = 1e-9
 # Neighbours that are scheduled in a round, those with the least estimates.
 _TRIES: Final = 8
 _ROUNDS: Final = 6
@@ -78,7 +78,7 @@ class Polish:
                 break
             found = min(neighbours(best), key=self._sync.step_s, default=best)
             found_s = self._sync.step_s(found)
-            if found_s >= best_s * (1 - _ROUNDING):
+            if found_s >= best_s * (1 - ROUNDING):
                 break
             best, best_s = found, found_s
         return best
@@ -122,7 +122,7 @@ class Polish:
         starts = (0, *spec.cut_points[:-1])
         work_s = [
             float(estimates.tables.forward_s[kind, start, stop] + estimates.tables.backward_s[kind, start, stop])
-            + float(estimates.tables.weight_s[kind, start, stop] + estimates.tables.again_s[option])
+            + float(estimates.tables.weight_s[kind, start, stop] + estimates.tables.recompute_s[option])
             for kind, start, stop, option in zip(spec.shape, starts, spec.cut_points, spec.options, strict=True)
         ]
         slow = sorted(range(len(work_s)), key=lambda stage: -work_s[stage])[:_SLOW_STAGES]

@@ -59,9 +59,9 @@ class ActivePlan(ABC, Generic[_P]):
         """The ways to go on from the last checkpoint."""
         if not (self._has_checkpoints and state.speeds):
             return []
-        restart_s, again_s = self._parameters.restart_s, state.checkpoints.unsaved_s
+        restart_s, repeat_s = self._parameters.restart_s, state.checkpoints.unsaved_s
         return [
-            replace(option, kind="checkpoint", stall_s=restart_s, again_s=again_s, from_checkpoint=True)
+            replace(option, kind="checkpoint", stall_s=restart_s, repeat_s=repeat_s, from_checkpoint=True)
             for option in self._restarts(state)
         ]
 

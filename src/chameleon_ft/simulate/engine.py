@@ -86,7 +86,7 @@ class _Open:
     record: DecisionRecord
     steps: int
     useful_s: float
-    again_s: float
+    repeat_s: float
     begin_s: float
 
 
@@ -225,7 +225,7 @@ class _Run:
         if option.from_checkpoint and not option.saves_first:
             account.lose_step()
             account.back_to_checkpoint()
-        self._opened(state, cause, option.kind, option.step_s, option.predicted_stall_s, option.again_s)
+        self._opened(state, cause, option.kind, option.step_s, option.predicted_stall_s, option.repeat_s)
         self._go_on(self.chosen, cause=cause, finish_step=not hit)
 
     @property
@@ -260,7 +260,7 @@ class _Run:
         self.known.note(live_of(self.speeds.values()), self.samples_per_step / step_s)
 
     def _opened(
-        self, state: SimulatorState, cause: str, kind: str, step_s: float, stall_s: float, again_s: float = 0.0
+        self, state: SimulatorState, cause: str, kind: str, step_s: float, stall_s: float, repeat_s: float = 0.0
     ) -> None:
         record = DecisionRecord(
             time_s=self.account.clock_s,
@@ -274,7 +274,7 @@ class _Run:
         )
         account = self.account
         still_s = math.fsum(account.stall_by_cause.values())
-        self.open = _Open(record, account.steps, account.useful_s, again_s, still_s)
+        self.open = _Open(record, account.steps, account.useful_s, repeat_s, still_s)
 
     def _close(self) -> None:
         """Put down what has become of the last decision."""
@@ -285,7 +285,7 @@ class _Run:
         self.decisions.append(
             replace(
                 opened.record,
-                stall_s=math.fsum(account.stall_by_cause.values()) - opened.begin_s + opened.again_s,
+                stall_s=math.fsum(account.stall_by_cause.values()) - opened.begin_s + opened.repeat_s,
                 step_s=(account.useful_s - opened.useful_s) / steps if steps > 0 else None,
             )
         )

@@ -159,7 +159,7 @@ class ExactPlanner(ActivePlan[RealPlan]):
         self._as_in_run = as_in_run
         # The last plan that has other places than the one before, some of which may be empty now; and the last of all.
         self._home: RealPlan | None = None
-        self._last: RealPlan | None = None
+        self._decided: RealPlan | None = None
 
     def _starts(self, speeds: Mapping[int, float]) -> list[Option]:
         costs = self._of(speeds)
@@ -200,9 +200,9 @@ class ExactPlanner(ActivePlan[RealPlan]):
         return frozenset(plan.plan.workers)
 
     def _activate(self, option: Option, live: Collection[int]) -> Chosen:
-        self._last = option.plan
-        if not self._as_in_run and (self._home is None or _places(self._last) - _places(self._home)):
-            self._home = self._last
+        self._decided = option.plan
+        if not self._as_in_run and (self._home is None or _places(self._decided) - _places(self._home)):
+            self._home = self._decided
         return super()._activate(option, live)
 
     def _of(self, speeds: Mapping[int, float]) -> CostModel:
@@ -263,15 +263,15 @@ class ExactPlanner(ActivePlan[RealPlan]):
             return []
         from_checkpoint = course.transfer is None
         saves_first = from_checkpoint and self._lost.isdisjoint(reached.plan.workers)
-        again_s = state.checkpoints.unsaved_s if from_checkpoint else state.repeat_s
-        again_s = again_s if chosen.stall_s and not saves_first else 0.0
+        repeat_s = state.checkpoints.unsaved_s if from_checkpoint else state.repeat_s
+        repeat_s = repeat_s if chosen.stall_s and not saves_first else 0.0
         return [
             Option(
                 kind="as-it-is" if chosen.policy == STAY else chosen.policy,
                 plan=RealPlan(course.plan, course.in_flight_limits),
                 step_s=chosen.step_s,
-                stall_s=chosen.stall_s - again_s,
-                again_s=again_s,
+                stall_s=chosen.stall_s - repeat_s,
+                repeat_s=repeat_s,
                 moved_bytes=chosen.moved_bytes or 0,
                 from_checkpoint=from_checkpoint,
                 saves_first=saves_first,
@@ -282,11 +282,11 @@ class ExactPlanner(ActivePlan[RealPlan]):
         """The plans that the runtime goes on with; beside these, unless all is as in a run, those found by class."""
         costs = self._of(state.speeds)
         found: list[Option] = []
-        if self._last is not None and (self._as_in_run or self._policy.replans):
+        if self._decided is not None and (self._as_in_run or self._policy.replans):
             self._lost = frozenset()
-            context = self._context(self._last, state, self._parameters.after_loss)
+            context = self._context(self._decided, state, self._parameters.after_loss)
             if self._policy.replans:
-                nothing = Placement(self._last.plan.placement.num_layers, {})
+                nothing = Placement(self._decided.plan.placement.num_layers, {})
                 decision = self._decisions.decide(replace(context, holdings=nothing), self._name, state.rate)
             else:
                 decision = decide(context, "restart", state.rate)

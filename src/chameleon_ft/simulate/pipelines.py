@@ -120,11 +120,11 @@ class Pipelines:
             mirrored = split_layers(self._layer_s[::-1], depth)
             early = tuple(self.num_layers - layers.start for layers in reversed(mirrored))
             self._cuts[depth] = tuple(
-                Cut(cut_points) for cut_points in dict.fromkeys((late, early, self._roomy_stops(depth)))
+                Cut(cut_points) for cut_points in dict.fromkeys((late, early, self._least_memory_cut(depth)))
             )
         return self._cuts[depth]
 
-    def _roomy_stops(self, depth: int) -> tuple[int, ...]:
+    def _least_memory_cut(self, depth: int) -> tuple[int, ...]:
         """The cut whose largest stage is smallest, with recomputation and as many in flight as 1F1B has."""
         low, high = 0, self._least_stage_bytes(0, self.num_layers, depth, Recompute.FULL)
         while high - low > 1:

@@ -45,7 +45,7 @@ class Option:
         plan: the plan, whatever the planner has for one.
         step_s: seconds of a step.
         stall_s: seconds of standing still, work that is done again left out.
-        again_s: work that is done again.
+        repeat_s: work that is done again.
         moved_bytes: what workers receive.
         from_checkpoint: whether all go back to the last checkpoint.
         saves_first: whether a checkpoint is written first, so that nothing is done again.
@@ -55,7 +55,7 @@ class Option:
     plan: Any
     step_s: float
     stall_s: float
-    again_s: float = 0.0
+    repeat_s: float = 0.0
     moved_bytes: int = 0
     from_checkpoint: bool = False
     saves_first: bool = False
@@ -63,7 +63,7 @@ class Option:
     @property
     def predicted_stall_s(self) -> float:
         """Seconds in which nothing is gained."""
-        return self.stall_s + self.again_s
+        return self.stall_s + self.repeat_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

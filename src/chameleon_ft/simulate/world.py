@@ -14,6 +14,7 @@ from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Plan
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.recovery import Policy
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import FoundPlan, InfeasibleError, equal_layouts, find_plan
@@ -42,7 +43,6 @@ _COPIES: Final = (1, 2, 3, 4, 6, 8, 12)
 _LEAST_HOST: Final = 4
 # Layouts of up to so many workers are replayed as plans, hosts and detours included, and `find_plan` is asked as well.
 _REPLAYED: Final = 32
-_ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class World:
         forward_s = math.fsum(layer.forward_s for layer in layers) * self.times.micro_batches
         work_s = forward_s + math.fsum(layer.backward_s for layer in layers) * self.times.micro_batches
         idle_s = max(0.0, len(layout.used) * step_s - work_s)
-        again_s = self.parameters.redundant_forward * forward_s
-        return max(0.0, again_s - idle_s) / (len(layout.used) * step_s)
+        repeat_s = self.parameters.redundant_forward * forward_s
+        return max(0.0, repeat_s - idle_s) / (len(layout.used) * step_s)
 
     def phases(self, state: SimulatorState) -> StallModel:
         """The phases of a stall now. Decisions on the losses of single workers and of single hosts are prepared."""
@@ -141,7 +141,7 @@ class World:
             plan=layout,
             step_s=step_s,
             stall_s=self.phases(state).total_s + move.transfer_s,
-            again_s=state.repeat_s,
+            repeat_s=state.repeat_s,
             moved_bytes=move.num_bytes,
         )
 
@@ -155,7 +155,7 @@ class World:
             plan=layout,
             step_s=step_s,
             stall_s=self.parameters.restart_s + saved_s,
-            again_s=0.0 if saves_first else state.checkpoints.unsaved_s,
+            repeat_s=0.0 if saves_first else state.checkpoints.unsaved_s,
             from_checkpoint=True,
             saves_first=saves_first,
         )
@@ -323,7 +323,7 @@ def world_of(costs: CostModel, parameters: Parameters, start: Plan | None = None
         raise PlanError(f"no pipelines of {workers} workers fit the memory; take more workers, or larger ones")
     fastest_s = min(step_s for step_s, _ in found.values())
     # Pipelines of one stage take as long either way, but not those of fewer workers later.
-    equal = [split for split, (step_s, _) in found.items() if step_s <= fastest_s * (1 + _ROUNDING)]
+    equal = [split for split, (step_s, _) in found.items() if step_s <= fastest_s * (1 + ROUNDING)]
     preferred = _split_as_found(costs) if len(equal) == 1 else None
     return found[preferred if preferred in found else equal[0]][1]
 

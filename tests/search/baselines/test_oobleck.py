@@ -43,8 +43,8 @@ def iteration_s(costs: CostModel, cut_points: tuple[int, ...], micro_batches: in
 def layer_s(workload: Workload, number: int, *, recompute: bool) -> float:
     """Forward and backward, and the forward once more in layers that recompute: not the first and the last."""
     layer = workload.layers[number]
-    again_s = layer.forward_s if recompute and 0 < number < len(workload.layers) - 1 else 0.0
-    return layer.forward_s + layer.backward_s + again_s
+    recompute_s = layer.forward_s if recompute and 0 < number < len(workload.layers) - 1 else 0.0
+    return layer.forward_s + layer.backward_s + recompute_s
 
 
 def sync_s(costs: CostModel, pipelines: int) -> float:
