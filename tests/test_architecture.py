@@ -138,6 +138,16 @@ def test_the_parts_depend_on_each_other_in_one_direction() -> None:
             assert parts_imported(path) <= below, module
 
 
+def test_no_part_imports_private_modules_or_names_of_another() -> None:
+    for module, path in MODULES:
+        private = {
+            name
+            for name in imports(path)
+            if name.startswith("chameleon_ft.") and part(module) != name.split(".")[1] and "._" in name
+        }
+        assert not private, module
+
+
 def test_the_pure_part_is_imported_without_torch() -> None:
     code = (
         "import sys; import chameleon_ft.recovery, chameleon_ft.sync; "

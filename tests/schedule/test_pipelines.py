@@ -22,11 +22,11 @@ from chameleon_ft.schedule import (
     pipeline_schedule,
     replay,
 )
-from chameleon_ft.schedule._network import NetworkBuilder, pipeline_network
-from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_parts, program_of
 from chameleon_ft.schedule.heuristics import Problem, best_schedule
 from chameleon_ft.schedule.list_scheduler import limits_array, limits_of_array
+from chameleon_ft.schedule.network import NetworkBuilder, pipeline_network
+from chameleon_ft.schedule.records import Integers
 from chameleon_ft.workload import LayerCost, Workload
 
 _EFFORTS = (1, 3_000, 20_000, 100_000)

@@ -20,11 +20,11 @@ from chameleon_ft.schedule import (
     list_schedule,
     replay,
 )
-from chameleon_ft.schedule._network import builder_of
 from chameleon_ft.schedule.best import ScheduledPart, program_of
 from chameleon_ft.schedule.components import Component, different_ways
 from chameleon_ft.schedule.heuristics import ListSchedules, Problem, reordered, reprioritized
 from chameleon_ft.schedule.list_scheduler import Rules, Schedule, schedule
+from chameleon_ft.schedule.network import builder_of
 from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable
 
 # Enough for every search to begin.

@@ -19,8 +19,8 @@ from chameleon_ft.control.room_messages import Expect, RoomMade
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import Operation
-from chameleon_ft.schedule._records import PROGRAM_RECORD, Records
 from chameleon_ft.schedule.program import operations_from
+from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 from chameleon_ft.sync import Segment
 
 __all__ = [

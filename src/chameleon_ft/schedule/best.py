@@ -13,8 +13,6 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.schedule._network import NetworkBuilder, builder_of, pipeline_network
-from chameleon_ft.schedule._records import PROGRAM_RECORD, Integers
 from chameleon_ft.schedule.components import Component, components
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes
 from chameleon_ft.schedule.heuristics import Problem, best_schedule
@@ -28,7 +26,9 @@ from chameleon_ft.schedule.list_scheduler import (
     replayed,
     schedule,
 )
+from chameleon_ft.schedule.network import NetworkBuilder, builder_of, pipeline_network
 from chameleon_ft.schedule.program import Program, records_by_code
+from chameleon_ft.schedule.records import PROGRAM_RECORD, Integers
 
 __all__ = [
     "DEFAULT_EFFORT",

@@ -20,8 +20,6 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.schedule._network import Network, NetworkBuilder
-from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.components import Way
 from chameleon_ft.schedule.list_scheduler import (
     InFlightLimit,
@@ -32,6 +30,8 @@ from chameleon_ft.schedule.list_scheduler import (
     replayed,
     schedule,
 )
+from chameleon_ft.schedule.network import Network, NetworkBuilder
+from chameleon_ft.schedule.records import Integers
 
 __all__ = ["ListSchedules", "Problem", "best_schedule", "reordered", "reprioritized"]
 

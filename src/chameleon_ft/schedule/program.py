@@ -18,8 +18,8 @@ import numpy as np
 
 from chameleon_ft.plan import LayerRange, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule._records import PROGRAM_RECORD, Records
 from chameleon_ft.schedule.components import different_ways
+from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 
 __all__ = ["KINDS", "Operation", "OperationKind", "Program", "operations_from", "records_by_code", "records_from"]
 

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from chameleon_ft.quantities import SUM_ROUNDING
-from chameleon_ft.schedule._records import Floats, Integers
+from chameleon_ft.schedule.records import Floats, Integers
 from chameleon_ft.search.cuts import Choice, Cuts
 from chameleon_ft.search.gradient_sync import SyncCost
 from chameleon_ft.search.stages import Stages, gradient_bytes, timeless_gradient_bytes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chameleon_ft.schedule._records import Floats
+from chameleon_ft.schedule.records import Floats
 
 if TYPE_CHECKING:
     from chameleon_ft.search._kernels.pipeline_bounds import Pipeline, Tables

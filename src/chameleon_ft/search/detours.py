@@ -12,11 +12,11 @@ from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind
-from chameleon_ft.schedule._network import builder_of
 from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_parts, step_s_of
 from chameleon_ft.schedule.components import components, different_ways
 from chameleon_ft.schedule.heuristics import ListSchedules, Problem
 from chameleon_ft.schedule.list_scheduler import schedule
+from chameleon_ft.schedule.network import builder_of
 
 __all__ = ["reroute"]
 

@@ -11,7 +11,7 @@ import numpy as np
 from chameleon_ft.errors import PlanError
 from chameleon_ft.quantities import data_size
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.schedule._records import Booleans
+from chameleon_ft.schedule.records import Booleans
 from chameleon_ft.search.bounds import CutPoints
 from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import Shape, WorkerClass, WorkerPool

@@ -12,10 +12,10 @@ from chameleon_ft.estimate import peak_bytes_of
 from chameleon_ft.plan import Hop, LayerRange, PipelineLayout, Plan, RecomputedLayers, pipelines_plan
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import PipelineTimes
-from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.best import PipelineSchedule, ScheduledPart, pipeline_schedule
 from chameleon_ft.schedule.components import components
 from chameleon_ft.schedule.costs import pipeline_times
+from chameleon_ft.schedule.records import Integers
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import Shape, WorkerPool

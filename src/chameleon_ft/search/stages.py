@@ -13,7 +13,7 @@ from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.plan import RecomputedLayers
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.schedule._records import Booleans, Floats, Integers
+from chameleon_ft.schedule.records import Booleans, Floats, Integers
 from chameleon_ft.search.worker_classes import Shape, WorkerClass
 from chameleon_ft.workload import LayerCost, Workload, is_recomputed
 

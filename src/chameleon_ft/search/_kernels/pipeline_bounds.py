@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
-from chameleon_ft.schedule._records import Floats, Integers
+from chameleon_ft.schedule.jit import lean_kernel, lean_part
+from chameleon_ft.schedule.records import Floats, Integers
 from chameleon_ft.search._kernels.stage_memory import BACKWARD, DEFERRED, EACH, FORWARD, IN_FLIGHT, SPARE, WEIGHT
 
 # As in `search.cuts.Choice`.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
-from chameleon_ft.schedule._records import Booleans, Floats, Integers
+from chameleon_ft.schedule.jit import lean_kernel, lean_part
+from chameleon_ft.schedule.records import Booleans, Floats, Integers
 
 UNLIMITED: Final = 2**40
 """More micro-batches than any step has."""

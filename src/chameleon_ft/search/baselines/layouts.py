@@ -18,9 +18,9 @@ from chameleon_ft.estimate import state_bytes
 from chameleon_ft.estimate.memory import MessageBuffers, workload_memory
 from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan, split_layers
 from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, default_limits
-from chameleon_ft.schedule._records import PROGRAM_RECORD
 from chameleon_ft.schedule.best import DEFAULT_EFFORT
 from chameleon_ft.schedule.program import KINDS
+from chameleon_ft.schedule.records import PROGRAM_RECORD
 from chameleon_ft.search.candidates import predicted
 from chameleon_ft.search.placement import PlacementSearch
 from chameleon_ft.search.result import FoundPlan
