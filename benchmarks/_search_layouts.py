@@ -205,8 +205,8 @@ def _placed_s(costs: CostModel, ranges: tuple[LayerRange, ...], dp: int, recompu
     }
     held = {hop.worker: (hop.layers,) for hops in pipelines for hop in hops}
     plan = Plan(Placement(len(workload.layers), held), tuple(routes), True, FrozenMap(recompute))
-    ceiling = {
+    in_flight_limits = {
         hop.worker: InFlightLimit(pp - place, pp - place) for hops in pipelines for place, hop in enumerate(hops)
     }
-    estimate = estimate_parts(plan, best_parts(plan, costs, ceiling=ceiling, effort=0), costs)
+    estimate = estimate_parts(plan, best_parts(plan, costs, in_flight_limits=in_flight_limits, effort=0), costs)
     return math.inf if estimate.over_capacity(costs) else estimate.step_s

@@ -25,7 +25,7 @@ from chameleon_ft.estimate import estimate_step
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route, data_pipeline_plan
 from chameleon_ft.profiles import Profile, costs_of_run, profile_of_run
-from chameleon_ft.recovery import in_flight_ceiling, reroute
+from chameleon_ft.recovery import reroute, uniform_limits
 
 _PP = 4
 _MEAN, _WORST = 0.015, 0.04
@@ -110,11 +110,11 @@ def cases(config: RunConfig) -> Iterator[Case]:
     yield Case("depths 3 and 5 among 4", config.workers, _unequal_depths(config, profile, split_backward=True))
     yield Case("unequal layers", config.workers, _unequal_layers(config, len(profile.layers), split_backward=False))
     costs = costs_of_run(config, profile, dict.fromkeys(range(config.workers), ""))
-    ceiling = in_flight_ceiling(range(config.workers), _PP)
+    in_flight_limits = uniform_limits(range(config.workers), _PP)
     for number in range(1, 5):
         split = (number + config.workers // 8) % 2 == 0
         lost = _spread_losses(config.workers, number)
-        plan = reroute(symmetric[split], lost, costs, ceiling=ceiling)
+        plan = reroute(symmetric[split], lost, costs, in_flight_limits=in_flight_limits)
         yield Case(f"{number} lost, rerouted", config.workers, plan)
 
 

@@ -35,10 +35,10 @@ from chameleon_ft.control.decisions.decision_cache import DecisionCache, decide_
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.presets import derive_workload, device, model_shape
-from chameleon_ft.recovery import FailureModel, Situation, in_flight_ceiling, warm_up
+from chameleon_ft.recovery import DecisionContext, FailureModel, uniform_limits, warm_up
 from chameleon_ft.schedule import CostModel
 
-__all__ = ["Timed", "losses_of", "rate", "situation"]
+__all__ = ["Timed", "context", "losses_of", "rate"]
 
 _PARTS: Final = ("single", "two", "prepared", "host", "run")
 _PREPARED: Final = ("prepared", "host")
@@ -137,7 +137,7 @@ def losses_of(part: str, number: int) -> tuple[int, ...]:
     return (first, (first + 11) % _WORKERS) if part == "two" else (first,)
 
 
-def situation(lost: Sequence[int]) -> Situation:
+def context(lost: Sequence[int]) -> DecisionContext:
     """After the loss of these workers of a plan in which all are equal."""
     rates = device(DEVICE)
     workload = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=_MICRO_BATCHES)
@@ -149,9 +149,9 @@ def situation(lost: Sequence[int]) -> Situation:
         micro_batches=_MICRO_BATCHES,
         split_backward=True,
     )
-    return Situation(
+    return DecisionContext(
         plan=plan,
-        ceiling=in_flight_ceiling(plan.workers, _STAGES),
+        in_flight_limits=uniform_limits(plan.workers, _STAGES),
         costs=CostModel(workload, Cluster(hosts.workers, hosts.intra_host, _BETWEEN_HOSTS).without(lost)),
         phases=StallModel(detect_s=0.02, stop_s=0.03, decide_s=0.05, regroup_s=0.5),
         repeat_s=1.0,
@@ -215,7 +215,7 @@ def _decided(part: str, repeats: int) -> list[tuple[float, float]]:
     found: list[tuple[float, float]] = []
     for number in range(repeats):
         lost = losses_of(part, number)
-        now = situation(lost)
+        now = context(lost)
         found.append(_seconds(partial(decide_and_check, now, _POLICY, rate(len(lost)))))
     return found
 
@@ -224,8 +224,8 @@ async def _looked_up(part: str, repeats: int) -> list[tuple[float, float]]:
     """By what a coordinator prepares them with, but for the process of its own."""
     with ThreadPoolExecutor(1) as executor:
         forethought = DecisionCache(_POLICY, executor, prepared=lambda *_: None)
-        forethought.expect(lambda: (situation(()), rate(0)))
-        after = [situation(losses_of(part, number)) for number in range(repeats)]
+        forethought.expect(lambda: (context(()), rate(0)))
+        after = [context(losses_of(part, number)) for number in range(repeats)]
         while not all(forethought.look_up(now, rate(1)) for now in after):
             await asyncio.sleep(_POLL_S)
         found = [_seconds(partial(forethought.look_up, now, rate(1))) for now in after]

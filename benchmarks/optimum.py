@@ -3,8 +3,8 @@
 The cases are drawn from a seed: two to four pipelines of two to four stages, unequal layers, one or two lost workers,
 fused and split backward, messages that take time and such that take none, and limits on what a worker may keep. Each is
 planned by `reroute` and scheduled by `best_program`, as a run would be. CP-SAT is given the same routes and times, all
-of them whole numbers. It may let workers keep as much as `best_program` may: the ceiling, not the limits chosen below
-it, and where there is no ceiling what `best_program` promises, one pipeline depth more than the default. It need not
+of them whole numbers. It may let workers keep as much as `best_program` may: the limits given, not those chosen below
+it, and where no limits are given what `best_program` promises, one pipeline depth more than the default. It need not
 keep messages in order nor avoid deadlocks, as programs must, so that it can only be shorter than the best program,
 never longer. Cases that it does not solve to optimality in time are counted and named, not compared.
 """
@@ -48,18 +48,18 @@ _Key = tuple[OperationKind, int, int]  # of an operation: kind, micro-batch, hop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A rerouted plan with its costs, all whole numbers of seconds, and the ceiling of what each worker may keep."""
+    """A rerouted plan with its costs, all whole numbers of seconds, and the most that each worker may keep."""
 
     name: str
     plan: Plan
     costs: CostModel
-    ceiling: Mapping[int, InFlightLimit] | None
+    in_flight_limits: Mapping[int, InFlightLimit] | None
 
     @property
     def limits(self) -> Mapping[int, InFlightLimit]:
-        """What each worker may keep at most: the ceiling, or what `best_program` promises without one."""
-        if self.ceiling is not None:
-            return self.ceiling
+        """What each worker may keep at most: the limits given, or what `best_program` promises without any."""
+        if self.in_flight_limits is not None:
+            return self.in_flight_limits
         return _raised(default_limits(self.plan), max(len(route.hops) for route in self.plan.routes))
 
     @property
@@ -122,7 +122,7 @@ def _case(rng: random.Random, number: int) -> Case | None:
     )
     if plan.placement.without(lost).unheld_layers:
         return None
-    ceiling = None if extra is None else _raised(default_limits(plan), extra)
+    in_flight_limits = None if extra is None else _raised(default_limits(plan), extra)
     name = ", ".join(
         (
             f"{number}: {dp} x {pp}",
@@ -130,10 +130,15 @@ def _case(rng: random.Random, number: int) -> Case | None:
             f"without {' and '.join(map(str, lost))}",
             "split" if split else "fused",
             f"messages {latency_s}",
-            "no ceiling" if extra is None else f"1F1B + {extra}",
+            "no limits" if extra is None else f"1F1B + {extra}",
         )
     )
-    return Case(name=name, plan=reroute(plan, lost, costs, ceiling=ceiling), costs=costs, ceiling=ceiling)
+    return Case(
+        name=name,
+        plan=reroute(plan, lost, costs, in_flight_limits=in_flight_limits),
+        costs=costs,
+        in_flight_limits=in_flight_limits,
+    )
 
 
 def _costs(rng: random.Random, pp: int, micro_batches: int, workers: int, latency_s: int) -> CostModel:
@@ -162,7 +167,7 @@ def _raised(limits: Mapping[int, InFlightLimit], extra: int) -> dict[int, InFlig
 
 def compared(case: Case, *, timeout_s: float, threads: int) -> Outcome:
     """The program that a run would take beside the optimum."""
-    best = best_program(case.plan, case.costs, ceiling=case.ceiling)
+    best = best_program(case.plan, case.costs, in_flight_limits=case.in_flight_limits)
     check_program(best.program, case.plan)
     start = time.monotonic()
     found = optimum_s(case, at_most_s=_whole(best.step_s), timeout_s=timeout_s, threads=threads)

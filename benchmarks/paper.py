@@ -140,8 +140,8 @@ def _simulated(programs: str, interval: str, seed: int, *, returns: bool) -> Fou
     chameleon, *rivals = _POLICIES[programs]
     results = dict(run((chameleon,)).policies)
     failure_free = results[chameleon].failure_free_samples / trace.duration_s
-    for plan, ceiling in _starts(programs, costs):
-        for name, own in run(rivals, start=plan, ceiling=ceiling).policies.items():
+    for plan, in_flight_limits in _starts(programs, costs):
+        for name, own in run(rivals, start=plan, in_flight_limits=in_flight_limits).policies.items():
             results[name] = max(results.get(name, own), own, key=lambda each: each.goodput)
     print(
         f"{programs}, {interval}, seed {seed}, {'back again' if returns else 'for good'}", file=sys.stderr, flush=True
@@ -165,9 +165,9 @@ def _starts(programs: str, costs: CostModel) -> list[tuple[Plan, Mapping[int, In
     if (chosen := oobleck_plan(costs, split_backward=split)) is not None:
         found.append(chosen.found)
     fastest = find_plan(costs).best
-    starts: dict[Plan, Mapping[int, InFlightLimit]] = {each.plan: each.ceiling for each in found}
+    starts: dict[Plan, Mapping[int, InFlightLimit]] = {each.plan: each.in_flight_limits for each in found}
     if split:
-        starts.setdefault(fastest.plan, fastest.ceiling)
+        starts.setdefault(fastest.plan, fastest.in_flight_limits)
     else:
         plan = replace(fastest.plan, split_backward=False)
         limits = default_limits(plan)

@@ -79,7 +79,7 @@ class Question:
             return find_plan(self.costs)
         live = {worker.id for worker in self.costs.cluster.workers}
         lost = [worker for worker in self.before.plan.workers if worker not in live]
-        rerouted = reroute(self.before.plan, lost, self.costs, ceiling=self.before.ceiling)
+        rerouted = reroute(self.before.plan, lost, self.costs, in_flight_limits=self.before.in_flight_limits)
         return find_plan(self.costs, current=rerouted.placement, others={"reroute": rerouted})
 
 

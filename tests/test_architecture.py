@@ -157,6 +157,16 @@ def test_the_parts_depend_on_each_other_in_one_direction() -> None:
             assert parts_imported(path) <= below, module
 
 
+def test_no_part_imports_private_modules_or_names_of_another() -> None:
+    for module, path in MODULES:
+        private = {
+            name
+            for name in imports(path)
+            if name.startswith("chameleon_ft.") and part(module) != name.split(".")[1] and "._" in name
+        }
+        assert not private, module
+
+
 def test_the_pure_part_is_imported_without_torch() -> None:
     code = (
         "import sys; import chameleon_ft.recovery, chameleon_ft.sync; "
@@ -171,7 +181,7 @@ SURFACE = {
     "job": ["BoundarySpec", "Dataset", "Job", "check_job_reference", "load_job", "random_key"],
     "keys": ["Purpose", "init_key", "random_key", "step_key"],
     "optim": ["adamw", "warmup_cosine"],
-    "quantities": ["data_size", "duration", "in_ranges", "rate"],
+    "quantities": ["ROUNDING", "SUM_ROUNDING", "data_size", "duration", "in_ranges", "rate"],
     "launch": ["coordinate", "run_agent", "train", "work"],
     "verify": ["StepComparison", "Verification", "repeat_run"],
     "cli": ["main"],
@@ -412,8 +422,8 @@ SURFACE = {
         "missing_between",
         "missing_layers",
         "moved_bytes",
-        "placement_in_roles",
-        "plan_in_roles",
+        "remap_placement",
+        "remap_plan",
         "plan_transfer",
         "transfer_s",
         "transfer_to",
@@ -430,20 +440,20 @@ SURFACE = {
         "POLICIES",
         "PaperRepartition",
         "Policy",
-        "PreparedDecisions",
+        "DecisionCache",
         "Proposal",
         "Proposer",
         "Prospect",
         "STAY",
-        "Situation",
+        "DecisionContext",
         "best_of",
         "decide",
         "decide_on_class",
-        "exchanged",
-        "in_flight_ceiling",
+        "remap_decision",
+        "uniform_limits",
         "largest_symmetric_layout",
-        "prepare_decisions",
-        "refreshed",
+        "build_decision_cache",
+        "rescore",
         "reroute",
         "risk_of",
         "score",

@@ -120,6 +120,11 @@ def test_fields_can_be_checked_before_it_is_known_whether_they_fit_together() ->
         parse_fields(TrainConfig, {"workers": -6}, source="run.toml")
 
 
+def test_the_former_name_of_a_policy_is_accepted() -> None:
+    config = parse_config(RunConfig, {"recovery": {"policy": "mend"}}, source="run.toml")
+    assert config.recovery.policy == "repair"
+
+
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         TrainConfig().steps = 3  # type: ignore[misc]

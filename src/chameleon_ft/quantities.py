@@ -1,10 +1,16 @@
-"""Times, sizes and numbers as people read them, the same wherever they are shown."""
+"""Times, sizes and numbers: how they are shown to people, and when two of them are equal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
-__all__ = ["data_size", "duration", "in_ranges", "rate"]
+__all__ = ["ROUNDING", "SUM_ROUNDING", "data_size", "duration", "in_ranges", "rate"]
+
+ROUNDING: Final = 1e-9
+"""Relative difference up to which two computed times, or numbers of samples, count as equal."""
+SUM_ROUNDING: Final = 1e-12
+"""Relative difference that comes from adding the same few terms in another order."""
 
 # (unit, its seconds, seconds from which on it reads better than the next)
 _LONG_UNITS = (("days", 86_400.0, 172_800.0), ("h", 3_600.0, 7_200.0), ("min", 60.0, 1_000.0))

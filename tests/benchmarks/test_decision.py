@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.decision import losses_of, situation
+from benchmarks.decision import context, losses_of
 
 
 @pytest.mark.parametrize(("part", "number"), [("single", 1), ("two", 2), ("prepared", 1)])
@@ -12,7 +12,7 @@ def test_every_decision_is_on_others(part: str, number: int) -> None:
     lost = [losses_of(part, each) for each in range(32)]
     assert len(set(lost)) == 32
     assert {len(set(each)) for each in lost} == {number}
-    now = situation(lost[0])
+    now = context(lost[0])
     assert now.lost == tuple(sorted(lost[0]))
     assert len(now.live) == 32 - number
 
@@ -21,5 +21,5 @@ def test_all_of_a_host_are_lost() -> None:
     hosts = [losses_of("host", each) for each in range(4)]
     assert sorted(worker for lost in hosts for worker in lost) == list(range(32))
     for lost in hosts:
-        now = situation(lost)
+        now = context(lost)
         assert len(set(now.costs.cluster.hosts.values())) == 3

@@ -15,7 +15,7 @@ def pipeline(depth: int, micro_batches: int, *, split_backward: bool = False, la
     """One pipeline of equal stages, under the limits of 1F1B and ZB-H1."""
     plan = pipelines(Shape(dp=1, pp=depth, share=micro_batches), split_backward=split_backward)
     costs = equal_costs(layers=depth, micro_batches=micro_batches, workers=depth, latency_s=latency_s)
-    return Case(name="pipeline", plan=plan, costs=costs, ceiling=default_limits(plan))
+    return Case(name="pipeline", plan=plan, costs=costs, in_flight_limits=default_limits(plan))
 
 
 def solved(case: Case, at_most_s: int) -> int | None:
@@ -32,11 +32,11 @@ def test_equal_stages_have_the_closed_forms(depth: int, micro_batches: int) -> N
 
 def test_messages_and_limits_are_seen() -> None:
     case = pipeline(2, 3, latency_s=2.0)
-    one = dataclasses.replace(case, ceiling=dict.fromkeys(case.plan.workers, InFlightLimit(1, 1)))
+    one = dataclasses.replace(case, in_flight_limits=dict.fromkeys(case.plan.workers, InFlightLimit(1, 1)))
 
     # One at a time: each goes down and up alone.
     assert solved(one, 99) == 3 * (2 * 3 + 2 * 2)
-    free = dataclasses.replace(case, ceiling=None)
+    free = dataclasses.replace(case, in_flight_limits=None)
     found_s = solved(free, 99)
     # First forward and message, all of the second stage, message and the last backward.
     assert found_s is not None

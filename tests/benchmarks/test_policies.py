@@ -118,7 +118,7 @@ def observed(**changes: Any) -> Observed:
         ),
         changes=(Change(5.0, 1, -1),),
         skipped=(),
-        outages=(Outage(6.0, 2, "mend", 1.0, 10**9, 0.0),),
+        outages=(Outage(6.0, 2, "repair", 1.0, 10**9, 0.0),),
         outcomes=(Outcome(2, 3, 4.2, 4.0, 0.9, 1.0),),
         ended=None,
         others_share=0.01,
@@ -167,7 +167,7 @@ def test_who_is_live_is_averaged_over_the_window() -> None:
 
 def test_of_stalls_only_what_is_inside_the_window_counts() -> None:
     restart = Outage(70.0, 3, "restart", 1.0, 0, 59.0)
-    assert observed(outages=(Outage(6.0, 2, "mend", 1.0, 0, 0.0), restart)).stall_s == 1 + 10
+    assert observed(outages=(Outage(6.0, 2, "repair", 1.0, 0, 0.0), restart)).stall_s == 1 + 10
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -211,8 +211,8 @@ def verdicts(scenario: str, runs: Mapping[str, Observed]) -> dict[str, bool]:
 
 def test_chameleon_has_to_be_first_or_nearly() -> None:
     name = "chameleon by another policy, least"
-    assert verdicts("medium", {"chameleon": scaled(1.0), "mend": scaled(1.005)})[name]
-    assert not verdicts("medium", {"chameleon": scaled(1.0), "mend": scaled(1.05)})[name]
+    assert verdicts("medium", {"chameleon": scaled(1.0), "repair": scaled(1.005)})[name]
+    assert not verdicts("medium", {"chameleon": scaled(1.0), "repair": scaled(1.05)})[name]
     assert name not in verdicts("medium", {"chameleon": scaled(1.0)})
 
 
@@ -325,7 +325,7 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path, m
     assert len(script.watch.commits) == 3
 
 
-@pytest.mark.parametrize(("policy", "charged_s"), [("restart", 48.5), ("checkpoint", 48.5), ("mend", 0.0)])
+@pytest.mark.parametrize(("policy", "charged_s"), [("restart", 48.5), ("checkpoint", 48.5), ("repair", 0.0)])
 def test_a_return_to_a_checkpoint_is_charged_once(
     policy: str, charged_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,29 +82,29 @@ def test_a_restart_keeps_its_steps_and_takes_what_it_is_charged(tmp_path: Path) 
 
 def test_constants_are_of_other_scenarios_and_if_possible_of_the_same_policy(tmp_path: Path) -> None:
     make(tmp_path, "medium", stop_s=7.0)
-    make(tmp_path, "medium", policy="mend", stop_s=5.0)
+    make(tmp_path, "medium", policy="repair", stop_s=5.0)
     make(tmp_path, "rare", stop_s=3.0)
-    make(tmp_path, "frequent", policy="mend", stop_s=1.0)
+    make(tmp_path, "frequent", policy="repair", stop_s=1.0)
     runs = made_in([tmp_path])
     stops = {(made.scenario, made.policy): constants(made, runs).stop_s for made in runs}
     assert stops == {
         ("rare", "drop-replica"): 7.0,
         ("medium", "drop-replica"): 3.0,
-        ("medium", "mend"): 1.0,
-        ("frequent", "mend"): 5.0,
+        ("medium", "repair"): 1.0,
+        ("frequent", "repair"): 5.0,
     }
     only = [made for made in runs if made.scenario == "medium"]
     assert constants(only[0], only) == Parameters()
-    others = [made for made in runs if (made.scenario, made.policy) != ("frequent", "mend")]
-    (medium_mend,) = [made for made in others if made.policy == "mend"]
-    assert constants(medium_mend, others).stop_s == 3.0, "of another policy, where there is none of the same"
+    others = [made for made in runs if (made.scenario, made.policy) != ("frequent", "repair")]
+    (medium_repair,) = [made for made in others if made.policy == "repair"]
+    assert constants(medium_repair, others).stop_s == 3.0, "of another policy, where there is none of the same"
 
 
 def test_what_the_same_policy_does_not_say_others_do(tmp_path: Path) -> None:
-    make(tmp_path, "medium", policy="mend")
+    make(tmp_path, "medium", policy="repair")
     make(tmp_path, "rare", stop_s=3.0)
-    make(tmp_path, "frequent", policy="mend", stop_s=1.0)
-    events = tmp_path / "frequent" / "mend" / "events.jsonl"
+    make(tmp_path, "frequent", policy="repair", stop_s=1.0)
+    events = tmp_path / "frequent" / "repair" / "events.jsonl"
     events.write_text(json.dumps(started()) + "\n")  # it has seen no loss
     runs = made_in([tmp_path])
     (medium,) = [made for made in runs if made.scenario == "medium"]

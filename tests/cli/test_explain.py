@@ -30,7 +30,7 @@ weighed in 20 ms
 |             |   step |  stall |   moves | samples until then |                        |
 |-------------+--------+--------+---------+--------------------+------------------------|
 | reroute     | 500 ms | 500 ms |     0 B |            199,900 |                        |
-| mend        |      - |      - |       - |                  - | the plan has [detours] |
+| repair      |      - |      - |       - |                  - | the plan has [detours] |
 | repartition | 400 ms | 750 ms | 47.1 MB |            249,812 | chosen                 |
 +---------------------------------------------------------------------------------------+
 why        25.0% more samples than reroute: it moves 47.1 MB, and its steps are 20.0% shorter, which makes up for 250 ms

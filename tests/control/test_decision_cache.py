@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from chameleon_ft.control.decisions.decision_cache import DecisionCache
-from chameleon_ft.recovery import FailureModel, Situation, decide
+from chameleon_ft.recovery import DecisionContext, FailureModel, decide
 from chameleon_ft.schedule import CostModel
-from tests.recovery.situations import after, layer, rate_of, situation
+from tests.recovery.contexts import after, context, layer, rate_of
 
-NOW = situation(dp=2, pp=2, layers=(layer(10),) * 4)
+NOW = context(dp=2, pp=2, layers=(layer(10),) * 4)
 RATE = replace(rate_of(1e4, NOW), failures=0)
 
 
 class Prepared:
-    """A forethought of the given situation, and what it says when it is through."""
+    """A forethought of the given context, and what it says when it is through."""
 
     def __init__(self, executor: Executor) -> None:
         self.said: list[tuple[int, float, str | None]] = []
@@ -31,7 +31,7 @@ class Prepared:
         self.said.append((losses, seconds, error))
         self._through.set()
 
-    async def on(self, now: Situation, rate: FailureModel) -> DecisionCache:
+    async def on(self, now: DecisionContext, rate: FailureModel) -> DecisionCache:
         self.forethought.expect(lambda: (now, rate))
         await self._through.wait()
         return self.forethought
@@ -64,7 +64,7 @@ def test_every_single_loss_has_the_decision_that_it_would_get() -> None:
 
 def test_every_host_that_others_can_do_without_has_the_decision_that_it_would_get() -> None:
     # Workers 0 to 3, two pipelines, are on the first host; the last has a pipeline and a spare.
-    now = situation(dp=7, pp=2, share=2, hosts=4, spares=2, layers=(layer(10),) * 4)
+    now = context(dp=7, pp=2, share=2, hosts=4, spares=2, layers=(layer(10),) * 4)
     hosts: dict[str, list[int]] = {}
     for worker, host in now.costs.cluster.hosts.items():
         hosts.setdefault(host, []).append(worker)
@@ -91,12 +91,12 @@ def test_every_host_that_others_can_do_without_has_the_decision_that_it_would_ge
     run(scene)
 
 
-def _slower(now: Situation, factor: float) -> Situation:
+def _slower(now: DecisionContext, factor: float) -> DecisionContext:
     layers = tuple(each.slowed(factor) for each in now.costs.workload.layers)
     return replace(now, costs=CostModel(replace(now.costs.workload, layers=layers), now.costs.cluster))
 
 
-def _with_speed(now: Situation, speed: float) -> Situation:
+def _with_speed(now: DecisionContext, speed: float) -> DecisionContext:
     first, *others = now.costs.cluster.workers
     cluster = replace(now.costs.cluster, workers=(replace(first, speed=speed), *others))
     return replace(now, costs=CostModel(now.costs.workload, cluster))
@@ -113,7 +113,7 @@ def _with_speed(now: Situation, speed: float) -> Situation:
         (lambda now: now, replace(RATE, failures=3), False),
         (lambda now: after(now, 1), RATE.observed(failures=1), False),
         (lambda now: replace(now, plan=replace(now.plan, split_backward=True)), RATE.observed(failures=1), False),
-        (lambda now: replace(now, ceiling={}), RATE.observed(failures=1), False),
+        (lambda now: replace(now, in_flight_limits={}), RATE.observed(failures=1), False),
     ],
     ids=[
         "as expected",
@@ -128,7 +128,7 @@ def _with_speed(now: Situation, speed: float) -> Situation:
     ],
 )
 def test_what_was_prepared_for_another_situation_is_not_used(
-    change: Callable[[Situation], Situation], rate: FailureModel, found: bool
+    change: Callable[[DecisionContext], DecisionContext], rate: FailureModel, found: bool
 ) -> None:
     async def scene(prepared: Prepared) -> None:
         forethought = await prepared.on(NOW, RATE)
@@ -185,7 +185,7 @@ def test_where_it_fails_it_says_so_once_and_decisions_are_made_when_needed() -> 
 
 
 def test_the_loss_of_the_only_worker_has_no_decision() -> None:
-    alone = situation(dp=1, pp=1, layers=(layer(10),) * 2)
+    alone = context(dp=1, pp=1, layers=(layer(10),) * 2)
 
     async def scene(prepared: Prepared) -> None:
         await prepared.on(alone, RATE)

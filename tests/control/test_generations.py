@@ -7,7 +7,7 @@ from typing import Any
 
 from chameleon_ft.config import Parallel, Recovery
 from chameleon_ft.control.wire.messages import PeerFailed, StartGeneration, Stop, Switched, Transition
-from chameleon_ft.recovery import FailureModel, Situation
+from chameleon_ft.recovery import DecisionContext, FailureModel
 from tests.control.stage import Stage, scene
 
 # Workers 0 2 4 hold layers 0-1, workers 1 3 5 hold layers 2-3.
@@ -187,12 +187,12 @@ class _Foreseeing:
     """Keeps what decisions are asked for."""
 
     def __init__(self) -> None:
-        self.asked: list[Situation] = []
+        self.asked: list[DecisionContext] = []
 
-    def expect(self, ask: Callable[[], tuple[Situation, FailureModel]]) -> None:
+    def expect(self, ask: Callable[[], tuple[DecisionContext, FailureModel]]) -> None:
         self.asked.append(ask()[0])
 
-    def look_up(self, situation: Situation, rate: FailureModel) -> None:
+    def look_up(self, situation: DecisionContext, rate: FailureModel) -> None:
         return None
 
     def drop(self) -> None:

@@ -29,7 +29,7 @@ class Followed:
         self.follow(
             self.outcomes.decided(
                 generation=generation,
-                policy="mend",
+                policy="repair",
                 predicted_step_s=0.5 if predicted else None,
                 predicted_stall_s=2.0 if predicted else None,
                 repeated_steps=repeated,
@@ -63,7 +63,7 @@ def test_ten_steps_are_waited_for_and_the_first_is_left_out(followed: Followed) 
     assert followed.reported == []
     followed.commit(0.6)
     (record,) = followed.reported
-    assert (record.generation, record.policy, record.steps) == (2, "mend", 10)
+    assert (record.generation, record.policy, record.steps) == (2, "repair", 10)
     assert (record.predicted_step_s, record.measured_step_s) == (0.5, 0.6)
     assert record.predicted_stall_s == 2.0
     assert record.measured_stall_s == pytest.approx(1.5), "all the time since the last commit"

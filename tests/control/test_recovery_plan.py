@@ -68,12 +68,12 @@ def holding(state: Quiesced, plan: Plan, worker: int) -> Quiesced:
 RATE = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0)
 
 
-def outlook_of(found: ClusterState, costs: CostModel = COSTS) -> recovery.Situation:
+def outlook_of(found: ClusterState, costs: CostModel = COSTS) -> recovery.DecisionContext:
     cluster = costs.cluster
     live = tuple(worker for worker in cluster.workers if worker.id in found.live)
-    return recovery.Situation(
+    return recovery.DecisionContext(
         plan=found.plan,
-        ceiling={},
+        in_flight_limits={},
         costs=CostModel(costs.workload, Cluster(live, cluster.intra_host, cluster.inter_host)),
         phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.1),
         repeat_s=0.0,

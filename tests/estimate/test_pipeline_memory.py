@@ -49,8 +49,8 @@ def test_so_does_a_pipeline_that_has_no_network(depth: int, share: int, split: b
     plan = recomputing(plan, plan.workers) if again else plan
     hops = plan.routes[0].hops
     times = pipeline_times(hops, costs, split_backward=split, recompute=plan.recompute)
-    ceiling = np.full((3, depth), 2 * depth)
-    schedule = pipeline_schedule(times, share, split_backward=split, ceiling=ceiling, effort=1_000)
+    in_flight_limits = np.full((3, depth), 2 * depth)
+    schedule = pipeline_schedule(times, share, split_backward=split, in_flight_limits=in_flight_limits, effort=1_000)
 
     parts = [ScheduledPart(component, schedule) for component in components(plan.routes)]
     state = workload_memory(workload).state_bytes(plan.placement)

@@ -85,7 +85,7 @@ def decided(
         "candidates": candidates
         or [
             weighed("reroute", 0.5, 0.5, 0),
-            weighed("mend", None, None, None, reason="the plan has [detours]"),
+            weighed("repair", None, None, None, reason="the plan has [detours]"),
             weighed("repartition", 0.4, 0.75, 47_056_120),
         ],
         **changes,

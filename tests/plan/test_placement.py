@@ -76,7 +76,7 @@ def test_who_is_indispensable_leaves_a_layer_to_nobody(placement: Placement, dat
     for group in "abc":
         left = placement.without([worker for worker in placement.workers if groups[worker] == group])
         takes_a_layer = set(left.unheld_layers) > set(placement.unheld_layers)
-        assert (group in placement.indispensable(groups)) == takes_a_layer
+        assert (group in placement.single_points_of_failure(groups)) == takes_a_layer
 
 
 @given(placements(several_ranges=True), st.data())

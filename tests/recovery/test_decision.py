@@ -21,29 +21,29 @@ from chameleon_ft.recovery import (
     Candidate,
     Checkpoints,
     Decision,
+    DecisionContext,
     FailureModel,
     Proposal,
-    Situation,
     decide,
 )
 from chameleon_ft.recovery.decision import prospect_of
 from chameleon_ft.recovery.scoring import Course, best_of, measure
 from chameleon_ft.schedule import CostModel, InFlightLimit, Program, check_program
 from chameleon_ft.search import find_plan
-from tests.recovery.situations import after, arrived, layer, rate_of, situation, situations
+from tests.recovery.contexts import after, arrived, context, contexts, layer, rate_of
 
 horizons_s = st.sampled_from([1.0, 6.0, 30.0, 1e4])
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    now=situations(),
+    now=contexts(),
     policy=st.sampled_from(sorted(POLICIES)),
     horizon_s=horizons_s,
     host_share=st.sampled_from([0.0, 0.25, 1.0]),
 )
 def test_what_is_chosen_is_best_and_can_be_run(
-    now: Situation, policy: str, horizon_s: float, host_share: float
+    now: DecisionContext, policy: str, horizon_s: float, host_share: float
 ) -> None:
     rate = rate_of(horizon_s, now, host_share=host_share)
     decision = decide(now, policy, rate)
@@ -63,7 +63,7 @@ def test_what_is_chosen_is_best_and_can_be_run(
         if each.feasible:
             assert each.stall_s is not None
             assert each.step_s is not None
-            assert each.last_hosts == 0 or hosts > 1
+            assert each.host_single_points_of_failure == 0 or hosts > 1
             assert 0 <= each.fatal_share <= 1
             # A checkpoint after every step: no more than one is done again.
             least_s = each.fatal_share * (now.restart_s + elapsed_s)
@@ -81,13 +81,13 @@ def test_what_is_chosen_is_best_and_can_be_run(
     check_course(decision, now)
 
 
-def check_course(decision: Decision, now: Situation) -> None:
+def check_course(decision: Decision, now: DecisionContext) -> None:
     """That what was chosen can be carried out, and is what is predicted of it."""
     chosen, course = decision.chosen, decision.course
     assert chosen is not None
     assert course is not None
     assert set(course.plan.workers) <= set(now.live)
-    assert set(course.ceiling) <= set(now.live)
+    assert set(course.in_flight_limits) <= set(now.live)
     assert course.plan.micro_batches == now.plan.micro_batches
     check_program(course.program, course.plan)
     estimate = estimate_step(course.plan, course.program, now.costs)
@@ -112,11 +112,11 @@ def check_course(decision: Decision, now: Situation) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(now=situations(), horizon_s=horizons_s)
-def test_chameleon_is_never_worse_than_what_it_is_made_of(now: Situation, horizon_s: float) -> None:
+@given(now=contexts(), horizon_s=horizons_s)
+def test_chameleon_is_never_worse_than_what_it_is_made_of(now: DecisionContext, horizon_s: float) -> None:
     rate = rate_of(horizon_s, now)
     best = decide(now, "chameleon", rate)
-    for policy in ("reroute", "mend", "repartition"):
+    for policy in ("reroute", "repair", "repartition"):
         one = decide(now, policy, rate)
         if one.chosen is not None:
             assert best.chosen is not None
@@ -124,8 +124,8 @@ def test_chameleon_is_never_worse_than_what_it_is_made_of(now: Situation, horizo
 
 
 @settings(max_examples=20, deadline=None)
-@given(now=situations(), policy=st.sampled_from(sorted(POLICIES)))
-def test_the_same_is_decided_again(now: Situation, policy: str) -> None:
+@given(now=contexts(), policy=st.sampled_from(sorted(POLICIES)))
+def test_the_same_is_decided_again(now: DecisionContext, policy: str) -> None:
     rate = rate_of(100.0, now)
     assert decide(now, policy, rate) == decide(now, policy, rate)
 
@@ -151,17 +151,17 @@ def candidate(samples: float, moved_bytes: int, *, reason: str | None = None) ->
     ],
 )
 def test_of_equals_that_which_moves_least_and_then_the_first(candidates: list[Candidate], best: int | None) -> None:
-    now = situation(dp=2, pp=1)
+    now = context(dp=2, pp=1)
     assert best_of(candidates, prospect_of(now, rate_of(1.0, now))) == best
 
 
-def chosen(now: Situation, horizon_s: float) -> str | None:
+def chosen(now: DecisionContext, horizon_s: float) -> str | None:
     decision = decide(now, "chameleon", rate_of(horizon_s, now))
     return None if decision.chosen is None else decision.chosen.policy
 
 
 def test_weights_move_when_failures_are_rare_and_stay_when_they_are_frequent() -> None:
-    now = after(situation(dp=3, pp=2, share=8, layers=(layer(100),) * 8), 1)
+    now = after(context(dp=3, pp=2, share=8, layers=(layer(100),) * 8), 1)
     # Nothing can be trained before the next failure, whatever is done: then nothing moves.
     assert [chosen(now, horizon_s) for horizon_s in (1.0, 20.0, 1e5)] == ["reroute", "reroute", "repartition"]
 
@@ -169,24 +169,24 @@ def test_weights_move_when_failures_are_rare_and_stay_when_they_are_frequent() -
 def test_without_a_checkpoint_no_worker_becomes_the_last_holder_of_a_layer_if_that_can_be() -> None:
     # To reduce gradients takes so long that one pipeline of all workers is the fastest.
     layers = (replace(layer(100_000), param_bytes=100, optimizer_bytes=200),) * 6
-    now = after(situation(dp=3, pp=2, share=8, layers=layers), 1)
+    now = after(context(dp=3, pp=2, share=8, layers=layers), 1)
     rate = rate_of(1e6, now)
     alone = decide(now, "chameleon", rate)
     assert alone.chosen is not None
-    assert alone.chosen.last_holders == 5
+    assert alone.chosen.worker_single_points_of_failure == 5
     safe = decide(replace(now, has_checkpoints=False), "chameleon", rate)
     assert safe.chosen is not None
-    assert safe.chosen.last_holders == 0
+    assert safe.chosen.worker_single_points_of_failure == 0
     assert safe.chosen.samples < alone.chosen.samples
     # Nothing else can be done any more: it is chosen all the same.
     last = decide(replace(after(now, 2, 3), has_checkpoints=False), "reroute", rate)
     assert last.chosen is not None
-    assert last.chosen.last_holders
+    assert last.chosen.worker_single_points_of_failure
 
 
-def on_hosts_by_stage(*, restart_s: float, has_checkpoints: bool = True) -> Situation:
+def on_hosts_by_stage(*, restart_s: float, has_checkpoints: bool = True) -> DecisionContext:
     """Two hosts of two workers, a stage each: gradients are reduced within hosts, and slow links between them."""
-    now = situation(dp=2, pp=2, share=8, layers=(layer(1_000),) * 4, link=Link(0.0, 1e4))
+    now = context(dp=2, pp=2, share=8, layers=(layer(1_000),) * 4, link=Link(0.0, 1e4))
     workers = tuple(Worker(number, f"host {number % 2}") for number in range(4))
     assert [now.plan.placement.ranges_of(number) for number in (0, 2)] == [(LayerRange(0, 2),)] * 2
     cluster = Cluster(workers, Link(0.0, 1e4), Link(0.0, 300.0))
@@ -195,7 +195,7 @@ def on_hosts_by_stage(*, restart_s: float, has_checkpoints: bool = True) -> Situ
 
 
 @pytest.mark.parametrize(
-    ("host_share", "restart_s", "has_checkpoints", "last_hosts"),
+    ("host_share", "restart_s", "has_checkpoints", "host_single_points_of_failure"),
     [
         # Hosts do not fail; they do, but to go back is short; it is long; there is nothing to go back to.
         (0.0, 9e5, True, 2),
@@ -206,21 +206,21 @@ def on_hosts_by_stage(*, restart_s: float, has_checkpoints: bool = True) -> Situ
     ],
 )
 def test_all_holders_of_a_layer_share_a_host_if_that_pays(
-    host_share: float, restart_s: float, has_checkpoints: bool, last_hosts: int
+    host_share: float, restart_s: float, has_checkpoints: bool, host_single_points_of_failure: int
 ) -> None:
     now = on_hosts_by_stage(restart_s=restart_s, has_checkpoints=has_checkpoints)
     decision = decide(now, "repartition", rate_of(1e6, now, host_share=host_share))
-    assert {each.last_hosts for each in decision.candidates if each.feasible} >= {0, 2}
+    assert {each.host_single_points_of_failure for each in decision.candidates if each.feasible} >= {0, 2}
     assert decision.chosen is not None
-    assert decision.chosen.last_hosts == last_hosts
+    assert decision.chosen.host_single_points_of_failure == host_single_points_of_failure
 
 
 def test_a_return_to_a_checkpoint_that_is_to_be_expected_counts() -> None:
-    now = after(situation(dp=2, pp=2), 0)
+    now = after(context(dp=2, pp=2), 0)
     rate = rate_of(1000.0, now)
     (cheap,) = decide(replace(now, restart_s=0.0), "reroute", rate).candidates
     (dear,) = decide(now, "reroute", rate).candidates
-    assert cheap.last_holders == dear.last_holders == 1
+    assert cheap.worker_single_points_of_failure == dear.worker_single_points_of_failure == 1
     assert dear.step_s is not None
     # One of three workers is the last holder of a layer, and the first failure mostly takes one worker.
     assert 1 / 3 < dear.fatal_share < 1 / 2
@@ -231,7 +231,7 @@ def test_a_return_to_a_checkpoint_that_is_to_be_expected_counts() -> None:
 def test_more_copies_are_kept_if_losses_come_together() -> None:
     # To reduce gradients takes so long that one pipeline of all workers is the fastest.
     layers = (replace(layer(30_000), param_bytes=100, optimizer_bytes=200),) * 8
-    now = replace(after(situation(dp=4, pp=2, share=8, layers=layers), 1), restart_s=5e3)
+    now = replace(after(context(dp=4, pp=2, share=8, layers=layers), 1), restart_s=5e3)
     rate = rate_of(2_000.0, now)
     fewest = []
     for failures in (replace(rate, failures=60), replace(rate, failures=60, together={3: 20})):
@@ -252,7 +252,7 @@ def test_where_memory_forbids_to_re_partition_it_reroutes_or_begins_anew() -> No
     layers = (layer(100),) * 6
     # A stage of three layers needs 1,200 bytes of state and some for activations. Six layers do not fit, and of the two
     # that each of three workers would hold, there is no room to receive one.
-    now = after(situation(dp=2, pp=2, share=6, layers=layers, memory_bytes=1_217), 3)
+    now = after(context(dp=2, pp=2, share=6, layers=layers, memory_bytes=1_217), 3)
     with_checkpoint, now = now, replace(now, has_checkpoints=False)
     decision = decide(now, "chameleon", rate_of(1e6, now))
     assert decision.chosen is not None
@@ -272,7 +272,7 @@ def test_where_memory_forbids_to_re_partition_it_reroutes_or_begins_anew() -> No
     assert tightest.chosen is None
     reasons = {each.policy: each.reason for each in tightest.candidates}
     assert "more in a step" in str(reasons["reroute"])
-    assert "memory" in str(reasons["mend"])
+    assert "memory" in str(reasons["repair"])
     # What is read from a checkpoint needs no room.
     anew = decide(with_checkpoint, "chameleon", rate_of(1e6, now)).chosen
     assert anew is not None
@@ -280,7 +280,7 @@ def test_where_memory_forbids_to_re_partition_it_reroutes_or_begins_anew() -> No
 
 
 def test_if_no_worker_is_lost_a_checkpoint_is_written_before_all_begin_anew() -> None:
-    joined = situation(dp=1, pp=2, spares=2)
+    joined = context(dp=1, pp=2, spares=2)
     for write_s, stalls_s in ((None, []), (5.0, [joined.restart_s + 5.0])):
         now = replace(joined, checkpoints=Checkpoints(unsaved_s=900.0, longest_s=3_600.0, write_s=write_s))
         decision = decide(now, "chameleon", rate_of(1e6, now))
@@ -298,7 +298,7 @@ def test_if_no_worker_is_lost_a_checkpoint_is_written_before_all_begin_anew() ->
     ],
 )
 def test_memory_counts_while_layers_move_too(memory_bytes: int, reason: str | None) -> None:
-    now = situation(dp=2, pp=2, layers=(layer(100), layer(100)), memory_bytes=memory_bytes)
+    now = context(dp=2, pp=2, layers=(layer(100), layer(100)), memory_bytes=memory_bytes)
     exchanged = data_pipeline_plan(layer_costs=[1.0, 1.0], dp=2, pp=2, micro_batches=8, workers=(1, 0, 2, 3))
     candidate, way = measure(Proposal(name="exchange", plan=exchanged), now)
     assert candidate.peak_bytes is not None
@@ -308,13 +308,13 @@ def test_memory_counts_while_layers_move_too(memory_bytes: int, reason: str | No
     assert (way is None) == (reason is not None)
 
 
-def with_memory(now: Situation, memory_bytes: int) -> Situation:
+def with_memory(now: DecisionContext, memory_bytes: int) -> DecisionContext:
     cluster = now.costs.cluster
     workers = tuple(replace(worker, memory_bytes=memory_bytes) for worker in cluster.workers)
     return replace(now, costs=replace(now.costs, cluster=replace(cluster, workers=workers)))
 
 
-def assert_fewest_recomputed(course: Course, now: Situation) -> None:
+def assert_fewest_recomputed(course: Course, now: DecisionContext) -> None:
     """That no worker has room with a layer less, and that each recomputes from its lowest layer on."""
     for worker, layers in course.plan.recompute.items():
         assert layers.start == course.plan.placement.span(worker).start
@@ -331,8 +331,8 @@ def assert_fewest_recomputed(course: Course, now: Situation) -> None:
 @pytest.mark.parametrize("split_backward", [False, True])
 def test_a_plan_that_needs_too_much_keeps_less_and_then_recomputes(split_backward: bool) -> None:
     layers = (replace(layer(10), activation_bytes=40, weight_grad_bytes=40 if split_backward else 0),) * 8
-    now = after(situation(dp=3, pp=2, share=6, layers=layers, split_backward=split_backward), 0)
-    now = replace(now, ceiling={worker: InFlightLimit(9, 9) for worker in range(6)})
+    now = after(context(dp=3, pp=2, share=6, layers=layers, split_backward=split_backward), 0)
+    now = replace(now, in_flight_limits={worker: InFlightLimit(9, 9) for worker in range(6)})
     needed: list[int] = []
     plans: list[Plan] = []
     memory_bytes = 1_000_000
@@ -359,11 +359,11 @@ def test_a_plan_that_needs_too_much_keeps_less_and_then_recomputes(split_backwar
 
 
 def test_layers_that_nobody_holds_are_a_reason() -> None:
-    now = replace(after(situation(dp=2, pp=2), 0, 2), has_checkpoints=False)
+    now = replace(after(context(dp=2, pp=2), 0, 2), has_checkpoints=False)
     decision = decide(now, "chameleon", rate_of(1e6, now))
     assert decision.chosen is None
     assert decision.course is None
-    assert {each.policy for each in decision.candidates} == {"reroute", "mend", "repartition"}
+    assert {each.policy for each in decision.candidates} == {"reroute", "repair", "repartition"}
     assert all(each.reason == decision.candidates[0].reason for each in decision.candidates)
     assert "no live worker holds layers 0-1" in str(decision.candidates[0].reason)
     assert decide(now, "restart", rate_of(1e6, now)).chosen is not None
@@ -372,7 +372,7 @@ def test_layers_that_nobody_holds_are_a_reason() -> None:
 def test_from_a_checkpoint_all_go_on_with_the_fastest_plan_that_fits() -> None:
     # Of five equal workers the largest equal layout is a single pipeline; two of different depth are faster.
     layers = (layer(100),) * 6
-    now = after(situation(dp=4, pp=2, share=8, layers=layers, memory_bytes=2_000), 0, 2, 4)
+    now = after(context(dp=4, pp=2, share=8, layers=layers, memory_bytes=2_000), 0, 2, 4)
     now = after(now, *(worker for worker in now.live if worker == 6))
     assert now.placement.unheld_layers
     decision = decide(now, "chameleon", rate_of(1e6, now))
@@ -387,7 +387,7 @@ def test_from_a_checkpoint_all_go_on_with_the_fastest_plan_that_fits() -> None:
 
 
 def test_gradients_are_reduced_while_the_program_still_runs() -> None:
-    now = situation(dp=1, pp=2, share=2, layers=(layer(100),) * 2)
+    now = context(dp=1, pp=2, share=2, layers=(layer(100),) * 2)
     whole, first, second = LayerRange(0, 2), LayerRange(0, 1), LayerRange(1, 2)
     # Both workers have the second layer's gradients before worker 0 is done with the first layer.
     plan = Plan(
@@ -403,14 +403,14 @@ def test_gradients_are_reduced_while_the_program_still_runs() -> None:
 
 
 def test_a_plan_of_workers_that_are_lost_cannot_be_run() -> None:
-    now = after(situation(dp=2, pp=2), 3)
+    now = after(context(dp=2, pp=2), 3)
     candidate, way = measure(Proposal(name="as-before", plan=now.plan), now)
     assert candidate == Candidate(policy="as-before", reason="it needs workers that are not live: [3]")
     assert way is None
 
 
 def test_what_nobody_has_to_stop_for_costs_nothing() -> None:
-    now = situation(dp=2, pp=2, spares=1)
+    now = context(dp=2, pp=2, spares=1)
     decision = decide(now, "reroute", rate_of(1e6, now))
     assert decision.course is not None
     assert decision.course.plan == now.plan
@@ -420,12 +420,12 @@ def test_what_nobody_has_to_stop_for_costs_nothing() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(now=situations(intact=True), policy=st.sampled_from(sorted(POLICIES)))
-def test_as_long_as_nobody_is_lost_one_can_go_on_as_before(now: Situation, policy: str) -> None:
+@given(now=contexts(intact=True), policy=st.sampled_from(sorted(POLICIES)))
+def test_as_long_as_nobody_is_lost_one_can_go_on_as_before(now: DecisionContext, policy: str) -> None:
     decision = decide(now, policy, rate_of(100.0, now))
     first, *others = decision.candidates
     assert (first.policy, first.stall_s, first.moved_bytes, first.feasible) == (STAY, 0.0, 0, True)
-    assert all(each.stall_s != 0 for each in others if each.feasible), "it is weighed once"
+    assert all(each.stall_s != 0 for each in others if each.feasible), "it is scored once"
     if policy in ("reroute", "recycle", "restart"):
         assert others == []
     assert decision.chosen is not None
@@ -433,7 +433,7 @@ def test_as_long_as_nobody_is_lost_one_can_go_on_as_before(now: Situation, polic
 
 
 def test_a_worker_that_has_joined_is_taken_where_that_pays() -> None:
-    now = situation(dp=2, pp=2, share=8, spares=2)
+    now = context(dp=2, pp=2, share=8, spares=2)
     assert chosen(now, 1.0) == STAY
     decision = decide(now, "chameleon", rate_of(1e6, now))
     assert decision.chosen is not None
@@ -443,7 +443,7 @@ def test_a_worker_that_has_joined_is_taken_where_that_pays() -> None:
 
 
 def test_the_event_has_these_fields() -> None:
-    now = after(situation(dp=2, pp=2), 0)
+    now = after(context(dp=2, pp=2), 0)
     decision = decide(now, "chameleon", rate_of(1e6, now))
     record: dict[str, Any] = json.loads(json.dumps(decision.to_json()))
     assert set(record) == {"chosen", "horizon_s", "candidates"}
@@ -483,12 +483,12 @@ def test_the_event_has_these_fields() -> None:
             "feasible": False,
             "reason": str(NoHolderError([0, 1])),
         }
-        for policy in ("reroute", "mend", "repartition")
+        for policy in ("reroute", "repair", "repartition")
     ]
 
 
 def test_what_deciding_took_is_predicted_as_it_was() -> None:
-    now = after(situation(dp=3, pp=2), 1)
+    now = after(context(dp=3, pp=2), 1)
     rate = rate_of(100.0, now)
     asked: list[int] = []
 
@@ -497,7 +497,7 @@ def test_what_deciding_took_is_predicted_as_it_was() -> None:
         return 7.0
 
     found = decide(now, "chameleon", rate, decide_s=decide_s)
-    assert asked == [1], "once, when all is weighed"
+    assert asked == [1], "once, when all is scored"
     assert found.phases == replace(now.phases, decide_s=7.0)
     expected = decide(replace(now, phases=found.phases), "chameleon", rate)
     assert found.chosen == expected.chosen
@@ -506,7 +506,7 @@ def test_what_deciding_took_is_predicted_as_it_was() -> None:
 
 
 def test_what_a_transfer_that_was_cut_short_has_left_behind_need_not_move_again() -> None:
-    now = after(situation(dp=3, pp=2), 1)
+    now = after(context(dp=3, pp=2), 1)
     rate = rate_of(1e6, now)
     first = decide(now, "repartition", rate)
     assert first.course is not None
@@ -528,13 +528,13 @@ def test_what_a_transfer_that_was_cut_short_has_left_behind_need_not_move_again(
 
 
 def test_what_cannot_be_decided_is_refused() -> None:
-    now = situation(dp=2, pp=2)
+    now = context(dp=2, pp=2)
     rate = FailureModel(worker_mtbf_s=1.0, prior_failures=1.0)
     with pytest.raises(ConfigError, match="there is no policy 'chamelion'; did you mean 'chameleon'"):
         decide(now, "chamelion", rate)
     with pytest.raises(PlanError, match="no worker is live"):
         decide(after(now, 0, 1, 2, 3), "chameleon", rate)
     with pytest.raises(ConfigError, match="step_factor must be a positive number"):
-        replace(situation(dp=2, pp=2), step_factor=0.0)
+        replace(context(dp=2, pp=2), step_factor=0.0)
     with pytest.raises(ConfigError, match="repeat_s must be zero or a positive number"):
         replace(now, repeat_s=-1.0)

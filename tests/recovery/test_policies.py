@@ -16,15 +16,15 @@ from chameleon_ft.config import PolicyName
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
-from chameleon_ft.recovery import POLICIES, Proposal, Situation, decide, largest_symmetric_layout
+from chameleon_ft.recovery import POLICIES, DecisionContext, Proposal, decide, largest_symmetric_layout
 from chameleon_ft.recovery.proposals import repair
 from chameleon_ft.recovery.proposals.paper import rerouted_s
 from chameleon_ft.schedule import best_program, replay
 from chameleon_ft.search import find_plan, oobleck_plan, paper_plan, reroute
-from tests.recovery.situations import after, layer, rate_of, situation, situations
+from tests.recovery.contexts import after, context, contexts, layer, rate_of
 
 
-def plan_of(now: Situation, policy: str, horizon_s: float = 1e6) -> Plan:
+def plan_of(now: DecisionContext, policy: str, horizon_s: float = 1e6) -> Plan:
     (only,) = POLICIES[policy](now, horizon_s)
     assert only.plan is not None, only.reason
     return only.plan
@@ -39,7 +39,7 @@ def ways(plan: Plan) -> dict[tuple[int, ...], int]:
     return found
 
 
-def moved_bytes(now: Situation, plan: Plan) -> int:
+def moved_bytes(now: DecisionContext, plan: Plan) -> int:
     layers = now.costs.workload.layers
     return sum(
         state_bytes(layers[number])
@@ -55,8 +55,10 @@ def test_the_configuration_knows_all_of_them() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(now=situations(), policy=st.sampled_from(sorted(POLICIES)), horizon_s=st.sampled_from([1.0, 1e5]))
-def test_every_proposal_is_a_plan_of_live_workers_or_a_reason(now: Situation, policy: str, horizon_s: float) -> None:
+@given(now=contexts(), policy=st.sampled_from(sorted(POLICIES)), horizon_s=st.sampled_from([1.0, 1e5]))
+def test_every_proposal_is_a_plan_of_live_workers_or_a_reason(
+    now: DecisionContext, policy: str, horizon_s: float
+) -> None:
     for each in POLICIES[policy](now, horizon_s):
         assert (each.plan is None) == bool(each.reason)
         if each.plan is not None:
@@ -71,18 +73,19 @@ def test_a_proposal_is_a_plan_or_a_reason() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(now=situations())
-def test_to_reroute_is_what_the_search_does_and_moves_nothing(now: Situation) -> None:
+@given(now=contexts())
+def test_to_reroute_is_what_the_search_does_and_moves_nothing(now: DecisionContext) -> None:
     assume(not now.placement.unheld_layers)
     for policy in ("reroute", "recycle"):
-        plan = plan_of(now, policy)
-        assert plan == reroute(now.plan, now.lost, now.costs, ceiling=now.ceiling)
+        plan = POLICIES[policy](now, 1e6)[0].plan
+        assert plan is not None
+        assert plan == reroute(now.plan, now.lost, now.costs, in_flight_limits=now.in_flight_limits)
         assert moved_bytes(now, plan) == 0
 
 
 @settings(max_examples=30, deadline=None)
-@given(now=situations())
-def test_to_re_partition_is_what_the_search_finds_and_no_other_roles_move_less(now: Situation) -> None:
+@given(now=contexts())
+def test_to_re_partition_is_what_the_search_finds_and_no_other_roles_move_less(now: DecisionContext) -> None:
     assume(not now.placement.unheld_layers)
     proposals = POLICIES["repartition"](now, 1e6)
     assume(proposals[0].plan is not None)
@@ -118,47 +121,53 @@ def test_to_re_partition_is_what_the_search_finds_and_no_other_roles_move_less(n
 
 
 def test_with_too_few_workers_it_says_so() -> None:
-    now = situation(dp=2, pp=4, layers=(layer(100),) * 8, memory_bytes=900, effort=100)
+    now = context(dp=2, pp=4, layers=(layer(100),) * 8, memory_bytes=900, effort=100)
     assert POLICIES["repartition"](after(now, 1), 1e6)[0].plan is not None
     (none,) = POLICIES["repartition"](after(now, 1, 2, 3, 4, 5, 6), 1e6)
     assert "does not fit the memory of 2 workers" in str(none.reason)
 
 
 def test_chameleon_proposes_each_plan_once() -> None:
-    now = situation(dp=2, pp=2)
+    now = context(dp=2, pp=2)
     names = [each.name for each in POLICIES["chameleon"](now, 1e6)]
     assert names[0] == "reroute"
-    assert "mend" not in names, "nothing is to be mended, so it would be the same plan"
-    assert [each.name for each in POLICIES["chameleon"](after(now, 0), 1e6)][:2] == ["reroute", "mend"]
+    assert "repair" not in names, "nothing is to be repaired, so it would be the same plan"
+    assert [each.name for each in POLICIES["chameleon"](after(now, 0), 1e6)][:2] == ["reroute", "repair"]
 
 
-def test_what_the_search_has_mended_is_not_mended_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = after(situation(dp=3, pp=2, share=4, split_backward=True), 2)
-    (alone,) = POLICIES["mend"](now, 1e6)
+def test_what_the_search_has_repaired_is_not_repaired_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = after(context(dp=3, pp=2, share=4, split_backward=True), 2)
+    (alone,) = POLICIES["repair"](now, 1e6)
 
     def again(*_: object, **__: object) -> None:
         raise AssertionError
 
     monkeypatch.setattr(repair, "recut_plan", again)
-    (mended,) = [each for each in POLICIES["chameleon"](now, 1e6) if each.name == "mend"]
-    assert mended.plan == alone.plan
+    (repaired,) = [each for each in POLICIES["chameleon"](now, 1e6) if each.name == "repair"]
+    assert repaired.plan == alone.plan
     with pytest.raises(AssertionError):
-        POLICIES["mend"](now, 1e6)
+        POLICIES["repair"](now, 1e6)
 
 
-def test_a_worker_that_holds_more_than_its_part_is_mended_by_its_part() -> None:
-    """The search knows of what it holds, so what that mends is another plan."""
-    before = after(situation(dp=2, pp=2, share=4, split_backward=True), 1)
+def test_a_worker_that_holds_more_than_its_part_is_repaired_by_its_part() -> None:
+    """The search knows of what it holds, so its repair is another plan."""
+    before = after(context(dp=2, pp=2, share=4, split_backward=True), 1)
     held = Placement(4, {**before.placement.ranges, 0: (LayerRange(0, 4),)})
     now = replace(before, holdings=held)
-    mended = [each.plan for each in POLICIES["chameleon"](now, 1e6) if each.name == "mend"]
-    assert mended == [plan_of(before, "mend")]
+    repaired = [each.plan for each in POLICIES["chameleon"](now, 1e6) if each.name == "repair"]
+    assert repaired == [plan_of(before, "repair")]
 
 
-def test_only_a_broken_pipeline_is_mended() -> None:
-    before = situation(dp=3, pp=3, share=6, layers=(layer(10),) * 6)
+def test_the_former_name_of_a_policy_is_accepted() -> None:
+    now = after(context(dp=2, pp=2), 1)
+    failures = rate_of(1e6, now)
+    assert decide(now, "mend", failures) == decide(now, "repair", failures)
+
+
+def test_only_a_broken_pipeline_is_repaired() -> None:
+    before = context(dp=3, pp=3, share=6, layers=(layer(10),) * 6)
     now = after(before, 4)
-    plan = plan_of(now, "mend")
+    plan = plan_of(now, "repair")
     assert sorted(len(workers) for workers in ways(plan)) == [2, 3, 3]
     for worker in (0, 1, 2, 6, 7, 8):
         assert plan.placement.ranges_of(worker) == before.plan.placement.ranges_of(worker)
@@ -176,12 +185,12 @@ def test_only_a_broken_pipeline_is_mended() -> None:
     lost=st.integers(0, 1),
     latency_s=st.sampled_from([0.0, 0.5]),
 )
-def test_no_other_shares_of_mended_pipelines_end_earlier(
+def test_no_other_shares_of_repaired_pipelines_end_earlier(
     dp: int, pp: int, share: int, times_s: list[float], lost: int, latency_s: float
 ) -> None:
     layers = tuple(layer(10, time_s) for time_s in times_s)
-    now = after(situation(dp=dp, pp=pp, share=share, layers=layers, link=Link(latency_s, 100.0)), lost)
-    plan = plan_of(now, "mend")
+    now = after(context(dp=dp, pp=pp, share=share, layers=layers, link=Link(latency_s, 100.0)), lost)
+    plan = plan_of(now, "repair")
     shares = {route.hops: 0 for route in plan.routes}
     for route in plan.routes:
         shares[route.hops] += 1
@@ -197,27 +206,27 @@ def test_no_other_shares_of_mended_pipelines_end_earlier(
 
 
 def test_a_worker_that_has_come_back_fills_the_gap() -> None:
-    mended = plan_of(after(situation(dp=2, pp=3), 1), "mend")
-    now = replace(situation(dp=2, pp=3), plan=mended)
-    again = plan_of(now, "mend")
+    repaired = plan_of(after(context(dp=2, pp=3), 1), "repair")
+    now = replace(context(dp=2, pp=3), plan=repaired)
+    again = plan_of(now, "repair")
     assert sorted(len(workers) for workers in ways(again)) == [3, 3]
     assert set(again.workers) == set(range(6))
-    spare = after(situation(dp=2, pp=2, spares=1), 0)
-    plan = plan_of(spare, "mend")
+    spare = after(context(dp=2, pp=2, spares=1), 0)
+    plan = plan_of(spare, "repair")
     assert set(ways(plan)) == {(4, 1), (2, 3)}
     assert plan.placement.ranges_of(4) == spare.plan.placement.ranges_of(0)
 
 
 def test_what_is_left_of_two_pipelines_makes_one_again() -> None:
-    before = situation(dp=2, pp=2)
+    before = context(dp=2, pp=2)
     rerouted = replace(before, plan=plan_of(after(before, 0), "reroute"))
-    assert list(ways(plan_of(after(rerouted, 0, 3), "mend"))) == [(2, 1)]
-    nobody = after(situation(dp=2, pp=1, spares=0), 0)
-    assert list(ways(plan_of(nobody, "mend"))) == [(1,)]
+    assert list(ways(plan_of(after(rerouted, 0, 3), "repair"))) == [(2, 1)]
+    nobody = after(context(dp=2, pp=1, spares=0), 0)
+    assert list(ways(plan_of(nobody, "repair"))) == [(1,)]
 
 
 def test_a_replica_is_dropped_as_a_whole() -> None:
-    before = situation(dp=3, pp=2, share=4)
+    before = context(dp=3, pp=2, share=4)
     plan = plan_of(after(before, 2), "drop-replica")
     assert ways(plan) == {(0, 1): 6, (4, 5): 6}
     assert plan.workers == (0, 1, 4, 5)
@@ -234,7 +243,7 @@ def test_a_replica_is_dropped_as_a_whole() -> None:
 
 
 def test_a_pipeline_of_idle_workers_recomputes_as_the_one_that_it_is_like() -> None:
-    before = situation(dp=3, pp=2, share=4)
+    before = context(dp=3, pp=2, share=4)
     recompute = {0: RecomputedLayers(0, 2), 1: RecomputedLayers(3, 4), 4: RecomputedLayers(0, 1)}
     plan = plan_of(after(replace(before, plan=replace(before.plan, recompute=recompute)), 2, 5), "drop-replica")
 
@@ -243,7 +252,7 @@ def test_a_pipeline_of_idle_workers_recomputes_as_the_one_that_it_is_like() -> N
 
 
 def test_all_that_are_left_restart_in_the_largest_equal_layout() -> None:
-    now = after(situation(dp=3, pp=2), 0, 2, 4)
+    now = after(context(dp=3, pp=2), 0, 2, 4)
     (only,) = POLICIES["restart"](now, 1e6)
     assert only.from_checkpoint
     assert only.plan == largest_symmetric_layout(
@@ -255,7 +264,7 @@ def test_all_that_are_left_restart_in_the_largest_equal_layout() -> None:
 
 
 def test_the_plan_of_oobleck_is_its_planners() -> None:
-    now = after(situation(dp=3, pp=2, layers=(layer(100),) * 6), 1)
+    now = after(context(dp=3, pp=2, layers=(layer(100),) * 6), 1)
     baseline = oobleck_plan(now.costs, current=now.placement)
     assert baseline is not None
     (only,) = POLICIES["oobleck"](now, 1e6)
@@ -265,7 +274,7 @@ def test_the_plan_of_oobleck_is_its_planners() -> None:
     (candidate,) = decide(now, "oobleck", rate_of(1e6, now)).candidates
     assert candidate.step_s is not None
     assert candidate.step_s <= baseline.found.step_s * (1 + 1e-9)
-    small = after(situation(dp=2, pp=2, layers=(layer(100),) * 4, memory_bytes=700), 0)
+    small = after(context(dp=2, pp=2, layers=(layer(100),) * 4, memory_bytes=700), 0)
     (none,) = POLICIES["oobleck"](small, 1e6)
     assert none.plan is None
     assert "no combination of templates" in str(none.reason)
@@ -273,7 +282,7 @@ def test_the_plan_of_oobleck_is_its_planners() -> None:
 
 def test_oobleck_keeps_its_pipelines_too() -> None:
     """As its released code: the pipeline that has lost a worker takes the template of its new size."""
-    before = situation(dp=3, pp=3, share=8, layers=(layer(100),) * 6, link=Link(0.0, 1e6))
+    before = context(dp=3, pp=3, share=8, layers=(layer(100),) * 6, link=Link(0.0, 1e6))
     best, kept = POLICIES["oobleck"](after(before, 1), 1e6)
     assert best.plan is not None
     assert kept.plan is not None
@@ -281,7 +290,7 @@ def test_oobleck_keeps_its_pipelines_too() -> None:
     assert sorted(map(len, ways(kept.plan))) == [2, 3, 3]
     assert moved_bytes(after(before, 1), kept.plan) < moved_bytes(after(before, 1), best.plan)
     # A worker that has joined was in no pipeline, so there is none to keep it in.
-    joined = situation(dp=3, pp=3, share=8, layers=(layer(100),) * 6, link=Link(0.0, 1e6), spares=1)
+    joined = context(dp=3, pp=3, share=8, layers=(layer(100),) * 6, link=Link(0.0, 1e6), spares=1)
     (best,) = POLICIES["oobleck"](after(joined, 1), 1e6)
     assert best.plan is not None
     assert len(best.plan.workers) == 9
@@ -289,7 +298,7 @@ def test_oobleck_keeps_its_pipelines_too() -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_recycle_decouples_the_backward_after_a_loss(split: bool) -> None:
-    before = situation(dp=2, pp=2, split_backward=split)
+    before = context(dp=2, pp=2, split_backward=split)
     (intact,) = POLICIES["recycle"](before, 1e6)
     assert intact.plan == before.plan
     now = after(before, 1)
@@ -309,7 +318,7 @@ def test_recycle_decouples_the_backward_after_a_loss(split: bool) -> None:
 
 def test_the_papers_estimate_of_rerouting() -> None:
     # (N_pp + N_m - 1 + N_m F_i / (N_dp - F_i)) (t_f + t_b), with two layers to a stage: t_f + t_b = 2 + 4.
-    before = situation(dp=4, pp=3, share=9)
+    before = context(dp=4, pp=3, share=9)
     assert rerouted_s(before) == (3 + 9 - 1) * 6
     assert rerouted_s(after(before, 4)) == pytest.approx((3 + 9 - 1 + 9 / 3) * 6)
     assert rerouted_s(after(before, 4, 6)) == pytest.approx((3 + 9 - 1 + 9 / 3 + 9 / 3) * 6)
@@ -324,7 +333,7 @@ def test_the_papers_estimate_of_rerouting() -> None:
 def test_the_papers_estimate_on_unequal_pipelines() -> None:
     # One pipeline of two stages of three layers, one of one stage: 9 (t_f + t_b) each, and 18.
     layers = LayerRange(0, 6)
-    base = situation(dp=1, pp=2, share=4, layers=(layer(10),) * 6, spares=1)
+    base = context(dp=1, pp=2, share=4, layers=(layer(10),) * 6, spares=1)
     routes = [*base.plan.routes[:3], replace(base.plan.routes[3], hops=(Hop(2, layers),))]
     placement = replace(base.plan.placement, ranges={**base.plan.placement.ranges, 2: (layers,)})
     now = replace(base, plan=Plan(placement, tuple(routes)))
@@ -340,7 +349,7 @@ def test_the_papers_estimate_on_unequal_pipelines() -> None:
 
 def test_the_papers_detours_are_shared_by_all_live_holders() -> None:
     layers = LayerRange(0, 6)
-    base = situation(dp=2, pp=2, share=3, layers=(layer(10),) * 6, spares=1)
+    base = context(dp=2, pp=2, share=3, layers=(layer(10),) * 6, spares=1)
     routes = (*base.plan.routes[:5], replace(base.plan.routes[5], hops=(Hop(4, layers),)))
     placement = replace(base.plan.placement, ranges={**base.plan.placement.ranges, 4: (layers,)})
     now = replace(base, plan=Plan(placement, routes))
@@ -349,7 +358,7 @@ def test_the_papers_detours_are_shared_by_all_live_holders() -> None:
 
 
 def test_the_paper_chooses_by_its_own_estimates() -> None:
-    now = after(situation(dp=3, pp=2, share=12, layers=(layer(1000),) * 6, link=Link(0.0, 100.0)), 1)
+    now = after(context(dp=3, pp=2, share=12, layers=(layer(1000),) * 6, link=Link(0.0, 100.0)), 1)
     found = paper_plan(now.costs, current=now.placement)
     assert found is not None
     detour_s = rerouted_s(now)
@@ -366,7 +375,7 @@ def test_the_paper_chooses_by_its_own_estimates() -> None:
 
 def test_the_paper_takes_what_can_be_done() -> None:
     # Of three workers, one would have to hold both layers.
-    now = after(situation(dp=2, pp=2, layers=(layer(100),) * 2, memory_bytes=700), 3)
+    now = after(context(dp=2, pp=2, layers=(layer(100),) * 2, memory_bytes=700), 3)
     assert POLICIES["paper"](now, 1e9)[0].name == "paper-reroute"
     nobody = after(now, 1)
     (none,) = POLICIES["paper"](nobody, 1e9)
@@ -374,14 +383,14 @@ def test_the_paper_takes_what_can_be_done() -> None:
 
 
 def test_plans_of_the_start_are_proposed_again_by_whoever_is_asked() -> None:
-    now = situation(dp=2, pp=2)
+    now = context(dp=2, pp=2)
     assert plan_of(now, "recycle") == now.plan == data_pipeline_plan(layer_costs=[3.0] * 4, dp=2, pp=2, micro_batches=8)
 
 
 def test_idle_workers_take_the_places_of_lost_ones() -> None:
-    before = situation(dp=2, pp=2, spares=1, split_backward=True)
+    before = context(dp=2, pp=2, spares=1, split_backward=True)
     assert [each.name for each in POLICIES["recycle"](after(before, 1), 1e6)] == ["recycle"], "there is no home to fill"
-    now = replace(after(before, 1), home=before.plan, home_ceiling=before.ceiling)
+    now = replace(after(before, 1), home=before.plan, home_in_flight_limits=before.in_flight_limits)
     detours, rejoined = POLICIES["recycle"](now, 1e6)
     assert (detours.name, rejoined.name) == ("recycle", "recycle-rejoin")
     assert rejoined.plan is not None
@@ -394,6 +403,6 @@ def test_idle_workers_take_the_places_of_lost_ones() -> None:
 
 
 def test_dropped_pipelines_leave_shares_in_proportion() -> None:
-    now = situation(dp=3, pp=2)
+    now = context(dp=3, pp=2)
     shares = ways(plan_of(after(now, 0), "drop-replica"))
     assert sorted(shares.values()) == [6, 6]

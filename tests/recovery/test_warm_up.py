@@ -14,7 +14,7 @@ warm_up()
 for found in pkgutil.walk_packages(chameleon_ft.__path__, "chameleon_ft."):
     if "kernel" in found.name and not found.ispkg:
         for name, each in vars(importlib.import_module(found.name)).items():
-            kept = type(getattr(each, "_cache", None)).__module__ == "chameleon_ft.schedule._kernels.jit"
+            kept = type(getattr(each, "_cache", None)).__module__ == "chameleon_ft.schedule.jit"
             if kept and each.py_func.__module__ == found.name:
                 print(name, len(each.signatures))
 """

@@ -11,7 +11,7 @@ from chameleon_ft.cluster import Link
 from chameleon_ft.config import Emulation, Recovery
 from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.profiles import read_profile, write_profile
-from chameleon_ft.transfer import plan_in_roles
+from chameleon_ft.transfer import remap_plan
 from tests.harness import assert_trained_as_if_nothing_failed, fails, train_here
 from tests.runtime.test_emulation import emulated_config
 
@@ -20,7 +20,7 @@ from tests.runtime.test_emulation import emulated_config
 def test_no_host_is_left_with_all_holders_of_a_layer_and_then_one_is_lost(tmp_path: Path) -> None:
     # The stages of two pipelines begin on a host each, where gradients are reduced; links between hosts are slow.
     plan = data_pipeline_plan(layer_costs=[1.0] * 5, dp=2, pp=2, micro_batches=8)
-    by_stage = plan_in_roles(plan, {0: 0, 2: 1, 1: 2, 3: 3})
+    by_stage = remap_plan(plan, {0: 0, 2: 1, 1: 2, 3: 3})
     file = tmp_path / "plan.json"
     file.write_text(by_stage.to_json())
     config = emulated_config(

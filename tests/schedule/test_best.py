@@ -60,9 +60,9 @@ def test_with_free_messages_and_equal_stages_the_defaults_are_best(shape: Shape,
 
 @given(pipelined(), st.integers(1, 3), st.integers(0, 2))
 def test_the_ceiling_bounds_every_worker(case: Planned, in_flight: int, more: int) -> None:
-    ceiling = dict.fromkeys(case.plan.workers, InFlightLimit(in_flight, in_flight + more))
+    in_flight_limits = dict.fromkeys(case.plan.workers, InFlightLimit(in_flight, in_flight + more))
 
-    best = best_program(case.plan, case.costs, ceiling=ceiling)
+    best = best_program(case.plan, case.costs, in_flight_limits=in_flight_limits)
 
     check_program(best.program, case.plan)
     for worker in case.plan.workers:
@@ -115,15 +115,18 @@ def test_a_plan_takes_as_long_as_the_slowest_of_its_parts_alone(
     limits = st.builds(
         lambda in_flight, more: InFlightLimit(in_flight, in_flight + more), st.just(2), st.integers(0, 2)
     )
-    ceiling = data.draw(st.dictionaries(st.sampled_from(case.plan.workers), limits))
+    in_flight_limits = data.draw(st.dictionaries(st.sampled_from(case.plan.workers), limits))
 
-    best = best_program(case.plan, case.costs, ceiling=ceiling, effort=effort)
+    best = best_program(case.plan, case.costs, in_flight_limits=in_flight_limits, effort=effort)
 
     check_program(best.program, case.plan)
     assert replay(best.program, case.costs).step_s == best.step_s
-    alone = [best_program(part, case.costs, ceiling=ceiling, effort=effort).step_s for part in apart(case.plan)]
+    alone = [
+        best_program(part, case.costs, in_flight_limits=in_flight_limits, effort=effort).step_s
+        for part in apart(case.plan)
+    ]
     assert best.step_s == max(alone)
-    assert step_s_of(best_parts(case.plan, case.costs, ceiling=ceiling, effort=effort)) == best.step_s
+    assert step_s_of(best_parts(case.plan, case.costs, in_flight_limits=in_flight_limits, effort=effort)) == best.step_s
 
 
 @settings(max_examples=40)
@@ -164,7 +167,7 @@ def test_more_in_flight_hides_latency() -> None:
     best = best_program(plan, costs)
 
     assert best.step_s < 0.85 * plain_s
-    assert best_program(plan, costs, ceiling=default_limits(plan)).step_s <= plain_s
+    assert best_program(plan, costs, in_flight_limits=default_limits(plan)).step_s <= plain_s
 
 
 @given(pipelined(), st.data())
@@ -180,14 +183,16 @@ def test_pipelines_that_are_known_are_taken_as_they_are(case: Planned, data: st.
     # Fewer in flight than any heuristic would choose.
     slow = {
         times[hops]: replace(
-            pipeline_schedule(times[hops], share, split_backward=plan.split_backward, ceiling=few, effort=QUICK),
-            ceiling=many,
+            pipeline_schedule(
+                times[hops], share, split_backward=plan.split_backward, in_flight_limits=few, effort=QUICK
+            ),
+            in_flight_limits=many,
         )
         for hops in chosen
     }
-    ceiling = dict.fromkeys(plan.workers, InFlightLimit(3 * depth, 3 * depth))
+    in_flight_limits = dict.fromkeys(plan.workers, InFlightLimit(3 * depth, 3 * depth))
 
-    parts = best_parts(plan, costs, ceiling=ceiling, effort=QUICK, known=slow.values())
+    parts = best_parts(plan, costs, in_flight_limits=in_flight_limits, effort=QUICK, known=slow.values())
 
     program = program_of(plan, parts)
     check_program(program, plan)
@@ -204,7 +209,7 @@ def test_pipelines_that_are_known_are_taken_as_they_are(case: Planned, data: st.
 @given(pipelined(), st.integers(1, 3))
 def test_what_is_known_of_workers_that_keep_more_is_not_taken(case: Planned, in_flight: int) -> None:
     plan, costs = case.plan, case.costs
-    ceiling = dict.fromkeys(plan.workers, InFlightLimit(in_flight, in_flight))
+    in_flight_limits = dict.fromkeys(plan.workers, InFlightLimit(in_flight, in_flight))
     split = plan.split_backward
     ways = Counter(route.hops for route in plan.routes)
     known = [
@@ -212,12 +217,12 @@ def test_what_is_known_of_workers_that_keep_more_is_not_taken(case: Planned, in_
             pipeline_times(hops, costs, split_backward=split),
             share,
             split_backward=split,
-            ceiling=np.full((3, len(hops)), in_flight + 1),
+            in_flight_limits=np.full((3, len(hops)), in_flight + 1),
             effort=QUICK,
         )
         for hops, share in ways.items()
     ]
 
-    parts = best_parts(plan, costs, ceiling=ceiling, effort=QUICK, known=known)
+    parts = best_parts(plan, costs, in_flight_limits=in_flight_limits, effort=QUICK, known=known)
 
-    assert program_of(plan, parts) == best_program(plan, costs, ceiling=ceiling, effort=QUICK).program
+    assert program_of(plan, parts) == best_program(plan, costs, in_flight_limits=in_flight_limits, effort=QUICK).program

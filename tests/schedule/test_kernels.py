@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from numba import njit
 
-from chameleon_ft.schedule._kernels.jit import kernel, lean_kernel
+from chameleon_ft.schedule.jit import kernel, lean_kernel
 
 _SOURCE = "def double(number):\n    return 2 * number\n"
 

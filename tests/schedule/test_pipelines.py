@@ -22,11 +22,11 @@ from chameleon_ft.schedule import (
     pipeline_schedule,
     replay,
 )
-from chameleon_ft.schedule._network import NetworkBuilder, pipeline_network
-from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_parts, program_of
 from chameleon_ft.schedule.heuristics import Problem, best_schedule
 from chameleon_ft.schedule.list_scheduler import limits_array, limits_of_array
+from chameleon_ft.schedule.network import NetworkBuilder, pipeline_network
+from chameleon_ft.schedule.records import Integers
 from chameleon_ft.workload import LayerCost, Workload
 
 _EFFORTS = (1, 3_000, 20_000, 100_000)
@@ -69,7 +69,7 @@ class Pipelines:
 
     plan: Plan
     costs: CostModel
-    ceiling: dict[int, InFlightLimit]
+    in_flight_limits: dict[int, InFlightLimit]
 
     @classmethod
     def drawn(cls, rng: random.Random, count: int) -> Pipelines:
@@ -78,7 +78,7 @@ class Pipelines:
         ids = iter(rng.sample(range(count * layers), count * layers))
         held: dict[int, tuple[LayerRange, ...]] = {}
         routes: list[Route] = []
-        ceiling: dict[int, InFlightLimit] = {}
+        in_flight_limits: dict[int, InFlightLimit] = {}
         for _ in range(count):
             depth = rng.randint(1, layers)
             stops = [*sorted(rng.sample(range(1, layers), depth - 1)), layers]
@@ -87,12 +87,12 @@ class Pipelines:
             routes += [Route(len(routes) + number, hops) for number in range(rng.choice((1, 2, 3, 7, 20)))]
             for hop in hops:
                 # Down to one in flight, or more than there will be.
-                ceiling[hop.worker] = rng.choice((_limit(rng, depth), InFlightLimit(2 * depth, 2 * depth)))
+                in_flight_limits[hop.worker] = rng.choice((_limit(rng, depth), InFlightLimit(2 * depth, 2 * depth)))
         recompute = {
             worker: RecomputedLayers.in_full(held[worker][0])
             for worker in rng.sample(sorted(held), rng.randint(0, len(held)))
         }
-        return cls(Plan(Placement(layers, held), tuple(routes), rng.random() < 0.7, recompute), costs, ceiling)
+        return cls(Plan(Placement(layers, held), tuple(routes), rng.random() < 0.7, recompute), costs, in_flight_limits)
 
     def ways(self) -> list[tuple[Hop, ...]]:
         """The hops of each pipeline."""
@@ -108,7 +108,7 @@ class Pipelines:
             self.times(hops),
             sum(route.hops == hops for route in self.plan.routes),
             split_backward=self.plan.split_backward,
-            ceiling=limits_array([hop.worker for hop in hops], self.ceiling),
+            in_flight_limits=limits_array([hop.worker for hop in hops], self.in_flight_limits),
             effort=effort,
         )
 
@@ -123,7 +123,7 @@ def test_the_network_made_of_times_is_scheduled_like_the_one_made_of_routes(seed
 
     found = case.scheduled(hops, effort)
 
-    wanted = best_schedule(Problem.of(builder, [hops], [0] * plan.micro_batches, case.ceiling), effort=effort)
+    wanted = best_schedule(Problem.of(builder, [hops], [0] * plan.micro_batches, case.in_flight_limits), effort=effort)
     assert builder.times(hops) == found.times
     assert found.step_s == wanted.step_s
     assert found.codes.tolist() == wanted.codes.tolist()
@@ -139,7 +139,7 @@ def test_the_program_of_a_plan_has_the_schedule_that_each_of_its_pipelines_has_a
     case, effort = Pipelines.drawn(rng, rng.randint(1, 5)), rng.choice((0, *_EFFORTS))
     alone = {hops: case.scheduled(hops, effort) for hops in case.ways()}
 
-    best = best_program(case.plan, case.costs, ceiling=case.ceiling, effort=effort)
+    best = best_program(case.plan, case.costs, in_flight_limits=case.in_flight_limits, effort=effort)
 
     check_program(best.program, case.plan)
     timeline = replay(best.program, case.costs)
@@ -165,7 +165,12 @@ def test_orders_are_replayed_under_other_times(seed: int) -> None:
     assert found.replayed(found.times).ends_s.tolist() == found.ends_s.tolist()
     assert again.codes.tolist() == found.codes.tolist()
     # As long as a program of these orders is predicted to take.
-    (part,) = best_parts(case.plan, others.costs, ceiling=case.ceiling, known=[replace(again, ceiling=found.ceiling)])
+    (part,) = best_parts(
+        case.plan,
+        others.costs,
+        in_flight_limits=case.in_flight_limits,
+        known=[replace(again, in_flight_limits=found.in_flight_limits)],
+    )
     assert part.schedule.step_s == again.step_s
     timeline = replay(program_of(case.plan, [part]), others.costs)
     assert timeline.step_s == again.step_s
@@ -183,7 +188,9 @@ def test_with_slack_that_is_enough_which_is_near_to_the_lower_bound(seed: int) -
     hops = tuple(Hop(stage, LayerRange(stage, stage + 1)) for stage in range(depth))
     times = pipeline_times(hops, some_costs(rng, depth, depth), split_backward=True)
     exact, near, any_does = (
-        pipeline_schedule(times, 20, split_backward=True, ceiling=_roomy(depth), effort=DEFAULT_EFFORT, slack=slack)
+        pipeline_schedule(
+            times, 20, split_backward=True, in_flight_limits=_roomy(depth), effort=DEFAULT_EFFORT, slack=slack
+        )
         for slack in (1e-9, 0.05, 100.0)
     )
     assert exact.step_s <= near.step_s <= any_does.step_s
@@ -200,7 +207,9 @@ def test_without_effort_half_of_the_hardest_pipelines_are_hardly_longer(split: b
         hops = tuple(Hop(stage, LayerRange(stage, stage + 1)) for stage in range(depth))
         times = pipeline_times(hops, some_costs(rng, depth, depth), split_backward=split)
         quick, best = (
-            pipeline_schedule(times, 3 * depth, split_backward=split, ceiling=_roomy(depth), effort=effort).step_s
+            pipeline_schedule(
+                times, 3 * depth, split_backward=split, in_flight_limits=_roomy(depth), effort=effort
+            ).step_s
             for effort in (0, DEFAULT_EFFORT)
         )
         longer.append(quick / best - 1)
@@ -214,8 +223,10 @@ def test_a_limit_holds_beside_stages_that_take_no_time(micro_batches: int) -> No
     times = PipelineTimes(
         forward_s=(1.0, 1.0, 0.0), backward_s=(0.0, 1.0, 0.0), weight_grad_s=(2.0, 1.0, 0.0), message_s=(0.1, 0.0)
     )
-    ceiling = np.array([[1, 2, 1], [1, 3, 3], [1, 3, 3]])
-    found = pipeline_schedule(times, micro_batches, split_backward=True, ceiling=ceiling, effort=1_000)
+    in_flight_limits = np.array([[1, 2, 1], [1, 3, 3], [1, 3, 3]])
+    found = pipeline_schedule(
+        times, micro_batches, split_backward=True, in_flight_limits=in_flight_limits, effort=1_000
+    )
     kept = most = 0
     for code in found.orders[0].tolist():
         kept += {0: 1, 1: 0, 2: -1}[code // (3 * micro_batches)]

@@ -24,7 +24,7 @@ from chameleon_ft.schedule import (
     list_schedule,
 )
 from chameleon_ft.schedule.program import operations_from, records_from
-from chameleon_ft.transfer import plan_in_roles
+from chameleon_ft.transfer import remap_plan
 from chameleon_ft.workload import LayerCost, Workload
 from tests.strategies import Planned, planned
 
@@ -87,12 +87,12 @@ def test_with_workers_exchanged_it_is_the_program_of_the_plan_with_workers_excha
     random.shuffle(others)
     exchange = dict(zip(plan.workers, others, strict=True)) | {1000: 1001}
 
-    found = program.exchanged(exchange)
+    found = program.remap_workers(exchange)
 
-    check_program(found, plan_in_roles(plan, exchange))
+    check_program(found, remap_plan(plan, exchange))
     for worker in plan.workers:
         assert [str(each) for each in found.of(exchange[worker])] == [str(each) for each in program.of(worker)]
-    assert found.exchanged({other: worker for worker, other in exchange.items()}) == program
+    assert found.remap_workers({other: worker for worker, other in exchange.items()}) == program
     assert program == list_schedule(case.plan, case.costs), "the program itself stays as it was"
 
 

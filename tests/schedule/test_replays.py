@@ -9,9 +9,9 @@ import pytest
 
 from chameleon_ft.plan import Hop, LayerRange
 from chameleon_ft.schedule._kernels.replay import Neighbourhood, changed, longest_path, replay_neighbours
-from chameleon_ft.schedule._network import NetworkBuilder
 from chameleon_ft.schedule.heuristics import ListSchedules, Problem, _channels_of_operations
 from chameleon_ft.schedule.list_scheduler import InFlightLimit
+from chameleon_ft.schedule.network import NetworkBuilder
 from tests.schedule.test_pipelines import some_costs
 
 
@@ -29,8 +29,8 @@ def _check_neighbours(rng: random.Random, *, split_backward: bool) -> int:
     hops = tuple(Hop(stage, LayerRange(stage, stage + 1)) for stage in range(depth))
     costs = some_costs(rng, depth, depth)
     builder = NetworkBuilder(costs, split_backward=split_backward, workers=tuple(range(depth)))
-    ceiling = dict.fromkeys(range(depth), InFlightLimit(depth, 2 * depth))
-    problem = Problem.of(builder, [hops], [0] * rng.randint(4, 9), ceiling)
+    in_flight_limits = dict.fromkeys(range(depth), InFlightLimit(depth, 2 * depth))
+    problem = Problem.of(builder, [hops], [0] * rng.randint(4, 9), in_flight_limits)
     found = ListSchedules(problem).search()
     network = problem.network
     received_in, sent_in = _channels_of_operations(network)

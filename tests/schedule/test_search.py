@@ -20,11 +20,11 @@ from chameleon_ft.schedule import (
     list_schedule,
     replay,
 )
-from chameleon_ft.schedule._network import builder_of
 from chameleon_ft.schedule.best import ScheduledPart, program_of
 from chameleon_ft.schedule.components import Component, different_ways
 from chameleon_ft.schedule.heuristics import ListSchedules, Problem, reordered, reprioritized
 from chameleon_ft.schedule.list_scheduler import Rules, Schedule, schedule
+from chameleon_ft.schedule.network import builder_of
 from tests.strategies import Planned, Shape, equal_costs, losses, pipelined, pipelines, planned, survivable
 
 # Enough for every search to begin.
@@ -67,9 +67,9 @@ def test_a_ceiling_holds_and_the_result_is_no_longer_than_a_list_schedule(
     case: Planned, in_flight: int, more: int
 ) -> None:
     plan, costs = case.plan, case.costs
-    ceiling = dict.fromkeys(plan.workers, InFlightLimit(in_flight, in_flight + more))
+    in_flight_limits = dict.fromkeys(plan.workers, InFlightLimit(in_flight, in_flight + more))
 
-    best = best_program(plan, costs, ceiling=ceiling)
+    best = best_program(plan, costs, in_flight_limits=in_flight_limits)
 
     check_program(best.program, plan)
     for worker in plan.workers:
@@ -77,16 +77,16 @@ def test_a_ceiling_holds_and_the_result_is_no_longer_than_a_list_schedule(
         assert best.limits[worker].in_flight <= in_flight
         assert best.limits[worker].kept <= in_flight + more
     for prefer in Preference:
-        listed = list_schedule(plan, costs, _lower(default_limits(plan), ceiling), prefer=prefer)
+        listed = list_schedule(plan, costs, _lower(default_limits(plan), in_flight_limits), prefer=prefer)
         assert best.step_s <= replay(listed, costs).step_s * (1 + 1e-9)
-    assert best_program(plan, costs, ceiling=ceiling) == best
+    assert best_program(plan, costs, in_flight_limits=in_flight_limits) == best
 
 
-def _lower(limits: Mapping[int, InFlightLimit], ceiling: dict[int, InFlightLimit]) -> dict[int, InFlightLimit]:
+def _lower(limits: Mapping[int, InFlightLimit], in_flight_limits: dict[int, InFlightLimit]) -> dict[int, InFlightLimit]:
     lower: dict[int, InFlightLimit] = {}
     for worker, limit in limits.items():
-        kept = min(limit.kept, ceiling[worker].kept)
-        lower[worker] = InFlightLimit(min(limit.in_flight, ceiling[worker].in_flight, kept), kept)
+        kept = min(limit.kept, in_flight_limits[worker].kept)
+        lower[worker] = InFlightLimit(min(limit.in_flight, in_flight_limits[worker].in_flight, kept), kept)
     return lower
 
 

@@ -33,7 +33,7 @@ def kind_of(worker: Worker) -> Kind:
 
 
 def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """The stops of all contiguous cuts."""
+    """The cut points of all contiguous cuts."""
     for inner in combinations(range(1, layers), stages - 1):
         yield (*inner, layers)
 
@@ -56,9 +56,9 @@ class Exhaustive:
         times: dict[tuple[tuple[int, ...], int], float] = {}
         for workers in self._pipelines([by_kind[kind] for kind in kinds], deepest):
             size = tuple(sum(worker in by_kind[kind] for worker in workers) for kind in kinds)
-            for stops in cuts(len(workload.layers), len(workers)):
+            for cut_points in cuts(len(workload.layers), len(workers)):
                 for share in range(1, workload.micro_batches + 1):
-                    every = (self.pipelines_s(workers, stops, share, split) for split in (False, True))
+                    every = (self.pipelines_s(workers, cut_points, share, split) for split in (False, True))
                     time_s = min(chain(*every), default=math.inf)
                     times[size, share] = min(time_s, times.get((size, share), math.inf))
         sizes = sorted({size for size, _ in times})
@@ -80,26 +80,28 @@ class Exhaustive:
 
         return least(counts, workload.micro_batches)
 
-    def pipelines_s(self, workers: Sequence[int], stops: tuple[int, ...], share: int, split: bool) -> Iterator[float]:
+    def pipelines_s(
+        self, workers: Sequence[int], cut_points: tuple[int, ...], share: int, split: bool
+    ) -> Iterator[float]:
         """Seconds of one pipeline with every recomputation that fits."""
-        hops = tuple(Hop(w, LayerRange(*cut)) for w, cut in zip(workers, pairwise((0, *stops)), strict=True))
+        hops = tuple(Hop(w, LayerRange(*cut)) for w, cut in zip(workers, pairwise((0, *cut_points)), strict=True))
         classes = [WorkerClass(*kind_of(self.costs.cluster.worker(worker))) for worker in workers]
         stages = Stages(self.costs, classes, split_backward=split)
         shape = tuple(range(len(workers)))
-        for options in product(*stages.options_of(shape, stops)):
-            limits = stages.limits(shape, stops, options, share)
+        for options in product(*stages.options_of(shape, cut_points)):
+            limits = stages.limits(shape, cut_points, options, share)
             if limits is None:
                 continue
-            recomputed = stages.recomputed_layers(stops, options)
+            recomputed = stages.recomputed_layers(cut_points, options)
             recompute = {worker: own for worker, own in zip(workers, recomputed, strict=True) if own}
             plan = Plan(
-                Placement(stops[-1], {hop.worker: (hop.layers,) for hop in hops}),
+                Placement(cut_points[-1], {hop.worker: (hop.layers,) for hop in hops}),
                 tuple(Route(number, hops) for number in range(share)),
                 split,
                 FrozenMap(recompute),
             )
-            ceiling = dict(zip(workers, map(InFlightLimit, *limits.tolist()), strict=True))
-            yield best_program(plan, self.costs, ceiling=ceiling).step_s
+            in_flight_limits = dict(zip(workers, map(InFlightLimit, *limits.tolist()), strict=True))
+            yield best_program(plan, self.costs, in_flight_limits=in_flight_limits).step_s
 
     @staticmethod
     def _pipelines(members: Sequence[Sequence[int]], deepest: int) -> Iterator[tuple[int, ...]]:
@@ -131,11 +133,11 @@ def least_placed_s(costs: CostModel) -> float:
         shape = tuple(class_of[worker] for worker in workers)
         found = [
             scheduler.scheduled(
-                PipelineSpec(shape, stops, chosen, share), effort=options.polish_effort, workers=workers
+                PipelineSpec(shape, cut_points, chosen, share), effort=options.polish_effort, workers=workers
             )
-            for stops in cuts(layers, len(workers))
+            for cut_points in cuts(layers, len(workers))
             for scheduler in schedulers
-            for chosen in product(*scheduler.stages.options_of(shape, stops))
+            for chosen in product(*scheduler.stages.options_of(shape, cut_points))
         ]
         return [(each, workers) for each in found if each is not None]
 

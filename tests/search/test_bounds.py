@@ -38,8 +38,10 @@ def test_no_program_that_fits_is_below_the_bound(seed: int, split: bool, prefer:
     layers = rng.randint(1, 5)
     depth = rng.randint(1, layers)
     costs = instance(rng, workers=depth, layers=layers, micro_batches=rng.randint(1, 12), kinds=1, memory=False)
-    stops = rng.choice(list(cuts(layers, depth)))
-    hops = tuple(Hop(at, LayerRange(*pair)) for at, pair in enumerate(zip((0, *stops[:-1]), stops, strict=True)))
+    cut_points = rng.choice(list(cuts(layers, depth)))
+    hops = tuple(
+        Hop(at, LayerRange(*pair)) for at, pair in enumerate(zip((0, *cut_points[:-1]), cut_points, strict=True))
+    )
     recompute = {hop.worker: _some_of(rng, hop.layers) for hop in hops if rng.random() < 0.5}
     count = costs.workload.micro_batches
     plan = Plan(
@@ -61,7 +63,7 @@ def test_no_program_that_fits_is_below_the_bound(seed: int, split: bool, prefer:
     shape = tuple(range(depth))
     bounds = PipelineBounds(stages, SyncCost())
     step_s = replay(program, costs).step_s
-    assert _over_options_s(bounds, shape, stops, count) <= step_s * (1 + 1e-9)
+    assert _over_options_s(bounds, shape, cut_points, count) <= step_s * (1 + 1e-9)
     assert bounds.least_s(shape, count) <= step_s * (1 + 1e-9)
 
 
@@ -76,12 +78,12 @@ def test_the_bound_of_the_best_cut_is_the_least_of_all_cuts(seed: int, split: bo
     stages = Stages(costs, [WorkerClass(1.0, capacity)], split_backward=split)
     bounds = PipelineBounds(stages, SyncCost())
     shape = (0,) * depth
-    least_s = min(_over_options_s(bounds, shape, stops, count) for stops in cuts(layers, depth))
+    least_s = min(_over_options_s(bounds, shape, cut_points, count) for cut_points in cuts(layers, depth))
     # The best cut of the stages after one need not be the same for all three times that are known of them.
     assert bounds.least_s(shape, count) <= least_s * (1 + 1e-9)
     assert bounds.most(shape, bounds.least_s(shape, count), count, quick=False) in (0, count)
 
 
-def _over_options_s(bounds: PipelineBounds, shape: tuple[int, ...], stops: tuple[int, ...], count: int) -> float:
-    every = product(*bounds.stages.options_of(shape, stops))
-    return min((bounds.bound_s(shape, stops, count, options) for options in every), default=math.inf)
+def _over_options_s(bounds: PipelineBounds, shape: tuple[int, ...], cut_points: tuple[int, ...], count: int) -> float:
+    every = product(*bounds.stages.options_of(shape, cut_points))
+    return min((bounds.bound_s(shape, cut_points, count, options) for options in every), default=math.inf)

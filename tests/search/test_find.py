@@ -112,11 +112,11 @@ def test_no_pipelines_that_reduce_gradients_beat_the_bound(seed: int) -> None:
         for pipelines in lists(tuple(worker.id for worker in own)):
             if not pipelines or max(map(len, pipelines)) > layers or len(pipelines) > costs.workload.micro_batches:
                 continue
-            stops = [rng.choice(list(cuts(layers, len(workers)))) for workers in pipelines]
+            cut_points = [rng.choice(list(cuts(layers, len(workers)))) for workers in pipelines]
             share = rng.choice(list(shares(costs.workload.micro_batches, len(pipelines))))
             hops = [
                 tuple(Hop(w, LayerRange(*cut)) for w, cut in zip(workers, pairwise((0, *ends_at)), strict=True))
-                for workers, ends_at in zip(pipelines, stops, strict=True)
+                for workers, ends_at in zip(pipelines, cut_points, strict=True)
             ]
             routes = [way for way, count in zip(hops, share, strict=True) for _ in range(count)]
             plan = Plan(
@@ -155,7 +155,9 @@ def test_a_plan_found_in_a_hurry_holds_what_is_said_of_it(seed: int) -> None:
     plan = found.best.plan
     assert plan.micro_batches == costs.workload.micro_batches
     assert found.bound_s <= found.best.step_s
-    estimate = estimate_step(plan, best_program(plan, costs, ceiling=found.best.ceiling).program, costs)
+    estimate = estimate_step(
+        plan, best_program(plan, costs, in_flight_limits=found.best.in_flight_limits).program, costs
+    )
     assert not estimate.over_capacity(costs)
     assert found.bound_s <= estimate.step_s
 
@@ -175,7 +177,7 @@ def test_no_plan_for_a_preset_moves_less_and_is_faster(lost: tuple[int, ...]) ->
     found = find_plan(costs, current=before.placement, others=others)
     front = [found.best, *found.alternatives]
     assert [each.step_s for each in front] == sorted(each.step_s for each in front)
-    figures = [(each.step_s, each.moved_bytes, each.last_hosts) for each in front]
+    figures = [(each.step_s, each.moved_bytes, each.host_single_points_of_failure) for each in front]
     for one in figures:
         assert not any(other != one and all(map(float.__le__, map(float, other), map(float, one))) for other in figures)
     assert min(moved for _, moved, _ in figures) == 0, "what was handed in moves nothing"
@@ -187,7 +189,7 @@ def test_one_pipeline_takes_what_its_plan_takes() -> None:
     costs = CostModel(dataclasses.replace(PRESET, micro_batches=8), device("h100-80g").cluster(2))
     found = find_plan(costs)
     assert len({route.hops for route in found.best.plan.routes}) == 1
-    program = best_program(found.best.plan, costs, ceiling=found.best.ceiling).program
+    program = best_program(found.best.plan, costs, in_flight_limits=found.best.in_flight_limits).program
     assert estimate_step(found.best.plan, program, costs).step_s == pytest.approx(found.best.step_s)
 
 
@@ -263,7 +265,7 @@ def test_the_bound_of_many_kinds_is_that_of_equal_workers() -> None:
     assert found.family is BoundFamily.PIPELINES
     assert not found.complete
     assert 0 <= found.gap < 0.5
-    program = best_program(found.best.plan, costs, ceiling=found.best.ceiling).program
+    program = best_program(found.best.plan, costs, in_flight_limits=found.best.in_flight_limits).program
     assert found.bound_s <= estimate_step(found.best.plan, program, costs).step_s
 
 
@@ -285,12 +287,17 @@ def test_plans_handed_in_keep_no_more_than_is_said() -> None:
     rerouted, left = reroute(before, [3], costs), CostModel(costs.workload, cluster.without([3]))
     limits = {worker: InFlightLimit(4, 4) for worker in range(8)}
     kept = {}
-    for ceiling in (None, limits):
-        found = find_plan(left, current=before.placement.without([3]), others={"r": rerouted}, others_ceiling=ceiling)
-        (kept[ceiling is limits],) = [each for each in (found.best, *found.alternatives) if each.name == "r"]
-    assert dict(kept[True].ceiling) == {worker: limits[worker] for worker in rerouted.workers}
-    assert not kept[False].ceiling, "there is memory for as many as one likes"
-    assert kept[True].program_s == pytest.approx(best_program(rerouted, left, ceiling=limits).step_s)
+    for in_flight_limits in (None, limits):
+        found = find_plan(
+            left,
+            current=before.placement.without([3]),
+            others={"r": rerouted},
+            others_in_flight_limits=in_flight_limits,
+        )
+        (kept[in_flight_limits is limits],) = [each for each in (found.best, *found.alternatives) if each.name == "r"]
+    assert dict(kept[True].in_flight_limits) == {worker: limits[worker] for worker in rerouted.workers}
+    assert not kept[False].in_flight_limits, "there is memory for as many as one likes"
+    assert kept[True].program_s == pytest.approx(best_program(rerouted, left, in_flight_limits=limits).step_s)
     assert kept[True].peak_bytes < kept[False].peak_bytes
 
 
@@ -334,13 +341,13 @@ def test_times_are_those_of_the_workers_that_there_are_where_speeds_are_many() -
     held = {number: (LayerRange(2 * (number % 2), 2 * (number % 2) + 2),) for number in range(9)}
     found = find_plan(costs, current=Placement(4, held))
     for each in (found.best, *found.alternatives, *found.recuts):
-        program = best_program(each.plan, costs, ceiling=each.ceiling)
+        program = best_program(each.plan, costs, in_flight_limits=each.in_flight_limits)
         assert each.program_s == pytest.approx(program.step_s, rel=1e-9)
         assert each.step_s == pytest.approx(estimate_step(each.plan, program.program, costs).step_s, rel=1e-9)
     for split in (False, True):
         recut = recut_plan(costs, Placement(4, held), split_backward=split)
         assert recut is not None
-        program = best_program(recut.plan, costs, ceiling=recut.ceiling)
+        program = best_program(recut.plan, costs, in_flight_limits=recut.in_flight_limits)
         assert recut.program_s == pytest.approx(program.step_s, rel=1e-9)
 
 
@@ -355,7 +362,7 @@ def test_the_best_program_is_not_given_up_near_its_bound() -> None:
         memory=False,
     )
     best = find_plan(costs, effort=2_000).best
-    program = best_program(best.plan, costs, ceiling=best.ceiling)
+    program = best_program(best.plan, costs, in_flight_limits=best.in_flight_limits)
     assert best.program_s == pytest.approx(program.step_s, rel=1e-9)
 
 
@@ -382,8 +389,8 @@ def on_hosts(hosts: int, each: int, *, slower: float) -> CostModel:
 @pytest.mark.parametrize("effort", [2_000, None])
 def test_beside_the_fastest_there_is_one_that_survives_the_loss_of_any_host(effort: int | None) -> None:
     result = find_plan(on_hosts(2, 2, slower=30.0), effort=effort)
-    assert result.best.last_hosts == 2
-    survivors = [each for each in result.alternatives if not each.last_hosts]
+    assert result.best.host_single_points_of_failure == 2
+    survivors = [each for each in result.alternatives if not each.host_single_points_of_failure]
     assert survivors
     for each in (result.best, *survivors):
         hosts = {worker: worker // 2 for worker in each.plan.workers}
@@ -392,12 +399,12 @@ def test_beside_the_fastest_there_is_one_that_survives_the_loss_of_any_host(effo
             for host in set(hosts.values())
             if each.plan.placement.without([worker for worker in hosts if hosts[worker] == host]).unheld_layers
         }
-        assert len(lost) == each.last_hosts
+        assert len(lost) == each.host_single_points_of_failure
 
 
 def test_where_the_fastest_survives_it_there_is_nothing_to_add() -> None:
     result = find_plan(on_hosts(4, 2, slower=1.0))
-    assert result.best.last_hosts == 0
+    assert result.best.host_single_points_of_failure == 0
     assert result.alternatives == ()
 
 
@@ -415,7 +422,7 @@ def test_of_equal_plans_the_one_that_fewer_hosts_can_end_is_the_best() -> None:
         return Plan(placement, tuple(Route(number, ways[number % 2]) for number in range(8)))
 
     result = find_plan(costs, others={"two": shared(0, 1, 2), "one": shared(0, 2, 1)})
-    assert (result.best.name, result.best.last_hosts) == ("one", 1)
+    assert (result.best.name, result.best.host_single_points_of_failure) == ("one", 1)
     assert all(each.step_s > result.best.step_s for each in result.alternatives)
 
 

@@ -16,7 +16,7 @@ from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
 from chameleon_ft.search.bounds import PipelineBounds
-from chameleon_ft.search.gradient_sync import GradientSync, LeastSync
+from chameleon_ft.search.gradient_sync import GradientSync, SyncLowerBound
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline, hops_of
 from chameleon_ft.search.stages import Stages
@@ -46,11 +46,11 @@ def scheduler_of(costs: CostModel, *, split: bool) -> PipelineScheduler:
 
 
 def placed(
-    scheduler: PipelineScheduler, workers: tuple[int, ...], stops: tuple[int, ...], micro_batches: int
+    scheduler: PipelineScheduler, workers: tuple[int, ...], cut_points: tuple[int, ...], micro_batches: int
 ) -> tuple[TimedPipeline, tuple[int, ...]]:
     shape = (0,) * len(workers)
-    options = tuple(own[0] for own in scheduler.stages.options_of(shape, stops))
-    timed = scheduler.scheduled(PipelineSpec(shape, stops, options, micro_batches), effort=EFFORT, workers=workers)
+    options = tuple(own[0] for own in scheduler.stages.options_of(shape, cut_points))
+    timed = scheduler.scheduled(PipelineSpec(shape, cut_points, options, micro_batches), effort=EFFORT, workers=workers)
     assert timed is not None
     return timed, workers
 
@@ -72,18 +72,18 @@ def test_no_worker_of_any_plan_reduces_its_gradients_in_less(seed: int, split: b
     costs = on_hosts(rng, workers=sum(depths), layers=layers, micro_batches=sum(shares))
     scheduler = scheduler_of(costs, split=split)
     workers = split_among(rng, list(range(sum(depths))), depths)
-    stops = [rng.choice(list(cuts(layers, depth))) for depth in depths]
-    pipelines = [placed(scheduler, *each) for each in zip(workers, stops, shares, strict=True)]
-    sync = LeastSync(costs, GradientSync(costs).step_s(pipelines)).of(number)
+    cut_points = [rng.choice(list(cuts(layers, depth))) for depth in depths]
+    pipelines = [placed(scheduler, *each) for each in zip(workers, cut_points, shares, strict=True)]
+    sync = SyncLowerBound(costs, GradientSync(costs).step_s(pipelines)).of(number)
     least = PipelineBounds(scheduler.stages, sync)
     spent_s = dict.fromkeys(range(sum(depths)), 0.0)
-    held = {hop.worker: (hop.layers,) for timed, own in pipelines for hop in hops_of(own, timed.stops)}
+    held = {hop.worker: (hop.layers,) for timed, own in pipelines for hop in hops_of(own, timed.cut_points)}
     for segments in gradient_rounds(Placement(layers, held), costs.workload.tied_layers).rounds:
         for segment in segments:
             if segment_bytes(segment, costs.workload):
                 for worker in segment.holders:
                     spent_s[worker] += reduction_s(segment, costs)
-    for own, ends in zip(workers, stops, strict=True):
+    for own, ends in zip(workers, cut_points, strict=True):
         for worker, (start, stop) in zip(own, pairwise((0, *ends)), strict=True):
             assert least.sync_s[start, stop] <= spent_s[worker] * (1 + 1e-9)
 
@@ -95,7 +95,7 @@ def test_no_layers_that_a_host_has_time_for_have_more_gradients_than_is_said(see
     layers = rng.randint(1, 8)
     costs = on_hosts(rng, workers=6, layers=layers, micro_batches=rng.randint(1, 4))
     most_s = rng.uniform(0.1, 20.0)
-    sync = LeastSync(costs, most_s).of(3)
+    sync = SyncLowerBound(costs, most_s).of(3)
     budget_s = 3 * most_s / costs.workload.micro_batches
     largest = 0
     for count in range(layers + 1):
@@ -116,15 +116,15 @@ def test_a_stage_with_more_layers_than_a_host_has_time_for_reduces_the_rest_betw
     costs = equal_layers(8, 12, [4, 4])
     # Of layers that take 3 s for each of 12 micro-batches, four workers compute three in 27 s, and not four in 35 s.
     for most_s in (27.0, 35.0):
-        sync = LeastSync(costs, most_s).of(4)
+        sync = SyncLowerBound(costs, most_s).of(4)
         assert sync.inside_bytes == pytest.approx(30)
         bounds = PipelineBounds(scheduler_of(costs, split=True).stages, sync)
         near_s, far_s = 1.5 * 10 / 1000, 1.5 * 10 / 10
         assert [float(bounds.sync_s[1, 1 + count]) for count in range(1, 6)] == pytest.approx(
             [near_s, 2 * near_s, 3 * near_s, 3 * near_s + far_s, 3 * near_s + 2 * far_s]
         )
-    assert LeastSync(costs, math.inf).of(4).inside_bytes == 80
-    assert LeastSync(costs, 27.0).of(5).per_byte_s == pytest.approx(1.6 / 10), "five are not on one host"
+    assert SyncLowerBound(costs, math.inf).of(4).inside_bytes == 80
+    assert SyncLowerBound(costs, 27.0).of(5).per_byte_s == pytest.approx(1.6 / 10), "five are not on one host"
 
 
 def ways(workers: int, layers: int, micro_batches: int) -> list[list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
@@ -133,9 +133,9 @@ def ways(workers: int, layers: int, micro_batches: int) -> list[list[tuple[tuple
     for first, second in product(range(1, layers + 1), repeat=2):
         if first + second <= workers:
             for own in permutations(range(workers), first + second):
-                for stops, others in product(cuts(layers, first), cuts(layers, second)):
+                for cut_points, others in product(cuts(layers, first), cuts(layers, second)):
                     for share in range(1, micro_batches):
-                        found.append([(own[:first], stops, share), (own[first:], others, micro_batches - share)])
+                        found.append([(own[:first], cut_points, share), (own[first:], others, micro_batches - share)])
     return found
 
 
@@ -170,7 +170,7 @@ def test_layers_that_take_no_time_may_be_inside_a_host_as_well() -> None:
     costs = equal_layers(4, 6, [2, 2])
     first = LayerCost("first", 0.0, 0.0, 0.0, gradient_bytes=7)
     costs = CostModel(dataclasses.replace(costs.workload, layers=(first, *costs.workload.layers[1:])), costs.cluster)
-    sync = LeastSync(costs, 9.0).of(2)
+    sync = SyncLowerBound(costs, 9.0).of(2)
     assert sync.inside_bytes == pytest.approx(10), "one layer takes 9 of the 9 s that two workers have for half of it"
     assert float(PipelineBounds(scheduler_of(costs, split=True).stages, sync).sync_s[0, 2]) == pytest.approx(17 / 1000)
 

@@ -13,7 +13,7 @@ from chameleon_ft.search import knapsack
 from chameleon_ft.search.knapsack import Size, best_mix
 
 
-def brute_force(values: dict[Size, int], counts: tuple[int, ...], numbers: tuple[int, int] | None = None) -> int:
+def brute_force(values: dict[Size, int], counts: tuple[int, ...], pipeline_range: tuple[int, int] | None = None) -> int:
     @cache
     def most(left: tuple[int, ...], items: int) -> float:
         if not items:
@@ -25,7 +25,7 @@ def brute_force(values: dict[Size, int], counts: tuple[int, ...], numbers: tuple
                 best = max(best, value + most(rest, items - 1))
         return best
 
-    fewest, last = numbers or (0, sum(counts))
+    fewest, last = pipeline_range or (0, sum(counts))
     return int(max(0, *(most(counts, items) for items in range(fewest, last + 1))))
 
 
@@ -45,24 +45,24 @@ ranges = st.none() | st.tuples(st.integers(1, 6), st.integers(0, 3)).map(lambda 
 @given(
     values=st.dictionaries(sizes, st.integers(0, 9), max_size=6),
     counts=st.tuples(*[st.integers(0, 6)] * 2),
-    numbers=ranges,
+    pipeline_range=ranges,
 )
 def test_workers_of_two_classes(
-    values: dict[Size, int], counts: tuple[int, int], numbers: tuple[int, int] | None
+    values: dict[Size, int], counts: tuple[int, int], pipeline_range: tuple[int, int] | None
 ) -> None:
-    found = best_mix(values, counts, numbers)
-    assert found.bound == brute_force(values, counts, numbers) == worth(found.mix, values)
+    found = best_mix(values, counts, pipeline_range)
+    assert found.bound == brute_force(values, counts, pipeline_range) == worth(found.mix, values)
     assert fits(found.mix, counts)
 
 
 @given(
     values=st.dictionaries(st.tuples(st.integers(1, 9)), st.integers(0, 30), max_size=6),
     count=st.integers(1, 40),
-    numbers=ranges,
+    pipeline_range=ranges,
 )
-def test_workers_of_one_class(values: dict[Size, int], count: int, numbers: tuple[int, int] | None) -> None:
-    found = best_mix(values, (count,), numbers)
-    assert found.bound == brute_force(values, (count,), numbers) == worth(found.mix, values)
+def test_workers_of_one_class(values: dict[Size, int], count: int, pipeline_range: tuple[int, int] | None) -> None:
+    found = best_mix(values, (count,), pipeline_range)
+    assert found.bound == brute_force(values, (count,), pipeline_range) == worth(found.mix, values)
     assert fits(found.mix, (count,))
 
 
@@ -75,10 +75,10 @@ def test_workers_of_one_class(values: dict[Size, int], count: int, numbers: tupl
 def test_the_hull_bounds_a_number_of_items_where_a_table_would_be_large(
     values: dict[Size, int], count: int, fewest: int, more: int
 ) -> None:
-    numbers = fewest, fewest + more
+    pipeline_range = fewest, fewest + more
     with mock.patch.object(knapsack, "_NUMBERED_TABLE", 0):
-        found = best_mix(values, (count,), numbers)
-    best = brute_force(values, (count,), numbers)
+        found = best_mix(values, (count,), pipeline_range)
+    best = brute_force(values, (count,), pipeline_range)
     assert worth(found.mix, values) <= best <= found.bound
     if found.mix:
         assert fewest <= sum(found.mix.values()) <= fewest + more
@@ -92,13 +92,13 @@ def test_the_hull_bounds_a_number_of_items_where_a_table_would_be_large(
 @given(
     values=st.dictionaries(sizes, st.integers(1, 9), min_size=1, max_size=6),
     counts=st.tuples(*[st.integers(0, 9)] * 2),
-    numbers=ranges,
+    pipeline_range=ranges,
 )
 def test_the_integer_program_bounds_many_workers_of_several_classes(
-    values: dict[Size, int], counts: tuple[int, int], numbers: tuple[int, int] | None
+    values: dict[Size, int], counts: tuple[int, int], pipeline_range: tuple[int, int] | None
 ) -> None:
     with mock.patch.multiple(knapsack, _NUMBERED_TABLE=0, _TABLE=0):
-        found = best_mix(values, counts, numbers)
-    best = brute_force(values, counts, numbers)
+        found = best_mix(values, counts, pipeline_range)
+    best = brute_force(values, counts, pipeline_range)
     assert worth(found.mix, values) <= best <= found.bound
     assert fits(found.mix, counts)

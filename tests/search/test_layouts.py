@@ -1,4 +1,4 @@
-"""Which layouts of about equal depth promise most."""
+"""The most promising layouts of about equal depth."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from chameleon_ft.search.gradient_sync import LeastSync
+from chameleon_ft.search.gradient_sync import SyncLowerBound
 from chameleon_ft.search.layouts import promising_layouts
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines import PipelineSearch
@@ -27,7 +27,7 @@ def test_every_depth_and_number_that_workers_are_there_for_is_looked_at(seed: in
         PipelineSearch(PipelineScheduler(Stages(costs, pool.classes, split_backward=split), pool, options), options)
         for split in (True, False)
     ]
-    least = LeastSync(costs, 1e9)
+    least = SyncLowerBound(costs, 1e9)
     found = promising_layouts(searches, pool.counts, least, options, costs.workload)
     fewest = 2 if two_holders else 1
     assert sorted((each.depth, each.number, each.pipelines is searches[0]) for each in found) == sorted(

@@ -97,16 +97,18 @@ def test_gradient_sync_from_one_of_each_class_is_that_of_all(seed: int, split: b
     for depth, workers in zip(
         depths, _by_pipeline([(0,) * depth for depth in depths], pool, costs.cluster), strict=True
     ):
-        stops, share = classes[depth]
-        options = tuple(own[0] for own in scheduler.stages.options_of((0,) * depth, stops))
-        timed = scheduler.scheduled(PipelineSpec((0,) * depth, stops, options, share), effort=10_000, workers=workers)
+        cut_points, share = classes[depth]
+        options = tuple(own[0] for own in scheduler.stages.options_of((0,) * depth, cut_points))
+        timed = scheduler.scheduled(
+            PipelineSpec((0,) * depth, cut_points, options, share), effort=10_000, workers=workers
+        )
         assert timed is not None
         placed.append((timed, workers))
     held: dict[int, tuple[LayerRange, ...]] = {}
     operations: dict[int, tuple[Operation, ...]] = {}
     first = 0
     for timed, workers in placed:
-        hops = hops_of(workers, timed.stops)
+        hops = hops_of(workers, timed.cut_points)
         routes = [Route(number, hops) for number in range(timed.spec.micro_batches)]
         alone = Plan(Placement(layers, {hop.worker: (hop.layers,) for hop in hops}), tuple(routes), split)
         by_code = records_by_code(alone, routes)

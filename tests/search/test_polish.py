@@ -36,16 +36,16 @@ class Problem:
         self.sync = GradientSync(self.costs)
         self.polish = Polish([self.search], self.sync, self.costs.cluster, OPTIONS)
 
-    def pipelines(self, stops: tuple[int, ...], shares: list[int]) -> PlacedPipelines | None:
-        depth = len(stops)
+    def pipelines(self, cut_points: tuple[int, ...], shares: list[int]) -> PlacedPipelines | None:
+        depth = len(cut_points)
         found = []
         for place, share in enumerate(shares):
             workers = tuple(range(place * depth, (place + 1) * depth))
-            found_options = self.search.estimates.chosen((0,) * depth, stops, share)
+            found_options = self.search.estimates.chosen((0,) * depth, cut_points, share)
             if not found_options:
                 return None
             _, options = found_options[-1]
-            spec = PipelineSpec((0,) * depth, stops, options, share)
+            spec = PipelineSpec((0,) * depth, cut_points, options, share)
             timed = self.search.scheduler.scheduled(spec, effort=OPTIONS.look_effort, workers=workers)
             if timed is None:
                 return None
@@ -58,8 +58,8 @@ class Problem:
 def test_polished_pipelines_are_no_slower_and_fit(seed: int, memory: bool) -> None:
     problem = Problem(seed, memory=memory)
     depth = problem.rng.randint(2, 4)
-    stops = problem.rng.choice(list(cuts(len(problem.costs.workload.layers), depth)))
-    before = problem.pipelines(stops, [5, 3])
+    cut_points = problem.rng.choice(list(cuts(len(problem.costs.workload.layers), depth)))
+    before = problem.pipelines(cut_points, [5, 3])
     if before is None:
         return
     after = problem.polish.improved(before)
@@ -76,10 +76,10 @@ def test_polished_pipelines_are_no_slower_and_fit(seed: int, memory: bool) -> No
 def test_a_layer_too_many_goes_to_another_stage(seed: int) -> None:
     problem = Problem(seed)
     of_two = {}
-    for stops in cuts(len(problem.costs.workload.layers), 2):
-        pipelines = problem.pipelines(stops, [8])
+    for cut_points in cuts(len(problem.costs.workload.layers), 2):
+        pipelines = problem.pipelines(cut_points, [8])
         assert pipelines is not None
-        of_two[stops] = pipelines[0][0].program_s
+        of_two[cut_points] = pipelines[0][0].program_s
     start = problem.pipelines(max(of_two, key=of_two.__getitem__), [8])
     assert start is not None
     found = problem.polish.improved(start)[0][0]

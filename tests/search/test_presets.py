@@ -35,7 +35,9 @@ def test_a_layout_by_hand_is_never_faster_where_memory_is_short(
     assert found.best.step_s <= by_hand_s
     assert found.bound_s <= found.best.step_s
     estimate = estimate_step(
-        found.best.plan, best_program(found.best.plan, costs, ceiling=found.best.ceiling).program, costs
+        found.best.plan,
+        best_program(found.best.plan, costs, in_flight_limits=found.best.in_flight_limits).program,
+        costs,
     )
     assert not estimate.over_capacity(costs)
 
@@ -55,7 +57,9 @@ def test_where_memory_is_short_selective_recomputation_is_faster_than_recomputat
 def test_the_time_of_a_plan_is_that_of_its_best_program_under_its_ceiling(workers: int) -> None:
     costs = preset("llama2-7b", "h100-80g", workers, 4 * workers)
     for each in (found := find_plan(costs)).best, *found.alternatives:
-        assert best_program(each.plan, costs, ceiling=each.ceiling).step_s == pytest.approx(each.program_s, rel=1e-9)
+        assert best_program(each.plan, costs, in_flight_limits=each.in_flight_limits).step_s == pytest.approx(
+            each.program_s, rel=1e-9
+        )
 
 
 def test_a_model_fits_with_more_micro_batches_than_are_in_flight() -> None:

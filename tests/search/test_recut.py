@@ -53,7 +53,7 @@ def test_only_workers_of_broken_pipelines_receive_anything(seed: int, split: boo
     # Workers of equal stages may have changed places between pipelines, so it is their number that counts.
     kept = [worker for worker in plan.workers if plan.placement.ranges_of(worker) == before.placement.ranges_of(worker)]
     assert len(kept) >= rest
-    estimate = estimate_step(plan, best_program(plan, costs, ceiling=found.ceiling).program, costs)
+    estimate = estimate_step(plan, best_program(plan, costs, in_flight_limits=found.in_flight_limits).program, costs)
     assert estimate.step_s > 0
 
 

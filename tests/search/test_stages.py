@@ -28,7 +28,7 @@ class Case:
 
     costs: CostModel
     stages: Stages
-    stops: tuple[int, ...]
+    cut_points: tuple[int, ...]
     options: tuple[int, ...]
     plan: Plan
 
@@ -37,8 +37,10 @@ def drawn(rng: random.Random, *, split: bool) -> Case | None:
     layers = rng.randint(1, 5)
     depth = rng.randint(1, layers)
     costs = instance(rng, workers=depth, layers=layers, micro_batches=rng.randint(1, 9), kinds=1, memory=False)
-    stops = rng.choice(list(cuts(layers, depth)))
-    hops = tuple(Hop(at, LayerRange(*pair)) for at, pair in enumerate(zip((0, *stops[:-1]), stops, strict=True)))
+    cut_points = rng.choice(list(cuts(layers, depth)))
+    hops = tuple(
+        Hop(at, LayerRange(*pair)) for at, pair in enumerate(zip((0, *cut_points[:-1]), cut_points, strict=True))
+    )
     state = max(
         sum(
             costs.workload.layers[layer].param_bytes + costs.workload.layers[layer].optimizer_bytes
@@ -48,18 +50,18 @@ def drawn(rng: random.Random, *, split: bool) -> Case | None:
     )
     classes = [WorkerClass(1.0, state + rng.randint(1, 60)) for _ in hops]
     stages = Stages(costs, classes, split_backward=split)
-    choices = stages.options_of(tuple(range(depth)), stops)
+    choices = stages.options_of(tuple(range(depth)), cut_points)
     if not all(choices):
         return None
     options = tuple(rng.choice(own) for own in choices)
-    recompute = {at: own for at, own in enumerate(stages.recomputed_layers(stops, options)) if own}
+    recompute = {at: own for at, own in enumerate(stages.recomputed_layers(cut_points, options)) if own}
     plan = Plan(
         Placement(layers, {hop.worker: (hop.layers,) for hop in hops}),
         tuple(Route(number, hops) for number in range(costs.workload.micro_batches)),
         split,
         FrozenMap(recompute),
     )
-    return Case(costs, stages, stops, options, plan)
+    return Case(costs, stages, cut_points, options, plan)
 
 
 @settings(max_examples=300, deadline=None)
@@ -68,12 +70,12 @@ def test_no_program_within_the_limits_of_a_stage_exceeds_its_memory(seed: int, s
     case = drawn(random.Random(seed), split=split)
     if case is None:
         return
-    shape = tuple(range(len(case.stops)))
-    limits = case.stages.limits(shape, case.stops, case.options, case.plan.micro_batches)
+    shape = tuple(range(len(case.cut_points)))
+    limits = case.stages.limits(shape, case.cut_points, case.options, case.plan.micro_batches)
     if limits is None:
         return
-    ceiling = dict(zip(shape, map(InFlightLimit, *limits.tolist()), strict=True))
-    program = list_schedule(case.plan, case.costs, ceiling, prefer=prefer)
+    in_flight_limits = dict(zip(shape, map(InFlightLimit, *limits.tolist()), strict=True))
+    program = list_schedule(case.plan, case.costs, in_flight_limits, prefer=prefer)
     memory = program_memory(program, case.plan.placement, case.costs.workload)
     for worker, own in enumerate(case.stages.classes):
         assert own.memory_bytes is not None
@@ -87,7 +89,7 @@ def test_no_program_has_more_in_flight_than_an_option_says(seed: int, split: boo
     case = drawn(rng, split=split)
     if case is None:
         return
-    at = rng.randrange(len(case.stops))
+    at = rng.randrange(len(case.cut_points))
     most = int(case.stages.tables.options[case.options[at], IN_FLIGHT])
     if most + more > case.plan.micro_batches:
         return
@@ -111,7 +113,7 @@ def test_options_recompute_more_to_have_more_in_flight(seed: int, split: bool) -
     case = drawn(random.Random(seed), split=split)
     if case is None:
         return
-    for own in case.stages.options_of(tuple(range(len(case.stops))), case.stops):
+    for own in case.stages.options_of(tuple(range(len(case.cut_points))), case.cut_points):
         rows = case.stages.tables.options[list(own)]
         recomputed = [(row[FULL], row[FULL] + row[SELECTIVE]) for row in rows.tolist()]
         assert recomputed == sorted(set(recomputed))

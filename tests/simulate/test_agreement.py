@@ -17,7 +17,7 @@ BY_CLASS = Parameters(exact_up_to=0, worker_mtbf_s=20 * 3600.0)
 EXACT = replace(BY_CLASS, exact_up_to=32)
 
 
-@pytest.mark.parametrize("policy", ["chameleon", "reroute", "mend", "repartition", "drop-replica"])
+@pytest.mark.parametrize("policy", ["chameleon", "reroute", "repair", "repartition", "drop-replica"])
 @pytest.mark.parametrize("seed", range(4))
 def test_both_ways_to_decide_train_as_much(seed: int, policy: str) -> None:
     draw = random.Random(seed)

@@ -10,9 +10,9 @@ import pytest
 from chameleon_ft.recovery import POLICIES, Checkpoints, FailureModel
 from chameleon_ft.search import equal_layouts
 from chameleon_ft.simulate.class_planner import ClassPlanner
-from chameleon_ft.simulate.fleet import Fleet
+from chameleon_ft.simulate.cluster_layout import ClusterLayout
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planner import Outlook
+from chameleon_ft.simulate.planner import SimulatorState
 from chameleon_ft.simulate.world import World, world_of
 from tests.simulate.clusters import costs
 
@@ -23,8 +23,8 @@ SINGLE = replace(RARE, failures=200, worker_s=WORKERS * 200 * 200.0)
 TOGETHER = replace(SINGLE, failures=800, together={4: 200})
 
 
-def outlook(rate: FailureModel) -> Outlook:
-    return Outlook(
+def state(rate: FailureModel) -> SimulatorState:
+    return SimulatorState(
         speeds=SPEEDS,
         lost=frozenset(),
         horizon_s=rate.horizon_s(WORKERS),
@@ -44,7 +44,7 @@ def world() -> World:
 def pipelines_of(world: World, policy: str, rate: FailureModel) -> int:
     planner = ClassPlanner(POLICIES[policy], world)
     assert planner.start(SPEEDS, Checkpoints(longest_s=3_600.0)) is not None
-    chosen = planner.decide(outlook(rate))
+    chosen = planner.decide(state(rate))
     assert chosen is not None
     return len(chosen.option.plan.pipelines)
 
@@ -56,15 +56,15 @@ def test_the_more_are_lost_together_the_more_copies_are_kept(world: World, polic
     assert copies[0] < 4 < copies[-1]
 
 
-def test_fleets_with_more_copies_are_candidates(world: World) -> None:
-    fleets = world.replicated_fleets(Fleet(()), SPEEDS)
-    counts = [len(fleet.pipelines) for fleet in fleets]
+def test_layouts_with_more_copies_are_candidates(world: World) -> None:
+    layouts = world.replicated_layouts(ClusterLayout(()), SPEEDS)
+    counts = [len(layout.pipelines) for layout in layouts]
     assert min(counts) < max(counts)
-    assert len(set(fleets)) == len(fleets)
+    assert len(set(layouts)) == len(layouts)
 
 
 def test_policies_of_fixed_depth_begin_with_equal_pipelines_of_each_depth_too(world: World) -> None:
-    starts = [Counter(pipeline.cut.depth for pipeline in fleet.pipelines) for fleet in world.several_starts(SPEEDS)]
+    starts = [Counter(pipeline.cut.depth for pipeline in layout.pipelines) for layout in world.several_starts(SPEEDS)]
     equal = equal_layouts(world.costs, split_backward=world.pipelines.split_backward)
     assert len(equal) > 2
     for each in equal:

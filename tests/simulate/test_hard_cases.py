@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_ft.presets import Recompute, derive_workload, device, model_shape
-from chameleon_ft.recovery import FailureModel, Situation
+from chameleon_ft.recovery import DecisionContext, FailureModel
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
 from chameleon_ft.simulate import exact_planner
 from chameleon_ft.simulate.exact_planner import Decisions
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.pipelines import PipelineClass, Pipelines, ceilings
+from chameleon_ft.simulate.pipelines import PipelineClass, Pipelines, limit_levels
 from chameleon_ft.simulate.results import Results
 from chameleon_ft.simulate.run import simulate
 from chameleon_ft.simulate.trace import Fault, Trace
 from chameleon_ft.simulate.world import world_of
-from tests.recovery.situations import after, rate_of, situation
+from tests.recovery.contexts import after, context, rate_of
 from tests.simulate.clusters import cluster, workload
 
 BY_CLASS = Parameters(exact_up_to=0)
@@ -120,7 +120,7 @@ def test_a_pipeline_keeps_as_much_in_flight_as_its_memory_holds(
     pipelines = Pipelines(CostModel(workload(), cluster(6, memory_bytes=memory_gb * 10**9)), split_backward=split)
     own = PipelineClass(pipelines.even_cut(depth))
     assert pipelines.memory_bytes is not None
-    levels = len(ceilings(pipelines._plan(own, share)))
+    levels = len(limit_levels(pipelines._plan(own, share)))
     runs = [pipelines._run(own, share, level) for level in range(levels)]
     fitting = [run for run in runs if run.peak_bytes <= pipelines.memory_bytes]
     assert pipelines.run(own, share) == (fitting[0] if fitting else None)
@@ -133,7 +133,7 @@ def test_a_layout_that_nearly_fills_the_memory_is_as_fast_as_the_plan_that_is_fo
     speeds = dict.fromkeys(world.workers, 1.0)
     steps_s = [world.step_s(layout, speeds) for layout in world.several_starts(speeds)]
     best = find_plan(model).best
-    assert best.ceiling
+    assert best.in_flight_limits
     assert min(step_s for step_s in steps_s if step_s is not None) == pytest.approx(best.step_s, rel=0.01)
 
 
@@ -151,11 +151,11 @@ def test_the_roomiest_cut_needs_least_memory() -> None:
     pipelines = Pipelines(of_preset("llama2-13b", 8), split_backward=False)
     *timed, roomy = pipelines.cuts(5)
 
-    def needed(stops: tuple[int, ...]) -> int:
-        own = PipelineClass(replace(roomy, stops=stops, recompute=Recompute.FULL))
+    def needed(cut_points: tuple[int, ...]) -> int:
+        own = PipelineClass(replace(roomy, cut_points=cut_points, recompute=Recompute.FULL))
         return pipelines._least_bytes(own, 100)
 
-    assert all(needed(roomy.stops) <= needed(cut.stops) for cut in timed)
+    assert all(needed(roomy.cut_points) <= needed(cut.cut_points) for cut in timed)
 
 
 @pytest.mark.parametrize("exact_up_to", [0, 32])
@@ -186,9 +186,9 @@ def test_it_waits_for_workers_and_goes_on_as_soon_as_the_model_fits(exact_up_to:
 def test_few_decisions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_planner, "_REMEMBERED", 3)
     remembered = Decisions()
-    before = situation(dp=3, pp=2)
+    before = context(dp=3, pp=2)
 
-    def decided(now: Situation, rate: FailureModel) -> None:
+    def decided(now: DecisionContext, rate: FailureModel) -> None:
         remembered.decide(now, "drop-replica", rate)
         remembered.classes(replace(now, plan=before.plan, costs=before.costs))
 

@@ -74,9 +74,9 @@ def test_losses_of_a_run_are_when_they_happened_not_when_they_were_recorded(tmp_
 
 
 def test_what_a_run_knew_is_in_its_configuration_and_its_first_plan(tmp_path: Path) -> None:
-    of = config(policy="mend", worker_mtbf_hours=2.0, prior_weight=3.0, restart_cost_s=77.0)
+    of = config(policy="repair", worker_mtbf_hours=2.0, prior_weight=3.0, restart_cost_s=77.0)
     known = recorded_run(recorded(tmp_path / "run", [started()], of=of), Parameters(detect_s=9.0))
-    assert (known.policy, known.start, known.costs) == ("mend", PLAN, costs(2))
+    assert (known.policy, known.start, known.costs) == ("repair", PLAN, costs(2))
     parameters = known.parameters
     assert (parameters.worker_mtbf_s, parameters.prior_failures, parameters.restart_s) == (7200.0, 3.0, 77.0)
     assert parameters.detect_s == 9.0

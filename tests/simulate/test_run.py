@@ -9,7 +9,7 @@ import pytest
 
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import data_pipeline_plan
-from chameleon_ft.recovery import FailureModel, Situation, decide, in_flight_ceiling
+from chameleon_ft.recovery import DecisionContext, FailureModel, decide, uniform_limits
 from chameleon_ft.recovery.checkpoints import daly_interval_s
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search import equal_layouts
@@ -137,7 +137,9 @@ def agreement(seed: int, policy: str) -> tuple[float, float]:
     return by_class.samples / exact.samples, apart
 
 
-@pytest.mark.parametrize("policy", ["chameleon", "reroute", "repartition", "drop-replica", "mend", "oobleck", "paper"])
+@pytest.mark.parametrize(
+    "policy", ["chameleon", "reroute", "repartition", "drop-replica", "repair", "oobleck", "paper"]
+)
 def test_both_ways_to_decide_come_to_nearly_the_same(policy: str) -> None:
     found = [agreement(seed, policy) for seed in range(3)]
     assert max(abs(samples - 1) for samples, _ in found) < 0.05
@@ -150,7 +152,13 @@ def test_exact_policies_of_fixed_depth_have_the_best_of_several_starts(policy: s
     own = CostModel(workload(), cluster(8))
     begun = [
         simulate(
-            trace, own.workload, own.cluster, (policy,), parameters=EXACT, start=each.plan, ceiling=each.ceiling
+            trace,
+            own.workload,
+            own.cluster,
+            (policy,),
+            parameters=EXACT,
+            start=each.plan,
+            in_flight_limits=each.in_flight_limits,
         ).policies[policy]
         for each in equal_layouts(own, split_backward=True)
     ]
@@ -172,10 +180,18 @@ def test_a_start_may_say_what_its_workers_can_keep() -> None:
     trace = Trace.from_faults([], workers=4, duration_s=1_000.0, workers_per_host=1)
     few = {worker: InFlightLimit(4 - worker, 4 - worker) for worker in range(4)}
     samples = [
-        simulate(trace, own.workload, own.cluster, ("reroute",), parameters=EXACT, start=plan, ceiling=ceiling)
+        simulate(
+            trace,
+            own.workload,
+            own.cluster,
+            ("reroute",),
+            parameters=EXACT,
+            start=plan,
+            in_flight_limits=in_flight_limits,
+        )
         .policies["reroute"]
         .samples
-        for ceiling in (few, None)
+        for in_flight_limits in (few, None)
     ]
     assert samples[0] < samples[1]
 
@@ -185,21 +201,26 @@ def test_remembered_decisions_are_those_that_would_be_made() -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=3, pp=2, micro_batches=24)
     remembered = Decisions()
     for lost, repeat_s, mtbf_h in [(1, 0.3, 1.0), (1, 0.9, 1.0), (1, 0.0, 0.001), (2, 0.5, 10.0), (1, 0.4, 5.0)]:
-        situation = Situation(
+        context = DecisionContext(
             plan=plan,
-            ceiling=in_flight_ceiling(range(6), 2),
+            in_flight_limits=uniform_limits(range(6), 2),
             costs=CostModel(model.workload, model.cluster.without([lost])),
             phases=BY_CLASS.after_loss,
             repeat_s=repeat_s,
             restart_s=300.0,
         )
         rate = FailureModel(worker_mtbf_s=mtbf_h * 3600, prior_failures=1, failures=1)
-        one, other = remembered.decide(situation, "chameleon", rate), decide(situation, "chameleon", rate)
+        one, other = remembered.decide(context, "chameleon", rate), decide(context, "chameleon", rate)
         assert one.course == other.course
         assert one.chosen is not None
         assert other.chosen is not None
         assert one.chosen.policy == other.chosen.policy
         assert one.chosen.stall_s == pytest.approx(other.chosen.stall_s)
+
+
+def test_the_former_name_of_a_policy_is_accepted() -> None:
+    results = simulate(Trace(4, 100.0, ()), workload(), cluster(4), ("mend",))
+    assert list(results.policies) == ["repair"]
 
 
 def test_unknown_policies_and_other_clusters_are_refused() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import LayerRange, Plan, data_pipeline_plan
-from chameleon_ft.transfer import Holding, assign_roles, least_moved_bytes, plan_in_roles
+from chameleon_ft.transfer import Holding, assign_roles, least_moved_bytes, remap_plan
 from tests.strategies import plans
 from tests.transfer.instances import held_by, layers_of, moves
 
@@ -94,9 +94,9 @@ def test_layers_that_have_no_cost_are_refused() -> None:
 def test_a_plan_in_roles_is_the_same_plan_of_other_workers(plan: Plan, data: st.DataObject) -> None:
     roles = dict(zip(plan.workers, data.draw(st.permutations(range(10, 10 + len(plan.workers)))), strict=True))
 
-    moved = plan_in_roles(plan, roles)
+    moved = remap_plan(plan, roles)
 
     assert {roles[w]: plan.placement.ranges_of(w) for w in plan.workers} == dict(moved.placement.ranges)
     for before, after in zip(plan.routes, moved.routes, strict=True):
         assert [(roles[hop.worker], hop.layers) for hop in before.hops] == [(h.worker, h.layers) for h in after.hops]
-    assert plan_in_roles(moved, {new: old for old, new in roles.items()}) == plan
+    assert remap_plan(moved, {new: old for old, new in roles.items()}) == plan

@@ -15,7 +15,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.presets import ModelShape, device, state_policy
 from chameleon_ft.profiles import Profile, derived_profile, profile_of_run
-from chameleon_ft.recovery import in_flight_ceiling
+from chameleon_ft.recovery import uniform_limits
 from chameleon_ft.schedule import CostModel, InFlightLimit
 
 __all__ = ["Layout", "PlanCase", "case_of_config", "case_of_profile"]
@@ -69,7 +69,7 @@ class PlanCase:
 
     def ceiling(self, parallel: Parallel) -> Mapping[int, InFlightLimit]:
         """What each worker may keep, as in a run of this layout."""
-        return in_flight_ceiling(self.hosts, parallel.pp)
+        return uniform_limits(self.hosts, parallel.pp)
 
     def layout(self, parallel: Parallel) -> Plan:
         """The plan of a layout before anything fails."""

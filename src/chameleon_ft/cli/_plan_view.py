@@ -98,6 +98,7 @@ def _found(searched: Searched, shape: box.Box, *, moves: bool, hosts: int) -> Ta
         table.add_column("loss of a host")
     for candidate in searched.candidates:
         found = candidate.found
+        fatal = found.host_single_points_of_failure
         depths = Counter(len(hops) for hops in {route.hops for route in found.plan.routes})
         table.add_row(
             found.name,
@@ -106,7 +107,7 @@ def _found(searched: Searched, shape: box.Box, *, moves: bool, hosts: int) -> Ta
             ", ".join(f"{count} of {depth}" for depth, count in sorted(depths.items())),
             *((data_size(found.moved_bytes),) if moves else ()),
             data_size(candidate.peak_bytes),
-            *((f"fatal: {found.last_hosts} of {hosts}" if found.last_hosts else "survived",) if hosts > 1 else ()),
+            *((f"fatal: {fatal} of {hosts}" if fatal else "survived",) if hosts > 1 else ()),
         )
     return table
 

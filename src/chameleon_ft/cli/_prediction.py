@@ -53,7 +53,7 @@ class Candidate:
             "name": self.found.name,
             "step_s": self.estimate.step_s,
             "bytes_to_move": self.found.moved_bytes,
-            "last_hosts": self.found.last_hosts,
+            "last_hosts": self.found.host_single_points_of_failure,
             "plan": json.loads(self.found.plan.to_json()),
         }
 
@@ -89,7 +89,7 @@ class Searched:
             "search_gap": self.gap,
             "family": self.result.family.value,
             "bytes_to_move": best.found.moved_bytes,
-            "last_hosts": best.found.last_hosts,
+            "last_hosts": best.found.host_single_points_of_failure,
             "alternatives": [other.to_json() for other in others],
         }
 
@@ -212,7 +212,7 @@ def predict_layout(case: PlanCase, dead: tuple[int, ...]) -> Prediction:
     plan = before
     if dead:
         try:
-            plan = reroute(before, dead, costs, ceiling=ceiling)
+            plan = reroute(before, dead, costs, in_flight_limits=ceiling)
         except NoHolderError as error:
             raise ConfigError(
                 f"--failed {','.join(map(str, dead))}: no live worker holds layers {in_ranges(error.layers)}; a run "
@@ -244,7 +244,7 @@ def predict_searched(cases: Sequence[PlanCase], dead: tuple[int, ...], *, planne
         live,
         current=current,
         others={} if before is None else _detours(before, dead, costs, before_ceiling),
-        others_ceiling=before_ceiling,
+        others_in_flight_limits=before_ceiling,
     )
     all_found: tuple[FoundPlan, ...] = (result.best, *result.alternatives)
     if planner in BASELINES:
@@ -256,8 +256,11 @@ def predict_searched(cases: Sequence[PlanCase], dead: tuple[int, ...], *, planne
             )
         all_found = (chosen.found,)
     search_s = time.perf_counter() - started
-    candidates = [Candidate(found, _estimate(found.plan, costs, found.ceiling or None)) for found in all_found]
-    front = pareto_front(candidates, lambda each: (each.estimate.step_s, each.found.moved_bytes, each.found.last_hosts))
+    candidates = [Candidate(found, _estimate(found.plan, costs, found.in_flight_limits or None)) for found in all_found]
+    front = pareto_front(
+        candidates,
+        lambda each: (each.estimate.step_s, each.found.moved_bytes, each.found.host_single_points_of_failure),
+    )
     searched = Searched(planner, result, tuple(front), search_s)
     best = searched.candidates[0]
     found = _prediction(case, costs, dead, before, before_ceiling, best.found.plan, best.estimate, searched=searched)
@@ -268,7 +271,7 @@ def _detours(
     before: Plan, dead: Collection[int], costs: CostModel, ceiling: Mapping[int, InFlightLimit]
 ) -> dict[str, Plan]:
     try:
-        return {"reroute": reroute(before, dead, costs, ceiling=ceiling)}
+        return {"reroute": reroute(before, dead, costs, in_flight_limits=ceiling)}
     except NoHolderError:
         return {}
 
@@ -303,5 +306,5 @@ def _prediction(
 
 
 def _estimate(plan: Plan, costs: CostModel, ceiling: Mapping[int, InFlightLimit] | None) -> StepEstimate:
-    program = best_program(plan, costs, ceiling=ceiling).program
+    program = best_program(plan, costs, in_flight_limits=ceiling).program
     return estimate_step(plan, program, costs)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.recovery.policies import current_name
 from chameleon_ft.simulate import MODELS, Trace, generate_trace, load_trace, load_trace_for
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.run import SIMULATED_POLICIES
@@ -91,7 +92,7 @@ def chosen_policies(text: str) -> tuple[str, ...]:
     """The policies that are named, or all. Raises ConfigError for one that is named twice, or none."""
     if text == "all":
         return SIMULATED_POLICIES
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(current_name(name.strip()) for name in text.split(",") if name.strip())
     if not names:
         raise ConfigError(f"--policies {text!r}: name some of {', '.join(SIMULATED_POLICIES)}, or all")
     for name in names:

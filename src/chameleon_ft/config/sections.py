@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 __all__ = [
@@ -33,7 +33,7 @@ FailurePhase = Literal[
 ]
 FailureKind = Literal["kill", "hang", "disconnect"]
 PolicyName = Literal[
-    "chameleon", "reroute", "mend", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
+    "chameleon", "reroute", "repair", "repartition", "recycle", "oobleck", "paper", "drop-replica", "restart"
 ]
 
 
@@ -122,6 +122,11 @@ class Recovery(Section):
         ge=0,
         description="Losses of a worker, with few steps between them, after which it is still restarted.",
     )
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _accept_deprecated_name(cls, name: object) -> object:
+        return "repair" if name == "mend" else name
 
 
 class Timeouts(Section):

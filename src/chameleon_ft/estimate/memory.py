@@ -44,8 +44,8 @@ from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.estimate.layer_memory import LayerMemory, MemoryUse, Moment
 from chameleon_ft.plan import LayerRange, Placement, RecomputedLayers
 from chameleon_ft.schedule import Operation, Program
-from chameleon_ft.schedule._records import Integers, Records
 from chameleon_ft.schedule.program import KINDS, operations_from
+from chameleon_ft.schedule.records import Integers, Records
 from chameleon_ft.workload import Workload
 
 __all__ = ["MessageBuffers", "WorkerMemory", "WorkloadMemory", "program_memory", "workload_memory"]

@@ -13,9 +13,9 @@ from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_m
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, PipelineTimes, Program, Timeline, replay
-from chameleon_ft.schedule._network import builder_of
 from chameleon_ft.schedule.best import ScheduledPart, step_s_of
 from chameleon_ft.schedule.components import components
+from chameleon_ft.schedule.network import builder_of
 from chameleon_ft.schedule.program import records_by_code
 
 __all__ = [

@@ -104,12 +104,12 @@ def split_layers(costs: Sequence[float], stages: int) -> tuple[LayerRange, ...]:
                     best[stop], cut[stop] = value, start
         worst = best
         cuts.append(cut)
-    stops = [num_layers]
+    cut_points = [num_layers]
     for cut in reversed(cuts):
-        stops.append(cut[stops[-1]])
-    stops.append(0)
-    stops.reverse()
-    return tuple(LayerRange(start, stop) for start, stop in pairwise(stops))
+        cut_points.append(cut[cut_points[-1]])
+    cut_points.append(0)
+    cut_points.reverse()
+    return tuple(LayerRange(start, stop) for start, stop in pairwise(cut_points))
 
 
 def data_pipeline_plan(

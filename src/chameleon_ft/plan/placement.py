@@ -176,7 +176,7 @@ class Placement:
         """Whether `worker` holds every layer of `layers`."""
         return any(held.covers(layers) for held in self.ranges_of(worker))
 
-    def indispensable(self, groups: Mapping[int, GroupT]) -> frozenset[GroupT]:
+    def single_points_of_failure(self, groups: Mapping[int, GroupT]) -> frozenset[GroupT]:
         """The groups of workers, hosts say, that have all holders of some layer among them.
 
         Args:

@@ -8,13 +8,13 @@ from typing import Final
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import StallModel, total_work_bound_s
+from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.loss_risk import risk_of
 from chameleon_ft.recovery.policies import policy_named
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
 from chameleon_ft.recovery.scoring import Candidate, Course, best_of, is_noop, measure, remeasure, score
-from chameleon_ft.recovery.situation import Situation
 
 __all__ = ["STAY", "Candidate", "Course", "Decision", "decide", "prospect_of"]
 
@@ -24,12 +24,12 @@ STAY: Final = "stay"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What was weighed, and what is done.
+    """The scored candidates, and the chosen one.
 
     Attributes:
         horizon_s: expected seconds until the next incident (D).
         phases: what the stall was taken to be, transfers left out.
-        candidates: all that was weighed, in the order of the proposals.
+        candidates: all that were scored, in the order of the proposals.
         chosen: the one of them that is carried out; None if none is feasible.
         course: how to carry it out; None likewise.
     """
@@ -52,8 +52,8 @@ class Decision:
                     "stall_s": each.stall_s,
                     "transfer_s": each.transfer_s,
                     "bytes": each.moved_bytes,
-                    "last_holders": each.last_holders,
-                    "last_hosts": each.last_hosts,
+                    "last_holders": each.worker_single_points_of_failure,
+                    "last_hosts": each.host_single_points_of_failure,
                     "fatal_share": each.fatal_share,
                     "return_s": each.return_s,
                     "samples": each.samples,
@@ -66,7 +66,7 @@ class Decision:
 
 
 def decide(
-    situation: Situation, policy: str, failures: FailureModel, *, decide_s: Callable[[], float] | None = None
+    context: DecisionContext, policy: str, failures: FailureModel, *, decide_s: Callable[[], float] | None = None
 ) -> Decision:
     """Score what the policy proposes, and choose what is expected to train the most samples.
 
@@ -82,31 +82,31 @@ def decide(
     stall, and can be done.
 
     Args:
-        situation: what was running, and which workers are live.
+        context: what was running, and which workers are live.
         policy: name of one of `POLICIES`.
         failures: what is known of failures; the losses that led here are counted already.
         decide_s: asked when all is measured what that phase of the stall takes, now that most of it is over; for a
-            decision that all workers wait for. None: as the situation has it.
+            decision that all workers wait for. None: as the context has it.
 
     Raises:
         ConfigError: no policy has this name.
         PlanError: no worker is live, or the workload has another number of layers than the plan.
     """
     propose = policy_named(policy)
-    if not situation.live:
+    if not context.live:
         raise PlanError("no worker is live; start at least one")
-    horizon_s = failures.horizon_s(len(situation.live))
-    proposals = list(propose(situation, horizon_s))
-    if not situation.lost:
-        stay = Proposal(name=STAY, plan=situation.plan, ceiling=situation.ceiling)
-        proposals = [stay, *(each for each in proposals if not is_noop(each, situation))]
-    measured = [measure(proposal, situation) for proposal in proposals]
-    now = situation
+    horizon_s = failures.horizon_s(len(context.live))
+    proposals = list(propose(context, horizon_s))
+    if not context.lost:
+        stay = Proposal(name=STAY, plan=context.plan, in_flight_limits=context.in_flight_limits)
+        proposals = [stay, *(each for each in proposals if not is_noop(each, context))]
+    measured = [measure(proposal, context) for proposal in proposals]
+    now = context
     if decide_s is not None:
-        now = replace(situation, phases=replace(situation.phases, decide_s=decide_s()))
+        now = replace(context, phases=replace(context.phases, decide_s=decide_s()))
     prospect = prospect_of(now, failures)
-    remeasured = [remeasure(each, before=situation, now=now) for each, _ in measured]
-    candidates = score(remeasured, prospect, samples=situation.costs.workload.samples)
+    remeasured = [remeasure(each, before=context, now=now) for each, _ in measured]
+    candidates = score(remeasured, prospect, samples=context.costs.workload.samples)
     index = best_of(candidates, prospect)
     return Decision(
         horizon_s=horizon_s,
@@ -117,16 +117,16 @@ def decide(
     )
 
 
-def prospect_of(situation: Situation, failures: FailureModel) -> Prospect:
-    """Return what lies ahead of a situation."""
-    held = situation.held
+def prospect_of(context: DecisionContext, failures: FailureModel) -> Prospect:
+    """Return what lies ahead of a context."""
+    held = context.held
     return Prospect.of(
         failures,
-        workers=len(situation.live),
-        after_incident=bool(situation.lost),
-        held=None if held.unheld_layers else risk_of(held, situation.costs.cluster.hosts),
-        restart_s=situation.restart_s,
-        checkpoints=situation.checkpoints,
-        reference_step_s=total_work_bound_s(situation.costs) * situation.step_factor,
-        has_checkpoints=situation.has_checkpoints,
+        workers=len(context.live),
+        after_incident=bool(context.lost),
+        held=None if held.unheld_layers else risk_of(held, context.costs.cluster.hosts),
+        restart_s=context.restart_s,
+        checkpoints=context.checkpoints,
+        reference_step_s=total_work_bound_s(context.costs) * context.step_factor,
+        has_checkpoints=context.has_checkpoints,
     )

@@ -11,7 +11,7 @@ from chameleon_ft.plan.placement import Placement
 from chameleon_ft.plan.plan import Hop, Plan, Route
 from chameleon_ft.schedule import InFlightLimit
 
-__all__ = ["in_flight_ceiling", "largest_symmetric_layout", "replicated_layout"]
+__all__ = ["largest_symmetric_layout", "replicated_layout", "uniform_limits"]
 
 
 def largest_symmetric_layout(
@@ -84,6 +84,6 @@ def replicated_layout(
     return Plan(placement, tuple(map(Route, range(micro_batches), hops)), split_backward)
 
 
-def in_flight_ceiling(workers: Iterable[int], depth: int) -> Mapping[int, InFlightLimit]:
+def uniform_limits(workers: Iterable[int], depth: int) -> Mapping[int, InFlightLimit]:
     """What workers may keep whatever is planned: as many micro-batches as the first stage of 1F1B at this depth."""
     return dict.fromkeys(workers, InFlightLimit(depth, depth))

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
+from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.proposals.on_workers import ProposalsOnWorkers
 from chameleon_ft.recovery.proposals.paper import PaperRepartition
-from chameleon_ft.recovery.situation import Situation
 
 __all__ = ["Policy", "Proposer"]
 
@@ -61,7 +61,7 @@ class Proposer(Protocol[_P]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A policy; calling it proposes plans for a situation of named workers.
+    """A policy; calling it proposes plans for a context of named workers.
 
     Attributes:
         propose: from the kinds of plans that there are to those that the policy has scored.
@@ -76,12 +76,12 @@ class Policy:
     replans: bool = False
     restarts: bool = False
 
-    def __call__(self, situation: Situation, horizon_s: float) -> list[Proposal]:
+    def __call__(self, context: DecisionContext, horizon_s: float) -> list[Proposal]:
         """Propose plans, each of them once, for `horizon_s` expected seconds until the next incident."""
         found: list[Proposal] = []
         known: list[tuple[object, ...]] = []
-        for proposal in self.propose(ProposalsOnWorkers(situation, horizon_s)):
-            plan = proposal.plan, proposal.ceiling, proposal.from_checkpoint
+        for proposal in self.propose(ProposalsOnWorkers(context, horizon_s)):
+            plan = proposal.plan, proposal.in_flight_limits, proposal.from_checkpoint
             if proposal.plan is None or plan not in known:
                 found.append(proposal)
                 known.append(plan)

@@ -20,7 +20,7 @@ class Proposal:
     Attributes:
         name: what kind of plan it is; different for every proposal of a policy.
         plan: the plan, on live workers; None where there is none.
-        ceiling: what its workers can keep at most; those that are left out are not bounded.
+        in_flight_limits: what its workers can keep at most; those that are left out are not bounded.
         from_checkpoint: whether the state comes from a checkpoint, and not from other workers.
         reason: why there is no plan; None where there is one.
         schedules: of pipelines, as far as they are known already, for `best_parts`.
@@ -31,12 +31,12 @@ class Proposal:
 
     name: str
     plan: Plan | None = None
-    ceiling: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
+    in_flight_limits: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
     from_checkpoint: bool = False
     reason: str | None = None
     schedules: tuple[PipelineSchedule, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ceiling", FrozenMap(self.ceiling))
+        object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))
         if (self.plan is None) == (self.reason is None):
             raise PlanError(f"proposal {self.name!r} needs either a plan or a reason why there is none")

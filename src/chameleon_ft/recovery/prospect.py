@@ -117,9 +117,9 @@ class Prospect:
         )
         during = self.gap.within(stall_s)
         before, after = during * exposed, (1 - during) * fatal
-        again_s = (before + during * total_loss) * unsaved_s
-        again_s += (after + (1 - during) * total_loss) * expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
-        return_s = (before + after) * self.restart_s + again_s
+        repeat_s = (before + during * total_loss) * unsaved_s
+        repeat_s += (after + (1 - during) * total_loss) * expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
+        return_s = (before + after) * self.restart_s + repeat_s
         trains_s = self.gap.left_after(stall_s) / (1 + (self.checkpoints.write_s or 0.0) / interval_s)
         return Expected(
             fatal_share=before + after,

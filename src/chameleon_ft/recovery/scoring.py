@@ -7,27 +7,23 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.estimate import PartsEstimate, TransitionEstimate, estimate_parts, peak_bytes_of, state_bytes
 from chameleon_ft.plan import Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.quantities import data_size
+from chameleon_ft.quantities import ROUNDING, data_size
+from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.loss_risk import LossRisk, risk_of
 from chameleon_ft.recovery.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
-from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import InFlightLimit, PipelineSchedule, Program, default_limits
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.transfer import Transfer, missing_between, transfer_s, transfer_to
 from chameleon_ft.workload import Workload
 
 __all__ = ["Candidate", "Course", "CourseDraft", "best_of", "is_noop", "measure", "remeasure", "score"]
-
-# Samples that differ by less are equal: sums were rounded in another order.
-_ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +32,13 @@ class Course:
 
     Attributes:
         plan: what is run.
-        ceiling: what its workers can keep at most.
-        program: what each worker runs in a step, by `best_program` with that ceiling, or as the search has found it.
+        in_flight_limits: what its workers can keep at most.
+        program: what each worker runs in a step, by `best_program` with those limits, or as the search has found it.
         transfer: what moves before; None where all is read from a checkpoint.
     """
 
     plan: Plan
-    ceiling: Mapping[int, InFlightLimit]
+    in_flight_limits: Mapping[int, InFlightLimit]
     program: Program
     transfer: Transfer | None
 
@@ -52,7 +48,7 @@ class CourseDraft:
     """Parts of a course. Most are not taken, and assembling a program takes time."""
 
     plan: Plan
-    ceiling: Mapping[int, InFlightLimit]
+    in_flight_limits: Mapping[int, InFlightLimit]
     parts: Sequence[ScheduledPart]
     transfer: Transfer | None
 
@@ -60,7 +56,7 @@ class CourseDraft:
         """The course, with its program."""
         return Course(
             plan=self.plan,
-            ceiling=FrozenMap(self.ceiling),
+            in_flight_limits=FrozenMap(self.in_flight_limits),
             program=program_of(self.plan, self.parts),
             transfer=self.transfer,
         )
@@ -106,53 +102,53 @@ class Candidate:
         return self.reason is None
 
     @property
-    def last_holders(self) -> int:
+    def worker_single_points_of_failure(self) -> int:
         """How many workers are the only ones to hold some layer, which is lost with them."""
         return 0 if self.risk is None else self.risk.workers.singles
 
     @property
-    def last_hosts(self) -> int:
+    def host_single_points_of_failure(self) -> int:
         """How many hosts are the only ones to hold some layer; zero if there is one host only."""
         return 0 if self.risk is None or self.risk.hosts is None else self.risk.hosts.singles
 
 
-def measure(proposal: Proposal, situation: Situation) -> tuple[Candidate, CourseDraft | None]:
+def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, CourseDraft | None]:
     """Return what is predicted of a proposal but for its samples, and the way to carry it out if it is feasible."""
     plan = proposal.plan
     if plan is None:
         return Candidate(policy=proposal.name, reason=proposal.reason), None
-    layers, cluster = situation.costs.workload.layers, situation.costs.cluster
-    if gone := sorted(set(plan.workers).difference(situation.live)):
+    layers, cluster = context.costs.workload.layers, context.costs.cluster
+    if gone := sorted(set(plan.workers).difference(context.live)):
         return Candidate(policy=proposal.name, reason=f"it needs workers that are not live: {gone}"), None
     transfer: Transfer | None = None
     if not proposal.from_checkpoint:
         try:
-            transfer = transfer_to(situation.held, plan.placement, live=situation.live, layers=layers)
+            transfer = transfer_to(context.held, plan.placement, live=context.live, layers=layers)
         except NoHolderError as error:
             return Candidate(policy=proposal.name, reason=str(error)), None
-    stays = is_noop(proposal, situation)
-    scheduled = _under(proposal.ceiling, plan, situation) if stays else _scheduled(proposal, plan, situation)
+    stays = is_noop(proposal, context)
+    scheduled = _under(proposal.in_flight_limits, plan, context) if stays else _scheduled(proposal, plan, context)
     plan, estimate = scheduled.plan, scheduled.estimate
-    moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, cluster) * situation.transfer_factor
+    moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, cluster) * context.transfer_factor
     # What is running already fits, whatever is estimated.
-    reason = None if stays else _too_large(estimate, situation) or _too_large_meanwhile(transfer, situation)
+    reason = None if stays else _too_large(estimate, context) or _too_large_meanwhile(transfer, context)
     candidate = Candidate(
         policy=proposal.name,
-        step_s=estimate.step_s * situation.step_factor,
+        step_s=estimate.step_s * context.step_factor,
         peak_bytes=max(estimate.peak_bytes.values()),
-        stall_s=0.0 if stays else _stall_s(proposal, situation, moves_s),
+        stall_s=0.0 if stays else _stall_s(proposal, context, moves_s),
         transfer_s=moves_s,
-        moved_bytes=_all_bytes(plan, situation) if transfer is None else transfer.total_bytes,
+        moved_bytes=_all_bytes(plan, context) if transfer is None else transfer.total_bytes,
         risk=risk_of(plan.placement, cluster.hosts),
         from_checkpoint=proposal.from_checkpoint,
         reason=reason,
     )
     if reason:
         return candidate, None
-    return candidate, CourseDraft(plan, scheduled.ceiling, scheduled.parts, transfer)
+    return candidate, CourseDraft(plan, scheduled.in_flight_limits, scheduled.parts, transfer)
 
 
-def remeasure(candidate: Candidate, *, before: Situation, now: Situation) -> Candidate:
+def remeasure(candidate: Candidate, *, before: DecisionContext, now: DecisionContext) -> Candidate:
     """Return the candidate with the times of now; what fits memory is not looked at again, samples are not updated.
 
     Steps are longer or shorter as the times of layers and `step_factor` are, transfers as `transfer_factor` is, and
@@ -160,7 +156,7 @@ def remeasure(candidate: Candidate, *, before: Situation, now: Situation) -> Can
 
     Args:
         before: what it was measured on, but for who is live.
-        now: the situation with the same plan in force.
+        now: the context with the same plan in force.
     """
     if candidate.step_s is None or candidate.stall_s is None or candidate.transfer_s is None:
         return candidate
@@ -177,8 +173,8 @@ def remeasure(candidate: Candidate, *, before: Situation, now: Situation) -> Can
     return replace(candidate, step_s=step_s, stall_s=stall_s, transfer_s=candidate.transfer_s * slower_transfer)
 
 
-def _work_s(situation: Situation) -> float:
-    return math.fsum(layer.forward_s + layer.backward_s for layer in situation.costs.workload.layers)
+def _work_s(context: DecisionContext) -> float:
+    return math.fsum(layer.forward_s + layer.backward_s for layer in context.costs.workload.layers)
 
 
 def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) -> tuple[Candidate, ...]:
@@ -216,47 +212,49 @@ def best_of(candidates: Sequence[Candidate], prospect: Prospect) -> int | None:
     if not feasible:
         return None
     if not prospect.has_checkpoints:
-        feasible = [index for index in feasible if not candidates[index].last_holders] or feasible
+        feasible = [index for index in feasible if not candidates[index].worker_single_points_of_failure] or feasible
         if prospect.failures.host_share:
-            feasible = [i for i in feasible if candidates[i].samples > 0 and not candidates[i].last_hosts] or feasible
+            feasible = [
+                i for i in feasible if candidates[i].samples > 0 and not candidates[i].host_single_points_of_failure
+            ] or feasible
     most = max(candidates[index].samples for index in feasible)
-    equals = [index for index in feasible if candidates[index].samples >= most - abs(most) * _ROUNDING]
+    equals = [index for index in feasible if candidates[index].samples >= most - abs(most) * ROUNDING]
     return min(equals, key=lambda index: (candidates[index].moved_bytes or 0, index))
 
 
 @dataclass(frozen=True, slots=True)
 class _Scheduled:
     plan: Plan
-    ceiling: Mapping[int, InFlightLimit]
+    in_flight_limits: Mapping[int, InFlightLimit]
     parts: Sequence[ScheduledPart]
     estimate: PartsEstimate
 
 
-def _scheduled(proposal: Proposal, plan: Plan, situation: Situation) -> _Scheduled:
-    """The program under the proposal's ceiling.
+def _scheduled(proposal: Proposal, plan: Plan, context: DecisionContext) -> _Scheduled:
+    """The program under the limits of the proposal.
 
     If that does not fit, the one with as few in flight as 1F1B has. If that does not fit either, the workers that lack
     memory recompute as many layers as they need to. So the memory of a plan that cannot be chosen is what it needs at
     the least.
     """
-    found = _under(proposal.ceiling, plan, situation, proposal.schedules)
-    if not found.estimate.over_capacity(situation.costs):
+    found = _under(proposal.in_flight_limits, plan, context, proposal.schedules)
+    if not found.estimate.over_capacity(context.costs):
         return found
     few = {worker: InFlightLimit(limit.in_flight, limit.in_flight) for worker, limit in default_limits(plan).items()}
-    found = _under(few, plan, situation)
-    while (recompute := _more_recomputed(found, situation)) is not None:
-        found = _under(few, replace(plan, recompute=recompute), situation)
+    found = _under(few, plan, context)
+    while (recompute := _more_recomputed(found, context)) is not None:
+        found = _under(few, replace(plan, recompute=recompute), context)
     return found
 
 
-def _more_recomputed(found: _Scheduled, situation: Situation) -> dict[int, RecomputedLayers] | None:
+def _more_recomputed(found: _Scheduled, context: DecisionContext) -> dict[int, RecomputedLayers] | None:
     """Recomputation under which the workers that lack memory have enough, or recompute all their layers.
 
     Of each worker the fewest layers, selectively before in full, lowest first: backward goes downwards, so when it gets
     to them the activations of the layers above are freed. The present order of operations is assumed. None if there is
     nothing to change: no worker lacks memory, or all that do recompute everything already.
     """
-    costs, parts = situation.costs, found.parts
+    costs, parts = context.costs, found.parts
     recompute = dict(found.plan.recompute)
     wider = {worker: _wider(found.plan, worker, costs.workload) for worker in found.estimate.over_capacity(costs)}
     while wider := {worker: ranges for worker, ranges in wider.items() if ranges}:
@@ -287,35 +285,40 @@ def _wider(plan: Plan, worker: int, workload: Workload) -> deque[RecomputedLayer
 
 
 def _under(
-    ceiling: Mapping[int, InFlightLimit], plan: Plan, situation: Situation, schedules: Sequence[PipelineSchedule] = ()
+    in_flight_limits: Mapping[int, InFlightLimit],
+    plan: Plan,
+    context: DecisionContext,
+    schedules: Sequence[PipelineSchedule] = (),
 ) -> _Scheduled:
-    parts = best_parts(plan, situation.costs, ceiling=ceiling, known=schedules)
-    return _Scheduled(plan, ceiling, parts, estimate_parts(plan, parts, situation.costs))
+    parts = best_parts(plan, context.costs, in_flight_limits=in_flight_limits, known=schedules)
+    return _Scheduled(plan, in_flight_limits, parts, estimate_parts(plan, parts, context.costs))
 
 
-def is_noop(proposal: Proposal, situation: Situation) -> bool:
+def is_noop(proposal: Proposal, context: DecisionContext) -> bool:
     """Return whether the proposal is what runs already, so that there is nothing to stop for."""
-    if proposal.plan != situation.plan or proposal.from_checkpoint or situation.lost:
+    if proposal.plan != context.plan or proposal.from_checkpoint or context.lost:
         return False
-    return all(proposal.ceiling.get(worker) == situation.ceiling.get(worker) for worker in situation.plan.workers)
+    return all(
+        proposal.in_flight_limits.get(worker) == context.in_flight_limits.get(worker) for worker in context.plan.workers
+    )
 
 
-def _stall_s(proposal: Proposal, situation: Situation, moves_s: float) -> float:
+def _stall_s(proposal: Proposal, context: DecisionContext, moves_s: float) -> float:
     if proposal.from_checkpoint:
-        return situation.return_s
-    return TransitionEstimate(phases=situation.phases, transfer_s=moves_s, repeat_s=situation.repeat_s).lost_s
+        return context.return_s
+    return TransitionEstimate(phases=context.phases, transfer_s=moves_s, repeat_s=context.repeat_s).lost_s
 
 
-def _too_large(estimate: PartsEstimate, situation: Situation) -> str | None:
-    missing = estimate.over_capacity(situation.costs)
+def _too_large(estimate: PartsEstimate, context: DecisionContext) -> str | None:
+    missing = estimate.over_capacity(context.costs)
     return _short_of(missing, "in a step") if missing else None
 
 
-def _too_large_meanwhile(transfer: Transfer | None, situation: Situation) -> str | None:
+def _too_large_meanwhile(transfer: Transfer | None, context: DecisionContext) -> str | None:
     """While state moves, a worker has what it held, gradients included, and beside it what it has received."""
     if transfer is None:
         return None
-    layers, before, after = situation.costs.workload.layers, situation.placement, transfer.placement
+    layers, before, after = context.costs.workload.layers, context.placement, transfer.placement
     state = list(accumulate(map(state_bytes, layers), initial=0))
     gradients = list(accumulate((layer.gradient_bytes for layer in layers), initial=0))
     numbers = range(len(layers) + 1)
@@ -328,7 +331,7 @@ def _too_large_meanwhile(transfer: Transfer | None, situation: Situation) -> str
     missing = {
         worker: short
         for worker, num_bytes in needed.items()
-        if (short := num_bytes - _capacity(situation.costs.cluster, worker)) > 0
+        if (short := num_bytes - _capacity(context.costs.cluster, worker)) > 0
     }
     return _short_of(missing, "while layers move") if missing else None
 
@@ -344,8 +347,8 @@ def _short_of(missing: Mapping[int, float], when: str) -> str:
     return f"memory: worker {worker} needs {data_size(missing[worker])} more {when}{others}"
 
 
-def _all_bytes(plan: Plan, situation: Situation) -> int:
-    layers = situation.costs.workload.layers
+def _all_bytes(plan: Plan, context: DecisionContext) -> int:
+    layers = context.costs.workload.layers
     return sum(
         state_bytes(layers[layer]) for ranges in plan.placement.ranges.values() for own in ranges for layer in own
     )

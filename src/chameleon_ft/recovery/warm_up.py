@@ -10,8 +10,8 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan.layouts import data_pipeline_plan
 from chameleon_ft.recovery.decision import decide
+from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
-from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import CostModel, check_program
 from chameleon_ft.search import InfeasibleError, find_plan
 from chameleon_ft.workload import LayerCost, Workload
@@ -46,15 +46,15 @@ def warm_up() -> None:
     workers = tuple(Worker(worker, f"host {worker // 3}", memory_bytes=1000) for worker in plan.workers[1:])
     link = Link(0.1, 10.0)
     cluster = Cluster(workers, link, link)
-    situation = Situation(
+    context = DecisionContext(
         plan=plan,
-        ceiling={},
+        in_flight_limits={},
         costs=CostModel(Workload((layer,) * 4, plan.micro_batches, 1), cluster),
         phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0),
         repeat_s=0.0,
         restart_s=0.0,
     )
-    course = decide(situation, "chameleon", FailureModel(worker_mtbf_s=1.0, prior_failures=1.0)).course
+    course = decide(context, "chameleon", FailureModel(worker_mtbf_s=1.0, prior_failures=1.0)).course
     assert course is not None
     check_program(course.program, course.plan)
     # Where memory is short, all cuts are gone through, and it is asked what is missing. Where nothing is reduced, there

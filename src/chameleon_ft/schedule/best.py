@@ -12,11 +12,10 @@ import numpy as np
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule._network import NetworkBuilder, builder_of, pipeline_network
-from chameleon_ft.schedule._records import PROGRAM_RECORD, Integers
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule.components import Component, components
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes
-from chameleon_ft.schedule.heuristics import ROUNDING, Problem, best_schedule
+from chameleon_ft.schedule.heuristics import Problem, best_schedule
 from chameleon_ft.schedule.list_scheduler import (
     InFlightLimit,
     Rules,
@@ -27,7 +26,9 @@ from chameleon_ft.schedule.list_scheduler import (
     replayed,
     schedule,
 )
+from chameleon_ft.schedule.network import NetworkBuilder, builder_of, pipeline_network
 from chameleon_ft.schedule.program import Program, records_by_code
+from chameleon_ft.schedule.records import PROGRAM_RECORD, Integers
 
 __all__ = [
     "DEFAULT_EFFORT",
@@ -64,13 +65,13 @@ class PipelineSchedule(Schedule):
     """The schedule of one pipeline, whose workers are its stages: micro-batch m has the slot m * stages + s at stage s.
 
     Attributes:
-        times, split_backward, micro_batches, ceiling: what is scheduled, as for `pipeline_schedule`.
+        times, split_backward, micro_batches, in_flight_limits: what is scheduled, as for `pipeline_schedule`.
     """
 
     times: PipelineTimes
     split_backward: bool
     micro_batches: int
-    ceiling: Integers
+    in_flight_limits: Integers
 
     def replayed(self, times: PipelineTimes) -> PipelineSchedule:
         """These orders under other times of as many stages, such as those of other links."""
@@ -147,7 +148,7 @@ def best_program(
     plan: Plan,
     costs: CostModel,
     *,
-    ceiling: Mapping[int, InFlightLimit] | None = None,
+    in_flight_limits: Mapping[int, InFlightLimit] | None = None,
     effort: float = DEFAULT_EFFORT,
 ) -> ScheduledProgram:
     """The fastest of up to a dozen list schedules: both preferences, the default limits and some larger ones. In
@@ -158,13 +159,14 @@ def best_program(
 
     On a plain pipeline with free messages that is 1F1B at once: what meets the lower bound is left as it is. Where
     stages are shared or messages take time, larger limits are usually faster: they cost memory, at most one pipeline
-    depth of micro-batches more on a worker than `default_limits(plan)`. `ceiling` bounds that; workers it leaves out
-    are not bounded. As in `list_schedule`, a limit is exceeded only where otherwise no worker could run anything.
+    depth of micro-batches more on a worker than `default_limits(plan)`. `in_flight_limits` bounds that; workers that it
+    leaves out are not bounded. As in `list_schedule`, a limit is exceeded only where otherwise no worker could run
+    anything.
 
     Args:
         plan: what to run.
         costs: how long operations and messages take.
-        ceiling: what each worker can keep at most.
+        in_flight_limits: what each worker can keep at most.
         effort: operations that may be scheduled for each component; a replayed one counts a seventh. Not a time, so
             that the result is deterministic. The first list schedules are always made: one, and for a plain pipeline
             the first few.
@@ -173,7 +175,7 @@ def best_program(
         PlanError: the workload has another number of layers than the plan.
         ConfigError: the plan has a worker that the cluster does not.
     """
-    parts = best_parts(plan, costs, ceiling=ceiling, effort=effort)
+    parts = best_parts(plan, costs, in_flight_limits=in_flight_limits, effort=effort)
     limits = dict.fromkeys(plan.workers, InFlightLimit(1, 1))
     for part in parts:
         limits.update(zip(part.component.workers, limits_of_array(part.schedule.limits), strict=True))
@@ -184,24 +186,24 @@ def best_parts(
     plan: Plan,
     costs: CostModel,
     *,
-    ceiling: Mapping[int, InFlightLimit] | None = None,
+    in_flight_limits: Mapping[int, InFlightLimit] | None = None,
     effort: float = DEFAULT_EFFORT,
     known: Iterable[PipelineSchedule] = (),
 ) -> list[ScheduledPart]:
     """The schedules that `best_program` makes its program of; making the program takes longer than finding them.
 
-    Pipelines with the times, micro-batches and ceiling of one that is `known` get its schedule.
+    Pipelines with the times, micro-batches and limits of one that is `known` get its schedule.
     """
-    found = {(one.times, one.split_backward, one.micro_batches, one.ceiling.tobytes()): one for one in known}
+    found = {(one.times, one.split_backward, one.micro_batches, one.in_flight_limits.tobytes()): one for one in known}
     builder = builder_of(plan, costs)
 
     def scheduled(component: Component, own: NetworkBuilder, most: Integers) -> Schedule:
         if not component.is_pipeline:
-            return best_schedule(Problem.of(own, component.ways, component.taken, ceiling), effort=effort)
+            return best_schedule(Problem.of(own, component.ways, component.taken, in_flight_limits), effort=effort)
         times, micro_batches, split = own.times(component.ways[0]), len(component.taken), own.split_backward
         if (one := found.get((times, split, micro_batches, most.tobytes()))) is not None:
             return one
-        return pipeline_schedule(times, micro_batches, split_backward=split, ceiling=most, effort=effort)
+        return pipeline_schedule(times, micro_batches, split_backward=split, in_flight_limits=most, effort=effort)
 
     # Components that are alike are scheduled once.
     schedules: dict[tuple[object, ...], Schedule] = {}
@@ -209,7 +211,7 @@ def best_parts(
     for component in components(plan.routes):
         split = plan.splits(component.workers[0])
         own = builder.part(component.workers, split_backward=split)
-        most = limits_array(component.workers, ceiling or {})
+        most = limits_array(component.workers, in_flight_limits or {})
         key = split, component.taken, tuple(own.slots(hops).tobytes() for hops in component.ways), most.tobytes()
         if key not in schedules:
             schedules[key] = scheduled(component, own, most)
@@ -236,7 +238,7 @@ def pipeline_schedule(
     micro_batches: int,
     *,
     split_backward: bool,
-    ceiling: Integers,
+    in_flight_limits: Integers,
     effort: float,
     slack: float = ROUNDING,
 ) -> PipelineSchedule:
@@ -246,7 +248,7 @@ def pipeline_schedule(
         times: of each stage.
         micro_batches: their number.
         split_backward: whether backward is split.
-        ceiling: by stage, how many micro-batches it may have in flight, keep and defer; int64 [3, stages].
+        in_flight_limits: by stage, how many micro-batches it may have in flight, keep and defer; int64 [3, stages].
         effort: as for `best_program`. With 0 a few list schedules are made, the best of which is seldom a hundredth
             longer than what much effort finds.
         slack: a step time that is longer than the lower bound by this share is good enough.
@@ -255,7 +257,7 @@ def pipeline_schedule(
     problem = Problem(
         network=pipeline_network(times, micro_batches, split_backward=split_backward),
         default=np.stack([np.arange(depth, 0, -1), *np.full((2, depth), depth)]),
-        ceiling=np.ascontiguousarray(ceiling, np.int64),
+        in_flight_limits=np.ascontiguousarray(in_flight_limits, np.int64),
         depth=depth,
         shared=False,
     )
@@ -265,5 +267,5 @@ def pipeline_schedule(
         times=times,
         split_backward=split_backward,
         micro_batches=micro_batches,
-        ceiling=ceiling,
+        in_flight_limits=in_flight_limits,
     )

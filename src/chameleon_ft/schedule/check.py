@@ -9,8 +9,8 @@ import numpy as np
 
 from chameleon_ft.errors import ProgramError
 from chameleon_ft.plan import Hop, Plan
-from chameleon_ft.schedule._records import Integers, Records
 from chameleon_ft.schedule.program import Program, operations_from, records_by_code
+from chameleon_ft.schedule.records import Integers, Records
 
 __all__ = ["check_program"]
 

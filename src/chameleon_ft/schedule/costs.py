@@ -42,22 +42,22 @@ class CostModel:
         if layers.stop > len(self.workload.layers):
             raise PlanError(f"layers {layers} go past the {len(self.workload.layers)} layers of the workload")
         costs = self.workload.layers[layers.start : layers.stop]
-        again_s = self._again_s(layers, recompute)
+        recompute_s = self._recompute_s(layers, recompute)
         # fsum rounds once, so that stages of equal layers cost exactly the same wherever they lie.
         match kind:
             case OperationKind.FORWARD:
                 work_s = math.fsum(cost.forward_s for cost in costs)
             case OperationKind.BACKWARD:
-                work_s = _backward_s(costs, again_s)
+                work_s = _backward_s(costs, recompute_s)
             case OperationKind.INPUT_GRAD:
-                work_s = math.fsum((*(cost.input_grad_s for cost in costs), *again_s)) if layers.start else 0.0
+                work_s = math.fsum((*(cost.input_grad_s for cost in costs), *recompute_s)) if layers.start else 0.0
             case OperationKind.WEIGHT_GRAD:
                 work_s = (
-                    math.fsum(cost.weight_grad_s for cost in costs) if layers.start else _backward_s(costs, again_s)
+                    math.fsum(cost.weight_grad_s for cost in costs) if layers.start else _backward_s(costs, recompute_s)
                 )
         return self.workload.operation_overhead_s + work_s / self.cluster.worker(worker).speed
 
-    def _again_s(self, layers: LayerRange, recompute: RecomputedLayers | None) -> list[float]:
+    def _recompute_s(self, layers: LayerRange, recompute: RecomputedLayers | None) -> list[float]:
         """Seconds of what is run again of each of the forwards."""
         if recompute is None or (part := recompute.intersection(layers)) is None:
             return []
@@ -81,13 +81,13 @@ class CostModel:
         return self.workload.layers[layer].output_bytes
 
 
-def _backward_s(costs: Iterable[LayerCost], again_s: Iterable[float]) -> float:
+def _backward_s(costs: Iterable[LayerCost], recompute_s: Iterable[float]) -> float:
     """Of the halves where there is no other figure, each rounded with the rest only once."""
     halves = chain.from_iterable(
         (cost.input_grad_s, cost.weight_grad_s) if cost.fused_backward_s is None else (cost.fused_backward_s,)
         for cost in costs
     )
-    return math.fsum((*halves, *again_s))
+    return math.fsum((*halves, *recompute_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

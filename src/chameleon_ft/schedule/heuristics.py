@@ -19,8 +19,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from chameleon_ft.schedule._network import Network, NetworkBuilder
-from chameleon_ft.schedule._records import Integers
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule.components import Way
 from chameleon_ft.schedule.list_scheduler import (
     InFlightLimit,
@@ -31,11 +30,11 @@ from chameleon_ft.schedule.list_scheduler import (
     replayed,
     schedule,
 )
+from chameleon_ft.schedule.network import Network, NetworkBuilder
+from chameleon_ft.schedule.records import Integers
 
-__all__ = ["ROUNDING", "ListSchedules", "Problem", "best_schedule", "reordered", "reprioritized"]
+__all__ = ["ListSchedules", "Problem", "best_schedule", "reordered", "reprioritized"]
 
-ROUNDING: Final = 1e-9
-"""Times that differ by less than this share differ by rounding only."""
 
 # Shares of the effort that go into heuristics and, where routes share stages, into priorities; what a replay of an
 # operation costs, if scheduling one costs 1.
@@ -124,14 +123,14 @@ class Problem:
     Attributes:
         network: what to schedule.
         default: `default_limits`.
-        ceiling: the largest limits allowed.
+        in_flight_limits: the largest limits allowed.
         depth: hops of the longest route.
         shared: whether routes take different ways, so that pipelines share workers.
     """
 
     network: Network
     default: Integers
-    ceiling: Integers
+    in_flight_limits: Integers
     depth: int
     shared: bool
 
@@ -141,16 +140,16 @@ class Problem:
         builder: NetworkBuilder,
         ways: Sequence[Way],
         taken: Sequence[int],
-        ceiling: Mapping[int, InFlightLimit] | None,
+        in_flight_limits: Mapping[int, InFlightLimit] | None,
     ) -> Problem:
         """Routes between the builder's workers over these ways, of which `taken` has the index for each route.
 
-        Workers that `ceiling` lacks are not bounded.
+        Workers that `in_flight_limits` lacks are not bounded.
         """
         return cls(
             network=builder.network(ways, taken),
             default=limits_array(builder.workers, limits_of_routes(builder.workers, ways)),
-            ceiling=limits_array(builder.workers, ceiling or {}),
+            in_flight_limits=limits_array(builder.workers, in_flight_limits or {}),
             depth=max(map(len, ways)),
             shared=len(ways) > 1,
         )
@@ -166,7 +165,7 @@ class Problem:
             table = _PLAIN_SPLIT if self.depth < _DEEP else _DEEP_SPLIT
         else:
             table = _PLAIN_FUSED
-        # Under a low ceiling many heuristics have equal limits.
+        # Under low limits many heuristics have equal limits.
         different: dict[tuple[bytes, bool, float], Rules] = {}
         for heuristic, own in zip(table, self._limits(table), strict=True):
             rules = Rules(limits=own, forward_first=heuristic.forward_first, patience=heuristic.patience)
@@ -179,19 +178,19 @@ class Problem:
         return found
 
     def _limits(self, table: Sequence[Heuristic]) -> Integers:
-        """Of each heuristic, limits that are raised by `depth` at most, as far as the ceiling allows.
+        """Of each heuristic, limits that are raised by `depth` at most, as far as `in_flight_limits` allows.
 
         int64 [heuristics, 3, workers].
         """
-        default, ceiling = self.default, self.ceiling
+        default, in_flight_limits = self.default, self.in_flight_limits
         shares = np.array([[[each.in_flight], [each.kept]] for each in table])
         extra = np.array([[[each.extra]] for each in table])
         more = np.minimum(self.depth, np.ceil(shares * default[:2]).astype(np.int64) + extra)
         kept = default[1] + more.max(axis=1)
         in_flight = np.minimum(default[0] + more[:, 0], kept)
-        kept = np.minimum(kept, ceiling[1])
-        in_flight = np.minimum(np.minimum(in_flight, ceiling[0]), kept)
-        return np.stack([in_flight, kept, np.minimum(kept, ceiling[2])], axis=1)
+        kept = np.minimum(kept, in_flight_limits[1])
+        in_flight = np.minimum(np.minimum(in_flight, in_flight_limits[0]), kept)
+        return np.stack([in_flight, kept, np.minimum(kept, in_flight_limits[2])], axis=1)
 
 
 class ListSchedules:

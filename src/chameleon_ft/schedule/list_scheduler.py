@@ -11,8 +11,8 @@ import numpy as np
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, Plan
-from chameleon_ft.schedule._network import Network
-from chameleon_ft.schedule._records import Floats, Integers
+from chameleon_ft.schedule.network import Network
+from chameleon_ft.schedule.records import Floats, Integers
 
 __all__ = [
     "UNLIMITED",

@@ -18,8 +18,8 @@ import numpy as np
 
 from chameleon_ft.plan import LayerRange, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule._records import PROGRAM_RECORD, Records
 from chameleon_ft.schedule.components import different_ways
+from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 
 __all__ = ["KINDS", "Operation", "OperationKind", "Program", "operations_from", "records_by_code", "records_from"]
 
@@ -225,15 +225,15 @@ class Program:
             return self.records[:0]
         return self.records[self.starts[place] : self.starts[place + 1]]
 
-    def exchanged(self, exchange: Mapping[int, int]) -> Program:
-        """The same program with other workers: each one's operations are run by ``exchange[worker]``."""
-        other = np.arange(-1, 1 + max((*exchange, *self.workers), default=0))
-        other[[1 + worker for worker in exchange]] = list(exchange.values())
+    def remap_workers(self, workers: Mapping[int, int]) -> Program:
+        """Return the program with each worker's operations run by ``workers[worker]``."""
+        other = np.arange(-1, 1 + max((*workers, *self.workers), default=0))
+        other[[1 + worker for worker in workers]] = list(workers.values())
         records = self.records.copy()
         for field in ("receive_from", "send_to"):
             records[field] = other[1 + records[field]]
         own = (records[begin:end] for begin, end in pairwise(self.starts))
-        return Program.of_records(dict(zip(map(exchange.__getitem__, self.workers), own, strict=True)))
+        return Program.of_records(dict(zip(map(workers.__getitem__, self.workers), own, strict=True)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Program):

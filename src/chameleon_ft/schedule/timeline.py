@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from chameleon_ft.errors import ProgramError
-from chameleon_ft.schedule._records import OPERATION, Records
 from chameleon_ft.schedule.costs import CostModel
 from chameleon_ft.schedule.program import Operation, OperationKind, Program
+from chameleon_ft.schedule.records import OPERATION, Records
 
 __all__ = ["TimedOperation", "Timeline", "replay"]
 

@@ -42,7 +42,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from chameleon_ft.schedule._records import Floats, Integers
+from chameleon_ft.quantities import SUM_ROUNDING
+from chameleon_ft.schedule.records import Floats, Integers
 from chameleon_ft.search.cuts import Choice, Cuts
 from chameleon_ft.search.gradient_sync import SyncCost
 from chameleon_ft.search.stages import Stages, gradient_bytes, timeless_gradient_bytes
@@ -51,17 +52,17 @@ from chameleon_ft.search.worker_classes import Shape
 if TYPE_CHECKING:
     from chameleon_ft.search._kernels.pipeline_bounds import Pipeline
 
-__all__ = ["PipelineBounds", "Stops"]
+__all__ = ["CutPoints", "PipelineBounds", "PipelineEstimates"]
 
-Stops: TypeAlias = tuple[int, ...]
-"""Where each stage of a pipeline stops."""
+CutPoints: TypeAlias = tuple[int, ...]
+"""The layer after the last one of each stage of a pipeline, first stage to last."""
 
-_ROUNDING: Final = 1e-12
 # Relative precision of bounds and of options that are found by bisection.
 _PRECISION: Final = 2e-3
-# By how much the bound of a cut may be above the least one; all are tried up to `_EVEN`, more where no cut is found.
+# By how much the bound of a cut may exceed the least one. All up to `_BALANCED_SLACK` are tried, larger ones only if no
+# cut is found.
 _SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
-_EVEN: Final = 0.04
+_BALANCED_SLACK: Final = 0.04
 # Limits under which options are chosen, as shares above the least bound.
 _LIMITS: Final = tuple(0.01 * 1.5**step for step in range(12))
 # Numbers that the remembered times of stages may have together.
@@ -77,16 +78,12 @@ class _Rows(NamedTuple):
 
 
 class PipelineBounds:
-    """Bounds on pipelines of `stages` that then reduce their gradients.
+    """Lower bounds on pipelines of `stages`, gradient sync included."""
 
-    With `roomy` they are estimates instead: the bounds of pipelines whose stages have room for this share of the
-    micro-batches that 1F1B has in flight, where they can.
-    """
-
-    def __init__(self, stages: Stages, sync: SyncCost, *, roomy: float = 0.0) -> None:
+    def __init__(self, stages: Stages, sync: SyncCost) -> None:
         self.stages = stages
         self.sync = sync
-        self.tables = stages.roomy_tables(roomy)
+        self.tables = stages.tables
         self._rows: dict[tuple[Shape, int, int], _Rows] = {}
         self._limited_rows: dict[tuple[Shape, int, int], _Rows] = {}
         self._limit_s = math.inf
@@ -121,15 +118,15 @@ class PipelineBounds:
         share = _PRECISION
         while high_s < math.inf and not self.holds(shape, micro_batches, high_s):
             high_s, share = high_s * (1 + share), 2 * share
-        low_s, high_s = self._between(shape, micro_batches)
+        low_s, high_s = self._known_range_s(shape, micro_batches)
         while low_s * (1 + _PRECISION) < high_s < math.inf:
             self.holds(shape, micro_batches, (low_s + high_s) / 2)
-            low_s, high_s = self._between(shape, micro_batches)
+            low_s, high_s = self._known_range_s(shape, micro_batches)
         return low_s
 
     def holds(self, shape: Shape, micro_batches: int, limit_s: float) -> bool:
         """Whether there may be a pipeline of this shape that takes no longer than a limit."""
-        low_s, high_s = self._between(shape, micro_batches)
+        low_s, high_s = self._known_range_s(shape, micro_batches)
         if limit_s < low_s:
             return False
         # Of times that differ by less, it is not worth while to know which can be reached.
@@ -141,7 +138,7 @@ class PipelineBounds:
         self._known_s[shape, micro_batches] = (low_s, limit_s) if found else (limit_s, high_s)
         return found
 
-    def _between(self, shape: Shape, micro_batches: int) -> tuple[float, float]:
+    def _known_range_s(self, shape: Shape, micro_batches: int) -> tuple[float, float]:
         """The longest time that is known to be too short, and the shortest one that is known to hold a pipeline."""
         key = shape, micro_batches
         if key not in self._known_s:
@@ -153,9 +150,9 @@ class PipelineBounds:
         """The most micro-batches, up to `enough`, that the bound, or the quick one, does not rule out; zero if it rules
         out one."""
         # Where memory forbids it, it takes infinitely long.
-        limit_s = min(time_s * (1 + _ROUNDING), sys.float_info.max)
+        limit_s = min(time_s * (1 + SUM_ROUNDING), sys.float_info.max)
         at = self._last_most.get((shape, quick), enough)
-        found = _last(
+        found = _last_fitting(
             lambda count: self.quick_s(shape, count) <= limit_s if quick else self.holds(shape, count, limit_s),
             enough,
             at,
@@ -163,12 +160,12 @@ class PipelineBounds:
         self._last_most[shape, quick] = found
         return found
 
-    def bound_s(self, shape: Shape, stops: Stops, micro_batches: int, options: Sequence[int]) -> float:
+    def bound_s(self, shape: Shape, cut_points: CutPoints, micro_batches: int, options: Sequence[int]) -> float:
         """Seconds below which no order of operations can be on this cut with these options; infinite if one is
         negative."""
-        return self._cut_s(shape, stops, micro_batches, math.inf, np.array(options))
+        return self._cut_s(shape, cut_points, micro_batches, math.inf, np.array(options))
 
-    def chosen(self, shape: Shape, stops: Stops, micro_batches: int) -> list[tuple[float, tuple[int, ...]]]:
+    def chosen(self, shape: Shape, cut_points: CutPoints, micro_batches: int) -> list[tuple[float, tuple[int, ...]]]:
         """Options of the stages of this cut for which the bound is about the least, and the bound for these.
 
         In a step that may take longer stages recompute less, so that those in front need to hold fewer micro-batches,
@@ -179,28 +176,30 @@ class PipelineBounds:
         def within(limit_s: float) -> tuple[int, ...] | None:
             """The options chosen in a step up to a limit; None if a stage has none."""
             options = np.full(len(shape), -1)
-            own_s = self._cut_s(shape, stops, micro_batches, limit_s, options)
+            own_s = self._cut_s(shape, cut_points, micro_batches, limit_s, options)
             return tuple(options.tolist()) if own_s < math.inf else None
 
         by_stage = within(math.inf)
         if by_stage is None:
             return []
-        found = {by_stage: self.bound_s(shape, stops, micro_batches, by_stage)}
+        found = {by_stage: self.bound_s(shape, cut_points, micro_batches, by_stage)}
         least = within(found[by_stage])
         if self.stages.limited and least != by_stage:
             least_s = self.quick_s(shape, micro_batches)
             for options in (least, *(within(least_s * (1 + slack)) for slack in _LIMITS)):
                 if options is not None and options not in found:
-                    found[options] = self.bound_s(shape, stops, micro_batches, options)
+                    found[options] = self.bound_s(shape, cut_points, micro_batches, options)
         best = min(found, key=found.__getitem__)
         return [(found[each], each) for each in dict.fromkeys((best, by_stage))]
 
-    def _cut_s(self, shape: Shape, stops: Stops, micro_batches: int, limit_s: float, options: Integers) -> float:
+    def _cut_s(
+        self, shape: Shape, cut_points: CutPoints, micro_batches: int, limit_s: float, options: Integers
+    ) -> float:
         from chameleon_ft.search._kernels.pipeline_bounds import cut_s
 
-        return cut_s(self.tables, np.array(shape), np.array(stops), micro_batches, limit_s, self.sync_s, options)
+        return cut_s(self.tables, np.array(shape), np.array(cut_points), micro_batches, limit_s, self.sync_s, options)
 
-    def candidates(self, shape: Shape, micro_batches: int, *, far: bool = False) -> Iterator[Stops]:
+    def candidates(self, shape: Shape, micro_batches: int, *, far: bool = False) -> Iterator[CutPoints]:
         """Cuts of the least bound, or of one little larger: with stages as equal as can be, or filled.
 
         Some of any bound come last if no schedule may come near to the least one, `far`.
@@ -208,19 +207,19 @@ class PipelineBounds:
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
             return
-        found: list[Stops] = []
+        found: list[CutPoints] = []
         for slack in _SLACKS:
             cuts = self.cuts(shape, micro_batches, limit_s=least_s * (1 + slack))
             # Nearly equal stages, or small ones first, have room in memory where the least bound would have them full.
             for choice in (Choice.NEAREST, Choice.EARLIEST) if found else Choice:
-                stops = cuts.greedy(choice)
-                if stops is not None and stops not in found:
-                    found.append(stops)
-                    yield stops
-            if slack >= _EVEN and found and not far:
+                cut_points = cuts.greedy(choice)
+                if cut_points is not None and cut_points not in found:
+                    found.append(cut_points)
+                    yield cut_points
+            if slack >= _BALANCED_SLACK and found and not far:
                 return
 
-    def nearest(self, shape: Shape, micro_batches: int, wishes: Sequence[int], *, slack: float) -> Stops | None:
+    def nearest(self, shape: Shape, micro_batches: int, wishes: Sequence[int], *, slack: float) -> CutPoints | None:
         """A cut whose stages stop near to where it is wished, with a bound that is little above the least."""
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
@@ -229,15 +228,17 @@ class PipelineBounds:
 
     def cuts(self, shape: Shape, micro_batches: int, wishes: Sequence[int] = (), *, limit_s: float) -> Cuts:
         """The cuts of a shape whose bounds are within a limit."""
-        limit_s = min(limit_s * (1 + _ROUNDING), sys.float_info.max)
-        return Cuts(self.tables, self._wanted(shape, micro_batches, limit_s), limit_s, self.stages.speeds, wishes)
+        limit_s = min(limit_s * (1 + SUM_ROUNDING), sys.float_info.max)
+        return Cuts(
+            self.tables, self._kernel_pipeline(shape, micro_batches, limit_s), limit_s, self.stages.speeds, wishes
+        )
 
-    def sync_s_of(self, stops: Stops) -> Floats:
+    def sync_s_of(self, cut_points: CutPoints) -> Floats:
         """Seconds of gradient sync of each stage, as the bounds have it."""
-        found: Floats = self.sync_s[[0, *stops[:-1]], list(stops)]
+        found: Floats = self.sync_s[[0, *cut_points[:-1]], list(cut_points)]
         return found
 
-    def _wanted(self, shape: Shape, micro_batches: int, limit_s: float) -> Pipeline:
+    def _kernel_pipeline(self, shape: Shape, micro_batches: int, limit_s: float) -> Pipeline:
         from chameleon_ft.search._kernels.pipeline_bounds import Pipeline
 
         after: list[_Rows] = []
@@ -289,7 +290,19 @@ class PipelineBounds:
         return found
 
 
-def _last(fits: Callable[[int], bool], most: int, at: int) -> int:
+class PipelineEstimates(PipelineBounds):
+    """Estimates of pipelines: the bounds under the restriction that stages have room for many micro-batches.
+
+    A stage has room for at least `in_flight_share` of the micro-batches that 1F1B has in flight on it, where it can.
+    Some pipelines violate that and are faster, so an estimate is no bound.
+    """
+
+    def __init__(self, stages: Stages, sync: SyncCost, *, in_flight_share: float) -> None:
+        super().__init__(stages, sync)
+        self.tables = stages.tables_with_room(in_flight_share)
+
+
+def _last_fitting(fits: Callable[[int], bool], most: int, at: int) -> int:
     """The last number from 1 to `most` that fits, as all below it do; 0 if none does. By galloping from `at`."""
     low, high, step = 0, most, 1
     at = min(max(at, 1), most)

@@ -45,7 +45,7 @@ class Candidate:
     @cached_property
     def placement(self) -> Placement:
         """The layers of each worker."""
-        held = {hop.worker: (hop.layers,) for timed, own in self.pipelines for hop in hops_of(own, timed.stops)}
+        held = {hop.worker: (hop.layers,) for timed, own in self.pipelines for hop in hops_of(own, timed.cut_points)}
         return Placement(len(self.costs.workload.layers), held)
 
     @cached_property
@@ -54,33 +54,33 @@ class Candidate:
         return moved_bytes(self.current, self.placement, self.costs.workload.layers)
 
     @cached_property
-    def last_hosts(self) -> int:
+    def host_single_points_of_failure(self) -> int:
         """Hosts whose workers are the only ones to hold some layer."""
-        return len(self.placement.indispensable(self.costs.cluster.hosts))
+        return len(self.placement.single_points_of_failure(self.costs.cluster.hosts))
 
     @property
     def survives_hosts(self) -> bool:
         """Whether every layer has a holder left, whichever host is lost."""
         # More pipelines than a host has workers are never all on one host.
-        return len(self.pipelines) > self.costs.cluster.host_sizes[0] or not self.last_hosts
+        return len(self.pipelines) > self.costs.cluster.host_sizes[0] or not self.host_single_points_of_failure
 
     def found_on(self, costs: CostModel) -> FoundPlan:
         """The plan with its predictions for `costs`, whose workers may be faster than those of `self.costs`."""
         found = self.found()
         if costs.cluster == self.costs.cluster:
             return found
-        return predicted(found.name, found.plan, costs, self.current, found.ceiling)[0]
+        return predicted(found.name, found.plan, costs, self.current, found.in_flight_limits)[0]
 
     def found(self) -> FoundPlan:
         """The plan, with all that is predicted of it."""
         routes: list[Route] = []
-        ceiling: dict[int, InFlightLimit] = {}
+        in_flight_limits: dict[int, InFlightLimit] = {}
         recompute: dict[int, RecomputedLayers] = {}
         for timed, workers in self.pipelines:
-            hops = hops_of(workers, timed.stops)
+            hops = hops_of(workers, timed.cut_points)
             limits = timed.scheduler.limits(timed.spec)
             assert limits is not None
-            ceiling.update(zip(workers, limits_of_array(limits), strict=True))
+            in_flight_limits.update(zip(workers, limits_of_array(limits), strict=True))
             recompute.update((worker, own) for worker, own in zip(workers, timed.recomputed, strict=True) if own)
             first = len(routes)
             routes += [Route(number, hops) for number in range(first, first + timed.spec.micro_batches)]
@@ -90,19 +90,19 @@ class Candidate:
         return FoundPlan(
             name=self.name,
             plan=Plan(self.placement, tuple(routes), split, FrozenMap(recompute), fused if split else frozenset()),
-            ceiling=FrozenMap(ceiling),
+            in_flight_limits=FrozenMap(in_flight_limits),
             step_s=self.step_s,
             program_s=max(timed.program_s for timed in different),
             peak_bytes=max(timed.scheduler.peak_bytes(timed) for timed in different),
             moved_bytes=self.moved_bytes,
-            last_hosts=self.last_hosts,
+            host_single_points_of_failure=self.host_single_points_of_failure,
             schedules=tuple(timed.schedule for timed in different),
         )
 
 
 def figures(found: Candidate | FoundPlan) -> tuple[float, ...]:
     """The figures that plans are chosen by, the most important one first."""
-    return found.step_s, found.moved_bytes, found.last_hosts
+    return found.step_s, found.moved_bytes, found.host_single_points_of_failure
 
 
 def evaluated(
@@ -114,13 +114,13 @@ def evaluated(
     """Plans that were made elsewhere, and for those that do not fit the bytes that are missing.
 
     A plan may keep as much as there is memory for, and where that does not hold it, what `default_limits` says; or what
-    the `given` ceiling says.
+    the `given` limits say.
     """
     found: list[FoundPlan] = []
     too_large: dict[str, int] = {}
     for name, plan in others.items():
-        for ceiling in (None, default_limits(plan)) if given is None else (_of_workers(given, plan.workers),):
-            other, missing = predicted(name, plan, costs, current, ceiling or {})
+        for in_flight_limits in (None, default_limits(plan)) if given is None else (_of_workers(given, plan.workers),):
+            other, missing = predicted(name, plan, costs, current, in_flight_limits or {})
             if not missing:
                 too_large.pop(name, None)
                 found.append(other)
@@ -134,26 +134,26 @@ def predicted(
     plan: Plan,
     costs: CostModel,
     current: Placement | None,
-    ceiling: Mapping[int, InFlightLimit],
+    in_flight_limits: Mapping[int, InFlightLimit],
     *,
     effort: float = PROGRAM_EFFORT,
 ) -> tuple[FoundPlan, Mapping[int, int]]:
     """The plan with its predictions, and the bytes that workers lack for it, by worker."""
-    parts = best_parts(plan, costs, ceiling=ceiling, effort=effort)
+    parts = best_parts(plan, costs, in_flight_limits=in_flight_limits, effort=effort)
     estimate = estimate_parts(plan, parts, costs)
     found = FoundPlan(
         name=name,
         plan=plan,
-        ceiling=FrozenMap(ceiling),
+        in_flight_limits=FrozenMap(in_flight_limits),
         step_s=estimate.step_s,
         program_s=estimate.program_s,
         peak_bytes=max(estimate.peak_bytes.values()),
         moved_bytes=moved_bytes(current, plan.placement, costs.workload.layers),
-        last_hosts=len(plan.placement.indispensable(costs.cluster.hosts)),
+        host_single_points_of_failure=len(plan.placement.single_points_of_failure(costs.cluster.hosts)),
         schedules=tuple(part.schedule for part in parts if isinstance(part.schedule, PipelineSchedule)),
     )
     return found, estimate.over_capacity(costs)
 
 
-def _of_workers(ceiling: Mapping[int, InFlightLimit], workers: Sequence[int]) -> dict[int, InFlightLimit]:
-    return {worker: ceiling[worker] for worker in workers if worker in ceiling}
+def _of_workers(in_flight_limits: Mapping[int, InFlightLimit], workers: Sequence[int]) -> dict[int, InFlightLimit]:
+    return {worker: in_flight_limits[worker] for worker in workers if worker in in_flight_limits}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chameleon_ft.schedule._records import Floats
+from chameleon_ft.schedule.records import Floats
 
 if TYPE_CHECKING:
     from chameleon_ft.search._kernels.pipeline_bounds import Pipeline, Tables
@@ -66,14 +66,14 @@ class Cuts:
         count = fill_allowed(self._tables, self._pipeline, self._limit_s, *at, before_s, after_s, self._room)
         for stop in self._room[:count].tolist():
             until = passed(self._tables, self._pipeline, *at, stop, before_s, after_s)
-            for stops in self.each(position + 1, stop, *until):
-                yield (stop, *stops)
+            for cut_points in self.each(position + 1, stop, *until):
+                yield (stop, *cut_points)
 
     def greedy(self, choice: Choice) -> tuple[int, ...] | None:
         """The cut of a choice at every stage; None where that leads nowhere."""
         from chameleon_ft.search._kernels.pipeline_bounds import greedy_cut
 
-        stops = np.empty(len(self._pipeline.shape), np.int64)
+        cut_points = np.empty(len(self._pipeline.shape), np.int64)
         found = greedy_cut(
             self._tables,
             self._pipeline,
@@ -82,6 +82,6 @@ class Cuts:
             self._wishes,
             int(choice),
             self._room,
-            stops,
+            cut_points,
         )
-        return tuple(stops.tolist()) if found else None
+        return tuple(cut_points.tolist()) if found else None

@@ -10,12 +10,13 @@ from typing import Final
 
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind
-from chameleon_ft.schedule._network import builder_of
 from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_parts, step_s_of
 from chameleon_ft.schedule.components import components, different_ways
-from chameleon_ft.schedule.heuristics import ROUNDING, ListSchedules, Problem
+from chameleon_ft.schedule.heuristics import ListSchedules, Problem
 from chameleon_ft.schedule.list_scheduler import schedule
+from chameleon_ft.schedule.network import builder_of
 
 __all__ = ["reroute"]
 
@@ -37,7 +38,7 @@ def reroute(
     lost: Collection[int],
     costs: CostModel,
     *,
-    ceiling: Mapping[int, InFlightLimit] | None = None,
+    in_flight_limits: Mapping[int, InFlightLimit] | None = None,
 ) -> Plan:
     """The plan without the lost workers: same placement otherwise, and only micro-batches that have lost one move.
 
@@ -51,7 +52,7 @@ def reroute(
         plan: what was running.
         lost: ids of the lost workers.
         costs: how long operations and messages take.
-        ceiling: what each worker can keep at most; pass the same to `best_program`.
+        in_flight_limits: what each worker can keep at most; pass the same to `best_program`.
 
     Raises:
         NoHolderError: layers whose last holder is lost.
@@ -67,10 +68,12 @@ def reroute(
     is_small = operations * _LEAST_TRIALS <= _SEARCH
     spreads = _spreads(losses, cuts=(True, False) if is_small else (True,))
     if is_small:
-        spreads += [_improved(spread, losses, costs, ceiling) for spread in spreads[:2]]
+        spreads += [_improved(spread, losses, costs, in_flight_limits) for spread in spreads[:2]]
     plans = [losses.rerouted(spread) for spread in spreads]
     effort = _COMPARE if is_small else DEFAULT_EFFORT
-    return min(plans, key=lambda each: step_s_of(best_parts(each, costs, ceiling=ceiling, effort=effort)))
+    return min(
+        plans, key=lambda each: step_s_of(best_parts(each, costs, in_flight_limits=in_flight_limits, effort=effort))
+    )
 
 
 def _spreads(losses: _Losses, *, cuts: Iterable[bool]) -> list[_Spread]:
@@ -83,12 +86,12 @@ def _spreads(losses: _Losses, *, cuts: Iterable[bool]) -> list[_Spread]:
 
 
 def _improved(
-    start: _Spread, losses: _Losses, costs: CostModel, ceiling: Mapping[int, InFlightLimit] | None
+    start: _Spread, losses: _Losses, costs: CostModel, in_flight_limits: Mapping[int, InFlightLimit] | None
 ) -> _Spread:
     """`start` after moves and swaps of pieces that made the step shorter, under the best rules first."""
     builder = builder_of(losses.rerouted(start), costs)
     ways = different_ways(route.hops for route in losses.routes(start))
-    tried = ListSchedules(Problem.of(builder, *ways, ceiling))
+    tried = ListSchedules(Problem.of(builder, *ways, in_flight_limits))
     best, step_s = start, tried.search().step_s
     operations = tried.effort
     for rules in [found.rules for found in tried.schedules]:

@@ -15,16 +15,16 @@ from itertools import islice, pairwise, product
 from typing import Final, TypeAlias
 
 from chameleon_ft.estimate import total_work_bound_s
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.candidates import PlacedPipelines
-from chameleon_ft.search.gradient_sync import GradientSync, LeastSync, SyncCost, links_are_equal
+from chameleon_ft.search.gradient_sync import GradientSync, SyncCost, SyncLowerBound, links_are_equal
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines import PipelineSearch, synced_s
 from chameleon_ft.search.schedules import TimedPipeline
 
 __all__ = ["ExhaustiveSearch"]
 
-_ROUNDING: Final = 1e-9
 # Clusters with more routes are not searched.
 _MOST_ROUTES: Final = 5_000
 # The search ends after so much effort. To see that a route needs busy workers counts 1. Other steps take about so many
@@ -84,7 +84,7 @@ class ExhaustiveSearch:
     def improved(self, best: PlacedPipelines) -> PlacedPipelines:
         """The pipelines of least step time; `best` if none are faster, or there are too many."""
         self._best, self._best_s, self._spent = best, self._sync.step_s(best), 0
-        self._least_sync = LeastSync(self._costs, self._best_s).of(2)
+        self._least_sync = SyncLowerBound(self._costs, self._best_s).of(2)
         free = Counter({group: len(own) for group, own in self._members.items()})
         deepest = min(free.total(), len(self._costs.workload.layers))
         every = (route for depth in range(1, deepest + 1) for route in _routes(free, depth))
@@ -126,7 +126,7 @@ class ExhaustiveSearch:
             self._spent += _COMPARE * sum(map(len, workers))
             placed = tuple(zip(timed, workers, strict=True))
             own_s = self._sync.step_s(placed)
-            if own_s < self._best_s * (1 - _ROUNDING):
+            if own_s < self._best_s * (1 - ROUNDING):
                 self._best, self._best_s = placed, own_s
 
     def _timed(self, part: _Part) -> list[TimedPipeline]:
@@ -145,7 +145,7 @@ class ExhaustiveSearch:
                     if timed is not None:
                         found.append((synced_s(timed, bounds), timed))
             self._known[key] = _undominated(found)
-        return [timed for least_s, timed in self._known[key] if least_s < self._best_s * (1 - _ROUNDING)]
+        return [timed for least_s, timed in self._known[key] if least_s < self._best_s * (1 - ROUNDING)]
 
     def _workers(self, parts: Sequence[_Part]) -> list[tuple[int, ...]]:
         """The first workers of the groups of each pipeline that are left by those before it."""
@@ -167,7 +167,7 @@ def _undominated(found: Sequence[tuple[float, TimedPipeline]]) -> list[tuple[flo
     """The pipelines of which none with the same cut ends sooner at every stage, those of least time first."""
     kept: list[tuple[float, TimedPipeline]] = []
     for least_s, timed in sorted(found, key=lambda own: (own[0], sum(own[1].ends_s))):
-        alike = (each.ends_s for _, each in kept if each.stops == timed.stops)
+        alike = (each.ends_s for _, each in kept if each.cut_points == timed.cut_points)
         if not any(all(one <= other for one, other in zip(ends_s, timed.ends_s, strict=True)) for ends_s in alike):
             kept.append((least_s, timed))
     return kept

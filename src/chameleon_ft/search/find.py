@@ -25,7 +25,7 @@ def find_plan(
     *,
     current: Placement | None = None,
     others: Mapping[str, Plan] | None = None,
-    others_ceiling: Mapping[int, InFlightLimit] | None = None,
+    others_in_flight_limits: Mapping[int, InFlightLimit] | None = None,
     two_holders: bool = False,
     effort: int | None = DEFAULT_EFFORT,
 ) -> SearchResult:
@@ -39,7 +39,7 @@ def find_plan(
         costs: costs of the workload on the live workers.
         current: which layers the live workers hold now; None if nothing is held yet, so that everything has to move.
         others: plans to compare with, by name, such as a rerouted one.
-        others_ceiling: what workers can keep at most under `others`, where a run is going to hold them to it. By
+        others_in_flight_limits: the most that workers can keep under `others`, where a run will hold them to it. By
             default as much as there is memory for, and where that does not hold it, what `default_limits` says.
         two_holders: only plans in which every layer has at least two holders, so that the loss of any one worker can
             be survived; if there are none that fit, any plans. Bounds are those of all plans.
@@ -52,7 +52,7 @@ def find_plan(
         ConfigError: one of `others` has a worker that the cluster does not.
     """
     _require_workers(costs)
-    others_found, too_large = evaluated(others or {}, costs, current, others_ceiling)
+    others_found, too_large = evaluated(others or {}, costs, current, others_in_flight_limits)
     options = SearchOptions.of(effort, two_holders=two_holders)
     for cluster in merged_clusters(costs.cluster):
         search = PlanSearch(costs, cluster, current, options)
@@ -63,7 +63,9 @@ def find_plan(
     if two_holders:
         found = [each for each in found if _has_two_holders(each)]
         if not found:
-            return find_plan(costs, current=current, others=others, others_ceiling=others_ceiling, effort=effort)
+            return find_plan(
+                costs, current=current, others=others, others_in_flight_limits=others_in_flight_limits, effort=effort
+            )
     if not found:
         raise infeasible_error(CostModel(costs.workload, cluster))
     best, *alternatives = pareto_front(found, figures)

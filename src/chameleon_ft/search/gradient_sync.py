@@ -12,15 +12,15 @@ from typing import Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.plan import LayerRange, Placement
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.schedules import TimedPipeline
 from chameleon_ft.search.stages import links_between
 from chameleon_ft.sync import gradient_rounds, segment_bytes
 from chameleon_ft.workload import Workload
 
-__all__ = ["GradientSync", "LeastSync", "SyncCost", "has_gradients", "links_are_equal", "numbers_of_pipelines"]
+__all__ = ["GradientSync", "SyncCost", "SyncLowerBound", "has_gradients", "links_are_equal", "numbers_of_pipelines"]
 
-_ROUNDING: Final = 1e-9
 # Numbers of pipelines that differ by up to this share have a common bound: their rings take nearly the same time.
 _ALIKE: Final = 0.1
 
@@ -52,7 +52,7 @@ class SyncCost:
     beyond_s: float = 0.0
 
 
-class LeastSync:
+class SyncLowerBound:
     """Lower bound of the gradient sync of a stage with holders in some number of pipelines, in steps up to `most_s`.
 
     A ring of more workers than a host has goes between hosts, and its slowest link sets the pace. A smaller ring may
@@ -94,7 +94,7 @@ class LeastSync:
         speed = max((sum(own) for own in speeds.values() if len(own) >= pipelines), default=0.0)
         # A fractional knapsack: no more than parts of layers, those with most bytes for their time, fit the time of the
         # host; and no more layers than of those that take least.
-        budget_s = self._most_s * speed / workload.micro_batches * (1 + _ROUNDING)
+        budget_s = self._most_s * speed / workload.micro_batches * (1 + ROUNDING)
         count = sum(until_s <= budget_s for until_s in accumulate(sorted(own_s for own_s, _ in busy)))
         by_count = sum(sorted((size for _, size in busy), reverse=True)[:count])
         by_parts = 0.0
@@ -135,7 +135,7 @@ class GradientSync:
         workers_of = [worker for _, workers in pipelines for worker in workers]
         free_s = [end_s for timed, _ in pipelines for end_s in timed.ends_s]
         last_s = 0.0
-        for holders, num_bytes in self._reductions(tuple(timed.stops for timed, _ in pipelines)):
+        for holders, num_bytes in self._reductions(tuple(timed.cut_points for timed, _ in pipelines)):
             ring_s = self._costs.cluster.ring_all_reduce_s([workers_of[slot] for slot in holders], num_bytes)
             end_s = max(free_s[slot] for slot in holders) + ring_s
             for slot in holders:

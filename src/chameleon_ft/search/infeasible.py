@@ -11,8 +11,8 @@ import numpy as np
 from chameleon_ft.errors import PlanError
 from chameleon_ft.quantities import data_size
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.schedule._records import Booleans
-from chameleon_ft.search.bounds import Stops
+from chameleon_ft.schedule.records import Booleans
+from chameleon_ft.search.bounds import CutPoints
 from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import Shape, WorkerClass, WorkerPool
 
@@ -96,7 +96,7 @@ def _missing_bytes(costs: CostModel, capacity: int, *, most: int) -> int:
     return step * bisect_left(range(most // step + 1), True, key=fit)
 
 
-def fitting_pipeline(stages: Stages, counts: Sequence[int]) -> tuple[Shape, Stops] | None:
+def fitting_pipeline(stages: Stages, counts: Sequence[int]) -> tuple[Shape, CutPoints] | None:
     """A pipeline of the fewest workers that holds the model with one micro-batch at a time; None if there is none.
 
     A worker that fits a stage fits it in every pipeline, and with any number of micro-batches. So by dynamic
@@ -111,32 +111,34 @@ def fitting_pipeline(stages: Stages, counts: Sequence[int]) -> tuple[Shape, Stop
     newest = reached
     for _ in range(num_layers):
         following: _Reached = {}
-        for used, stops in newest.items():
+        for used, holds_up_to in newest.items():
             for kind, count in enumerate(counts):
                 if used[kind] < count:
                     more = _with(used, kind, 1)
-                    following[more] = following.get(more, False) | (stops @ fits[kind])
+                    following[more] = following.get(more, False) | (holds_up_to @ fits[kind])
         reached |= following
-        for used, stops in following.items():
-            if stops[-1]:
+        for used, holds_up_to in following.items():
+            if holds_up_to[-1]:
                 return _traced(used, reached, fits)
         newest = following
     return None
 
 
-def _traced(used: tuple[int, ...], reached: Mapping[tuple[int, ...], Booleans], fits: Booleans) -> tuple[Shape, Stops]:
+def _traced(
+    used: tuple[int, ...], reached: Mapping[tuple[int, ...], Booleans], fits: Booleans
+) -> tuple[Shape, CutPoints]:
     """The pipeline of these workers."""
     shape: list[int] = []
-    stops = [fits.shape[-1] - 1]
+    cut_points = [fits.shape[-1] - 1]
     while any(used):
         for kind in range(len(used)):
             before = _with(used, kind, -1)
-            if before in reached and (starts := reached[before] & fits[kind, :, stops[-1]]).any():
+            if before in reached and (starts := reached[before] & fits[kind, :, cut_points[-1]]).any():
                 shape.append(kind)
-                stops.append(int(starts.argmax()))
+                cut_points.append(int(starts.argmax()))
                 used = before
                 break
-    return tuple(reversed(shape)), tuple(reversed(stops[:-1]))
+    return tuple(reversed(shape)), tuple(reversed(cut_points[:-1]))
 
 
 def _with(used: tuple[int, ...], kind: int, more: int) -> tuple[int, ...]:

@@ -13,6 +13,8 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
+from chameleon_ft.quantities import ROUNDING
+
 __all__ = ["BoundedMix", "Mix", "Size", "best_mix", "is_exact"]
 
 Size: TypeAlias = tuple[int, ...]
@@ -24,7 +26,6 @@ Mix: TypeAlias = dict[Size, int]
 _TABLE: Final = 12_000_000
 # With a number of items there are hundreds of knapsacks in a search.
 _NUMBERED_TABLE: Final = 300_000
-_ROUNDING: Final = 1e-9
 # Deterministic limits of the integer program for workers of many classes.
 _NODES: Final = 50
 _GAP: Final = 1e-3
@@ -42,15 +43,17 @@ class BoundedMix:
 _NOTHING: Final = BoundedMix(0, {}, ())
 
 
-def is_exact(counts: Sequence[int], items: int, numbers: tuple[int, int] | None = None) -> bool:
+def is_exact(counts: Sequence[int], items: int, pipeline_range: tuple[int, int] | None = None) -> bool:
     """Whether `best_mix` of so many workers of each class and so many items fills in a table."""
     states = math.prod(count + 1 for count in counts)
-    if numbers is not None:
-        return states * items * numbers[1] <= _NUMBERED_TABLE
+    if pipeline_range is not None:
+        return states * items * pipeline_range[1] <= _NUMBERED_TABLE
     return states * items <= _TABLE
 
 
-def best_mix(values: Mapping[Size, int], counts: Sequence[int], numbers: tuple[int, int] | None = None) -> BoundedMix:
+def best_mix(
+    values: Mapping[Size, int], counts: Sequence[int], pipeline_range: tuple[int, int] | None = None
+) -> BoundedMix:
     """The items that are worth most together.
 
     Exact by dynamic programming where the table is small. Beyond that, with workers of one class and a number of items,
@@ -59,31 +62,33 @@ def best_mix(values: Mapping[Size, int], counts: Sequence[int], numbers: tuple[i
     Args:
         values: worth of the items, one for each size.
         counts: workers of each class.
-        numbers: fewest and most items; None for any number.
+        pipeline_range: fewest and most items; None for any number.
     """
     items = [(size, value) for size, value in sorted(values.items()) if value > 0 and all(map(le, size, counts))]
     if not items:
         return _NOTHING
-    if is_exact(counts, len(items), numbers):
-        return _by_table(items, counts, numbers)
-    if numbers is not None and len(counts) == 1:
-        return _by_hull({size: value for (size,), value in items}, counts[0], *numbers)
-    return _by_program(items, counts, numbers)
+    if is_exact(counts, len(items), pipeline_range):
+        return _by_table(items, counts, pipeline_range)
+    if pipeline_range is not None and len(counts) == 1:
+        return _by_hull({size: value for (size,), value in items}, counts[0], *pipeline_range)
+    return _by_program(items, counts, pipeline_range)
 
 
-def _by_table(items: Sequence[tuple[Size, int]], counts: Sequence[int], numbers: tuple[int, int] | None) -> BoundedMix:
+def _by_table(
+    items: Sequence[tuple[Size, int]], counts: Sequence[int], pipeline_range: tuple[int, int] | None
+) -> BoundedMix:
     # Here, because to import a kernel loads numba, and most importers of this module run none.
     from chameleon_ft.search._kernels.knapsack import fill_table
 
     states = math.prod(count + 1 for count in counts)
-    most = -1 if numbers is None else min(numbers[1], sum(counts))
+    most = -1 if pipeline_range is None else min(pipeline_range[1], sum(counts))
     best, chosen = np.empty((2, states, max(most, 0) + 1), np.int64)
     sizes = np.array([size for size, _ in items])
     fill_table(
         np.array(counts), most, sizes, np.array([value for _, value in items]), np.zeros_like(counts), best, chosen
     )
     strides = np.cumprod([1, *(count + 1 for count in reversed(counts[1:]))])[::-1]
-    fewest = 0 if numbers is None else numbers[0]
+    fewest = 0 if pipeline_range is None else pipeline_range[0]
     number = fewest + int(best[-1, fewest:].argmax()) if fewest < best.shape[1] else 0
     if best[-1, number] <= 0:
         return _NOTHING
@@ -96,12 +101,12 @@ def _by_table(items: Sequence[tuple[Size, int]], counts: Sequence[int], numbers:
         size = items[taken][0]
         mix[size] = mix.get(size, 0) + 1
         state -= int(np.dot(size, strides))
-        number -= numbers is not None
+        number -= pipeline_range is not None
     return BoundedMix(sum(value * mix.get(size, 0) for size, value in items), mix, tuple(mix))
 
 
 def _by_program(
-    items: Sequence[tuple[Size, int]], counts: Sequence[int], numbers: tuple[int, int] | None
+    items: Sequence[tuple[Size, int]], counts: Sequence[int], pipeline_range: tuple[int, int] | None
 ) -> BoundedMix:
     """An integer program; its bound is that of the solver."""
     # Here, because it takes long to import, and most searches do without.
@@ -110,8 +115,8 @@ def _by_program(
     sizes = np.array([size for size, _ in items], np.float64).T
     values = np.array([value for _, value in items], np.float64)
     constraints = [LinearConstraint(sizes, ub=np.array(counts, np.float64))]
-    if numbers is not None:
-        constraints.append(LinearConstraint(np.ones((1, len(items))), *numbers))
+    if pipeline_range is not None:
+        constraints.append(LinearConstraint(np.ones((1, len(items))), *pipeline_range))
     found = milp(
         -values,
         integrality=np.ones(len(items)),
@@ -124,7 +129,7 @@ def _by_program(
         return _NOTHING
     made = np.round(found.x).astype(int)
     mix = {size: count for (size, _), count in zip(items, made.tolist(), strict=True) if count}
-    return BoundedMix(math.floor(-bound * (1 + _ROUNDING) + _ROUNDING), mix, tuple(mix))
+    return BoundedMix(math.floor(-bound * (1 + ROUNDING) + ROUNDING), mix, tuple(mix))
 
 
 def _by_hull(values: Mapping[int, int], count: int, fewest: int, most: int) -> BoundedMix:
@@ -139,8 +144,8 @@ def _by_hull(values: Mapping[int, int], count: int, fewest: int, most: int) -> B
     corners = _hull(values)
     # More items are worth more until all are of the size that is worth most for each worker; the bound is concave.
     size, _ = max(corners, key=lambda corner: corner[1] / corner[0])
-    numbers = {min(max(number, fewest), most) for number in (count // size, count // size + 1)}
-    return max((_of_number(corners, count, number) for number in sorted(numbers)), key=lambda found: found.bound)
+    pipeline_range = {min(max(number, fewest), most) for number in (count // size, count // size + 1)}
+    return max((_of_number(corners, count, number) for number in sorted(pipeline_range)), key=lambda found: found.bound)
 
 
 def _of_number(corners: Sequence[tuple[int, int]], count: int, number: int) -> BoundedMix:
@@ -151,7 +156,7 @@ def _of_number(corners: Sequence[tuple[int, int]], count: int, number: int) -> B
         return BoundedMix(number * worth_high, {(high,): number}, ((high,),))
     low, worth_low = corners[above - 1]
     slope = (worth_high - worth_low) / (high - low)
-    bound = math.floor(number * (worth_low + (mean - low) * slope) * (1 + _ROUNDING))
+    bound = math.floor(number * (worth_low + (mean - low) * slope) * (1 + ROUNDING))
     large = (count - low * number) // (high - low)
     mix = {(low,): number - large, (high,): large}
     return BoundedMix(bound, {size: items for size, items in mix.items() if items}, ((low,), (high,)))

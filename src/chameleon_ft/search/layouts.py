@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from chameleon_ft.search.gradient_sync import LeastSync, SyncCost
+from chameleon_ft.search.gradient_sync import SyncCost, SyncLowerBound
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines import PipelineSearch
 from chameleon_ft.workload import Workload
@@ -45,7 +45,7 @@ class Layout:
 def promising_layouts(
     searches: Iterable[PipelineSearch],
     counts: tuple[int, ...],
-    least_sync: LeastSync,
+    least_sync: SyncLowerBound,
     options: SearchOptions,
     workload: Workload,
 ) -> list[Layout]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.search.gradient_sync import SyncCost
 from chameleon_ft.search.knapsack import BoundedMix, Size, best_mix
 from chameleon_ft.search.options import SearchOptions
@@ -24,17 +25,16 @@ from chameleon_ft.search.worker_classes import Shape
 
 __all__ = ["MixSearch", "Share", "TimedMix"]
 
-_ROUNDING: Final = 1e-9
 # Relative precision of a bisection when the search is not to be complete.
-_COARSE: Final = 2e-4
+_COARSE_PRECISION: Final = 2e-4
 # Longer than any step.
-_AT_LAST_S: Final = 1e300
+_LONGEST_STEP_S: Final = 1e300
 # The first time that a search tries after zero.
-_LEAST_TIME_S: Final = 1e-9
+_SMALLEST_STEP_S: Final = 1e-9
 # With limited effort, expensive pipelines are left out if that makes the step no longer than by this factor.
-_NOT_MUCH_LONGER: Final = 1.02
+_TOLERATED_SLOWDOWN: Final = 1.02
 # With limited effort, mixes in a row without an improvement that end a search.
-_IN_VAIN: Final = 2
+_PATIENCE: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class MixSearch:
         work_s: seconds of the step if no worker were ever idle.
         options: of the search.
         sync: what gradient sync adds to each stage at least.
-        numbers: fewest and most pipelines side by side; None for any number.
+        pipeline_range: fewest and most pipelines side by side; None for any number.
         shapes: of pipelines; None for all.
 
     Attributes:
@@ -82,24 +82,24 @@ class MixSearch:
         options: SearchOptions,
         *,
         sync: SyncCost = SyncCost(),  # noqa: B008 - frozen
-        numbers: tuple[int, int] | None = None,
+        pipeline_range: tuple[int, int] | None = None,
         shapes: Sequence[Shape] | None = None,
     ) -> None:
         self.pipelines = pipelines
-        self.numbers = numbers
+        self.pipeline_range = pipeline_range
         self.sync = sync
         self.complete = False
         self._micro_batches = micro_batches
         self._work_s = work_s
         self._options = options
-        self._precision = _ROUNDING / 10 if options.complete else _COARSE
+        self._precision = ROUNDING / 10 if options.complete else _COARSE_PRECISION
         self._counts = counts
         self.shapes, self.all_shapes = shapes_of(self._counts, pipelines[0].scheduler.stages.num_layers)
         if shapes is not None:
             self.shapes, self.all_shapes = tuple(shapes), False
-        elif numbers is not None:
+        elif pipeline_range is not None:
             # Every other pipeline has a worker at least.
-            self.shapes = tuple(shape for shape in self.shapes if len(shape) <= sum(counts) - numbers[0] + 1)
+            self.shapes = tuple(shape for shape in self.shapes if len(shape) <= sum(counts) - pipeline_range[0] + 1)
         self._sizes = {shape: size_of(shape, len(counts)) for shape in self.shapes}
         self._known: dict[tuple[Shape, int], tuple[float, TimedPipeline | None]] = {}
         self._scheduled_s: dict[Shape, dict[int, float]] = {}
@@ -113,13 +113,13 @@ class MixSearch:
         """Whether a mix may take less than `time_s`."""
         if time_s == math.inf:
             return self.bound_s() < math.inf
-        return self._at(time_s * (1 - _ROUNDING), bounding=True)[0] >= self._micro_batches
+        return self._at(time_s * (1 - ROUNDING), bounding=True)[0] >= self._micro_batches
 
     def mixes(self, bound_s: float, upper_s: float = math.inf) -> Iterator[TimedMix]:
         """Mixes whose times are between a bound and a time that is to be beaten, each better than nearly all before."""
         if not self._options.complete:
-            self._drop_expensive(bound_s)
-        low, best_s, in_vain = bound_s, upper_s, 0
+            self.shapes = self._affordable_shapes(bound_s)
+        low, best_s, without_gain = bound_s, upper_s, 0
         most = self._spent() + self._options.effort
         first = True
         while first or self._spent() < most:
@@ -133,11 +133,11 @@ class MixSearch:
                 continue
             first = False
             yield timed
-            if not is_new or timed.time_s <= low * (1 + _ROUNDING):
+            if not is_new or timed.time_s <= low * (1 + ROUNDING):
                 self.complete = self._options.complete
                 return
-            in_vain = 0 if timed.time_s < best_s else in_vain + 1
-            if in_vain == _IN_VAIN and not self._options.complete:
+            without_gain = 0 if timed.time_s < best_s else without_gain + 1
+            if without_gain == _PATIENCE and not self._options.complete:
                 return
             best_s = min(best_s, timed.time_s)
 
@@ -151,7 +151,7 @@ class MixSearch:
 
     def _next(self, low: float, best_s: float) -> tuple[float, list[Share]] | None:
         """A lower bound on all mixes by what is known so far, and the best mix; None if not below `best_s`."""
-        found = self._least(low, best_s * (1 - _ROUNDING), bounding=False)
+        found = self._least(low, best_s * (1 - ROUNDING), bounding=False)
         return None if found is None else (found[0], self._trimmed(found[1]))
 
     def _least(self, low: float, high: float, *, bounding: bool) -> tuple[float, list[Share]] | None:
@@ -163,11 +163,11 @@ class MixSearch:
         if total >= self._micro_batches:
             return low, mix
         if high == math.inf:
-            if self._at(_AT_LAST_S, bounding=bounding)[0] < self._micro_batches:
+            if self._at(_LONGEST_STEP_S, bounding=bounding)[0] < self._micro_batches:
                 return None
             high, share = low, 0.02
             while total < self._micro_batches:
-                low, high, share = high, high * (1 + share) or _LEAST_TIME_S, min(1.0, 2 * share)
+                low, high, share = high, high * (1 + share) or _SMALLEST_STEP_S, min(1.0, 2 * share)
                 total, mix = self._at(high, bounding=bounding)
         else:
             total, mix = self._at(high, bounding=bounding)
@@ -182,25 +182,25 @@ class MixSearch:
                 low = middle
         return low, mix
 
-    def _drop_expensive(self, time_s: float) -> None:
-        """With little effort, go on without pipelines that take long to schedule, if others finish soon enough."""
-        shapes = self.shapes
-        few = [
+    def _affordable_shapes(self, time_s: float) -> tuple[Shape, ...]:
+        """Return the shapes that are cheap to schedule, or all shapes if the cheap ones are not fast enough."""
+        affordable = tuple(
             shape
-            for shape in shapes
+            for shape in self.shapes
             if not self._options.is_expensive(len(shape), self._most(shape, time_s, quick=True))
-        ]
-        if len(few) < len(shapes):
-            self.shapes = tuple(few)
-            if self._at(time_s * _NOT_MUCH_LONGER)[0] < self._micro_batches:
-                self.shapes = shapes
+        )
+        if affordable == self.shapes or self._at(time_s * _TOLERATED_SLOWDOWN, affordable)[0] < self._micro_batches:
+            return self.shapes
+        return affordable
 
-    def _at(self, time_s: float, *, bounding: bool = False) -> tuple[int, list[Share]]:
+    def _at(
+        self, time_s: float, shapes: Sequence[Shape] | None = None, *, bounding: bool = False
+    ) -> tuple[int, list[Share]]:
         """The most micro-batches that a mix may finish in `time_s`, and the mix.
 
         With `bounding`, a number that no mix passes, and a mix that comes close to it.
         """
-        counts = {shape: self._most(shape, time_s, quick=True) for shape in self.shapes}
+        counts = {shape: self._most(shape, time_s, quick=True) for shape in (self.shapes if shapes is None else shapes)}
         # Bounds that take longer to work out are needed only of shapes that a best mix is made of.
         known: set[Shape] = set()
         while True:
@@ -209,8 +209,8 @@ class MixSearch:
                 size = self._sizes[shape]
                 if count > (counts[best[size]] if size in best else 0):
                     best[size] = shape
-            found = best_mix({size: counts[shape] for size, shape in best.items()}, self._counts, self.numbers)
-            total = found.bound if bounding else self._worth(found, best, counts)
+            found = best_mix({size: counts[shape] for size, shape in best.items()}, self._counts, self.pipeline_range)
+            total = found.bound if bounding else self._num_finished(found, best, counts)
             if total < self._micro_batches:
                 return total, []
             unknown = {best[size] for size in found.made_of} - known
@@ -220,7 +220,7 @@ class MixSearch:
             counts.update({shape: self._most(shape, time_s, quick=False) for shape in unknown})
 
     @staticmethod
-    def _worth(found: BoundedMix, best: dict[Size, Shape], counts: dict[Shape, int]) -> int:
+    def _num_finished(found: BoundedMix, best: dict[Size, Shape], counts: dict[Shape, int]) -> int:
         return sum(counts[best[size]] * number for size, number in found.mix.items())
 
     def _most(self, shape: Shape, time_s: float, *, quick: bool) -> int:
@@ -231,7 +231,7 @@ class MixSearch:
                 enough = min(enough, count - 1)
         most = 0
         for each in self.pipelines:
-            if most == enough or (most and each.bounds.quick_s(shape, most + 1) > time_s * (1 + _ROUNDING)):
+            if most == enough or (most and each.bounds.quick_s(shape, most + 1) > time_s * (1 + ROUNDING)):
                 continue
             own = each.bounds.most(shape, time_s, enough, quick=True)
             if own > most and not quick:

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule.best import DEFAULT_EFFORT as PROGRAM_EFFORT
-from chameleon_ft.schedule.heuristics import ROUNDING
 
 __all__ = ["DEFAULT_EFFORT", "SearchOptions"]
 

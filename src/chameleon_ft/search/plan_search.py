@@ -12,13 +12,14 @@ from typing import Final
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import total_work_bound_s
 from chameleon_ft.plan import Placement
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.candidates import Candidate, PlacedPipelines, figures
 from chameleon_ft.search.exhaustive import ExhaustiveSearch
 from chameleon_ft.search.gradient_sync import (
     GradientSync,
-    LeastSync,
     SyncCost,
+    SyncLowerBound,
     has_gradients,
     links_are_equal,
     numbers_of_pipelines,
@@ -39,7 +40,6 @@ from chameleon_ft.search.worker_classes import Shape, WorkerPool
 
 __all__ = ["PlanSearch", "bound_of_best_workers_s"]
 
-_ROUNDING: Final = 1e-9
 # Mixes of each search that are placed on workers; the best plan and its alternatives are chosen among them.
 _MIXES_PLACED: Final = 2
 # Plans that are polished and moved to the workers that hold most of their layers already.
@@ -129,7 +129,7 @@ class PlanSearch:
             self.complete = False
             self.bound_s = bound_of_best_workers_s(self._real_costs, self.bound_s)
         # Bounds are exact but for the rounding of sums.
-        self.bound_s *= 1 - _ROUNDING
+        self.bound_s *= 1 - ROUNDING
 
     @property
     def _is_exact(self) -> bool:
@@ -160,32 +160,39 @@ class PlanSearch:
 
         The more alike pipelines are, the more of their gradients can be reduced together, of which bounds know nothing.
         """
-        (workers,), (fewest, most) = self._pool.counts, search.numbers or (1, 1)
+        (workers,), (fewest, most) = self._pool.counts, search.pipeline_range or (1, 1)
         shallow, deep = workers / most / _ALIKE - 1, workers / fewest * _ALIKE + 1
         shapes = [shape for shape in search.shapes if shallow <= len(shape) <= deep]
-        return self._mix_search(search.pipelines, search.sync, search.numbers, shapes)
+        return self._mix_search(search.pipelines, search.sync, search.pipeline_range, shapes)
 
     def _bounding_searches(self, most_s: float) -> list[MixSearch]:
         """Searches whose mixes are all pipelines that take no longer than `most_s`."""
         if not self._with_sync:
             return [self._mix_search(self._searches)]
-        least = LeastSync(self._costs, most_s)
+        least = SyncLowerBound(self._costs, most_s)
         most = min(len(self._costs.cluster.workers), self._costs.workload.micro_batches)
-        numbers = [(1, 1), *numbers_of_pipelines(most)]
+        pipeline_range = [(1, 1), *numbers_of_pipelines(most)]
         if len(self._pool.classes) > 1:
-            numbers = [(1, 1), *([(2, most)] if most > 1 else [])]
-        return [self._mix_search(self._searches, least.of(own[0]), own) for own in numbers]
+            pipeline_range = [(1, 1), *([(2, most)] if most > 1 else [])]
+        return [self._mix_search(self._searches, least.of(own[0]), own) for own in pipeline_range]
 
     def _mix_search(
         self,
         pipelines: Sequence[PipelineSearch],
         sync: SyncCost = SyncCost(),  # noqa: B008 - frozen
-        numbers: tuple[int, int] | None = None,
+        pipeline_range: tuple[int, int] | None = None,
         shapes: Sequence[Shape] | None = None,
     ) -> MixSearch:
         micro_batches, counts = self._costs.workload.micro_batches, self._pool.counts
         return MixSearch(
-            pipelines, counts, micro_batches, self._work_s, self._options, sync=sync, numbers=numbers, shapes=shapes
+            pipelines,
+            counts,
+            micro_batches,
+            self._work_s,
+            self._options,
+            sync=sync,
+            pipeline_range=pipeline_range,
+            shapes=shapes,
         )
 
     def _bounded(self, searches: Sequence[MixSearch], most_s: float = math.inf) -> list[MixSearch]:
@@ -201,7 +208,7 @@ class PlanSearch:
     def _of_layouts(self) -> list[Candidate]:
         """Plans of pipelines of about equal depth, those with the least estimates."""
         micro_batches = self._costs.workload.micro_batches
-        least = LeastSync(self._costs, math.inf)
+        least = SyncLowerBound(self._costs, math.inf)
         layouts = promising_layouts(self._searches, self._pool.counts, least, self._options, self._costs.workload)
         found: list[Candidate] = []
         best_s = math.inf
@@ -213,8 +220,8 @@ class PlanSearch:
                 continue
             tried += 1
             for mixed in (False, True):
-                numbers = layout.number, layout.number
-                search = self._mix_search([layout.pipelines], layout.sync, numbers, layout.shapes(mixed=mixed))
+                pipeline_range = layout.number, layout.number
+                search = self._mix_search([layout.pipelines], layout.sync, pipeline_range, layout.shapes(mixed=mixed))
                 if mixed and layout.depth * layout.number == len(self._costs.cluster.workers):
                     break
                 found += self._run([search], best_s)
@@ -228,12 +235,12 @@ class PlanSearch:
             stages = search.scheduler.stages
             fitting = fitting_pipeline(stages, self._pool.counts)
             if fitting is not None:
-                shape, stops = fitting
+                shape, cut_points = fitting
                 options = tuple(
-                    stages.smallest_option(*own) for own in zip(shape, (0, *stops[:-1]), stops, strict=True)
+                    stages.smallest_option(*own) for own in zip(shape, (0, *cut_points[:-1]), cut_points, strict=True)
                 )
                 timed = search.scheduler.scheduled(
-                    PipelineSpec(shape, stops, options, self._costs.workload.micro_batches),
+                    PipelineSpec(shape, cut_points, options, self._costs.workload.micro_batches),
                     effort=self._options.look_effort,
                 )
                 if timed is not None:
@@ -249,7 +256,7 @@ class PlanSearch:
             if found and (self._spent() > most or too_many):
                 self.complete = False
                 break
-            if (self._options.two_holders and search.numbers == (1, 1)) or not search.reaches(best_s):
+            if (self._options.two_holders and search.pipeline_range == (1, 1)) or not search.reaches(best_s):
                 continue
             close_s = best_s * _CLOSE if self._with_sync else best_s
             mixes = list(search.mixes(max(self._work_s, search.bound_s()), close_s))
@@ -281,8 +288,8 @@ class PlanSearch:
 
     def _on_workers(self, timed: Sequence[TimedPipeline]) -> list[Candidate]:
         """The pipelines on the workers that make the step shortest, and on others that survive the loss of any host."""
-        self._placed_workers += sum(len(each.stops) for each in timed)
-        ways = self._placement.ways([each.spec.shape for each in timed], [each.stops for each in timed])
+        self._placed_workers += sum(len(each.cut_points) for each in timed)
+        ways = self._placement.ways([each.spec.shape for each in timed], [each.cut_points for each in timed])
         placed = sorted(
             (self._candidate(tuple(zip(timed, way, strict=True))) for way in ways), key=lambda each: each.step_s
         )
@@ -364,7 +371,7 @@ class PlanSearch:
         for each in few:
             for keep_hosts in (True, False):
                 workers = assigned_workers(
-                    [(timed.stops, own) for timed, own in each.pipelines],
+                    [(timed.cut_points, own) for timed, own in each.pipelines],
                     self._current,
                     self._costs.cluster,
                     self._costs.workload.layers,
@@ -405,10 +412,10 @@ def bound_of_best_workers_s(costs: CostModel, most_s: float = math.inf) -> float
     equals = tuple(replace(worker, speed=speed, memory_bytes=memory) for worker in workers)
     cluster = Cluster(equals, costs.cluster.intra_host, costs.cluster.inter_host)
     bound_s = PlanSearch(CostModel(costs.workload, cluster), cluster, None, SearchOptions()).bound(most_s)
-    return max(bound_s, total_work_bound_s(costs)) * (1 - _ROUNDING)
+    return max(bound_s, total_work_bound_s(costs)) * (1 - ROUNDING)
 
 
 def _distance(search: MixSearch, number: int) -> int:
-    """How far the numbers of pipelines of a search are from a number."""
-    fewest, most = search.numbers or (number, number)
+    """Return the distance of a number of pipelines from the range of a search."""
+    fewest, most = search.pipeline_range or (number, number)
     return max(0, fewest - number, number - most)

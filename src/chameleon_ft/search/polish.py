@@ -8,6 +8,7 @@ from itertools import chain, pairwise
 from typing import Any, Final
 
 from chameleon_ft.cluster import Cluster
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.search.candidates import PlacedPipelines
 from chameleon_ft.search.gradient_sync import GradientSync, links_are_equal
 from chameleon_ft.search.options import SearchOptions
@@ -16,7 +17,6 @@ from chameleon_ft.search.schedules import PipelineSpec, TimedPipeline
 
 __all__ = ["Polish"]
 
-_ROUNDING: Final = 1e-9
 # Neighbours that are scheduled in a round, those with the least estimates.
 _TRIES: Final = 8
 _ROUNDS: Final = 6
@@ -78,7 +78,7 @@ class Polish:
                 break
             found = min(neighbours(best), key=self._sync.step_s, default=best)
             found_s = self._sync.step_s(found)
-            if found_s >= best_s * (1 - _ROUNDING):
+            if found_s >= best_s * (1 - ROUNDING):
                 break
             best, best_s = found, found_s
         return best
@@ -92,7 +92,7 @@ class Polish:
         slowest, *others = sorted(different.values(), key=lambda timed: -timed.program_s)[:_PIPELINES]
         for timed in (slowest, *others):
             recut = self._recut(timed)
-            by_estimate = sorted(recut, key=lambda found: (found[0], found[1].stops, found[1].options))
+            by_estimate = sorted(recut, key=lambda found: (found[0], found[1].cut_points, found[1].options))
             for _, other in by_estimate[:_TRIES]:
                 # All pipelines that are cut alike, so that they go on to reduce gradients together; or this one alone.
                 for alone in (False, True):
@@ -119,11 +119,11 @@ class Polish:
     def _recut(self, timed: TimedPipeline) -> Iterator[tuple[float, PipelineSpec]]:
         """Cuts with a layer moved from a slow stage to another one, and other options of a stage, with estimates."""
         spec, estimates = timed.spec, self._searches[timed.scheduler].estimates
-        starts = (0, *spec.stops[:-1])
+        starts = (0, *spec.cut_points[:-1])
         work_s = [
             float(estimates.tables.forward_s[kind, start, stop] + estimates.tables.backward_s[kind, start, stop])
-            + float(estimates.tables.weight_s[kind, start, stop] + estimates.tables.again_s[option])
-            for kind, start, stop, option in zip(spec.shape, starts, spec.stops, spec.options, strict=True)
+            + float(estimates.tables.weight_s[kind, start, stop] + estimates.tables.recompute_s[option])
+            for kind, start, stop, option in zip(spec.shape, starts, spec.cut_points, spec.options, strict=True)
         ]
         slow = sorted(range(len(work_s)), key=lambda stage: -work_s[stage])[:_SLOW_STAGES]
         for less in slow:
@@ -131,15 +131,19 @@ class Polish:
                 if less == more:
                     continue
                 low, high, shift = min(less, more), max(less, more), 1 if more < less else -1
-                stops = (*spec.stops[:low], *(stop + shift for stop in spec.stops[low:high]), *spec.stops[high:])
-                if all(start < stop for start, stop in pairwise((0, *stops))):
-                    for own_s, options in estimates.chosen(spec.shape, stops, spec.micro_batches):
-                        yield own_s, replace(spec, stops=stops, options=options)
-        for stage, options_of in enumerate(estimates.stages.options_of(spec.shape, spec.stops)):
+                cut_points = (
+                    *spec.cut_points[:low],
+                    *(stop + shift for stop in spec.cut_points[low:high]),
+                    *spec.cut_points[high:],
+                )
+                if all(start < stop for start, stop in pairwise((0, *cut_points))):
+                    for own_s, options in estimates.chosen(spec.shape, cut_points, spec.micro_batches):
+                        yield own_s, replace(spec, cut_points=cut_points, options=options)
+        for stage, options_of in enumerate(estimates.stages.options_of(spec.shape, spec.cut_points)):
             for option in (spec.options[stage] - 1, spec.options[stage] + 1):
                 if option in options_of:
                     options = (*spec.options[:stage], option, *spec.options[stage + 1 :])
-                    own_s = estimates.bound_s(spec.shape, spec.stops, spec.micro_batches, options)
+                    own_s = estimates.bound_s(spec.shape, spec.cut_points, spec.micro_batches, options)
                     yield own_s, replace(spec, options=options)
 
     def _shifted(self, pipelines: PlacedPipelines, slowest: TimedPipeline) -> PlacedPipelines | None:
@@ -178,11 +182,11 @@ class Polish:
         found: list[tuple[TimedPipeline, tuple[int, ...]]] = []
         for timed, workers in pipelines:
             own = timed.spec
-            is_alike = (own.shape, own.stops, own.options) == (spec.shape, spec.stops, spec.options)
+            is_alike = (own.shape, own.cut_points, own.options) == (spec.shape, spec.cut_points, spec.options)
             is_alike = is_alike and timed.scheduler is like.scheduler
             if left and (timed is like if alone else is_alike):
                 left -= 1
-                changed = self._scheduled(timed, workers, stops=other.stops, options=other.options)
+                changed = self._scheduled(timed, workers, cut_points=other.cut_points, options=other.options)
                 if changed is None:
                     return None
                 timed = changed

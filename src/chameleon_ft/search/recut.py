@@ -18,7 +18,7 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.bounds import Stops
+from chameleon_ft.search.bounds import CutPoints
 from chameleon_ft.search.candidates import Candidate, PlacedPipelines
 from chameleon_ft.search.gradient_sync import GradientSync
 from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
@@ -38,8 +38,8 @@ _SHIFTS: Final = 8
 
 # First layer, and the one after the last.
 _Bounds = tuple[int, int]
-# A pipeline without its share: shape, stops.
-_Cut = tuple[Shape, Stops]
+# A pipeline without its share: shape, cut_points.
+_Cut = tuple[Shape, CutPoints]
 
 
 def recut_plan(
@@ -111,10 +111,10 @@ def recut(
         workers = tuple(left[first::number])
         shape = tuple(class_of[worker] for worker in workers)
         share = max(1, micro_batches * len(workers) // workers_used)
-        stops = _nearest_cut(held, wishes, workers, shape, share, search)
+        cut_points = _nearest_cut(held, wishes, workers, shape, share, search)
         # Workers that cannot hold a model together stay idle.
-        if stops is not None:
-            cuts.append(((shape, stops), workers))
+        if cut_points is not None:
+            cuts.append(((shape, cut_points), workers))
     return _shared_out(cuts, micro_batches, search, options)
 
 
@@ -138,16 +138,16 @@ def _chains(held: Mapping[int, _Bounds], cluster: Cluster) -> list[tuple[int, ..
     from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 
     starts: dict[int, list[int]] = defaultdict(list)
-    stops: dict[int, list[int]] = defaultdict(list)
+    ends: dict[int, list[int]] = defaultdict(list)
     for worker, (start, stop) in held.items():
         starts[start].append(worker)
-        stops[stop].append(worker)
+        ends[stop].append(worker)
     hosts = cluster.hosts
     after: dict[int, int] = {}
     from_first = set(starts[0])
     # More than the sum of the distances between the numbers of all workers.
     far = float(1 + len(held) * max(held, default=0))
-    for boundary, before in sorted(stops.items()):
+    for boundary, before in sorted(ends.items()):
         behind = starts[boundary]
         if not behind:
             continue
@@ -174,23 +174,27 @@ def _nearest_cut(
     shape: Shape,
     micro_batches: int,
     search: PipelineSearch,
-) -> Stops | None:
+) -> CutPoints | None:
     """Of a few cuts that are nearly as fast as can be, the one for which these workers lack the least."""
     layers = search.scheduler.stages.costs.workload.layers
     if len(shape) > len(layers):
         return None
 
-    def lacking(stops: Stops) -> int:
+    def lacking(cut_points: CutPoints) -> int:
         return sum(
             state_bytes(layers[layer])
-            for worker, start, stop in zip(workers, (0, *stops), stops, strict=False)
+            for worker, start, stop in zip(workers, (0, *cut_points), cut_points, strict=False)
             for layer in set(range(start, stop)) - set(range(*held.get(worker, (0, 0))))
         )
 
     cuts = list(search.estimates.candidates(shape, micro_batches))
     ends = [wishes[worker][1] for worker in workers]
     as_now = search.estimates.nearest(shape, micro_batches, ends, slack=_NEAR)
-    return min(cuts if as_now is None else [*cuts, as_now], key=lambda stops: (lacking(stops), stops), default=None)
+    return min(
+        cuts if as_now is None else [*cuts, as_now],
+        key=lambda cut_points: (lacking(cut_points), cut_points),
+        default=None,
+    )
 
 
 def _shared_out(

@@ -35,23 +35,23 @@ class FoundPlan:
         name: its origin: "pipelines" for the search itself, "recut" where whole pipelines are kept as they are, else
             the name it was handed in with.
         plan: the plan.
-        ceiling: the most that each worker may keep, by its memory. `best_program` with it takes `program_s`.
+        in_flight_limits: the most that each worker may keep, by its memory. `best_program` with it takes `program_s`.
         step_s: seconds until all operations have ended and all gradients are reduced; vote and update come on top.
         program_s: seconds until the last operation has ended. Pipelines have the best program each.
         peak_bytes: what the worker that needs most holds at its worst moment, if its pipelines run `schedules`.
         moved_bytes: parameters and optimizer state that its workers lack, of what they hold now.
-        last_hosts: hosts whose workers are the only ones to hold some layer.
+        host_single_points_of_failure: hosts whose workers are the only ones to hold some layer.
         schedules: of its pipelines, for `best_parts`.
     """
 
     name: str
     plan: Plan
-    ceiling: Mapping[int, InFlightLimit]
+    in_flight_limits: Mapping[int, InFlightLimit]
     step_s: float
     program_s: float
     peak_bytes: int
     moved_bytes: int
-    last_hosts: int
+    host_single_points_of_failure: int
     schedules: tuple[PipelineSchedule, ...] = field(default=(), compare=False, repr=False)
 
 
@@ -81,7 +81,8 @@ class SearchResult:
         complete: whether the search has looked at everything, so that no pipelines side by side are faster than `best`
             with programs by `best_program` for each; never where links differ or there is gradient sync.
         mixes: how many different ways to make pipelines have been replayed.
-        alternatives: the other plans that none beats in step time, bytes to move and `last_hosts`, by step time.
+        alternatives: the other plans on the Pareto front of step time, bytes to move and
+            `host_single_points_of_failure`, by step time.
         too_large: bytes that are missing on some worker, for plans handed in that do not fit, by name.
         recuts: what `recut_plan` gives, with split and with fused backward, as far as that was looked at.
         sizes: the micro-batch sizes that were compared, ascending; empty for a search with one. `bound_s`, `family` and

@@ -10,12 +10,12 @@ from typing import Final
 
 from chameleon_ft.estimate import peak_bytes_of
 from chameleon_ft.plan import Hop, LayerRange, PipelineLayout, Plan, RecomputedLayers, pipelines_plan
+from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import PipelineTimes
-from chameleon_ft.schedule._records import Integers
 from chameleon_ft.schedule.best import PipelineSchedule, ScheduledPart, pipeline_schedule
 from chameleon_ft.schedule.components import components
 from chameleon_ft.schedule.costs import pipeline_times
-from chameleon_ft.schedule.heuristics import ROUNDING
+from chameleon_ft.schedule.records import Integers
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.stages import Stages
 from chameleon_ft.search.worker_classes import Shape, WorkerPool
@@ -34,13 +34,13 @@ class PipelineSpec:
 
     Attributes:
         shape: class of each worker.
-        stops: where its stages stop.
+        cut_points: where its stages stop.
         options: the option of each stage in `Stages`: which of its layers it recomputes.
         micro_batches: its share of the global batch.
     """
 
     shape: Shape
-    stops: tuple[int, ...]
+    cut_points: tuple[int, ...]
     options: tuple[int, ...]
     micro_batches: int
 
@@ -62,9 +62,9 @@ class TimedPipeline:
     scheduler: PipelineScheduler
 
     @property
-    def stops(self) -> tuple[int, ...]:
+    def cut_points(self) -> tuple[int, ...]:
         """Where its stages stop."""
-        return self.spec.stops
+        return self.spec.cut_points
 
     @property
     def program_s(self) -> float:
@@ -106,7 +106,7 @@ class PipelineScheduler:
     def limits(self, spec: PipelineSpec) -> Integers | None:
         """Limits of each stage, int64 [3, stages], see `Stages.limits`; None if a stage does not fit."""
         if spec not in self._limits:
-            self._limits[spec] = self.stages.limits(spec.shape, spec.stops, spec.options, spec.micro_batches)
+            self._limits[spec] = self.stages.limits(spec.shape, spec.cut_points, spec.options, spec.micro_batches)
         return self._limits[spec]
 
     def scheduled(
@@ -131,12 +131,12 @@ class PipelineScheduler:
                 self._times(spec, workers),
                 spec.micro_batches,
                 split_backward=self.split_backward,
-                ceiling=limits,
+                in_flight_limits=limits,
                 effort=effort,
                 # The program that will be run is not given up early.
                 slack=self._options.slack if effort < self._options.polish_effort else ROUNDING,
             )
-            recomputed = self.stages.recomputed_layers(spec.stops, spec.options)
+            recomputed = self.stages.recomputed_layers(spec.cut_points, spec.options)
             known = self._known[key] = effort, TimedPipeline(spec, recomputed, schedule, self)
         return known[1]
 
@@ -151,8 +151,8 @@ class PipelineScheduler:
     def peak_bytes(self, timed: TimedPipeline) -> int:
         """Bytes that the worker that needs most memory holds at its worst moment."""
         if timed not in self._peaks:
-            stages = range(len(timed.stops))
-            layout = PipelineLayout(timed.stops, tuple(stages), timed.spec.micro_batches)
+            stages = range(len(timed.cut_points))
+            layout = PipelineLayout(timed.cut_points, tuple(stages), timed.spec.micro_batches)
             recompute = {stage: own for stage, own in zip(stages, timed.recomputed, strict=True) if own is not None}
             plan = pipelines_plan([layout], split_backward=self.split_backward)
             plan = Plan(plan.placement, plan.routes, plan.split_backward, recompute)
@@ -165,15 +165,15 @@ class PipelineScheduler:
         return tuple(self._hosts[one] == self._hosts[other] for one, other in pairwise(workers))
 
     def _times(self, spec: PipelineSpec, workers: Sequence[int]) -> PipelineTimes:
-        recomputed = self.stages.recomputed_layers(spec.stops, spec.options)
+        recomputed = self.stages.recomputed_layers(spec.cut_points, spec.options)
         return pipeline_times(
-            hops_of(workers, spec.stops),
+            hops_of(workers, spec.cut_points),
             self._costs,
             split_backward=self.split_backward,
             recompute={worker: own for worker, own in zip(workers, recomputed, strict=True) if own is not None},
         )
 
 
-def hops_of(workers: Sequence[int], stops: Sequence[int]) -> tuple[Hop, ...]:
+def hops_of(workers: Sequence[int], cut_points: Sequence[int]) -> tuple[Hop, ...]:
     """The route through these workers."""
-    return tuple(map(Hop, workers, map(_layers, (0, *stops[:-1]), stops)))
+    return tuple(map(Hop, workers, map(_layers, (0, *cut_points[:-1]), cut_points)))

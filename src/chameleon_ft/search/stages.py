@@ -13,7 +13,7 @@ from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.plan import RecomputedLayers
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.schedule._records import Booleans, Floats, Integers
+from chameleon_ft.schedule.records import Booleans, Floats, Integers
 from chameleon_ft.search.worker_classes import Shape, WorkerClass
 from chameleon_ft.workload import LayerCost, Workload, is_recomputed
 
@@ -48,25 +48,25 @@ class Stages:
         # Here, as below, because to import a kernel loads numba, and most importers of this module run none.
         from chameleon_ft.search._kernels.pipeline_bounds import Tables
 
-        first, options, again_s = self._options()
+        first, options, recompute_s = self._options()
         seconds = self._seconds()
         forward_s, backward_s, _ = (own[:, -2, -1].min() for own in seconds)
         layers, fastest = self.costs.workload.layers, self.speeds.max()
         # The first hop, whose I computes nothing, ends with the whole backward.
-        behind_s = [
+        backward_before_s = [
             min(layer.backward_s, layer.input_grad_s) if self.split_backward else layer.backward_s for layer in layers
         ]
         return Tables(
             *seconds,
             self.message_s,
-            before_s=np.cumsum([0.0, *(layer.forward_s for layer in layers)]) / fastest,
-            behind_s=np.cumsum([0.0, *behind_s]) / fastest,
+            forward_before_s=np.cumsum([0.0, *(layer.forward_s for layer in layers)]) / fastest,
+            backward_before_s=np.cumsum([0.0, *backward_before_s]) / fastest,
             first=first,
             options=options,
-            again_s=again_s,
-            apart_s=float(forward_s + backward_s),
+            recompute_s=recompute_s,
+            gradient_interval_s=float(forward_s + backward_s),
             split=self.split_backward,
-            roomy=0.0,
+            in_flight_share=0.0,
         )
 
     def has_fewer_hops(self, most: float) -> bool:
@@ -81,9 +81,9 @@ class Stages:
                 return False
         return True
 
-    def roomy_tables(self, share: float) -> Tables:
+    def tables_with_room(self, share: float) -> Tables:
         """The stages as kernels read them, for estimates: with room for this share of 1F1B wherever possible."""
-        return self.tables._replace(roomy=share)
+        return self.tables._replace(in_flight_share=share)
 
     @cached_property
     def message_s(self) -> Floats:
@@ -92,25 +92,29 @@ class Stages:
         outputs = [layer.output_bytes for layer in self.costs.workload.layers[:-1]]
         return np.array([0.0, *(min(link.message_s(size) for link in links) for size in outputs), 0.0])
 
-    def recomputed_layers(self, stops: Sequence[int], options: Sequence[int]) -> tuple[RecomputedLayers | None, ...]:
+    def recomputed_layers(
+        self, cut_points: Sequence[int], options: Sequence[int]
+    ) -> tuple[RecomputedLayers | None, ...]:
         """The layers that each stage of a cut recomputes under these options: some from its first one on, or none."""
         from chameleon_ft.search._kernels.stage_memory import FULL, SELECTIVE
 
         counts = self.tables.options[list(options)][:, [FULL, SELECTIVE]].tolist()
         return tuple(
             RecomputedLayers(start, start + full + selective, selective) if full + selective else None
-            for start, (full, selective) in zip((0, *stops[:-1]), counts, strict=True)
+            for start, (full, selective) in zip((0, *cut_points[:-1]), counts, strict=True)
         )
 
-    def options_of(self, shape: Shape, stops: Sequence[int]) -> list[range]:
+    def options_of(self, shape: Shape, cut_points: Sequence[int]) -> list[range]:
         """The options of each stage of a cut, the least recomputation first."""
         first = self.tables.first
         return [
             range(int(first[kind, start, stop]), int(first[kind, start, stop + 1]))
-            for kind, start, stop in zip(shape, (0, *stops[:-1]), stops, strict=True)
+            for kind, start, stop in zip(shape, (0, *cut_points[:-1]), cut_points, strict=True)
         ]
 
-    def limits(self, shape: Shape, stops: Sequence[int], options: Sequence[int], micro_batches: int) -> Integers | None:
+    def limits(
+        self, shape: Shape, cut_points: Sequence[int], options: Sequence[int], micro_batches: int
+    ) -> Integers | None:
         """Limits of each stage by its memory; None if a stage has no room for one micro-batch.
 
         Returns:
@@ -118,12 +122,12 @@ class Stages:
         """
         from chameleon_ft.search._kernels.stage_memory import fill_limits
 
-        found = np.empty((3, len(stops)), np.int64)
+        found = np.empty((3, len(cut_points)), np.int64)
         fits = fill_limits(
-            np.array(stops),
+            np.array(cut_points),
             self.tables.options[list(options)],
             np.array([self._capacities[kind] for kind in shape]),
-            self._message_bytes([0, *stops[:-1]], stops, micro_batches),
+            self._message_bytes([0, *cut_points[:-1]], cut_points, micro_batches),
             micro_batches,
             self.split_backward,
             found,
@@ -192,8 +196,8 @@ class Stages:
         empty = np.tri(self.num_layers + 1, dtype=np.bool_)
 
         def spent(seconds: Callable[[LayerCost], float]) -> Floats:
-            between: Floats = np.where(empty, np.inf, _between([seconds(layer) for layer in workload.layers]))
-            return between / self.speeds[:, np.newaxis, np.newaxis] + workload.operation_overhead_s
+            sums: Floats = np.where(empty, np.inf, _range_sums([seconds(layer) for layer in workload.layers]))
+            return sums / self.speeds[:, np.newaxis, np.newaxis] + workload.operation_overhead_s
 
         forward_s, backward_s = spent(lambda layer: layer.forward_s), spent(lambda layer: layer.backward_s)
         if not self.split_backward:
@@ -211,7 +215,7 @@ class Stages:
         room = sum(3 * (stop - start) + 1 for start in range(size) for stop in range(start + 1, size + 1))
         first = np.empty((len(self.classes), size + 1, size + 2), np.int64)
         found: list[Integers] = []
-        again_s: list[Floats] = []
+        recompute_s: list[Floats] = []
         for kind, own in enumerate(self.classes):
             options, seconds = np.empty((room + 1, COLUMNS), np.int64), np.empty(room + 1)
             capacity = 2**62 if own.memory_bytes is None else own.memory_bytes
@@ -219,8 +223,8 @@ class Stages:
             count = fill_options(layers, capacity, self.split_backward, most, first[kind], options, seconds)
             first[kind] += sum(map(len, found))
             found.append(options[:count].copy())
-            again_s.append(seconds[:count] / own.speed)
-        return first, np.concatenate(found), np.concatenate(again_s)
+            recompute_s.append(seconds[:count] / own.speed)
+        return first, np.concatenate(found), np.concatenate(recompute_s)
 
 
 def _layer_bytes(workload: Workload) -> LayerBytes:
@@ -245,7 +249,7 @@ def _layer_bytes(workload: Workload) -> LayerBytes:
 
 def gradient_bytes(workload: Workload) -> Floats:
     """Bytes of the gradients of every stage, those of tied parameters once; float64 [L + 1, L + 1]."""
-    found = _between([float(layer.gradient_bytes) for layer in workload.layers])
+    found = _range_sums([float(layer.gradient_bytes) for layer in workload.layers])
     for tied in workload.tied:
         before = np.searchsorted(np.array(tied.layers), np.arange(len(found)))
         copies = np.maximum(before[np.newaxis, :] - before[:, np.newaxis], 1)
@@ -255,7 +259,7 @@ def gradient_bytes(workload: Workload) -> Floats:
 
 def timeless_gradient_bytes(workload: Workload) -> Floats:
     """Bytes of the gradients of those layers of every stage that take no time; float64 [L + 1, L + 1]."""
-    return _between(
+    return _range_sums(
         [0.0 if layer.forward_s + layer.least_backward_s else float(layer.gradient_bytes) for layer in workload.layers]
     )
 
@@ -267,7 +271,7 @@ def links_between(cluster: Cluster) -> list[Link]:
     return links if hosts < 2 else [*links, cluster.inter_host]
 
 
-def _between(values: Sequence[float]) -> Floats:
+def _range_sums(values: Sequence[float]) -> Floats:
     """Sums over the layers of every stage; float64 [L + 1, L + 1]."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     found: Floats = sums[np.newaxis, :] - sums[:, np.newaxis]

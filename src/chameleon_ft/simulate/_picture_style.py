@@ -33,7 +33,7 @@ class Ink:
 _INKS: Final = {
     "chameleon": Ink("#c2410c", "o", 2.4),
     "reroute": Ink("#2b6a94", "s"),
-    "mend": Ink("#7a9e2f", "v"),
+    "repair": Ink("#7a9e2f", "v"),
     "repartition": Ink("#1f8a70", "^"),
     "recycle": Ink("#6aaed6", "D"),
     "oobleck": Ink("#8b5cb8", "P"),

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from chameleon_ft.recovery import LossRisk, Policy
-from chameleon_ft.simulate.fleet import Fleet, fleet_risk
-from chameleon_ft.simulate.in_force import PlanInForce
-from chameleon_ft.simulate.planner import Option, Outlook
+from chameleon_ft.simulate.active_plan import ActivePlan
+from chameleon_ft.simulate.cluster_layout import ClusterLayout, layout_risk
+from chameleon_ft.simulate.planner import Option, SimulatorState
 from chameleon_ft.simulate.proposals_by_class import ProposalsByClass
 from chameleon_ft.simulate.world import World
 
 __all__ = ["ClassPlanner"]
 
 
-class ClassPlanner(PlanInForce[Fleet]):
+class ClassPlanner(ActivePlan[ClusterLayout]):
     """A policy by class. `start_number`: which of several start layouts it begins with."""
 
     def __init__(self, policy: Policy, model: World, *, start_number: int = 0) -> None:
@@ -32,22 +32,22 @@ class ClassPlanner(PlanInForce[Fleet]):
             super()._lose(lost & self._reached.used)
             self._reached = self._reached.without(lost)
 
-    def _used(self, plan: Fleet) -> frozenset[int]:
+    def _used(self, plan: ClusterLayout) -> frozenset[int]:
         return plan.used
 
-    def _risk(self, plan: Fleet, live: Collection[int]) -> LossRisk | None:
+    def _risk(self, plan: ClusterLayout, live: Collection[int]) -> LossRisk | None:
         hosts = self._costs.cluster.hosts
-        return fleet_risk(plan, {worker: hosts[worker] for worker in live}, self._model.pipelines.num_layers)
+        return layout_risk(plan, {worker: hosts[worker] for worker in live}, self._model.pipelines.num_layers)
 
-    def _options(self, reached: Fleet, outlook: Outlook) -> Sequence[Option]:
-        proposer = ProposalsByClass(self._model, reached, outlook, is_intact=not self._lost)
+    def _options(self, reached: ClusterLayout, state: SimulatorState) -> Sequence[Option]:
+        proposer = ProposalsByClass(self._model, reached, state, is_intact=not self._lost)
         return [*proposer.keep(), *self._policy.propose(proposer)]
 
-    def _restarts(self, outlook: Outlook) -> list[Option]:
-        layouts = self._model.restarts(self._policy, outlook.speeds, self._start_number)
-        return self._options_of("checkpoint", layouts, outlook.speeds)
+    def _restarts(self, state: SimulatorState) -> list[Option]:
+        layouts = self._model.restarts(self._policy, state.speeds, self._start_number)
+        return self._options_of("checkpoint", layouts, state.speeds)
 
-    def _options_of(self, kind: str, layouts: Sequence[Fleet], speeds: Mapping[int, float]) -> list[Option]:
+    def _options_of(self, kind: str, layouts: Sequence[ClusterLayout], speeds: Mapping[int, float]) -> list[Option]:
         return [
             Option(kind=kind, plan=layout, step_s=step_s, stall_s=0.0)
             for layout in layouts

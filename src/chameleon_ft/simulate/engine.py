@@ -11,7 +11,7 @@ from chameleon_ft.recovery import Checkpoints, FailureModel
 from chameleon_ft.simulate.accounts import Account
 from chameleon_ft.simulate.oracle import KnownRates, live_of
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planner import Chosen, Option, Outlook, Planner
+from chameleon_ft.simulate.planner import Chosen, Option, Planner, SimulatorState
 from chameleon_ft.simulate.results import DecisionRecord, Throughput
 from chameleon_ft.simulate.trace import Event, Trace
 
@@ -86,7 +86,7 @@ class _Open:
     record: DecisionRecord
     steps: int
     useful_s: float
-    again_s: float
+    repeat_s: float
     begin_s: float
 
 
@@ -195,7 +195,7 @@ class _Run:
         hit = before is not None and not lost.isdisjoint(before.used)
         slowed = cause == "slow"
         horizon_s = self.rate.horizon_s(max(1, len(self.speeds)))
-        outlook = Outlook(
+        state = SimulatorState(
             speeds=dict(self.speeds),
             lost=lost if hit or before is None else frozenset(),
             horizon_s=horizon_s,
@@ -205,18 +205,18 @@ class _Run:
             checkpoints=self._checkpoints,
             rate=self.rate,
         )
-        self.chosen = self.planner.decide(outlook)
+        self.chosen = self.planner.decide(state)
         if self.chosen is None:
             self._close()
             account.lose_step()
             if self.parameters.has_checkpoints:
                 account.back_to_checkpoint()
             account.waits()
-            self._opened(outlook, cause, "wait", math.inf, 0.0)
+            self._opened(state, cause, "wait", math.inf, 0.0)
             return
         option = self.chosen.option
         unchanged = before is not None and not option.stall_s and option.step_s == before.option.step_s
-        if unchanged and not outlook.interrupted:
+        if unchanged and not state.interrupted:
             self._note(option)
             return
         self._close()
@@ -225,7 +225,7 @@ class _Run:
         if option.from_checkpoint and not option.saves_first:
             account.lose_step()
             account.back_to_checkpoint()
-        self._opened(outlook, cause, option.kind, option.step_s, option.predicted_stall_s, option.again_s)
+        self._opened(state, cause, option.kind, option.step_s, option.predicted_stall_s, option.repeat_s)
         self._go_on(self.chosen, cause=cause, finish_step=not hit)
 
     @property
@@ -260,13 +260,13 @@ class _Run:
         self.known.note(live_of(self.speeds.values()), self.samples_per_step / step_s)
 
     def _opened(
-        self, outlook: Outlook, cause: str, kind: str, step_s: float, stall_s: float, again_s: float = 0.0
+        self, state: SimulatorState, cause: str, kind: str, step_s: float, stall_s: float, repeat_s: float = 0.0
     ) -> None:
         record = DecisionRecord(
             time_s=self.account.clock_s,
             cause=cause,
             chosen=kind,
-            live=len(outlook.speeds),
+            live=len(state.speeds),
             predicted_stall_s=stall_s,
             stall_s=stall_s,
             predicted_step_s=step_s + self.parameters.step_overhead_s,
@@ -274,7 +274,7 @@ class _Run:
         )
         account = self.account
         still_s = math.fsum(account.stall_by_cause.values())
-        self.open = _Open(record, account.steps, account.useful_s, again_s, still_s)
+        self.open = _Open(record, account.steps, account.useful_s, repeat_s, still_s)
 
     def _close(self) -> None:
         """Put down what has become of the last decision."""
@@ -285,7 +285,7 @@ class _Run:
         self.decisions.append(
             replace(
                 opened.record,
-                stall_s=math.fsum(account.stall_by_cause.values()) - opened.begin_s + opened.again_s,
+                stall_s=math.fsum(account.stall_by_cause.values()) - opened.begin_s + opened.repeat_s,
                 step_s=(account.useful_s - opened.useful_s) / steps if steps > 0 else None,
             )
         )

@@ -1,4 +1,4 @@
-"""Which pipelines to make of so many equal workers: the fastest of a few depths that promise most."""
+"""Which pipelines to make of so many equal workers: the fastest of the few most promising depths."""
 
 from __future__ import annotations
 

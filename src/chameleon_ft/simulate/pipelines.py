@@ -14,11 +14,11 @@ from chameleon_ft.cluster import Cluster, Worker
 from chameleon_ft.estimate import PipelineTimes, estimate_parts, pipeline_bound_s, pipeline_times, state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, split_layers
 from chameleon_ft.presets import Recompute
-from chameleon_ft.recovery import in_flight_ceiling
+from chameleon_ft.recovery import uniform_limits
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.schedule.best import best_parts, step_s_of
 
-__all__ = ["Cut", "PipelineClass", "PipelineRun", "Pipelines", "ceilings", "first_fitting", "recomputed_layers"]
+__all__ = ["Cut", "PipelineClass", "PipelineRun", "Pipelines", "first_fitting", "limit_levels", "recomputed_layers"]
 
 # Operations that may be scheduled for a program; the first list schedule is always made.
 _EFFORT: Final = 1_000
@@ -32,23 +32,23 @@ _STEADY: Final = 32
 class Cut:
     """Where the stages of a pipeline stop, and how its workers recompute, each all of its layers."""
 
-    stops: tuple[int, ...]
+    cut_points: tuple[int, ...]
     recompute: Recompute = Recompute.NONE
 
     @property
     def depth(self) -> int:
         """Number of stages."""
-        return len(self.stops)
+        return len(self.cut_points)
 
     @property
     def stages(self) -> tuple[LayerRange, ...]:
         """The layers of each stage."""
-        return _stages(self.stops)
+        return _stages(self.cut_points)
 
 
 @cache
-def _stages(stops: tuple[int, ...]) -> tuple[LayerRange, ...]:
-    return tuple(LayerRange(start, stop) for start, stop in pairwise((0, *stops)))
+def _stages(cut_points: tuple[int, ...]) -> tuple[LayerRange, ...]:
+    return tuple(LayerRange(start, stop) for start, stop in pairwise((0, *cut_points)))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -119,10 +119,12 @@ class Pipelines:
             late = tuple(layers.stop for layers in split_layers(self._layer_s, depth))
             mirrored = split_layers(self._layer_s[::-1], depth)
             early = tuple(self.num_layers - layers.start for layers in reversed(mirrored))
-            self._cuts[depth] = tuple(Cut(stops) for stops in dict.fromkeys((late, early, self._roomy_stops(depth))))
+            self._cuts[depth] = tuple(
+                Cut(cut_points) for cut_points in dict.fromkeys((late, early, self._least_memory_cut(depth)))
+            )
         return self._cuts[depth]
 
-    def _roomy_stops(self, depth: int) -> tuple[int, ...]:
+    def _least_memory_cut(self, depth: int) -> tuple[int, ...]:
         """The cut whose largest stage is smallest, with recomputation and as many in flight as 1F1B has."""
         low, high = 0, self._least_stage_bytes(0, self.num_layers, depth, Recompute.FULL)
         while high - low > 1:
@@ -132,7 +134,7 @@ class Pipelines:
 
     def _filled(self, depth: int, capacity: int) -> tuple[int, ...]:
         """Where stages end that hold as many layers as they can, early ones with the most in flight; () if too many."""
-        stops: list[int] = []
+        cut_points: list[int] = []
         start = 0
         for in_flight in range(depth, 0, -1):
             stop = start
@@ -141,9 +143,9 @@ class Pipelines:
                 stop += 1
             if stop == start:
                 return ()
-            stops.append(stop)
+            cut_points.append(stop)
             start = stop
-        return tuple(stops) if start == self.num_layers else ()
+        return tuple(cut_points) if start == self.num_layers else ()
 
     def even_cut(self, depth: int) -> Cut:
         """The first of them."""
@@ -176,7 +178,7 @@ class Pipelines:
     def _fitting_run(self, own: PipelineClass, micro_batches: int) -> PipelineRun | None:
         if not self.fits(own, micro_batches):
             return None
-        looser = len(ceilings(self._plan(own, 1))) - 1
+        looser = len(limit_levels(self._plan(own, 1))) - 1
         level = first_fitting(looser, lambda each: self._fits_under(own, micro_batches, each))
         return self._run(own, micro_batches, -1 if level is None else level)
 
@@ -242,11 +244,11 @@ class Pipelines:
         return _on_line(first, last, (micro_batches - low) / (high - low), least_s=period_s * (high - low))
 
     def _schedule(self, own: PipelineClass, micro_batches: int, level: int) -> PipelineRun:
-        """The run by `best_program` under one of the `ceilings`."""
+        """The run by `best_program` under one of the `limit_levels`."""
         key = own, micro_batches, level
         if key not in self._scheduled:
             plan, costs = self._plan(own, micro_batches), self._costs(own)
-            parts = best_parts(plan, costs, ceiling=ceilings(plan)[level], effort=_EFFORT)
+            parts = best_parts(plan, costs, in_flight_limits=limit_levels(plan)[level], effort=_EFFORT)
             ends_s = dict(zip(parts[0].component.workers, parts[0].schedule.last_s, strict=True))
             self._scheduled[key] = PipelineRun(
                 program_s=step_s_of(parts),
@@ -289,13 +291,13 @@ class Pipelines:
         return state + in_flight * (activations[stop] - activations[start])
 
 
-def ceilings(plan: Plan) -> list[Mapping[int, InFlightLimit]]:
+def limit_levels(plan: Plan) -> list[Mapping[int, InFlightLimit]]:
     """Limits of what workers keep, none first, each of which needs no more memory than the one before.
 
     After none come equal limits for all workers, below two pipeline depths, then those of ZB-H1, then those of 1F1B.
     """
     depth = max(len(route.hops) for route in plan.routes)
-    equal = [in_flight_ceiling(plan.workers, most) for most in range(2 * depth - 1, depth - 1, -1)]
+    equal = [uniform_limits(plan.workers, most) for most in range(2 * depth - 1, depth - 1, -1)]
     least = default_limits(plan)
     few = {worker: InFlightLimit(limit.in_flight, limit.in_flight) for worker, limit in least.items()}
     return [{}, *equal, least, few]

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from chameleon_ft.recovery import Candidate, Checkpoints, FailureModel, LossRisk, Prospect, best_of, score
 
-__all__ = ["Chosen", "Option", "Outlook", "Planner", "best_option"]
+__all__ = ["Chosen", "Option", "Planner", "SimulatorState", "best_option"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class SimulatorState:
     """What is known when something has happened to workers.
 
     Attributes:
@@ -45,7 +45,7 @@ class Option:
         plan: the plan, whatever the planner has for one.
         step_s: seconds of a step.
         stall_s: seconds of standing still, work that is done again left out.
-        again_s: work that is done again.
+        repeat_s: work that is done again.
         moved_bytes: what workers receive.
         from_checkpoint: whether all go back to the last checkpoint.
         saves_first: whether a checkpoint is written first, so that nothing is done again.
@@ -55,7 +55,7 @@ class Option:
     plan: Any
     step_s: float
     stall_s: float
-    again_s: float = 0.0
+    repeat_s: float = 0.0
     moved_bytes: int = 0
     from_checkpoint: bool = False
     saves_first: bool = False
@@ -63,7 +63,7 @@ class Option:
     @property
     def predicted_stall_s(self) -> float:
         """Seconds in which nothing is gained."""
-        return self.stall_s + self.again_s
+        return self.stall_s + self.repeat_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Planner(Protocol):
     def start(self, speeds: Mapping[int, float], checkpoints: Checkpoints) -> Chosen | None:
         """Begin with these workers; None where nothing fits them."""
 
-    def decide(self, outlook: Outlook) -> Chosen | None:
+    def decide(self, state: SimulatorState) -> Chosen | None:
         """What to do next, which is then in force; None where nothing can be done but to wait for workers."""
 
 

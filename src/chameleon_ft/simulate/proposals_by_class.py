@@ -8,9 +8,9 @@ from functools import partial
 
 from chameleon_ft.estimate import paper
 from chameleon_ft.recovery import PaperRepartition
-from chameleon_ft.simulate.fleet import Fleet, FleetPipeline, arranged
+from chameleon_ft.simulate.cluster_layout import ClusterLayout, LayoutPipeline, arranged
 from chameleon_ft.simulate.pipelines import PipelineClass
-from chameleon_ft.simulate.planner import Option, Outlook
+from chameleon_ft.simulate.planner import Option, SimulatorState
 from chameleon_ft.simulate.published import estimated_mix, oobleck_mixes, paper_mixes, reconfigured, rerouted_s
 from chameleon_ft.simulate.world import World
 
@@ -27,7 +27,7 @@ class ProposalsByClass:
         is_intact: whether no worker of the layout has been lost since it was reached.
     """
 
-    def __init__(self, model: World, layout: Fleet, state: Outlook, *, is_intact: bool) -> None:
+    def __init__(self, model: World, layout: ClusterLayout, state: SimulatorState, *, is_intact: bool) -> None:
         self.model = model
         self.layout = layout
         self.state = state
@@ -56,20 +56,20 @@ class ProposalsByClass:
         return self._options(name, [] if repaired is None else [repaired])
 
     def repartition(self, name: str) -> list[Option]:
-        return self._options(name, self.model.replicated_fleets(self.layout, self.state.speeds))
+        return self._options(name, self.model.replicated_layouts(self.layout, self.state.speeds))
 
     def drop_pipelines(self, name: str) -> list[Option]:
         whole = [pipeline for pipeline in self.layout.pipelines if pipeline.whole]
         if not whole:
             return []
         cut = whole[0].cut
-        idle = _idle(Fleet(tuple(whole)), self.state)
-        made = [FleetPipeline(cut, group) for group in zip(*[iter(idle)] * cut.depth, strict=False)]
-        return self._options(name, [Fleet((*whole, *made))])
+        idle = _idle(ClusterLayout(tuple(whole)), self.state)
+        made = [LayoutPipeline(cut, group) for group in zip(*[iter(idle)] * cut.depth, strict=False)]
+        return self._options(name, [ClusterLayout((*whole, *made))])
 
     def restart(self, name: str) -> list[Option]:
         """Equal pipelines; if no worker is lost, a checkpoint is written first, and starting again has to pay."""
-        layout = self.model.equal_fleet(Fleet(()), self.state.speeds)
+        layout = self.model.equal_layout(ClusterLayout(()), self.state.speeds)
         return self._from_checkpoint(name, [] if layout is None else [layout])
 
     def begin_anew(self, name: str) -> list[Option]:
@@ -77,9 +77,9 @@ class ProposalsByClass:
         held = {layer for layers in set(self.layout.held().values()) for layer in layers}
         if not self.model.parameters.has_checkpoints or len(held) < self.model.pipelines.num_layers:
             return []
-        return self._from_checkpoint(name, self.model.replicated_fleets(Fleet(()), self.state.speeds))
+        return self._from_checkpoint(name, self.model.replicated_layouts(ClusterLayout(()), self.state.speeds))
 
-    def _from_checkpoint(self, name: str, layouts: Sequence[Fleet]) -> list[Option]:
+    def _from_checkpoint(self, name: str, layouts: Sequence[ClusterLayout]) -> list[Option]:
         return [
             self.model.from_checkpoint(name, layout, step_s, self.state, saves_first=self.is_intact)
             for layout in layouts
@@ -88,7 +88,7 @@ class ProposalsByClass:
 
     def oobleck(self, name: str) -> list[Option]:
         """As in runs: the best combination, and the templates of the pipelines' new sizes; recomputing, and not."""
-        layouts: list[Fleet] = []
+        layouts: list[ClusterLayout] = []
         for recompute in (True, False):
             mixes = self.model.noted(f"oobleck {recompute}", partial(oobleck_mixes, recompute=recompute))
             found = estimated_mix(mixes, self.layout, self.state.speeds)
@@ -121,19 +121,19 @@ class ProposalsByClass:
             until_failure_s=self.state.horizon_s,
         )
 
-    def _options(self, name: str, layouts: Sequence[Fleet]) -> list[Option]:
+    def _options(self, name: str, layouts: Sequence[ClusterLayout]) -> list[Option]:
         same = set(self.layout.pipelines)
         kept = (self.layout if set(each.pipelines) == same else each for each in layouts)
         options = (self.model.option(name, each, self.layout, self.state, intact=self.is_intact) for each in kept)
         return [option for option in options if option is not None]
 
 
-def _idle(layout: Fleet, state: Outlook) -> list[int]:
+def _idle(layout: ClusterLayout, state: SimulatorState) -> list[int]:
     """Live workers that are not part of a layout."""
     return sorted(worker for worker in state.speeds if worker not in layout.used)
 
 
-def _filled(layout: Fleet, idle: Sequence[int]) -> Fleet:
+def _filled(layout: ClusterLayout, idle: Sequence[int]) -> ClusterLayout:
     """The layout with idle workers in the gaps; pipelines that lack the fewest come first."""
     waiting = list(idle)
     gaps = sorted(
@@ -143,11 +143,11 @@ def _filled(layout: Fleet, idle: Sequence[int]) -> Fleet:
     pipelines = list(layout.pipelines)
     for index in gaps:
         workers = tuple(waiting.pop(0) if worker is None and waiting else worker for worker in pipelines[index].workers)
-        pipelines[index] = FleetPipeline(pipelines[index].cut, workers)
-    return Fleet(tuple(pipelines))
+        pipelines[index] = LayoutPipeline(pipelines[index].cut, workers)
+    return ClusterLayout(tuple(pipelines))
 
 
-def _repaired(model: World, layout: Fleet, state: Outlook) -> Fleet | None:
+def _repaired(model: World, layout: ClusterLayout, state: SimulatorState) -> ClusterLayout | None:
     """Keep whole pipelines; form pipelines of about equal depth from the rest of broken ones and from idle workers.
 
     Pipelines that are shorter than others are cut anew as well if there are idle workers for them. None if no pipeline
@@ -165,7 +165,7 @@ def _repaired(model: World, layout: Fleet, state: Outlook) -> Fleet | None:
             break
         whole.remove(shortest)
         broken += shortest.cut.depth
-    left = _idle(Fleet(tuple(whole)), state)
+    left = _idle(ClusterLayout(tuple(whole)), state)
     cuts = [pipeline.cut for pipeline in whole]
     counts = Counter(cuts)
     average = sum(cut.depth for cut in cuts) / len(cuts)
@@ -178,4 +178,6 @@ def _repaired(model: World, layout: Fleet, state: Outlook) -> Fleet | None:
         if fitting is not None:
             counts[fitting.cut] += 1
     kept = sorted(worker for pipeline in whole for worker in pipeline.workers if worker is not None)
-    return arranged(counts, sorted({*kept, *left}), Fleet(tuple(whole))) if left else Fleet(tuple(whole))
+    return (
+        arranged(counts, sorted({*kept, *left}), ClusterLayout(tuple(whole))) if left else ClusterLayout(tuple(whole))
+    )

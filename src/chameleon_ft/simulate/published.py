@@ -14,7 +14,7 @@ from chameleon_ft.plan import LayerRange
 from chameleon_ft.presets import Recompute
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.baselines import pipeline_templates, reconfigured_pipelines
-from chameleon_ft.simulate.fleet import Fleet, FleetPipeline, arranged
+from chameleon_ft.simulate.cluster_layout import ClusterLayout, LayoutPipeline, arranged
 from chameleon_ft.simulate.knapsack import EstimatedMixes
 from chameleon_ft.simulate.pipelines import Cut, PipelineClass
 from chameleon_ft.simulate.world import World
@@ -24,7 +24,7 @@ __all__ = ["estimated_mix", "oobleck_mixes", "paper_mixes", "reconfigured", "rer
 _Mixes: TypeAlias = tuple[EstimatedMixes, Mapping[int, Cut]]
 
 
-def estimated_mix(planner: _Mixes, current: Fleet, live: Collection[int]) -> tuple[Fleet, float] | None:
+def estimated_mix(planner: _Mixes, current: ClusterLayout, live: Collection[int]) -> tuple[ClusterLayout, float] | None:
     """(layout, seconds of a step by the estimate) of all live workers, or as many as there are pipelines for.
 
     Workers are equal to these planners, slow ones as well. None if nothing fits.
@@ -37,7 +37,7 @@ def estimated_mix(planner: _Mixes, current: Fleet, live: Collection[int]) -> tup
     return arranged({cuts[depth]: count for depth, count in counts.items()}, sorted(live), current), estimate_s
 
 
-def reconfigured(planner: _Mixes, current: Fleet) -> Fleet | None:
+def reconfigured(planner: _Mixes, current: ClusterLayout) -> ClusterLayout | None:
     """The pipelines of a layout with the templates of their new sizes, as Oobleck's released code makes them.
 
     Their workers stay together, so less moves than for the best combination. None if a pipeline has no template.
@@ -48,7 +48,7 @@ def reconfigured(planner: _Mixes, current: Fleet) -> Fleet | None:
     if not pipelines or not cuts.keys() >= set(map(len, pipelines)):
         return None
     in_order = (sorted(own, key=lambda worker: held[worker].start) for own in pipelines)
-    return Fleet(tuple(FleetPipeline(cuts[len(own)], tuple(own)) for own in in_order))
+    return ClusterLayout(tuple(LayoutPipeline(cuts[len(own)], tuple(own)) for own in in_order))
 
 
 def oobleck_mixes(world: World, *, recompute: bool) -> _Mixes:
@@ -116,27 +116,27 @@ def _stage_times(world: World, cut: Cut) -> tuple[list[float], list[float]]:
     return forward_s, [total(stage, lambda layer: layers[layer].backward_s) for stage in cut.stages]
 
 
-def rerouted_s(world: World, fleet: Fleet) -> float:
-    """The paper's estimate of the fleet with its gaps; infinite if those are in pipelines of several cuts.
+def rerouted_s(world: World, layout: ClusterLayout) -> float:
+    """The paper's estimate of the layout with its gaps; infinite if those are in pipelines of several cuts.
 
     Nothing is reported of unequal pipelines.
     """
-    cuts = {pipeline.cut for pipeline in fleet.pipelines}
-    if len(cuts) > 1 and fleet.has_gaps:
+    cuts = {pipeline.cut for pipeline in layout.pipelines}
+    if len(cuts) > 1 and layout.has_gaps:
         return math.inf
     slowest_s = 0.0
-    workers = sum(len(pipeline.workers) for pipeline in fleet.pipelines)
+    workers = sum(len(pipeline.workers) for pipeline in layout.pipelines)
     for cut in cuts:
         failures = Counter(
-            stage for pipeline in fleet.pipelines for stage, worker in enumerate(pipeline.workers) if worker is None
+            stage for pipeline in layout.pipelines for stage, worker in enumerate(pipeline.workers) if worker is None
         )
-        if max(failures.values(), default=0) >= len(fleet.pipelines):
+        if max(failures.values(), default=0) >= len(layout.pipelines):
             return math.inf
         forward_s, backward_s = _stage_times(world, cut)
         estimate_s = reported.rerouted_step_s(
             stages=cut.depth,
             micro_batches=math.ceil(world.times.micro_batches * cut.depth / workers),
-            pipelines=len(fleet.pipelines),
+            pipelines=len(layout.pipelines),
             failures=[failures[stage] for stage in range(cut.depth)],
             forward_s=max(forward_s),
             backward_s=max(backward_s),

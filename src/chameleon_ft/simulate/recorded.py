@@ -14,8 +14,8 @@ from chameleon_ft.estimate import StallModel, estimate_step
 from chameleon_ft.observe import FailureRecord, GenerationPlan, RunDirectory, read_generation_plans
 from chameleon_ft.observe.decisions import decision_stories
 from chameleon_ft.plan import Plan
-from chameleon_ft.recovery import Situation
-from chameleon_ft.recovery.equivalence import loss_classes
+from chameleon_ft.recovery import DecisionContext
+from chameleon_ft.recovery.symmetry import loss_classes
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.simulate.events import Fault
 from chameleon_ft.simulate.parameters import Parameters
@@ -188,15 +188,15 @@ def _searches(events: Sequence[Mapping[str, Any]], plans: Mapping[int, Generatio
     for event in events:
         if event["event"] == "prepared" and event["losses"] and (planned := plans.get(event["generation"])) is not None:
             plan = planned.plan
-            situation = Situation(
+            context = DecisionContext(
                 plan=plan,
-                ceiling={},
+                in_flight_limits={},
                 costs=planned.costs,
                 phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0),
                 repeat_s=0.0,
                 restart_s=0.0,
             )
-            found.append(event["prepare_s"] / len(loss_classes(situation)))
+            found.append(event["prepare_s"] / len(loss_classes(context)))
     return found
 
 

@@ -13,8 +13,8 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.recovery import reroute
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule.best import best_parts
-from chameleon_ft.simulate.fleet import Fleet, FleetPipeline, plan_of_fleet
-from chameleon_ft.simulate.pipelines import Cut, ceilings, first_fitting
+from chameleon_ft.simulate.cluster_layout import ClusterLayout, LayoutPipeline, plan_of_layout
+from chameleon_ft.simulate.pipelines import Cut, first_fitting, limit_levels
 from chameleon_ft.simulate.step_times import StepTimes
 
 __all__ = ["ReplayedSteps", "fitting_estimate"]
@@ -24,12 +24,12 @@ _Key: TypeAlias = tuple[tuple[Cut, tuple[tuple[int, float] | None, ...]], ...]
 
 
 def fitting_estimate(plan: Plan, costs: CostModel) -> tuple[Mapping[int, InFlightLimit], PartsEstimate] | None:
-    """(limits, estimate) with the most in flight of all `ceilings` that fit; None if none does."""
-    found = ceilings(plan)
+    """(limits, estimate) with the most in flight of all `limit_levels` that fit; None if none does."""
+    found = limit_levels(plan)
 
     @cache
     def estimate(level: int) -> PartsEstimate:
-        return estimate_parts(plan, best_parts(plan, costs, ceiling=found[level]), costs)
+        return estimate_parts(plan, best_parts(plan, costs, in_flight_limits=found[level]), costs)
 
     level = first_fitting(len(found), lambda each: not estimate(each).over_capacity(costs))
     return None if level is None else (found[level], estimate(level))
@@ -43,7 +43,7 @@ class ReplayedSteps:
         self._hosts = times.pipelines.costs.cluster.hosts
         self._known: dict[_Key, float | None] = {}
 
-    def step_s(self, layout: Fleet, speeds: Mapping[int, float]) -> float | None:
+    def step_s(self, layout: ClusterLayout, speeds: Mapping[int, float]) -> float | None:
         """Seconds of a step, detours around gaps included; None if it does not fit, or a layer has no holder."""
         hosts: dict[str, int] = {}
         key = tuple(
@@ -61,19 +61,19 @@ class ReplayedSteps:
         return None if worker is None else (hosts.setdefault(self._hosts[worker], len(hosts)), speeds[worker])
 
     def _estimated_s(self, key: _Key) -> float | None:
-        pipelines: list[FleetPipeline] = []
+        pipelines: list[LayoutPipeline] = []
         workers: list[Worker] = []
         lost: list[int] = []
         number = 0
         for cut, places in key:
-            pipelines.append(FleetPipeline(cut, tuple(range(number, number + len(places)))))
+            pipelines.append(LayoutPipeline(cut, tuple(range(number, number + len(places)))))
             for worker, place in enumerate(places, start=number):
                 if place is None:
                     lost.append(worker)
                 else:
                     workers.append(Worker(worker, f"host{place[0]}", place[1], self._times.pipelines.memory_bytes))
             number += len(places)
-        plan = plan_of_fleet(Fleet(tuple(pipelines)), self._times)
+        plan = plan_of_layout(ClusterLayout(tuple(pipelines)), self._times)
         if plan is None or not set(plan.workers).intersection(worker.id for worker in workers):
             return None
         model = self._times.pipelines.costs

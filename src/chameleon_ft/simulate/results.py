@@ -11,7 +11,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = ["ConservationError", "DecisionRecord", "PolicyResult", "Results", "Throughput"]
 
-_ROUNDING = 1e-6
+_CONSERVATION_TOLERANCE = 1e-6
 
 
 class ConservationError(ChameleonError):
@@ -186,9 +186,9 @@ class PolicyResult:
             *(self.stall_by_cause.values()),
             *(self.lost_by_cause.values()),
         ]
-        if min(parts) < -_ROUNDING * self.duration_s:
+        if min(parts) < -_CONSERVATION_TOLERANCE * self.duration_s:
             raise ConservationError(f"{self.policy}: a share of the time is negative: {min(parts)} s")
-        if abs(math.fsum(parts) - self.duration_s) > _ROUNDING * self.duration_s:
+        if abs(math.fsum(parts) - self.duration_s) > _CONSERVATION_TOLERANCE * self.duration_s:
             raise ConservationError(
                 f"{self.policy}: {math.fsum(parts)} s are accounted for, but the trace has {self.duration_s} s"
             )
@@ -196,13 +196,13 @@ class PolicyResult:
     def _check_workers(self) -> None:
         hours = self.used_hours + self.idle_hours + self.dead_hours
         wanted = self.workers * self.duration_s / 3600
-        if min(self.used_hours, self.idle_hours, self.dead_hours) < -_ROUNDING * wanted:
+        if min(self.used_hours, self.idle_hours, self.dead_hours) < -_CONSERVATION_TOLERANCE * wanted:
             raise ConservationError(f"{self.policy}: a share of the worker-hours is negative")
-        if abs(hours - wanted) > _ROUNDING * wanted:
+        if abs(hours - wanted) > _CONSERVATION_TOLERANCE * wanted:
             raise ConservationError(f"{self.policy}: {hours} worker-hours are accounted for, but there are {wanted}")
 
     def _check_samples(self) -> None:
-        if self.samples < 0 or self._done > self.oracle_samples * (1 + _ROUNDING):
+        if self.samples < 0 or self._done > self.oracle_samples * (1 + _CONSERVATION_TOLERANCE):
             raise ConservationError(
                 f"{self.policy}: {self._done} samples, where no policy can train more than {self.oracle_samples}"
             )

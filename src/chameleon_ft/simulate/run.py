@@ -14,12 +14,13 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.presets import Recompute
 from chameleon_ft.recovery import POLICIES, Policy
+from chameleon_ft.recovery.policies import current_name
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.simulate import redundant
 from chameleon_ft.simulate.class_planner import ClassPlanner
+from chameleon_ft.simulate.cluster_layout import ClusterLayout
 from chameleon_ft.simulate.engine import Course, course_of
 from chameleon_ft.simulate.exact_planner import Decisions, ExactPlanner, RealPlan
-from chameleon_ft.simulate.fleet import Fleet
 from chameleon_ft.simulate.oracle import KnownRates, live_of
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planner import Planner
@@ -49,7 +50,7 @@ def simulate(
     *,
     parameters: Parameters = Parameters(),  # noqa: B008 - frozen
     start: Plan | None = None,
-    ceiling: Mapping[int, InFlightLimit] | None = None,
+    in_flight_limits: Mapping[int, InFlightLimit] | None = None,
     as_in_run: bool = False,
     progress: Callable[[str, float], None] | None = None,
 ) -> Results:
@@ -66,8 +67,8 @@ def simulate(
         start: what all begin with; None for the fastest plan that is found. Policies that never leave the depth they
             begin with are then simulated from several plans, and the best counts; with few workers, these are equal
             pipelines of each depth as well.
-        ceiling: what the workers of `start` can keep at most; None for as many micro-batches as its longest route has
-            stages.
+        in_flight_limits: the most that the workers of `start` can keep; None for as many micro-batches as its longest
+            route has stages.
         as_in_run: whether policies do just what they do in a run: under `reroute` and `recycle` those who are back stay
             idle, and `restart` takes the layout with the most workers and writes checkpoints as often as others, if
             these write any. Up to `exact_up_to` workers; above it is as without.
@@ -78,13 +79,16 @@ def simulate(
         PlanError: nothing fits the memory of the workers.
         ConservationError: a defect of the simulator.
     """
+    policies = [current_name(policy) for policy in policies]
     _check(trace, cluster, policies)
     world = world_of(CostModel(workload, cluster), parameters, start)
     known = KnownRates()
     decisions = Decisions()
     real_start = None
     if start is not None:
-        real_start = RealPlan.of_layout(start) if ceiling is None else RealPlan(start, FrozenMap(ceiling))
+        real_start = (
+            RealPlan.of_layout(start) if in_flight_limits is None else RealPlan(start, FrozenMap(in_flight_limits))
+        )
     courses: dict[str, Course] = {}
     for policy in policies:
         if policy != ORACLE:
@@ -151,10 +155,10 @@ def _restarts_as_in_run(parameters: Parameters, *, as_in_run: bool) -> bool:
 
 
 def _in_words(world: World) -> str:
-    fleet = world.start or world.fastest_fleet(Fleet(()), dict.fromkeys(world.workers, 1.0))
-    if fleet is None:
+    layout = world.start or world.fastest_layout(ClusterLayout(()), dict.fromkeys(world.workers, 1.0))
+    if layout is None:
         return "nothing"
-    cuts = Counter(pipeline.cut for pipeline in fleet.pipelines)
+    cuts = Counter(pipeline.cut for pipeline in layout.pipelines)
     return ", ".join(
         f"{count} x {cut.depth} stages" + _RECOMPUTING[cut.recompute]
         for cut, count in sorted(cuts.items(), reverse=True)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.quantities import SUM_ROUNDING
 from chameleon_ft.simulate.pipelines import Cut, PipelineClass, Pipelines
 from chameleon_ft.sync import SyncRounds, gradient_rounds
 
 __all__ = ["ClassStep", "StepTimes"]
-
-_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class StepTimes:
             if time_s == math.inf:
                 return None
             for own, next_s in nexts.items():
-                if next_s <= time_s * (1 + _ROUNDING):
+                if next_s <= time_s * (1 + SUM_ROUNDING):
                     most[own] += 1
                     held += counts[own]
         while True:
@@ -85,7 +84,7 @@ class StepTimes:
             last = [
                 own
                 for own in lines
-                if most[own] and self.pipelines.program_s(own, most[own]) >= last_s * (1 - _ROUNDING)
+                if most[own] and self.pipelines.program_s(own, most[own]) >= last_s * (1 - SUM_ROUNDING)
             ]
             fewer = held - sum(counts[own] for own in last)
             if fewer < wanted:
@@ -105,9 +104,9 @@ class StepTimes:
         """The most micro-batches that it finishes by a time."""
         first_s, period_s = line
         share = max(0, math.floor((time_s - first_s) / period_s))
-        while share and self.pipelines.program_s(own, share) > time_s * (1 + _ROUNDING):
+        while share and self.pipelines.program_s(own, share) > time_s * (1 + SUM_ROUNDING):
             share -= 1
-        while self.pipelines.program_s(own, share + 1) <= time_s * (1 + _ROUNDING):
+        while self.pipelines.program_s(own, share + 1) <= time_s * (1 + SUM_ROUNDING):
             share += 1
         return share
 
@@ -140,7 +139,7 @@ class StepTimes:
         cluster = self.pipelines.costs.cluster
         one_host = len({worker.host for worker in cluster.workers}) == 1
         link = cluster.intra_host if one_host else cluster.inter_host
-        for segments in self._rounds_of([(own.cut.stops, counts[own] > 1) for own in classes]).rounds:
+        for segments in self._rounds_of([(own.cut.cut_points, counts[own] > 1) for own in classes]).rounds:
             for segment in segments:
                 num_bytes = sum(layer.gradient_bytes for layer in layers[segment.layers.start : segment.layers.stop])
                 start_s = max(free_s[worker] for worker in segment.holders)
@@ -152,7 +151,12 @@ class StepTimes:
     def _rounds_of(self, classes: Sequence[tuple[tuple[int, ...], bool]]) -> SyncRounds:
         key = tuple(classes)
         if key not in self._rounds:
-            held = [layers for stops, several in classes for _ in range(1 + several) for layers in Cut(stops).stages]
+            held = [
+                layers
+                for cut_points, several in classes
+                for _ in range(1 + several)
+                for layers in Cut(cut_points).stages
+            ]
             placement = Placement(self.pipelines.num_layers, {number: (own,) for number, own in enumerate(held)})
             self._rounds[key] = gradient_rounds(placement)
         return self._rounds[key]

@@ -11,7 +11,7 @@ from chameleon_ft.transfer.holdings import (
     worker_kinds,
 )
 from chameleon_ft.transfer.message import Message
-from chameleon_ft.transfer.roles import assign_roles, least_moved_bytes, placement_in_roles, plan_in_roles
+from chameleon_ft.transfer.roles import assign_roles, least_moved_bytes, remap_placement, remap_plan
 from chameleon_ft.transfer.rounds import fewest_rounds, message_rounds
 from chameleon_ft.transfer.sources import Sources, choose_sources
 from chameleon_ft.transfer.transfer import Transfer, plan_transfer, transfer_s, transfer_to
@@ -30,9 +30,9 @@ __all__ = [
     "missing_between",
     "missing_layers",
     "moved_bytes",
-    "placement_in_roles",
-    "plan_in_roles",
     "plan_transfer",
+    "remap_placement",
+    "remap_plan",
     "transfer_s",
     "transfer_to",
     "worker_kinds",

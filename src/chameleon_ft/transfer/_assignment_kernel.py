@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from chameleon_ft.schedule._kernels.jit import kernel, part_of_kernel
-from chameleon_ft.schedule._records import Booleans, Integers
+from chameleon_ft.schedule.jit import kernel, part_of_kernel
+from chameleon_ft.schedule.records import Booleans, Integers
 
 
 @kernel

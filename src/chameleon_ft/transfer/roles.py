@@ -12,7 +12,7 @@ from chameleon_ft.transfer._assignment import Balanced
 from chameleon_ft.transfer.holdings import Holding, groups_of, lacking_bytes
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["assign_roles", "least_moved_bytes", "placement_in_roles", "plan_in_roles"]
+__all__ = ["assign_roles", "least_moved_bytes", "remap_placement", "remap_plan"]
 
 
 # What is held, and by whom.
@@ -56,14 +56,14 @@ def least_moved_bytes(
     return sum(int((problem.cost * problem.least_cost_flow()).sum()) for problem in problems)
 
 
-def placement_in_roles(placement: Placement, roles: Mapping[int, int]) -> Placement:
+def remap_placement(placement: Placement, roles: Mapping[int, int]) -> Placement:
     """The placement with each worker replaced by the one that takes its place (place -> worker)."""
     if _is_kept(placement, roles):
         return placement
     return Placement(placement.num_layers, {roles[place]: ranges for place, ranges in placement.ranges.items()})
 
 
-def plan_in_roles(plan: Plan, roles: Mapping[int, int]) -> Plan:
+def remap_plan(plan: Plan, roles: Mapping[int, int]) -> Plan:
     """The plan with each worker replaced, wherever it is named, by the one that takes its place (place -> worker)."""
     if _is_kept(plan.placement, roles):
         return plan
@@ -75,7 +75,7 @@ def plan_in_roles(plan: Plan, roles: Mapping[int, int]) -> Plan:
     routes = tuple(Route(route.micro_batch, ways[id(route.hops)]) for route in plan.routes)
     return replace(
         plan,
-        placement=placement_in_roles(plan.placement, roles),
+        placement=remap_placement(plan.placement, roles),
         routes=routes,
         recompute={roles[worker]: layers for worker, layers in plan.recompute.items()},
         fused_workers=frozenset(map(roles.__getitem__, plan.fused_workers)),

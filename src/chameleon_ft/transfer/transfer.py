@@ -12,7 +12,7 @@ from chameleon_ft.plan import Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.transfer.holdings import Holding, holdings_of, missing_layers
 from chameleon_ft.transfer.message import Message
-from chameleon_ft.transfer.roles import assign_roles, placement_in_roles
+from chameleon_ft.transfer.roles import assign_roles, remap_placement
 from chameleon_ft.transfer.rounds import message_rounds
 from chameleon_ft.transfer.sources import choose_sources
 from chameleon_ft.workload import LayerCost
@@ -106,7 +106,7 @@ def plan_transfer(
         raise PlanError(f"the new placement has workers that are not live: {lost}; plan for the live workers")
     workers, places = holdings_of(current, kinds), holdings_of(new, {place: kinds[place] for place in new.workers})
     roles = assign_roles(workers, places, layers)
-    return _transfer(workers, placement_in_roles(new, roles), roles, layers)
+    return _transfer(workers, remap_placement(new, roles), roles, layers)
 
 
 def transfer_to(

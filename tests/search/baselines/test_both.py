@@ -36,7 +36,9 @@ def test_its_plan_is_whole_and_fits(planner: Planner, seed: int, split: bool) ->
     assert plan.split_backward is split
     assert plan.workers == tuple(worker.id for worker in costs.cluster.workers)
     assert plan.micro_batches == costs.workload.micro_batches
-    estimate = estimate_step(plan, best_program(plan, costs, ceiling=chosen.found.ceiling).program, costs)
+    estimate = estimate_step(
+        plan, best_program(plan, costs, in_flight_limits=chosen.found.in_flight_limits).program, costs
+    )
     assert not estimate.over_capacity(costs)
     capacities = [worker.memory_bytes for worker in costs.cluster.workers]
     assert all(capacity is None or chosen.found.peak_bytes <= capacity for capacity in capacities)

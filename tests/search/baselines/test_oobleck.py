@@ -43,8 +43,8 @@ def iteration_s(costs: CostModel, cut_points: tuple[int, ...], micro_batches: in
 def layer_s(workload: Workload, number: int, *, recompute: bool) -> float:
     """Forward and backward, and the forward once more in layers that recompute: not the first and the last."""
     layer = workload.layers[number]
-    again_s = layer.forward_s if recompute and 0 < number < len(workload.layers) - 1 else 0.0
-    return layer.forward_s + layer.backward_s + again_s
+    recompute_s = layer.forward_s if recompute and 0 < number < len(workload.layers) - 1 else 0.0
+    return layer.forward_s + layer.backward_s + recompute_s
 
 
 def sync_s(costs: CostModel, pipelines: int) -> float:
@@ -182,7 +182,7 @@ def test_fused_programs_keep_no_more_than_one_f_one_b(seed: int) -> None:
         plan = chosen.found.plan
         assert not plan.split_backward
         for worker, limit in default_limits(plan).items():
-            assert chosen.found.ceiling[worker] == InFlightLimit(limit.in_flight, limit.in_flight)
+            assert chosen.found.in_flight_limits[worker] == InFlightLimit(limit.in_flight, limit.in_flight)
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,10 @@ def pipeline_least_s(costs: CostModel, depth: int, share: int) -> float:
     each, remainder = divmod(len(costs.workload.layers), depth)
     times = [math.inf]
     for extra in placements(remainder, depth):
-        stops = [sum(extra[: stage + 1]) + each * (stage + 1) for stage in range(depth)]
-        stages = list(pairwise([0, *stops]))
+        cut_points = [sum(extra[: stage + 1]) + each * (stage + 1) for stage in range(depth)]
+        stages = list(pairwise([0, *cut_points]))
         reported = all(reported_fits(costs, index, *stage, depth) for index, stage in enumerate(stages))
-        if reported and fits(costs, tuple(stops), share):
+        if reported and fits(costs, tuple(cut_points), share):
             layers = [costs.workload.layers[start:stop] for start, stop in stages]
             overhead_s = costs.workload.operation_overhead_s
             times.append(

@@ -34,7 +34,9 @@ def test_they_are_equal_and_fit(seed: int, split: bool) -> None:
         assert found.name == f"{len(pipelines)} x {depth}"
         assert len({tuple(hop.layers for hop in hops) for hops in pipelines}) == 1
         assert max(pipelines.values()) - min(pipelines.values()) <= 1
-        estimate = estimate_step(plan, best_program(plan, costs, ceiling=found.ceiling).program, costs)
+        estimate = estimate_step(
+            plan, best_program(plan, costs, in_flight_limits=found.in_flight_limits).program, costs
+        )
         assert not estimate.over_capacity(costs)
         assert found.step_s == pytest.approx(estimate.step_s)
         assert split or not plan.split_backward

@@ -10,8 +10,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, TypeVar
 
-from chameleon_ft.recovery import Decision, FailureModel, Situation, decide, decide_on_class, exchanged, refreshed
-from chameleon_ft.recovery.equivalence import HostLossClass, LossClass, classes_to_prepare
+from chameleon_ft.recovery import (
+    Decision,
+    DecisionContext,
+    FailureModel,
+    decide,
+    decide_on_class,
+    remap_decision,
+    rescore,
+)
+from chameleon_ft.recovery.symmetry import HostLossClass, LossClass, classes_to_prepare
 from chameleon_ft.schedule import CostModel, check_program
 
 __all__ = ["DecisionCache", "decide_and_check"]
@@ -32,14 +40,14 @@ _USED: Final = 1.5
 class _Question:
     """What decisions are prepared for: no worker is lost yet, and one failure is to come."""
 
-    situation: Situation
+    situation: DecisionContext
     rate: FailureModel
 
     def is_like(self, other: _Question, *, tolerance: float) -> bool:
         """Whether the same workers run the same plan, and what it costs and is worth differs by less."""
         return (
             self.situation.plan == other.situation.plan
-            and self.situation.ceiling == other.situation.ceiling
+            and self.situation.in_flight_limits == other.situation.in_flight_limits
             and self.situation.live == other.situation.live
             and all(map(partial(_near, tolerance=tolerance), self.speeds, other.speeds))
             and _near(self.work_s, other.work_s, tolerance)
@@ -88,7 +96,7 @@ class DecisionCache:
     _looked_at: float = float("-inf")
     _broken: bool = False
 
-    def expect(self, ask: Callable[[], tuple[Situation, FailureModel]]) -> None:
+    def expect(self, ask: Callable[[], tuple[DecisionContext, FailureModel]]) -> None:
         """See to it that decisions are there for what `ask` tells: the situation with everyone there, and the rate.
 
         To be called often; it asks at most once a second, and does something where what was asked last is not near it.
@@ -107,7 +115,7 @@ class DecisionCache:
         self._asked = question
         self._work = asyncio.create_task(self._prepare(question))
 
-    def look_up(self, situation: Situation, rate: FailureModel) -> Decision | None:
+    def look_up(self, situation: DecisionContext, rate: FailureModel) -> Decision | None:
         """What was decided for just this loss, with the figures of now; None if nothing was, or for something else.
 
         Args:
@@ -123,7 +131,7 @@ class DecisionCache:
         now = _Question(situation, rate)
         if not now.is_like(asked.after(lost), tolerance=_USED):
             return None
-        return refreshed(decision, before=asked.situation, now=situation, failures=rate)
+        return rescore(decision, before=asked.situation, now=situation, failures=rate)
 
     def drop(self) -> None:
         """What is prepared, or being prepared, is of no use any more: something has changed."""
@@ -152,22 +160,22 @@ class DecisionCache:
     async def _prepare_class(self, losses: LossClass | HostLossClass, question: _Question) -> None:
         decision = await self._run(_decide, losses, question.situation, self.policy, question.rate)
         if decision is not None:
-            for lost, exchange in losses.exchanges.items():
+            for lost, symmetry in losses.symmetries.items():
                 key = frozenset([lost]) if isinstance(lost, int) else lost
-                self._decisions[key] = question, exchanged(decision, exchange)
+                self._decisions[key] = question, remap_decision(decision, symmetry)
                 await asyncio.sleep(_PAUSE_S)
 
     async def _run(self, function: Callable[..., _Answer], /, *arguments: object) -> _Answer:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
 
 
-def decide_and_check(situation: Situation, policy: str, rate: FailureModel) -> Decision:
+def decide_and_check(situation: DecisionContext, policy: str, rate: FailureModel) -> Decision:
     """Decide, and check the program, so that it can be handed out as it is; see `recovery.decide`."""
     return _checked(decide(situation, policy, rate))
 
 
 def _decide(
-    losses: LossClass | HostLossClass, situation: Situation, policy: str, rate: FailureModel
+    losses: LossClass | HostLossClass, situation: DecisionContext, policy: str, rate: FailureModel
 ) -> Decision | None:
     decision = decide_on_class(losses, situation, policy, rate)
     return None if decision is None else _checked(decision)

@@ -19,7 +19,7 @@ from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryP
 from chameleon_ft.control.decisions.request import DecisionRequest, LossRequest
 from chameleon_ft.control.state.scale_up import LayerBytes
 from chameleon_ft.estimate import state_bytes
-from chameleon_ft.recovery import STAY, FailureModel, refreshed
+from chameleon_ft.recovery import STAY, FailureModel, rescore
 
 __all__ = ["DecisionTiming", "Decisions", "ScaleUpDecision"]
 
@@ -35,12 +35,12 @@ class ScaleUpDecision:
         search_s: seconds that it took.
     """
 
-    context: recovery.Situation
+    context: recovery.DecisionContext
     rate: FailureModel
     decision: recovery.Decision
     search_s: float
 
-    def is_for(self, context: recovery.Situation) -> bool:
+    def is_for(self, context: recovery.DecisionContext) -> bool:
         """Whether the same plan runs, and the same workers are there."""
         return (self.context.plan, self.context.live) == (context.plan, context.live)
 
@@ -142,16 +142,16 @@ class Decisions:
         )
         return plan, timing
 
-    def _look_up(self, context: recovery.Situation, request: LossRequest) -> recovery.Decision | None:
+    def _look_up(self, context: recovery.DecisionContext, request: LossRequest) -> recovery.Decision | None:
         """Return what was decided on just this while training went on, with the figures of now."""
         found = None if request.scale_up is None else self._scale_ups.get(request.scale_up)
         if found is not None and found.is_for(context):
             # All workers have stopped for it: even if another one is a little better by now, it is carried out.
-            newest = refreshed(found.decision, before=found.context, now=context, failures=request.rate)
+            newest = rescore(found.decision, before=found.context, now=context, failures=request.rate)
             return newest or found.decision
         return None if self._cache is None else self._cache.look_up(context, request.rate)
 
-    def _context(self, request: DecisionRequest, cluster: ClusterState | None = None) -> recovery.Situation:
+    def _context(self, request: DecisionRequest, cluster: ClusterState | None = None) -> recovery.DecisionContext:
         return self._planner.context(
             request.in_force,
             request.live,

@@ -19,7 +19,7 @@ from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
 from chameleon_ft.profiles import Profile, costs_of_run
-from chameleon_ft.recovery import FailureModel, in_flight_ceiling
+from chameleon_ft.recovery import FailureModel, uniform_limits
 from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.sync import gradient_rounds, gradient_segments, tied_segments
 from chameleon_ft.transfer import Transfer, transfer_s
@@ -49,7 +49,7 @@ class Planner:
         depth = max(len(route.hops) for route in plan.routes)
         return RecoveryPlan(
             plan=plan,
-            ceiling=in_flight_ceiling(plan.workers, depth),
+            ceiling=uniform_limits(plan.workers, depth),
             first_step=0 if checkpoint is None else checkpoint,
             load="initial" if checkpoint is None else checkpoint,
             roll_forward=None,
@@ -91,7 +91,7 @@ class Planner:
         repeat_s: float,
         unsaved: int = 0,
         held: Mapping[int, Collection[int]] | None = None,
-    ) -> recovery.Situation:
+    ) -> recovery.DecisionContext:
         """The situation in numbers, when only `live` are left of the workers.
 
         Args:
@@ -107,9 +107,9 @@ class Planner:
         every = self._config.checkpoint.every
         # Costs of a replay, which only runs with checkpoints need.
         step_s = self._seen.step_s(costs) if every else 0.0
-        return recovery.Situation(
+        return recovery.DecisionContext(
             plan=in_force.plan,
-            ceiling=in_force.ceiling,
+            in_flight_limits=in_force.ceiling,
             costs=CostModel(costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host)),
             phases=phases,
             repeat_s=repeat_s,
@@ -124,7 +124,7 @@ class Planner:
     def go_on(
         self,
         cluster: ClusterState,
-        context: recovery.Situation,
+        context: recovery.DecisionContext,
         rate: FailureModel,
         *,
         prepared: recovery.Decision | None,
@@ -136,7 +136,7 @@ class Planner:
             context = replace(context, phases=decision.weighed.phases)
         return replace(decision, known=self.known(cluster.committed, context, rate))
 
-    def known(self, step: int, context: recovery.Situation, rate: FailureModel) -> dict[str, object]:
+    def known(self, step: int, context: recovery.DecisionContext, rate: FailureModel) -> dict[str, object]:
         """What a decision in this step is made from, in JSON values."""
         used = replace(self._corrections, step=context.step_factor, transfer=context.transfer_factor)
         return _known(step, context, rate, used)
@@ -159,7 +159,7 @@ class Planner:
         """
         plan = decision.plan
         costs = self._costs(hosts)
-        program = decision.program or best_program(plan, costs, ceiling=decision.ceiling).program
+        program = decision.program or best_program(plan, costs, in_flight_limits=decision.ceiling).program
         if not decision.prepared:
             check_program(program, plan)
         planned = GenerationPlan(
@@ -237,7 +237,9 @@ class Planner:
         return Corrections(operations=1.0 if self._profile is None else self._seen.both, slow=self._seen.slow())
 
 
-def _known(step: int, context: recovery.Situation, rate: FailureModel, corrections: Corrections) -> dict[str, object]:
+def _known(
+    step: int, context: recovery.DecisionContext, rate: FailureModel, corrections: Corrections
+) -> dict[str, object]:
     """The fields of the event `decision` that say what was known; see docs/files.md."""
     phases = context.phases
     return {

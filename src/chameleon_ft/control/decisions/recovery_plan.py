@@ -17,7 +17,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import in_ranges
 from chameleon_ft.recovery import FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
-from chameleon_ft.transfer import Transfer, plan_in_roles, plan_transfer, worker_kinds
+from chameleon_ft.transfer import Transfer, plan_transfer, remap_plan, worker_kinds
 
 __all__ = ["ClusterState", "RecoveryPlan", "decide"]
 
@@ -116,7 +116,7 @@ class RecoveryPlan:
 
 def decide(
     cluster: ClusterState,
-    context: recovery.Situation,
+    context: recovery.DecisionContext,
     *,
     policy: str,
     rate: FailureModel,
@@ -151,7 +151,7 @@ def decide(
         return decide(cluster, context, policy=policy, rate=rate, decide_s=decide_s)
     if course.transfer is None:
         anew = _from_checkpoint(
-            cluster, context, weighed, course.plan, ceiling=course.ceiling, policy=weighed.chosen.policy
+            cluster, context, weighed, course.plan, ceiling=course.in_flight_limits, policy=weighed.chosen.policy
         )
         return replace(anew, program=course.program, prepared=prepared is not None)
     first_step, vote = _resume_point(cluster)
@@ -160,7 +160,7 @@ def decide(
     transition = _transition(cluster, course.plan, context, transfer=course.transfer if is_as_planned else None)
     return RecoveryPlan(
         plan=course.plan,
-        ceiling=course.ceiling,
+        ceiling=course.in_flight_limits,
         first_step=first_step,
         load="keep",
         roll_forward=vote,
@@ -175,12 +175,12 @@ def decide(
     )
 
 
-def _again(cluster: ClusterState, context: recovery.Situation) -> RecoveryPlan:
+def _again(cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
     first_step, vote = _resume_point(cluster)
     plan = cluster.plan
     return RecoveryPlan(
         plan=plan,
-        ceiling=context.ceiling,
+        ceiling=context.in_flight_limits,
         first_step=first_step,
         load="keep",
         roll_forward=vote,
@@ -190,7 +190,7 @@ def _again(cluster: ClusterState, context: recovery.Situation) -> RecoveryPlan:
 
 
 def _transition(
-    cluster: ClusterState, plan: Plan, context: recovery.Situation, *, transfer: Transfer | None = None
+    cluster: ClusterState, plan: Plan, context: recovery.DecisionContext, *, transfer: Transfer | None = None
 ) -> PlannedTransition | None:
     layers = context.costs.workload.layers
     return plan_transition(cluster.plan.placement, plan.placement, held=cluster.held, layers=layers, transfer=transfer)
@@ -213,7 +213,7 @@ def _resume_point(cluster: ClusterState) -> tuple[int, Vote | None]:
     return first_step, vote
 
 
-def _fall_back(cluster: ClusterState, context: recovery.Situation, weighed: recovery.Decision) -> RecoveryPlan:
+def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, weighed: recovery.Decision) -> RecoveryPlan:
     """Nothing can be done with the placement in force."""
     lost_layers = context.placement.unheld_layers
     plan = largest_symmetric_layout(
@@ -232,12 +232,12 @@ def _fall_back(cluster: ClusterState, context: recovery.Situation, weighed: reco
 
 
 def _salvaged(
-    cluster: ClusterState, context: recovery.Situation, weighed: recovery.Decision, plan: Plan
+    cluster: ClusterState, context: recovery.DecisionContext, weighed: recovery.Decision, plan: Plan
 ) -> RecoveryPlan:
     """A failed transition has left copies of layers whose holders are all lost: continue with these."""
     layers, workers = context.costs.workload.layers, context.costs.cluster
     held = placement_of(cluster.held, len(layers))
-    plan = plan_in_roles(plan, plan_transfer(held, plan.placement, kinds=worker_kinds(workers), layers=layers).roles)
+    plan = remap_plan(plan, plan_transfer(held, plan.placement, kinds=worker_kinds(workers), layers=layers).roles)
     first_step, vote = _resume_point(cluster)
     transition = _transition(cluster, plan, context)
     return RecoveryPlan(
@@ -255,7 +255,7 @@ def _salvaged(
 
 def _from_checkpoint(
     cluster: ClusterState,
-    context: recovery.Situation,
+    context: recovery.DecisionContext,
     weighed: recovery.Decision,
     plan: Plan,
     *,

@@ -16,8 +16,8 @@ from chameleon_ft.config import FailurePhase
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.schedule import Operation
-from chameleon_ft.schedule._records import PROGRAM_RECORD, Records
 from chameleon_ft.schedule.program import operations_from
+from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 from chameleon_ft.sync import Segment
 
 __all__ = [

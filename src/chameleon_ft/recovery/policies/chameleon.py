@@ -13,7 +13,7 @@ __all__ = ["POLICY"]
 def _propose(proposer: Proposer[Any]) -> Sequence[Any]:
     # Searched first, because the search finds recut plans for a repair as well.
     anew = proposer.repartition("repartition")
-    kept = [*proposer.reroute("reroute"), *proposer.rejoin("rejoin"), *proposer.repair("mend")]
+    kept = [*proposer.reroute("reroute"), *proposer.rejoin("rejoin"), *proposer.repair("repair")]
     return [*kept, *anew, *proposer.begin_anew("anew")]
 
 

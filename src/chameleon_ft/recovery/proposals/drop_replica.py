@@ -8,29 +8,29 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
+from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.proposal import Proposal
-from chameleon_ft.recovery.situation import Situation
 
 __all__ = ["propose"]
 
 _Hops = tuple[Hop, ...]
 
 
-def propose(name: str, situation: Situation) -> list[Proposal]:
+def propose(name: str, context: DecisionContext) -> list[Proposal]:
     """Drop pipelines that have lost a worker; what is left of them is idle.
 
     Their micro-batches go to the other pipelines, in proportion to what these have. As soon as there are as many idle
     workers as the first pipeline has stages, they make one like it.
     """
-    plan = situation.plan
-    live = set(situation.live)
+    plan = context.plan
+    live = set(context.live)
     ways = Counter(route.hops for route in plan.routes)
     whole = [hops for hops in ways if all(hop.worker in live for hop in hops)]
     if not whole:
         return [Proposal(name=name, reason="every pipeline has lost a worker")]
     pipelines = [*whole, *_of_idle(whole, live)][: plan.micro_batches]
-    if pipelines == whole and not situation.lost:
-        return [Proposal(name=name, plan=plan, ceiling=situation.ceiling)]
+    if pipelines == whole and not context.lost:
+        return [Proposal(name=name, plan=plan, in_flight_limits=context.in_flight_limits)]
     # Pipelines that are cut alike have as many micro-batches, give or take one.
     shares: dict[tuple[LayerRange, ...], list[int]] = defaultdict(list)
     for hops, share in ways.items():
@@ -52,8 +52,14 @@ def propose(name: str, situation: Situation) -> list[Proposal]:
         if again is not None:
             recompute[worker] = again
     routes = tuple(map(Route, range(len(taken)), taken))
-    ceiling = {worker: limit for worker, limit in situation.ceiling.items() if worker in held}
-    return [Proposal(name=name, plan=Plan(placement, routes, plan.split_backward, recompute, fused), ceiling=ceiling)]
+    in_flight_limits = {worker: limit for worker, limit in context.in_flight_limits.items() if worker in held}
+    return [
+        Proposal(
+            name=name,
+            plan=Plan(placement, routes, plan.split_backward, recompute, fused),
+            in_flight_limits=in_flight_limits,
+        )
+    ]
 
 
 def _stages(hops: _Hops) -> tuple[LayerRange, ...]:

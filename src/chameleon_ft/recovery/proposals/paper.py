@@ -11,9 +11,9 @@ from typing import Generic, TypeVar
 
 from chameleon_ft.estimate import paper
 from chameleon_ft.plan import LayerRange, Plan
+from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.proposal import Proposal
-from chameleon_ft.recovery.proposals._in_roles import in_roles
-from chameleon_ft.recovery.situation import Situation
+from chameleon_ft.recovery.proposals.remap_workers import remap_workers
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.search import paper_plan
 from chameleon_ft.transfer import transfer_s, transfer_to
@@ -39,27 +39,27 @@ class PaperRepartition(Generic[_P]):
     rerouted_samples_per_s: float
 
 
-def repartition(name: str, situation: Situation, horizon_s: float) -> PaperRepartition[Proposal]:
+def repartition(name: str, context: DecisionContext, horizon_s: float) -> PaperRepartition[Proposal]:
     """Propose the plan of `paper_plan`, with backward split if it was and if that fits.
 
     The estimates are the paper's, as they are reported (DESIGN section 12): t_step of rerouting by `rerouted_s`, whose
     t_transition is zero; t_step of the re-partition by `paper_plan`. Ours: its t_transition is that of our transfer.
     """
-    splits = dict.fromkeys((situation.plan.split_backward, False))
-    plans = (paper_plan(situation.costs, split_backward=split, current=situation.held) for split in splits)
+    splits = dict.fromkeys((context.plan.split_backward, False))
+    plans = (paper_plan(context.costs, split_backward=split, current=context.held) for split in splits)
     found = next((plan for plan in plans if plan is not None), None)
-    detour_s = rerouted_s(situation)
-    rerouted = 0.0 if detour_s == math.inf else _per_second(detour_s, 0.0, situation, horizon_s)
+    detour_s = rerouted_s(context)
+    rerouted = 0.0 if detour_s == math.inf else _per_second(detour_s, 0.0, context, horizon_s)
     if found is None:
         reason = Proposal(name=name, reason="no pipelines of equal cuts fit the memory of all live workers")
         return PaperRepartition(proposals=[reason], samples_per_s=None, rerouted_samples_per_s=rerouted)
-    moved = in_roles(name, [found.found], situation)
+    moved = remap_workers(name, [found.found], context)
     plan = moved[0].plan
-    rate = None if plan is None else _per_second(found.estimate_s, _transition_s(plan, situation), situation, horizon_s)
+    rate = None if plan is None else _per_second(found.estimate_s, _transition_s(plan, context), context, horizon_s)
     return PaperRepartition(proposals=moved, samples_per_s=rate, rerouted_samples_per_s=rerouted)
 
 
-def rerouted_s(situation: Situation) -> float:
+def rerouted_s(context: DecisionContext) -> float:
     """Seconds of a step after rerouting by the paper's estimate; infinite where layers have no live holder.
 
     For equal pipelines, that is (N_pp + N_m - 1 + sum_i N_m F_i / (N_dp - F_i)) (t_f + t_b), with the times of the
@@ -67,10 +67,10 @@ def rerouted_s(situation: Situation) -> float:
     nothing is reported; the same detours, each with the times of its stage, are added to the time of unequal pipelines.
     If such a plan was rerouted before there is no estimate, and the time is infinite.
     """
-    if situation.placement.unheld_layers:
+    if context.placement.unheld_layers:
         return math.inf
-    stages = _equal_stages(situation.plan)
-    return _of_unequal_s(situation) if stages is None else _of_equal_s(stages, situation)
+    stages = _equal_stages(context.plan)
+    return _of_unequal_s(context) if stages is None else _of_equal_s(stages, context)
 
 
 def _equal_stages(plan: Plan) -> list[LayerRange] | None:
@@ -82,13 +82,13 @@ def _equal_stages(plan: Plan) -> list[LayerRange] | None:
     return stages if one_each and tiled else None
 
 
-def _of_equal_s(stages: list[LayerRange], situation: Situation) -> float:
-    holders = [len(situation.placement.holders(stage.start)) for stage in stages]
-    pipelines = max(len(situation.plan.placement.holders(stage.start)) for stage in stages)
-    forward_s, backward_s = zip(*(_stage_s(stage, situation) for stage in stages), strict=True)
+def _of_equal_s(stages: list[LayerRange], context: DecisionContext) -> float:
+    holders = [len(context.placement.holders(stage.start)) for stage in stages]
+    pipelines = max(len(context.plan.placement.holders(stage.start)) for stage in stages)
+    forward_s, backward_s = zip(*(_stage_s(stage, context) for stage in stages), strict=True)
     return paper.rerouted_step_s(
         stages=len(stages),
-        micro_batches=math.ceil(situation.plan.micro_batches / pipelines),
+        micro_batches=math.ceil(context.plan.micro_batches / pipelines),
         pipelines=pipelines,
         failures=[pipelines - live for live in holders],
         forward_s=max(forward_s),
@@ -96,42 +96,42 @@ def _of_equal_s(stages: list[LayerRange], situation: Situation) -> float:
     )
 
 
-def _of_unequal_s(situation: Situation) -> float:
-    pipelines = Counter(route.hops for route in situation.plan.routes)
+def _of_unequal_s(context: DecisionContext) -> float:
+    pipelines = Counter(route.hops for route in context.plan.routes)
     workers = [hop.worker for hops in pipelines for hop in hops]
     if len(set(workers)) < len(workers):
         return math.inf
-    lost = set(situation.lost)
+    lost = set(context.lost)
     detours_s: list[float] = []
     times: list[tuple[tuple[float, ...], tuple[float, ...], int]] = []
     for hops, share in pipelines.items():
-        forward_s, backward_s = zip(*(_stage_s(hop.layers, situation) for hop in hops), strict=True)
+        forward_s, backward_s = zip(*(_stage_s(hop.layers, context) for hop in hops), strict=True)
         times.append((forward_s, backward_s, share))
         for hop, own_s in zip(hops, map(sum, zip(forward_s, backward_s, strict=True)), strict=True):
             if hop.worker in lost:
-                fewest = min(len(situation.placement.holders(layer)) for layer in hop.layers)
+                fewest = min(len(context.placement.holders(layer)) for layer in hop.layers)
                 detours_s.append(share * own_s / fewest)
     return paper.unequal_step_s(times) + math.fsum(detours_s)
 
 
-def _stage_s(layers: LayerRange, situation: Situation) -> tuple[float, float]:
+def _stage_s(layers: LayerRange, context: DecisionContext) -> tuple[float, float]:
     """Seconds of F and of B. Workers are equal in the paper: the first live one stands for all."""
-    worker, costs = situation.live[0], situation.costs
+    worker, costs = context.live[0], context.costs
     return (
         costs.compute_s(worker, OperationKind.FORWARD, layers),
         costs.compute_s(worker, OperationKind.BACKWARD, layers),
     )
 
 
-def _transition_s(plan: Plan, situation: Situation) -> float:
-    layers, cluster = situation.costs.workload.layers, situation.costs.cluster
-    transfer = transfer_to(situation.held, plan.placement, live=situation.live, layers=layers)
+def _transition_s(plan: Plan, context: DecisionContext) -> float:
+    layers, cluster = context.costs.workload.layers, context.costs.cluster
+    transfer = transfer_to(context.held, plan.placement, live=context.live, layers=layers)
     return transfer_s(transfer.rounds, cluster)
 
 
-def _per_second(step_s: float, transition_s: float, situation: Situation, horizon_s: float) -> float:
+def _per_second(step_s: float, transition_s: float, context: DecisionContext, horizon_s: float) -> float:
     return paper.samples_per_second(
-        samples=situation.costs.workload.samples,
+        samples=context.costs.workload.samples,
         step_s=step_s,
         transition_s=transition_s,
         until_failure_s=horizon_s,

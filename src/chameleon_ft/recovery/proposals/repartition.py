@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from chameleon_ft.recovery.layout import in_flight_ceiling, replicated_layout
+from chameleon_ft.recovery.decision_context import DecisionContext
+from chameleon_ft.recovery.layout import replicated_layout, uniform_limits
 from chameleon_ft.recovery.proposal import Proposal
-from chameleon_ft.recovery.proposals._in_roles import fewest_holders, in_roles, numbered, on_holders
-from chameleon_ft.recovery.situation import Situation
+from chameleon_ft.recovery.proposals.remap_workers import fewest_holders, numbered, on_holders, remap_workers
 from chameleon_ft.search import FoundPlan, InfeasibleError, SearchResult, find_plan
 
 __all__ = ["proposed", "proposed_anew", "search"]
@@ -18,15 +18,15 @@ _ANEW: Final = "checkpoint"
 _COPIES: Final = (3, 4, 6, 8)
 
 
-def search(situation: Situation) -> SearchResult | InfeasibleError:
+def search(context: DecisionContext) -> SearchResult | InfeasibleError:
     """Return what `find_plan` finds, or why it finds nothing.
 
     If there is no checkpoint, every layer has at least two holders, if that can be. If there is one, and some plan has
     layers with one holder, plans without such layers are added.
     """
-    costs, effort = situation.costs, situation.effort
-    current = None if _is_anew(situation) else situation.held
-    two_holders = not situation.has_checkpoints
+    costs, effort = context.costs, context.effort
+    current = None if _is_anew(context) else context.held
+    two_holders = not context.has_checkpoints
     try:
         found = find_plan(costs, current=current, two_holders=two_holders, effort=effort)
     except InfeasibleError as error:
@@ -38,7 +38,7 @@ def search(situation: Situation) -> SearchResult | InfeasibleError:
     return replace(found, alternatives=(*found.alternatives, *others))
 
 
-def proposed(name: str, found: SearchResult | InfeasibleError, situation: Situation) -> list[Proposal]:
+def proposed(name: str, found: SearchResult | InfeasibleError, context: DecisionContext) -> list[Proposal]:
     """Propose the plan that was found, slower ones that move less, and slower ones with more copies of the layers.
 
     If some layer has no holder any more and there is a checkpoint, all is read from it, and nothing has to move.
@@ -47,44 +47,50 @@ def proposed(name: str, found: SearchResult | InfeasibleError, situation: Situat
         return [Proposal(name=name, reason=str(found))]
     plans = [found.best, *found.alternatives]
     most = max(map(_fewest_holders, plans))
-    if not _is_anew(situation):
-        return [*in_roles(name, plans, situation), *_replicated(name, situation, most)]
+    if not _is_anew(context):
+        return [*remap_workers(name, plans, context), *_replicated(name, context, most)]
     return [
         *(
             Proposal(
                 name=numbered(_ANEW, number),
                 plan=each.plan,
-                ceiling=each.ceiling,
+                in_flight_limits=each.in_flight_limits,
                 from_checkpoint=True,
                 schedules=each.schedules,
             )
             for number, each in enumerate(plans, start=1)
         ),
-        *_replicated(_ANEW, situation, most),
+        *_replicated(_ANEW, context, most),
     ]
 
 
-def proposed_anew(name: str, found: SearchResult | InfeasibleError, situation: Situation) -> list[Proposal]:
+def proposed_anew(name: str, found: SearchResult | InfeasibleError, context: DecisionContext) -> list[Proposal]:
     """Propose to read the plan that was found from a checkpoint, with layers that could move as well.
 
     A stop costs minutes, but what is read needs no room beside what is held. If no worker is lost, a checkpoint is
     written first. None if there is no checkpoint, or some layer has no holder: then `proposed` has it.
     """
-    may_begin_anew = situation.has_checkpoints and (situation.lost or situation.saves_first)
+    may_begin_anew = context.has_checkpoints and (context.lost or context.saves_first)
     if isinstance(found, InfeasibleError) or not may_begin_anew:
         return []
     best = found.best
-    anew = Proposal(name=name, plan=best.plan, ceiling=best.ceiling, from_checkpoint=True, schedules=best.schedules)
-    return [] if situation.held.unheld_layers else [anew]
+    anew = Proposal(
+        name=name,
+        plan=best.plan,
+        in_flight_limits=best.in_flight_limits,
+        from_checkpoint=True,
+        schedules=best.schedules,
+    )
+    return [] if context.held.unheld_layers else [anew]
 
 
-def _replicated(prefix: str, situation: Situation, most: int) -> list[Proposal]:
+def _replicated(prefix: str, context: DecisionContext, most: int) -> list[Proposal]:
     """Propose pipelines side by side, each number of copies of the layers above `most`."""
-    anew, workload = _is_anew(situation), situation.costs.workload
-    if situation.held.unheld_layers and not anew:
+    anew, workload = _is_anew(context), context.costs.workload
+    if context.held.unheld_layers and not anew:
         return []
-    hosts = situation.costs.cluster.hosts
-    workers = sorted(situation.live, key=lambda worker: (hosts[worker], worker))
+    hosts = context.costs.cluster.hosts
+    workers = sorted(context.live, key=lambda worker: (hosts[worker], worker))
     found: list[Proposal] = []
     for copies in _COPIES:
         if most < copies <= min(len(workers), workload.micro_batches):
@@ -93,14 +99,14 @@ def _replicated(prefix: str, situation: Situation, most: int) -> list[Proposal]:
                 layer_costs=[layer.forward_s + layer.backward_s for layer in workload.layers],
                 micro_batches=workload.micro_batches,
                 copies=copies,
-                split_backward=situation.plan.split_backward,
+                split_backward=context.plan.split_backward,
             )
-            plan = plan if anew else on_holders(plan, situation)
+            plan = plan if anew else on_holders(plan, context)
             depth = max(len(route.hops) for route in plan.routes)
             # As many in flight as help; if they do not fit, it is scored with those of 1F1B.
-            ceiling = in_flight_ceiling(plan.workers, 2 * depth - 1)
+            in_flight_limits = uniform_limits(plan.workers, 2 * depth - 1)
             name = f"{prefix}-{copies}-copies"
-            found.append(Proposal(name=name, plan=plan, ceiling=ceiling, from_checkpoint=anew))
+            found.append(Proposal(name=name, plan=plan, in_flight_limits=in_flight_limits, from_checkpoint=anew))
     return found
 
 
@@ -108,5 +114,5 @@ def _fewest_holders(found: FoundPlan) -> int:
     return fewest_holders(found.plan.placement)
 
 
-def _is_anew(situation: Situation) -> bool:
-    return situation.has_checkpoints and bool(situation.held.unheld_layers)
+def _is_anew(context: DecisionContext) -> bool:
+    return context.has_checkpoints and bool(context.held.unheld_layers)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 
-from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
 from chameleon_ft.schedule._kernels.scheduler_state import Run
-from chameleon_ft.schedule._records import Integers
+from chameleon_ft.schedule.jit import lean_kernel, lean_part
+from chameleon_ft.schedule.records import Integers
 
 
 @lean_kernel

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chameleon_ft.schedule._kernels.jit import kernel, lean_part, part_of_kernel
-from chameleon_ft.schedule._records import Booleans, Floats, Integers, Records
+from chameleon_ft.schedule.jit import kernel, lean_part, part_of_kernel
+from chameleon_ft.schedule.records import Booleans, Floats, Integers, Records
 
 
 @kernel

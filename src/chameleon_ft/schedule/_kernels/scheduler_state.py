@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from chameleon_ft.schedule._kernels.jit import kernel
-from chameleon_ft.schedule._records import Integers, Records
+from chameleon_ft.schedule.jit import kernel
+from chameleon_ft.schedule.records import Integers, Records
 
 # Arrivals this close (relative to the longest operation) differ by rounding only.
 _SLACK: Final = 1e-9

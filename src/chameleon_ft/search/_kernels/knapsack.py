@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from chameleon_ft.schedule._kernels.jit import lean_kernel
-from chameleon_ft.schedule._records import Integers
+from chameleon_ft.schedule.jit import lean_kernel
+from chameleon_ft.schedule.records import Integers
 
 _NONE: Final = -(2**40)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
-from chameleon_ft.schedule._records import Floats, Integers
+from chameleon_ft.schedule.jit import lean_kernel, lean_part
+from chameleon_ft.schedule.records import Floats, Integers
 from chameleon_ft.search._kernels.stage_memory import BACKWARD, DEFERRED, EACH, FORWARD, IN_FLIGHT, SPARE, WEIGHT
 
 # As in `search.cuts.Choice`.
@@ -21,28 +21,29 @@ class Tables(NamedTuple):
         forward_s, backward_s, weight_s: seconds of F, of B or I, and of W (zero with fused backward), without
             recomputation; float64 [C, L + 1, L + 1], by class, start and stop.
         message_s: seconds of the message over the boundary before a layer, float64 [L + 1].
-        before_s, behind_s: seconds of F, and of B or I, of all layers before a layer, at least; float64 [L + 1].
+        forward_before_s, backward_before_s: least seconds of F, and of B or I, of all layers before a layer; float64
+            [L + 1].
         first: the place of the stage's first option, int64 [C, L + 1, L + 2]; those of stop end where stop + 1 begins.
         options: as in `stage_memory`, int64 [options, columns].
-        again_s: seconds of recomputation by option, float64 [options].
-        apart_s: seconds between two gradients that leave a last stage, at least.
+        recompute_s: seconds of recomputation by option, float64 [options].
+        gradient_interval_s: seconds between two gradients that leave a last stage, at least.
         split: whether backward is split in two.
-        roomy: the share of the micro-batches that 1F1B has in flight on a stage that the stage has to have room for,
-            or for as many as it can have if that is fewer. With 0 times are bounds, else they are estimates.
+        in_flight_share: a stage needs room for this share of the micro-batches that 1F1B has in flight on it, or for as
+            many as fit if these are fewer. With 0 the times are bounds, otherwise estimates.
     """
 
     forward_s: Floats
     backward_s: Floats
     weight_s: Floats
     message_s: Floats
-    before_s: Floats
-    behind_s: Floats
+    forward_before_s: Floats
+    backward_before_s: Floats
     first: Integers
     options: Integers
-    again_s: Floats
-    apart_s: float
+    recompute_s: Floats
+    gradient_interval_s: float
     split: bool
-    roomy: float
+    in_flight_share: float
 
 
 class Pipeline(NamedTuple):
@@ -144,7 +145,7 @@ def fill_bounds(
                     continue
                 stage = Stage(kind, start, stop, count, to_end, first_s[row - 1, stop], returned_s[row - 1, stop])
                 enough = Times(least_first_s, least_s, least_end_s - sync_s[start, stop])
-                limit = _limit(tables, limit_s, tables.before_s[start], start, sync_s[start, stop])
+                limit = _limit(tables, limit_s, tables.forward_before_s[start], start, sync_s[start, stop])
                 found, _ = _stage_s(tables, stage, enough, limit)
                 down_s = forward + tables.message_s[stop] + ended_s[row - 1, stop]
                 least_first_s, least_s = min(least_first_s, found.first_s), min(least_s, found.returned_s)
@@ -155,7 +156,7 @@ def fill_bounds(
 @lean_part
 def _limit(tables: Tables, limit_s: float, before_s: float, start: int, sync_s: float) -> Times:
     """Seconds that a stage from layer `start` on may take if its first activation arrives after `before_s`."""
-    return Times(math.inf, limit_s - before_s - tables.behind_s[start], limit_s - before_s - sync_s)
+    return Times(math.inf, limit_s - before_s - tables.backward_before_s[start], limit_s - before_s - sync_s)
 
 
 @lean_part
@@ -172,7 +173,7 @@ def _stage_s(tables: Tables, stage: Stage, enough: Times, limit: Times) -> tuple
         tables.first[stage.kind, stage.start, stage.stop + 1],
     )
     for option in range(begin, end):
-        if option + 1 < end and tables.options[option, IN_FLIGHT] < tables.roomy * stage.to_end:
+        if option + 1 < end and tables.options[option, IN_FLIGHT] < tables.in_flight_share * stage.to_end:
             continue
         least = _unlimited_s(tables, stage, option)
         # Each further option recomputes more.
@@ -198,8 +199,8 @@ def _seconds(tables: Tables, stage: Stage, option: int) -> tuple[float, float, f
     forward, backward, weight = tables.forward_s[at], tables.backward_s[at], tables.weight_s[at]
     # A first hop has no input gradient to make: its W is the backward in one go.
     if tables.split and stage.start == 0:
-        return forward, backward, weight + tables.again_s[option]
-    return forward, backward + tables.again_s[option], weight
+        return forward, backward, weight + tables.recompute_s[option]
+    return forward, backward + tables.recompute_s[option], weight
 
 
 @lean_part
@@ -226,7 +227,7 @@ def _option_s(tables: Tables, stage: Stage, option: int) -> Times:
     # Micro-batches go through in so many rounds at least: when one begins, all but room - 1 of those before are back.
     rounds = (count + room - 1) // room
     rest = count - rounds - (rounds - 1) * (room - 1)
-    taken_s = rounds * (once_s + (weight if whole_in_weight else 0.0)) + rest * tables.apart_s
+    taken_s = rounds * (once_s + (weight if whole_in_weight else 0.0)) + rest * tables.gradient_interval_s
     # Every micro-batch takes bytes of memory while it is away; while an operation runs, all others have only what that
     # leaves. Where that is nothing, micro-batches have no bytes either.
     away_s, spare = once_s - forward - backward, max(1, bytes_of[SPARE])
@@ -242,13 +243,13 @@ def _option_s(tables: Tables, stage: Stage, option: int) -> Times:
 
 @lean_kernel
 def cut_s(
-    tables: Tables, shape: Integers, stops: Integers, count: int, limit_s: float, sync_s: Floats, options: Integers
+    tables: Tables, shape: Integers, cut_points: Integers, count: int, limit_s: float, sync_s: Floats, options: Integers
 ) -> float:
     """Seconds that no order of operations beats on this cut; infinite where a stage does not fit.
 
     Args:
         tables: of all classes.
-        shape, stops: class of each worker and end of each stage, int64 [stages].
+        shape, cut_points: class of each worker and end of each stage, int64 [stages].
         count: micro-batches.
         limit_s: what the step may take where options are chosen.
         sync_s: seconds of gradient sync by start and stop, float64 [L + 1, L + 1].
@@ -257,12 +258,12 @@ def cut_s(
     """
     first_s = returned_s = ended_s = 0.0
     for position in range(len(shape) - 1, -1, -1):
-        start = stops[position - 1] if position else 0
+        start = cut_points[position - 1] if position else 0
         to_end = min(len(shape) - position, count)
-        stage = Stage(shape[position], start, stops[position], count, to_end, first_s, returned_s)
+        stage = Stage(shape[position], start, cut_points[position], count, to_end, first_s, returned_s)
         sync = sync_s[start, stage.stop]
         if options[position] < 0:
-            limit = _limit(tables, limit_s, tables.before_s[start], start, sync)
+            limit = _limit(tables, limit_s, tables.forward_before_s[start], start, sync)
             _, options[position] = _stage_s(tables, stage, _ANY, limit)
             if options[position] < 0:
                 return math.inf
@@ -335,7 +336,7 @@ def greedy_cut(
     wishes: Floats,
     choice: int,
     allowed: Integers,
-    stops: Integers,
+    cut_points: Integers,
 ) -> bool:
     """Fill in the cut of a choice at every stage; return whether there is one.
 
@@ -346,7 +347,7 @@ def greedy_cut(
             were shared out evenly.
         choice: `Choice`.
         allowed: int64 [L], to work in.
-        stops: int64 [stages], filled in.
+        cut_points: int64 [stages], filled in.
     """
     start = 0
     before_s = after_s = 0.0
@@ -361,7 +362,7 @@ def greedy_cut(
                 if abs(allowed[place] - wish) <= abs(stop - wish):
                     stop = allowed[place]
         before_s, after_s = _passed_part(tables, wanted, position, start, stop, before_s, after_s)
-        stops[position] = start = stop
+        cut_points[position] = start = stop
     return True
 
 

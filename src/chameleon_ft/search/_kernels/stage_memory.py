@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from chameleon_ft.schedule._kernels.jit import lean_kernel, lean_part
-from chameleon_ft.schedule._records import Booleans, Floats, Integers
+from chameleon_ft.schedule.jit import lean_kernel, lean_part
+from chameleon_ft.schedule.records import Booleans, Floats, Integers
 
 UNLIMITED: Final = 2**40
 """More micro-batches than any step has."""
@@ -64,7 +64,7 @@ class LayerBytes(NamedTuple):
 
 @lean_kernel
 def fill_options(
-    layers: LayerBytes, capacity: int, split: bool, most: int, first: Integers, options: Integers, again_s: Floats
+    layers: LayerBytes, capacity: int, split: bool, most: int, first: Integers, options: Integers, recompute_s: Floats
 ) -> int:
     """Fill in the ways to recompute that a stage of a worker with `capacity` bytes has; return how many there are.
 
@@ -80,7 +80,7 @@ def fill_options(
         first: int64 [L + 1, L + 2], by start and stop: the place of the stage's first option; those of stop follow
             those of stop - 1.
         options: int64 [options, COLUMNS].
-        again_s: float64 [options], seconds of recomputation.
+        recompute_s: float64 [options], seconds of recomputation.
     """
     num_layers = len(layers.state)
     found = 0
@@ -88,8 +88,8 @@ def fill_options(
         for stop in range(num_layers + 2):
             first[start, stop] = found
             if start < stop <= num_layers:
-                end = _fill_stage(layers, capacity, split, most, start, stop, found, options, again_s)
-                found = _keep_best(most, found, end, options, again_s)
+                end = _fill_stage(layers, capacity, split, most, start, stop, found, options, recompute_s)
+                found = _keep_best(most, found, end, options, recompute_s)
         first[start, num_layers + 1] = found
     return found
 
@@ -104,7 +104,7 @@ def _fill_stage(
     stop: int,
     begin: int,
     options: Integers,
-    again_s: Floats,
+    recompute_s: Floats,
 ) -> int:
     """Fill in the options of a stage that hold a micro-batch, by their seconds, from a place on; return their end."""
     end = begin
@@ -131,8 +131,8 @@ def _fill_stage(
             in_flight = row[IN_FLIGHT]
             if in_flight:
                 row[FULL], row[SELECTIVE] = full - start, max(0, last - full)
-                again_s[end] = full_s if alone else selective_s
-                _sort_in(begin, end, options, again_s)
+                recompute_s[end] = full_s if alone else selective_s
+                _sort_in(begin, end, options, recompute_s)
                 end += 1
             if not alone and in_flight >= most:
                 return end
@@ -140,10 +140,10 @@ def _fill_stage(
 
 
 @lean_part
-def _sort_in(begin: int, place: int, options: Integers, again_s: Floats) -> None:
+def _sort_in(begin: int, place: int, options: Integers, recompute_s: Floats) -> None:
     """Move an option to where it belongs among those before it, which are sorted by their seconds."""
-    while place > begin and again_s[place - 1] > again_s[place]:
-        again_s[place - 1], again_s[place] = again_s[place], again_s[place - 1]
+    while place > begin and recompute_s[place - 1] > recompute_s[place]:
+        recompute_s[place - 1], recompute_s[place] = recompute_s[place], recompute_s[place - 1]
         for column in range(COLUMNS):
             own = options[place, column]
             options[place, column] = options[place - 1, column]
@@ -152,7 +152,7 @@ def _sort_in(begin: int, place: int, options: Integers, again_s: Floats) -> None
 
 
 @lean_part
-def _keep_best(most: int, begin: int, end: int, options: Integers, again_s: Floats) -> int:
+def _keep_best(most: int, begin: int, end: int, options: Integers, recompute_s: Floats) -> int:
     """Keep those of the options that make room for more than all before; return where they end."""
     found = begin
     in_flight = deferred = 0
@@ -160,7 +160,7 @@ def _keep_best(most: int, begin: int, end: int, options: Integers, again_s: Floa
         row = options[place]
         if row[IN_FLIGHT] > in_flight or (row[IN_FLIGHT] == in_flight and row[DEFERRED] > deferred):
             in_flight, deferred = row[IN_FLIGHT], row[DEFERRED]
-            again_s[found] = again_s[place]
+            recompute_s[found] = recompute_s[place]
             for column in range(COLUMNS):
                 options[found, column] = row[column]
             found += 1
@@ -240,7 +240,7 @@ def _count(row: Integers, capacity: int) -> None:
 
 @lean_kernel
 def fill_limits(
-    stops: Integers,
+    cut_points: Integers,
     rows: Integers,
     capacities: Integers,
     messages: Integers,
@@ -255,7 +255,7 @@ def fill_limits(
     stage gets no more in flight than one beyond the stage after it: others would wait in the channel, which holds one.
 
     Args:
-        stops: int64 [stages].
+        cut_points: int64 [stages].
         rows: int64 [stages, COLUMNS], the option of each stage.
         capacities: int64 [stages], bytes; negative where memory is not checked.
         messages: int64 [stages], bytes of buffers for messages.
@@ -263,7 +263,7 @@ def fill_limits(
         split: whether backward is split in two.
         limits: int64 [3, stages], filled in: micro-batches in flight, kept, and W that wait.
     """
-    depth = len(stops)
+    depth = len(cut_points)
     for stage in range(depth - 1, -1, -1):
         base = depth - stage
         spare = capacities[stage] - rows[stage, FIXED] - messages[stage]

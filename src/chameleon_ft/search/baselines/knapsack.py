@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from chameleon_ft.quantities import SUM_ROUNDING
+
 __all__ = ["LeastMix", "Mix", "shared_out"]
 
-# Sums were rounded in another order.
-_ROUNDING: Final = 1e-12
 _FOREVER_S: Final = 1e300
 # Of mixes that an estimate finds equal, the fewest pipelines have least to reduce, and the most the fewest messages.
 _FROM_EACH_END: Final = 2
@@ -74,7 +74,7 @@ class LeastMix:
                 if own_s < math.inf:
                     found.append(self._mix(self._table(own_s, number, or_more=False), number, own_s))
                     least_s = min(least_s, found[-1].time_s)
-        fastest = [mix for mix in found if mix.time_s <= least_s * (1 + _ROUNDING)]
+        fastest = [mix for mix in found if mix.time_s <= least_s * (1 + SUM_ROUNDING)]
         fastest.sort(key=lambda mix: len(mix.pipelines))
         return [mix for place, mix in enumerate(fastest) if min(place, len(fastest) - 1 - place) < _FROM_EACH_END]
 
@@ -86,7 +86,7 @@ class LeastMix:
 
         if high <= low or not reached(high):
             return math.inf
-        while high - low > _ROUNDING * high:
+        while high - low > SUM_ROUNDING * high:
             middle = (low + high) / 2
             low, high = (low, middle) if reached(middle) else (middle, high)
         return high

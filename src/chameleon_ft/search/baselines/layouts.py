@@ -18,9 +18,9 @@ from chameleon_ft.estimate import state_bytes
 from chameleon_ft.estimate.memory import MessageBuffers, workload_memory
 from chameleon_ft.plan import LayerRange, PipelineLayout, Placement, Plan, pipelines_plan, split_layers
 from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, default_limits
-from chameleon_ft.schedule._records import PROGRAM_RECORD
 from chameleon_ft.schedule.best import DEFAULT_EFFORT
 from chameleon_ft.schedule.program import KINDS
+from chameleon_ft.schedule.records import PROGRAM_RECORD
 from chameleon_ft.search.candidates import predicted
 from chameleon_ft.search.placement import PlacementSearch
 from chameleon_ft.search.result import FoundPlan
@@ -209,8 +209,8 @@ def _fitting(name: str, plan: Plan, costs: CostModel, current: Placement | None,
     most = _by_memory(plan, costs) if plan.split_backward else least
     in_flight = {worker: max(count, most[worker]) for worker, count in least.items()}
     while True:
-        ceiling = {worker: InFlightLimit(count, count) for worker, count in in_flight.items()}
-        found, missing = predicted(name, plan, costs, current, ceiling, effort=effort)
+        in_flight_limits = {worker: InFlightLimit(count, count) for worker, count in in_flight.items()}
+        found, missing = predicted(name, plan, costs, current, in_flight_limits, effort=effort)
         if not missing:
             return found
         # One less at a time near the least, and larger steps far from it.

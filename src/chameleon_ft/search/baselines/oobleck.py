@@ -12,6 +12,7 @@ from chameleon_ft.cluster import Link
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Placement
+from chameleon_ft.quantities import SUM_ROUNDING
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.baselines.knapsack import LeastMix, Mix, shared_out
 from chameleon_ft.search.baselines.layouts import (
@@ -28,7 +29,6 @@ __all__ = ["PipelineTemplate", "oobleck_plan", "pipeline_templates", "reconfigur
 
 # N_b / S, for which templates are made.
 _PER_STAGE = 4
-_ROUNDING = 1e-12
 
 
 def oobleck_plan(
@@ -282,13 +282,13 @@ class _Cutter:
         best_s = math.inf
         whole_s = self._until_s[-1] + nodes * self._overhead_s
         for slowest_s, start, stop in self._by_time:
-            if nodes * slowest_s < whole_s * (1 - _ROUNDING):
+            if nodes * slowest_s < whole_s * (1 - SUM_ROUNDING):
                 continue
             # With k* = 0, and nothing after the slowest.
             if whole_s + (_PER_STAGE - 1) * nodes * slowest_s >= best_s:
                 break
             for position in range(max(0, nodes - self._num_layers + stop - 1), min(start, nodes - 1) + 1):
-                if self._estimate_s(nodes, position, start, slowest_s) >= best_s * (1 - _ROUNDING):
+                if self._estimate_s(nodes, position, start, slowest_s) >= best_s * (1 - SUM_ROUNDING):
                     continue
                 cut_points = self._around(nodes, position, start, stop)
                 if cut_points is not None:
@@ -304,7 +304,7 @@ class _Cutter:
     def _of(self, cut_points: CutPoints) -> PipelineTemplate:
         times_s = [self._stage_s(start, stop) for start, stop in pairwise((0, *cut_points))]
         # The estimate depends on which of equals it is: no matter of rounding.
-        slowest = next(stage for stage, own_s in enumerate(times_s) if own_s >= max(times_s) * (1 - _ROUNDING))
+        slowest = next(stage for stage, own_s in enumerate(times_s) if own_s >= max(times_s) * (1 - SUM_ROUNDING))
         return PipelineTemplate(
             cut_points=cut_points,
             slowest=slowest,
@@ -317,7 +317,7 @@ class _Cutter:
         """A cut with this stage at this position and none slower; None if there is none that fits."""
         if not self._fits(nodes, position, start, stop):
             return None
-        most_s = self._stage_s(start, stop) * (1 + _ROUNDING)
+        most_s = self._stage_s(start, stop) * (1 + SUM_ROUNDING)
         ahead = self._cut(nodes, range(position), 0, start, most_s)
         after = None if ahead is None else self._cut(nodes, range(position + 1, nodes), stop, self._num_layers, most_s)
         return None if ahead is None or after is None else (*ahead, stop, *after)

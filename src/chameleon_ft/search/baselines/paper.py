@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate.paper import pipeline_step_s
 from chameleon_ft.plan import Placement
+from chameleon_ft.quantities import SUM_ROUNDING
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.baselines.knapsack import LeastMix
 from chameleon_ft.search.baselines.layouts import (
@@ -21,8 +22,6 @@ from chameleon_ft.search.baselines.layouts import (
 )
 
 __all__ = ["paper_plan"]
-
-_ROUNDING = 1e-12
 
 
 def paper_plan(
@@ -117,7 +116,7 @@ class _EqualCuts:
                 best = min(best, (own_s, taken))
                 return
             for least_s, stop in nexts(len(taken), start):
-                if least_s < best[0] * (1 - _ROUNDING):
+                if least_s < best[0] * (1 - SUM_ROUNDING):
                     visit((*taken, stop), stop)
 
         visit((), 0)

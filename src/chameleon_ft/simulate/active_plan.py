@@ -11,14 +11,14 @@ from chameleon_ft.estimate import total_work_bound_s
 from chameleon_ft.recovery import Checkpoints, FailureModel, LossRisk, Prospect
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planner import Chosen, Option, Outlook, best_option
+from chameleon_ft.simulate.planner import Chosen, Option, SimulatorState, best_option
 
-__all__ = ["PlanInForce"]
+__all__ = ["ActivePlan"]
 
 _P = TypeVar("_P")
 
 
-class PlanInForce(ABC, Generic[_P]):
+class ActivePlan(ABC, Generic[_P]):
     """The frame of a decision; what ways there are to go on is up to the planner.
 
     A plan is reached when the change to it is complete. Until then, what all hold is the one before.
@@ -39,38 +39,38 @@ class PlanInForce(ABC, Generic[_P]):
         prospect = self._prospect(self._parameters.rate, speeds, checkpoints, after_incident=False)
         options = self._starts(speeds)
         best = best_option([(option, self._risk(option.plan, speeds)) for option in options], prospect)
-        return None if best is None else self._in_force(best, speeds)
+        return None if best is None else self._activate(best, speeds)
 
-    def decide(self, outlook: Outlook) -> Chosen | None:
+    def decide(self, state: SimulatorState) -> Chosen | None:
         """See `Planner`."""
-        if not outlook.interrupted:
+        if not state.interrupted:
             self._reach(self._decided)
-        self._lose(outlook.lost)
-        options = self._options(self._reached, outlook) if self._reached is not None and outlook.speeds else []
-        best = self._best(options or self._restored(outlook), outlook)
+        self._lose(state.lost)
+        options = self._options(self._reached, state) if self._reached is not None and state.speeds else []
+        best = self._best(options or self._restored(state), state)
         if best is None:
             self._reached = self._decided = None
             return None
         if best.from_checkpoint:
             self._reached = None
-        return self._in_force(best, outlook.speeds)
+        return self._activate(best, state.speeds)
 
-    def _restored(self, outlook: Outlook) -> list[Option]:
+    def _restored(self, state: SimulatorState) -> list[Option]:
         """The ways to go on from the last checkpoint."""
-        if not (self._has_checkpoints and outlook.speeds):
+        if not (self._has_checkpoints and state.speeds):
             return []
-        restart_s, again_s = self._parameters.restart_s, outlook.checkpoints.unsaved_s
+        restart_s, repeat_s = self._parameters.restart_s, state.checkpoints.unsaved_s
         return [
-            replace(option, kind="checkpoint", stall_s=restart_s, again_s=again_s, from_checkpoint=True)
-            for option in self._restarts(outlook)
+            replace(option, kind="checkpoint", stall_s=restart_s, repeat_s=repeat_s, from_checkpoint=True)
+            for option in self._restarts(state)
         ]
 
-    def _best(self, options: Sequence[Option], outlook: Outlook) -> Option | None:
+    def _best(self, options: Sequence[Option], state: SimulatorState) -> Option | None:
         if len(options) < 2:
             return next(iter(options), None)
-        after_incident = bool(outlook.lost)
-        prospect = self._prospect(outlook.rate, outlook.speeds, outlook.checkpoints, after_incident=after_incident)
-        return best_option([(option, self._risk(option.plan, outlook.speeds)) for option in options], prospect)
+        after_incident = bool(state.lost)
+        prospect = self._prospect(state.rate, state.speeds, state.checkpoints, after_incident=after_incident)
+        return best_option([(option, self._risk(option.plan, state.speeds)) for option in options], prospect)
 
     def _prospect(
         self, failures: FailureModel, speeds: Mapping[int, float], checkpoints: Checkpoints, *, after_incident: bool
@@ -92,7 +92,7 @@ class PlanInForce(ABC, Generic[_P]):
         whole = sum(worker.speed for worker in self._costs.cluster.workers)
         return total_work_bound_s(self._costs) * whole / sum(speeds.values())
 
-    def _in_force(self, option: Option, live: Collection[int]) -> Chosen:
+    def _activate(self, option: Option, live: Collection[int]) -> Chosen:
         self._decided = option.plan
         return Chosen(option=option, used=self._used(option.plan), risk=self._risk(option.plan, live))
 
@@ -116,9 +116,9 @@ class PlanInForce(ABC, Generic[_P]):
         """Return which of the live workers and hosts hold the layers of a plan; None if some layer has no holder."""
 
     @abstractmethod
-    def _options(self, reached: _P, outlook: Outlook) -> Sequence[Option]:
+    def _options(self, reached: _P, state: SimulatorState) -> Sequence[Option]:
         """The ways to go on from what is held."""
 
     @abstractmethod
-    def _restarts(self, outlook: Outlook) -> Sequence[Option]:
+    def _restarts(self, state: SimulatorState) -> Sequence[Option]:
         """The plans to go on with from a checkpoint."""

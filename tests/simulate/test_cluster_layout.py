@@ -1,4 +1,4 @@
-"""Fleets: what moves against the transfer of real placements, and detours against rerouted plans."""
+"""Layouts of a cluster: what moves against the transfer of real placements, and detours against rerouted plans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import Placement, data_pipeline_plan
 from chameleon_ft.recovery import reroute, risk_of
 from chameleon_ft.schedule import best_program
-from chameleon_ft.simulate.fleet import Fleet, arranged, fleet_of_plan, fleet_risk, fleet_step, move_to
+from chameleon_ft.simulate.cluster_layout import (
+    ClusterLayout,
+    arranged,
+    layout_of_plan,
+    layout_risk,
+    layout_step,
+    move_to,
+)
 from chameleon_ft.simulate.pipelines import Cut, Pipelines
 from chameleon_ft.simulate.step_times import StepTimes
 from chameleon_ft.transfer import transfer_s, transfer_to
@@ -20,8 +27,8 @@ from tests.simulate.clusters import costs
 HALVES, THIRDS = Cut((3, 6)), Cut((2, 4, 6))
 
 
-def placement(fleet: Fleet) -> Placement:
-    return Placement(6, {worker: (layers,) for worker, layers in fleet.held().items()})
+def placement(layout: ClusterLayout) -> Placement:
+    return Placement(6, {worker: (layers,) for worker, layers in layout.held().items()})
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -57,12 +64,12 @@ def test_a_layer_without_a_holder_cannot_move() -> None:
     assert move_to(arranged({HALVES: 1}, [1, 2]), before.without([0]), pipelines) is None
 
 
-def test_a_fleet_without_holders_has_no_step() -> None:
+def test_a_layout_without_holders_has_no_step() -> None:
     times = StepTimes(Pipelines(costs(4), split_backward=False))
-    fleet = arranged({HALVES: 2}, range(4))
+    layout = arranged({HALVES: 2}, range(4))
     speeds = dict.fromkeys(range(4), 1.0)
-    assert fleet_step(fleet.without([0]), times, speeds) is not None
-    assert fleet_step(fleet.without([0, 2]), times, speeds) is None
+    assert layout_step(layout.without([0]), times, speeds) is not None
+    assert layout_step(layout.without([0, 2]), times, speeds) is None
 
 
 @pytest.mark.parametrize("split_backward", [False, True])
@@ -72,8 +79,8 @@ def test_detours_take_about_as_long_as_the_rerouted_plan(lost: list[int], split_
     layer_costs = [1.0] * 6
     plan = data_pipeline_plan(layer_costs=layer_costs, dp=12, pp=2, micro_batches=96, split_backward=split_backward)
     times = StepTimes(Pipelines(model, split_backward=split_backward))
-    fleet = fleet_of_plan(plan).without(lost)
-    step = fleet_step(fleet, times, dict.fromkeys(range(24), 1.0))
+    layout = layout_of_plan(plan).without(lost)
+    step = layout_step(layout, times, dict.fromkeys(range(24), 1.0))
     rerouted = reroute(plan, lost, model)
     program = best_program(rerouted, model).program
     real = estimate_step(rerouted, program, model)
@@ -84,14 +91,14 @@ def test_detours_take_about_as_long_as_the_rerouted_plan(lost: list[int], split_
 def test_a_plan_with_detours_is_no_start() -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=3, pp=2, micro_batches=24)
     with pytest.raises(PlanError, match="detours"):
-        fleet_of_plan(reroute(plan, [1], costs(6)))
+        layout_of_plan(reroute(plan, [1], costs(6)))
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_its_risk_is_that_of_its_placement(seed: int) -> None:
     draw = random.Random(seed)
-    fleet = arranged({HALVES: 2, THIRDS: 2}, range(10)).without(draw.sample(range(10), draw.randint(0, 5)))
-    hosts = {worker: f"host {worker // 3}" for worker in range(12) if worker in fleet.used or worker > 9}
-    held = placement(fleet)
+    layout = arranged({HALVES: 2, THIRDS: 2}, range(10)).without(draw.sample(range(10), draw.randint(0, 5)))
+    hosts = {worker: f"host {worker // 3}" for worker in range(12) if worker in layout.used or worker > 9}
+    held = placement(layout)
     expected = None if held.unheld_layers else risk_of(held, hosts)
-    assert fleet_risk(fleet, hosts, 6) == expected
+    assert layout_risk(layout, hosts, 6) == expected

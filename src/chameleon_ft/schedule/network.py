@@ -19,8 +19,10 @@ import numpy as np
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule._records import CHANNEL, OPERATION, SLOT, Integers, Records
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes, pipeline_times
+from chameleon_ft.schedule.records import CHANNEL, OPERATION, SLOT, Integers, Records
+
+__all__ = ["Network", "NetworkBuilder", "builder_of", "pipeline_network"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.recovery import Situation
-from chameleon_ft.recovery.proposals._in_roles import in_roles
+from chameleon_ft.recovery import DecisionContext
+from chameleon_ft.recovery.proposals.remap_workers import remap_workers
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import FoundPlan
 from chameleon_ft.workload import LayerCost, Workload
@@ -28,9 +28,9 @@ def test_what_moves_more_and_keeps_rings_on_their_hosts_is_proposed_beside_what_
     layer = LayerCost("layer", 1.0, 1.0, 1.0, param_bytes=10, gradient_bytes=10)
     workers = tuple(Worker(number, f"host {number // 2}") for number in range(4))
     costs = CostModel(Workload((layer,) * 2, 4, 1), Cluster(workers, Link(0.0, 1000.0), Link(0.0, 1.0)))
-    situation = Situation(
+    context = DecisionContext(
         plan=pairs((0, 1), (2, 3)),
-        ceiling={},
+        in_flight_limits={},
         costs=costs,
         phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0),
         repeat_s=0.0,
@@ -40,15 +40,15 @@ def test_what_moves_more_and_keeps_rings_on_their_hosts_is_proposed_beside_what_
     found = FoundPlan(
         name="pipelines",
         plan=on_hosts,
-        ceiling={},
+        in_flight_limits={},
         step_s=6.0,
         program_s=6.0,
         peak_bytes=0,
         moved_bytes=20,
-        last_hosts=2,
+        host_single_points_of_failure=2,
     )
-    near, anywhere = in_roles("repartition", [found], situation)
+    near, anywhere = remap_workers("repartition", [found], context)
     assert near.plan is not None
-    assert len(near.plan.placement.indispensable(costs.cluster.hosts)) == 2
+    assert len(near.plan.placement.single_points_of_failure(costs.cluster.hosts)) == 2
     assert anywhere.plan is not None
-    assert anywhere.plan.placement == situation.plan.placement
+    assert anywhere.plan.placement == context.plan.placement

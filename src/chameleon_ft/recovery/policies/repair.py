@@ -6,4 +6,4 @@ from chameleon_ft.recovery.policy import Policy
 
 __all__ = ["POLICY"]
 
-POLICY = Policy(propose=lambda proposer: proposer.repair("mend"), starts="several")
+POLICY = Policy(propose=lambda proposer: proposer.repair("repair"), starts="several")

@@ -1,4 +1,7 @@
-"""How kernels are compiled."""
+"""Compilation of kernels by numba.
+
+Importing this module loads numba, so only modules of kernels import it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from numba import njit
 from numba.core.caching import FunctionCache
+
+__all__ = ["kernel", "lean_kernel", "lean_part", "part_of_kernel"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""The array types that networks and kernels exchange."""
+"""The array types of networks, programs and kernels."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+__all__ = ["CHANNEL", "OPERATION", "PROGRAM_RECORD", "SLOT", "Booleans", "Floats", "Integers", "Records"]
 
 Integers: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]

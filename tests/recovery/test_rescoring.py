@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from chameleon_ft.cluster import Cluster, Link
 from chameleon_ft.estimate import StallModel
-from chameleon_ft.recovery import POLICIES, Checkpoints, Situation, decide, refreshed
+from chameleon_ft.recovery import POLICIES, Checkpoints, DecisionContext, decide, rescore
 from chameleon_ft.schedule import CostModel
-from tests.recovery.situations import after, rate_of, situation, situations
+from tests.recovery.contexts import after, context, contexts, rate_of
 
 factors = st.sampled_from([0.5, 1.0, 1.25, 3.0])
 seconds = st.sampled_from([0.0, 0.25, 8.0])
@@ -20,7 +20,7 @@ seconds = st.sampled_from([0.0, 0.25, 8.0])
 
 @settings(max_examples=60, deadline=None)
 @given(
-    before=situations(),
+    before=contexts(),
     policy=st.sampled_from(sorted(POLICIES)),
     horizons_s=st.tuples(st.sampled_from([6.0, 30.0, 1e4]), st.sampled_from([6.0, 30.0, 1e4])),
     step_factor=factors,
@@ -30,7 +30,7 @@ seconds = st.sampled_from([0.0, 0.25, 8.0])
     unsaved_s=seconds,
 )
 def test_it_is_what_would_be_decided_now(
-    before: Situation,
+    before: DecisionContext,
     policy: str,
     horizons_s: tuple[float, float],
     step_factor: float,
@@ -51,7 +51,7 @@ def test_it_is_what_would_be_decided_now(
     if policy == "paper":
         horizons_s, now = (horizons_s[0],) * 2, replace(now, transfer_factor=1.0, phases=before.phases)
     old = decide(before, policy, rate_of(horizons_s[0], before))
-    found = refreshed(old, before=before, now=now, failures=rate_of(horizons_s[1], now))
+    found = rescore(old, before=before, now=now, failures=rate_of(horizons_s[1], now))
     expected = decide(now, policy, rate_of(horizons_s[1], now))
     if found is None:
         assert old.chosen != expected.chosen
@@ -65,20 +65,20 @@ def test_it_is_what_would_be_decided_now(
 
 
 def test_nothing_is_changed_where_nothing_has_changed() -> None:
-    now = after(situation(dp=3, pp=2), 1)
+    now = after(context(dp=3, pp=2), 1)
     failures = rate_of(100.0, now)
     old = decide(now, "chameleon", failures)
-    assert refreshed(old, before=now, now=now, failures=failures) == old
+    assert rescore(old, before=now, now=now, failures=failures) == old
 
 
 def test_steps_are_longer_by_as_much_as_operations_are() -> None:
-    now = after(situation(dp=3, pp=2, link=Link(0.0, float("inf"))), 1)
+    now = after(context(dp=3, pp=2, link=Link(0.0, float("inf"))), 1)
     cluster = Cluster(now.costs.cluster.workers, Link(0.0, float("inf")), Link(0.0, float("inf")))
     now = replace(now, costs=CostModel(now.costs.workload, cluster))
     layers = tuple(each.slowed(1.25) for each in now.costs.workload.layers)
     slower = replace(now, costs=CostModel(replace(now.costs.workload, layers=layers), cluster))
     old = decide(now, "reroute", rate_of(100.0, now))
-    found = refreshed(old, before=now, now=slower, failures=rate_of(100.0, slower))
+    found = rescore(old, before=now, now=slower, failures=rate_of(100.0, slower))
     expected = decide(slower, "reroute", rate_of(100.0, now))
     assert found is not None
     assert found.chosen is not None
@@ -87,8 +87,8 @@ def test_steps_are_longer_by_as_much_as_operations_are() -> None:
 
 
 def test_when_another_one_is_best_now_it_is_of_no_use() -> None:
-    now = after(situation(dp=3, pp=2, share=8), 1)
+    now = after(context(dp=3, pp=2, share=8), 1)
     old = decide(now, "chameleon", rate_of(1e5, now))
     assert old.chosen is not None
     assert old.chosen.policy == "repartition"
-    assert refreshed(old, before=now, now=now, failures=rate_of(1.0, now)) is None
+    assert rescore(old, before=now, now=now, failures=rate_of(1.0, now)) is None

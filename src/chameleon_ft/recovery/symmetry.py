@@ -1,6 +1,6 @@
 """Which losses come to the same: workers that can be exchanged without anything else becoming different.
 
-An exchange is a permutation of the live workers that maps everything a decision is made from to itself: the layers and
+An symmetry is a permutation of the live workers that maps everything a decision is made from to itself: the layers and
 limits of each worker, its speed and memory, who shares a host with whom, and how many micro-batches take which way.
 Times of operations, messages, reductions and transfers depend on nothing else, so if it maps worker a to worker b, then
 what is best after the loss of a, with all workers exchanged, can be run after the loss of b, and takes as long. Which
@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.recovery.situation import Situation
+from chameleon_ft.recovery.decision_context import DecisionContext
 
-__all__ = ["HostLossClass", "LossClass", "classes_to_prepare", "host_loss_classes", "is_exchange", "loss_classes"]
+__all__ = ["HostLossClass", "LossClass", "classes_to_prepare", "host_loss_classes", "is_symmetry", "loss_classes"]
 
 _Colours: TypeAlias = dict[int, int]
 
@@ -30,21 +30,21 @@ class LossClass:
 
     Attributes:
         representative: one of them.
-        exchanges: for each of them, the representative too, an exchange that maps the representative to it: worker ->
+        symmetries: for each of them, the representative too, an symmetry that maps the representative to it: worker ->
             worker, for all live ones.
     """
 
     representative: int
-    exchanges: Mapping[int, Mapping[int, int]]
+    symmetries: Mapping[int, Mapping[int, int]]
 
     @property
     def lost(self) -> tuple[int, ...]:
         """The representative alone."""
         return (self.representative,)
 
-    def exchange_for(self, lost: frozenset[int]) -> Mapping[int, int] | None:
-        """The exchange for the loss of these workers; None if that is not one of the class."""
-        return self.exchanges.get(next(iter(lost))) if len(lost) == 1 else None
+    def symmetry_for(self, lost: frozenset[int]) -> Mapping[int, int] | None:
+        """The symmetry for the loss of these workers; None if that is not one of the class."""
+        return self.symmetries.get(next(iter(lost))) if len(lost) == 1 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,54 +53,54 @@ class HostLossClass:
 
     Attributes:
         lost: the live workers of one of them, ascending.
-        exchanges: for each of them, by its live workers, an exchange that maps those of that one to these.
+        symmetries: for each of them, by its live workers, an symmetry that maps those of that one to these.
     """
 
     lost: tuple[int, ...]
-    exchanges: Mapping[frozenset[int], Mapping[int, int]]
+    symmetries: Mapping[frozenset[int], Mapping[int, int]]
 
-    def exchange_for(self, lost: frozenset[int]) -> Mapping[int, int] | None:
-        """The exchange for the loss of these workers; None if that is not one of the class."""
-        return self.exchanges.get(lost)
+    def symmetry_for(self, lost: frozenset[int]) -> Mapping[int, int] | None:
+        """The symmetry for the loss of these workers; None if that is not one of the class."""
+        return self.symmetries.get(lost)
 
 
-def loss_classes(situation: Situation) -> tuple[LossClass, ...]:
+def loss_classes(context: DecisionContext) -> tuple[LossClass, ...]:
     """The live workers of the plan in classes, ascending by their representatives, which are the lowest of each.
 
-    Every exchange has been checked, so those in a class are equivalent. Workers in different classes may be so too:
-    exchanges are looked for by refining colours, which can miss one where a plan is very regular.
+    Every symmetry has been checked, so those in a class are equivalent. Workers in different classes may be so too:
+    symmetries are looked for by refining colours, which can miss one where a plan is very regular.
 
     Raises:
         PlanError: a worker of the plan is lost already.
     """
-    structure = _Structure(situation)
+    structure = _Structure(context)
     alike = structure.refined(structure.ranked(structure.own))
     orders = {worker: structure.order(alike, first=worker) for worker in structure.own if structure.own[worker][0]}
-    exchanges: dict[int, dict[int, Mapping[int, int]]] = {}
+    symmetries: dict[int, dict[int, Mapping[int, int]]] = {}
     for worker, order in sorted(orders.items()):
-        for representative, known in exchanges.items():
+        for representative, known in symmetries.items():
             if alike[representative] == alike[worker]:
-                exchange = FrozenMap(dict(zip(orders[representative], order, strict=True)))
-                if structure.is_kept_by(exchange):
-                    known[worker] = exchange
+                symmetry = FrozenMap(dict(zip(orders[representative], order, strict=True)))
+                if structure.is_kept_by(symmetry):
+                    known[worker] = symmetry
                     break
         else:
-            exchanges[worker] = {worker: FrozenMap({each: each for each in sorted(structure.own)})}
+            symmetries[worker] = {worker: FrozenMap({each: each for each in sorted(structure.own)})}
     return tuple(
-        LossClass(representative=representative, exchanges=FrozenMap(known))
-        for representative, known in exchanges.items()
+        LossClass(representative=representative, symmetries=FrozenMap(known))
+        for representative, known in symmetries.items()
     )
 
 
-def host_loss_classes(situation: Situation, classes: Iterable[LossClass]) -> tuple[HostLossClass, ...]:
+def host_loss_classes(context: DecisionContext, classes: Iterable[LossClass]) -> tuple[HostLossClass, ...]:
     """The hosts that can be lost, with two live workers or more, so that all layers are still held by others.
 
-    An exchange maps hosts to hosts, so that where workers of two are in the same of the `classes`, of the same
-    situation, the hosts come to the same too.
+    An symmetry maps hosts to hosts, so that where workers of two are in the same of the `classes`, of the same
+    context, the hosts come to the same too.
     """
-    hosts = situation.costs.cluster.hosts
+    hosts = context.costs.cluster.hosts
     workers: dict[str, list[int]] = defaultdict(list)
-    for worker in situation.live:
+    for worker in context.live:
         workers[hosts[worker]].append(worker)
     found: list[HostLossClass] = []
     known: set[str] = set()
@@ -108,43 +108,43 @@ def host_loss_classes(situation: Situation, classes: Iterable[LossClass]) -> tup
         lost = workers[hosts[each.representative]]
         if hosts[each.representative] in known or len(lost) == 1:
             continue
-        known.update(hosts[worker] for worker in each.exchanges)
-        if not situation.placement.without(lost).unheld_layers:
-            exchanges: dict[frozenset[int], Mapping[int, int]] = {}
-            for worker, exchange in each.exchanges.items():
-                exchanges.setdefault(frozenset(workers[hosts[worker]]), exchange)
-            found.append(HostLossClass(lost=tuple(lost), exchanges=FrozenMap(exchanges)))
+        known.update(hosts[worker] for worker in each.symmetries)
+        if not context.placement.without(lost).unheld_layers:
+            symmetries: dict[frozenset[int], Mapping[int, int]] = {}
+            for worker, symmetry in each.symmetries.items():
+                symmetries.setdefault(frozenset(workers[hosts[worker]]), symmetry)
+            found.append(HostLossClass(lost=tuple(lost), symmetries=FrozenMap(symmetries)))
     return tuple(found)
 
 
-def classes_to_prepare(situation: Situation) -> tuple[list[LossClass], list[HostLossClass]]:
+def classes_to_prepare(context: DecisionContext) -> tuple[list[LossClass], list[HostLossClass]]:
     """Both in the order in which decisions are prepared: first the largest of single workers, then those of hosts."""
-    of_workers = loss_classes(situation)
-    of_hosts = host_loss_classes(situation, of_workers)
+    of_workers = loss_classes(context)
+    of_hosts = host_loss_classes(context, of_workers)
     return (
-        sorted(of_workers, key=lambda losses: -len(losses.exchanges)),
-        sorted(of_hosts, key=lambda losses: -len(losses.exchanges)),
+        sorted(of_workers, key=lambda losses: -len(losses.symmetries)),
+        sorted(of_hosts, key=lambda losses: -len(losses.symmetries)),
     )
 
 
-def is_exchange(exchange: Mapping[int, int], situation: Situation) -> bool:
+def is_symmetry(symmetry: Mapping[int, int], context: DecisionContext) -> bool:
     """Whether it is a permutation of the live workers that maps all that decides to itself; see the module's text."""
-    return _Structure(situation).is_kept_by(exchange)
+    return _Structure(context).is_kept_by(symmetry)
 
 
 class _Structure:
     """What a decision is made from, as a graph of workers."""
 
-    def __init__(self, situation: Situation) -> None:
-        if situation.lost:
-            raise PlanError(f"workers of the plan are lost already: {situation.lost}; decide on that first")
-        plan, cluster = situation.plan, situation.costs.cluster
+    def __init__(self, context: DecisionContext) -> None:
+        if context.lost:
+            raise PlanError(f"workers of the plan are lost already: {context.lost}; decide on that first")
+        plan, cluster = context.plan, context.costs.cluster
         self.own: dict[int, tuple[Any, ...]] = {}
         self._host_of = cluster.hosts
         self._on_host: dict[str, list[int]] = defaultdict(list)
         for worker in cluster.workers:
             self._on_host[worker.host].append(worker.id)
-            limit, again = situation.ceiling.get(worker.id), plan.recompute.get(worker.id)
+            limit, again = context.in_flight_limits.get(worker.id), plan.recompute.get(worker.id)
             self.own[worker.id] = (
                 plan.placement.ranges_of(worker.id),
                 worker.speed,
@@ -161,17 +161,17 @@ class _Structure:
             for position, hop in enumerate(hops):
                 self._on_ways[hop.worker].append((number, position))
 
-    def is_kept_by(self, exchange: Mapping[int, int]) -> bool:
-        """See `is_exchange`."""
-        if set(exchange) != set(self.own) or set(exchange.values()) != set(self.own):
+    def is_kept_by(self, symmetry: Mapping[int, int]) -> bool:
+        """See `is_symmetry`."""
+        if set(symmetry) != set(self.own) or set(symmetry.values()) != set(self.own):
             return False
-        if any(self.own[worker] != self.own[other] for worker, other in exchange.items()):
+        if any(self.own[worker] != self.own[other] for worker, other in symmetry.items()):
             return False
-        hosts = {(self._host_of[worker], self._host_of[other]) for worker, other in exchange.items()}
+        hosts = {(self._host_of[worker], self._host_of[other]) for worker, other in symmetry.items()}
         if len(hosts) > len(self._on_host):
             return False
         return self._ways == {
-            tuple(Hop(exchange[hop.worker], hop.layers) for hop in hops): share for hops, share in self._ways.items()
+            tuple(Hop(symmetry[hop.worker], hop.layers) for hop in hops): share for hops, share in self._ways.items()
         }
 
     def order(self, colours: _Colours, *, first: int) -> list[int]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.plan import Placement, data_pipeline_plan
-from chameleon_ft.recovery import FailureModel, Situation, in_flight_ceiling
+from chameleon_ft.recovery import DecisionContext, FailureModel, uniform_limits
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.transfer import Message
 from chameleon_ft.workload import LayerCost, Workload
@@ -32,7 +32,7 @@ def layer(param_bytes: int, time_s: float = 1.0) -> LayerCost:
     )
 
 
-def situation(
+def context(
     *,
     dp: int,
     pp: int,
@@ -44,7 +44,7 @@ def situation(
     link: Link | None = None,
     split_backward: bool = False,
     effort: int | None = 300,
-) -> Situation:
+) -> DecisionContext:
     """`dp` pipelines of `pp` stages that nobody has been lost of; `hosts` have equally many neighbours each."""
     layers = layers if layers is not None else (layer(10),) * (2 * pp)
     plan = data_pipeline_plan(
@@ -59,9 +59,9 @@ def situation(
         Worker(number, f"host {number * hosts // count}", memory_bytes=memory_bytes) for number in range(count)
     )
     link = Link(0.0, 100.0) if link is None else link
-    return Situation(
+    return DecisionContext(
         plan=plan,
-        ceiling=in_flight_ceiling(range(count), pp),
+        in_flight_limits=uniform_limits(range(count), pp),
         costs=CostModel(Workload(layers, dp * share, 2), Cluster(workers, link, Link(link.latency_s, 40.0))),
         phases=PHASES,
         repeat_s=2.0,
@@ -70,13 +70,13 @@ def situation(
     )
 
 
-def after(before: Situation, *lost: int) -> Situation:
+def after(before: DecisionContext, *lost: int) -> DecisionContext:
     """The same when these workers are lost."""
     costs = before.costs
     return replace(before, costs=CostModel(costs.workload, costs.cluster.without(lost)))
 
 
-def rate_of(horizon_s: float, now: Situation, *, host_share: float = 0.0) -> FailureModel:
+def rate_of(horizon_s: float, now: DecisionContext, *, host_share: float = 0.0) -> FailureModel:
     """The rate with which the next failure is expected in so many seconds; that share of them takes a host."""
     return FailureModel(worker_mtbf_s=horizon_s * len(now.live), prior_failures=1.0, prior_host_share=host_share)
 
@@ -91,7 +91,7 @@ def arrived(before: Placement, messages: tuple[Message, ...]) -> dict[int, list[
 
 
 @st.composite
-def situations(draw: st.DrawFn, *, intact: bool = False) -> Situation:
+def contexts(draw: st.DrawFn, *, intact: bool = False) -> DecisionContext:
     """Two or three pipelines, with up to two spares; up to two workers are lost, and layers may have no holder then."""
     dp, pp = draw(st.integers(2, 3)), draw(st.integers(1, 3))
     count = draw(st.integers(pp, 6))
@@ -99,7 +99,7 @@ def situations(draw: st.DrawFn, *, intact: bool = False) -> Situation:
         layer(draw(st.sampled_from([10, 10, 40])), draw(st.sampled_from([1.0, 1.0, 0.5]))) for _ in range(count)
     )
     state = sum(4 * cost.param_bytes for cost in layers)
-    before = situation(
+    before = context(
         dp=dp,
         pp=pp,
         share=draw(st.integers(1, 4)),

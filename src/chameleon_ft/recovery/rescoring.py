@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from chameleon_ft.recovery.decision import Decision, prospect_of
+from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.scoring import best_of, remeasure, score
-from chameleon_ft.recovery.situation import Situation
 
-__all__ = ["refreshed"]
+__all__ = ["rescore"]
 
 
-def refreshed(decision: Decision, *, before: Situation, now: Situation, failures: FailureModel) -> Decision | None:
+def rescore(
+    decision: Decision, *, before: DecisionContext, now: DecisionContext, failures: FailureModel
+) -> Decision | None:
     """The decision with what is predicted of its candidates by what is known now; None if another is the best now.
 
     Steps are longer or shorter as the times of layers and `step_factor` are, transfers as `transfer_factor` is, and
@@ -18,7 +20,7 @@ def refreshed(decision: Decision, *, before: Situation, now: Situation, failures
 
     Args:
         before: what it was decided on, but for who is live.
-        now: the situation with the same plan in force.
+        now: the context with the same plan in force.
         failures: what is known of failures by now.
     """
     remeasured = [remeasure(each, before=before, now=now) for each in decision.candidates]

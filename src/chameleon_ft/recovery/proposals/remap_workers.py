@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import Placement, Plan
+from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.proposal import Proposal
-from chameleon_ft.recovery.situation import Situation
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import FoundPlan, pareto_front
 from chameleon_ft.transfer import (
@@ -17,43 +17,45 @@ from chameleon_ft.transfer import (
     holdings_of,
     least_moved_bytes,
     moved_bytes,
-    placement_in_roles,
-    plan_in_roles,
+    remap_placement,
+    remap_plan,
     worker_kinds,
 )
 
+__all__ = ["fewest_holders", "numbered", "on_holders", "remap_workers"]
 
-def in_roles(name: str, plans: Sequence[FoundPlan], situation: Situation) -> list[Proposal]:
+
+def remap_workers(name: str, plans: Sequence[FoundPlan], context: DecisionContext) -> list[Proposal]:
     """Proposals with each plan, its workers exchanged for others of their kind, named `name`, `name`-2 and so on.
 
     Workers take each other's places on their own host, where that makes no difference to the step; and on any host if
     less has to move then, which may cost time in every step. Left out is what another one beats in everything.
     """
-    held = situation.held
+    held = context.held
     if plans and (unheld := held.unheld_layers):
         return [Proposal(name=name, reason=str(NoHolderError(unheld)))]
-    roles = _Roles(held, situation.costs)
+    roles = _Roles(held, context.costs)
     # A search may have found the same plan with other workers already.
     least_bytes = min((each.moved_bytes for each in plans), default=0)
     found = [on_workers for each in plans for on_workers in roles.of(each, least_bytes)]
     return [
         Proposal(
             name=numbered(name, number),
-            plan=plan_in_roles(each.found.plan, each.roles),
-            ceiling={each.roles[place]: limit for place, limit in each.found.ceiling.items()},
+            plan=remap_plan(each.found.plan, each.roles),
+            in_flight_limits={each.roles[place]: limit for place, limit in each.found.in_flight_limits.items()},
             schedules=each.found.schedules,
         )
         for number, each in enumerate(pareto_front(found, lambda each: each.figures), start=1)
     ]
 
 
-def on_holders(plan: Plan, situation: Situation) -> Plan:
+def on_holders(plan: Plan, context: DecisionContext) -> Plan:
     """Return the plan with workers of a kind exchanged within hosts, so that the least has to move."""
-    layers, cluster = situation.costs.workload.layers, situation.costs.cluster
+    layers, cluster = context.costs.workload.layers, context.costs.cluster
     kinds = worker_kinds(cluster)
     at_home = {worker.id: (worker.host, kinds[worker.id]) for worker in cluster.workers}
     wanted = {place: Holding(own, at_home[place]) for place, own in plan.placement.ranges.items()}
-    return plan_in_roles(plan, assign_roles(holdings_of(situation.held, at_home), wanted, layers))
+    return remap_plan(plan, assign_roles(holdings_of(context.held, at_home), wanted, layers))
 
 
 def fewest_holders(placement: Placement) -> int:
@@ -62,7 +64,7 @@ def fewest_holders(placement: Placement) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _InRoles:
+class _RemappedPlan:
     """A plan on its workers.
 
     Attributes:
@@ -70,7 +72,7 @@ class _InRoles:
         roles: the worker that takes each place in it.
         elsewhere: whether workers of any host were exchanged, so that a step may take longer.
         moved_bytes: what moves then.
-        last_hosts: hosts that have all holders of some layer then.
+        host_single_points_of_failure: hosts that have all holders of some layer then.
         holders: workers that hold the layer with the fewest, up to two.
     """
 
@@ -78,13 +80,13 @@ class _InRoles:
     roles: Mapping[int, int]
     elsewhere: bool
     moved_bytes: int
-    last_hosts: int
+    host_single_points_of_failure: int
     holders: int
 
     @property
     def figures(self) -> tuple[float, ...]:
         """What another one may beat."""
-        return self.found.step_s, self.elsewhere, self.moved_bytes, self.last_hosts, -self.holders
+        return self.found.step_s, self.elsewhere, self.moved_bytes, self.host_single_points_of_failure, -self.holders
 
 
 class _Roles:
@@ -99,24 +101,24 @@ class _Roles:
         self._at_home = {worker.id: (worker.host, self._kinds[worker.id]) for worker in cluster.workers}
         self._held, self._held_at_home = (holdings_of(held, kinds) for kinds in (self._kinds, self._at_home))
 
-    def of(self, found: FoundPlan, least_bytes: int) -> Iterator[_InRoles]:
+    def of(self, found: FoundPlan, least_bytes: int) -> Iterator[_RemappedPlan]:
         """On their own hosts, and on any if less has to move then than that, and than `least_bytes`."""
         ranges = found.plan.placement.ranges
         at_home = {place: Holding(own, self._at_home[place]) for place, own in ranges.items()}
-        near = self._in_roles(found, elsewhere=False, roles=assign_roles(self._held_at_home, at_home, self._layers))
+        near = self._remap(found, elsewhere=False, roles=assign_roles(self._held_at_home, at_home, self._layers))
         yield near
         anywhere = {place: Holding(own, self._kinds[place]) for place, own in ranges.items()}
         if least_moved_bytes(self._held, anywhere, self._layers) < min(near.moved_bytes, least_bytes):
-            yield self._in_roles(found, elsewhere=True, roles=assign_roles(self._held, anywhere, self._layers))
+            yield self._remap(found, elsewhere=True, roles=assign_roles(self._held, anywhere, self._layers))
 
-    def _in_roles(self, found: FoundPlan, *, elsewhere: bool, roles: Mapping[int, int]) -> _InRoles:
-        placement = placement_in_roles(found.plan.placement, roles)
-        return _InRoles(
+    def _remap(self, found: FoundPlan, *, elsewhere: bool, roles: Mapping[int, int]) -> _RemappedPlan:
+        placement = remap_placement(found.plan.placement, roles)
+        return _RemappedPlan(
             found=found,
             roles=roles,
             elsewhere=elsewhere,
             moved_bytes=moved_bytes(self._current, placement, self._layers),
-            last_hosts=len(placement.indispensable(self._hosts)),
+            host_single_points_of_failure=len(placement.single_points_of_failure(self._hosts)),
             holders=min(2, fewest_holders(placement)),
         )
 

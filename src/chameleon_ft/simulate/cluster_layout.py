@@ -15,21 +15,21 @@ from chameleon_ft.simulate.pipelines import Cut, PipelineClass, Pipelines, recom
 from chameleon_ft.simulate.step_times import ClassStep, StepTimes
 
 __all__ = [
-    "Fleet",
-    "FleetPipeline",
+    "ClusterLayout",
+    "LayoutPipeline",
     "Move",
     "arranged",
     "by_stage",
-    "fleet_of_plan",
-    "fleet_risk",
-    "fleet_step",
+    "layout_of_plan",
+    "layout_risk",
+    "layout_step",
     "move_to",
-    "plan_of_fleet",
+    "plan_of_layout",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class FleetPipeline:
+class LayoutPipeline:
     """A pipeline on workers, stage by stage; None where the worker of a stage is lost."""
 
     cut: Cut
@@ -47,10 +47,10 @@ class FleetPipeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class ClusterLayout:
     """Pipelines side by side. Micro-batches are shared anew with every change, and so are no part of it."""
 
-    pipelines: tuple[FleetPipeline, ...]
+    pipelines: tuple[LayoutPipeline, ...]
     used: frozenset[int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,16 +59,16 @@ class Fleet:
         used.discard(None)
         object.__setattr__(self, "used", frozenset(used))
 
-    def without(self, lost: Collection[int]) -> Fleet:
-        """The fleet with gaps where these workers were."""
+    def without(self, lost: Collection[int]) -> ClusterLayout:
+        """The layout with gaps where these workers were."""
         if self.used.isdisjoint(lost):
             return self
         gone = set(lost)
-        return Fleet(
+        return ClusterLayout(
             tuple(
                 pipeline
                 if gone.isdisjoint(pipeline.workers)
-                else FleetPipeline(pipeline.cut, tuple(None if each in gone else each for each in pipeline.workers))
+                else LayoutPipeline(pipeline.cut, tuple(None if each in gone else each for each in pipeline.workers))
                 for pipeline in self.pipelines
             )
         )
@@ -101,7 +101,7 @@ class Move:
     transfer_s: float
 
 
-def arranged(wanted: Mapping[Cut, int], workers: Sequence[int], current: Fleet | None = None) -> Fleet:
+def arranged(wanted: Mapping[Cut, int], workers: Sequence[int], current: ClusterLayout | None = None) -> ClusterLayout:
     """So many pipelines of each cut on these workers; those of `current` that are whole and wanted stay as they are.
 
     The others are made of the workers that are left, neighbours by number together, so that they share hosts; within a
@@ -109,7 +109,7 @@ def arranged(wanted: Mapping[Cut, int], workers: Sequence[int], current: Fleet |
     """
     free = set(workers)
     left = dict(wanted)
-    pipelines: list[FleetPipeline] = []
+    pipelines: list[LayoutPipeline] = []
     held: Mapping[int, LayerRange] = {}
     if current is not None:
         held = current.held()
@@ -123,37 +123,37 @@ def arranged(wanted: Mapping[Cut, int], workers: Sequence[int], current: Fleet |
         for _ in range(count):
             own, pool = pool[: cut.depth], pool[cut.depth :]
             own.sort(key=lambda worker: held[worker].start if worker in held else math.inf)
-            pipelines.append(FleetPipeline(cut, tuple(own)))
-    return Fleet(tuple(pipelines))
+            pipelines.append(LayoutPipeline(cut, tuple(own)))
+    return ClusterLayout(tuple(pipelines))
 
 
-def by_stage(fleet: Fleet) -> Fleet:
+def by_stage(layout: ClusterLayout) -> ClusterLayout:
     """The pipelines with neighbouring workers in the same stages: gradients cross hosts less, activations more."""
     order = sorted(
         (position / pipeline.cut.depth, number, position)
-        for number, pipeline in enumerate(fleet.pipelines)
+        for number, pipeline in enumerate(layout.pipelines)
         for position in range(pipeline.cut.depth)
     )
     places: dict[int, dict[int, int]] = defaultdict(dict)
-    for worker, (_, number, position) in zip(sorted(fleet.used), order, strict=True):
+    for worker, (_, number, position) in zip(sorted(layout.used), order, strict=True):
         places[number][position] = worker
-    return Fleet(
+    return ClusterLayout(
         tuple(
-            FleetPipeline(pipeline.cut, tuple(places[number][each] for each in range(pipeline.cut.depth)))
-            for number, pipeline in enumerate(fleet.pipelines)
+            LayoutPipeline(pipeline.cut, tuple(places[number][each] for each in range(pipeline.cut.depth)))
+            for number, pipeline in enumerate(layout.pipelines)
         )
     )
 
 
-def fleet_of_plan(plan: Plan) -> Fleet:
+def layout_of_plan(plan: Plan) -> ClusterLayout:
     """The pipelines of a plan. Raises PlanError where micro-batches make detours, so that there are none."""
     ways = dict.fromkeys(route.hops for route in plan.routes)
     workers = [hop.worker for hops in ways for hop in hops]
     if len(set(workers)) < len(workers):
         raise PlanError("the plan has detours; begin with a plan of pipelines side by side")
-    return Fleet(
+    return ClusterLayout(
         tuple(
-            FleetPipeline(
+            LayoutPipeline(
                 Cut(tuple(hop.layers.stop for hop in hops), _most_recomputed(plan, hops)),
                 tuple(hop.worker for hop in hops),
             )
@@ -170,19 +170,19 @@ def _most_recomputed(plan: Plan, hops: Sequence[Hop]) -> Recompute:
     return Recompute.SELECTIVE if own else Recompute.NONE
 
 
-def plan_of_fleet(fleet: Fleet, times: StepTimes) -> Plan | None:
-    """The plan of a fleet without gaps, on workers of speed 1; None if it does not fit the memory."""
-    counts = Counter(PipelineClass(pipeline.cut) for pipeline in fleet.pipelines)
+def plan_of_layout(layout: ClusterLayout, times: StepTimes) -> Plan | None:
+    """The plan of a layout without gaps, on workers of speed 1; None if it does not fit the memory."""
+    counts = Counter(PipelineClass(pipeline.cut) for pipeline in layout.pipelines)
     step = times.step(counts)
     if step is None:
         return None
-    shares = [step.most.get(PipelineClass(pipeline.cut), 0) for pipeline in fleet.pipelines]
+    shares = [step.most.get(PipelineClass(pipeline.cut), 0) for pipeline in layout.pipelines]
     too_many = sum(shares) - times.micro_batches
     for number, share in enumerate(shares):
         less = min(1 if share else 0, too_many)
         shares[number] -= less
         too_many -= less
-    used = [(pipeline, share) for pipeline, share in zip(fleet.pipelines, shares, strict=True) if share]
+    used = [(pipeline, share) for pipeline, share in zip(layout.pipelines, shares, strict=True) if share]
     held: dict[int, tuple[LayerRange, ...]] = {}
     recompute: dict[int, RecomputedLayers] = {}
     routes: list[Route] = []
@@ -195,16 +195,16 @@ def plan_of_fleet(fleet: Fleet, times: StepTimes) -> Plan | None:
     return Plan(placement, tuple(routes), times.pipelines.split_backward, recompute)
 
 
-def fleet_step(fleet: Fleet, times: StepTimes, speeds: Mapping[int, float]) -> ClassStep | None:
-    """The step of a fleet; None if it does not fit the memory or a layer has no holder.
+def layout_step(layout: ClusterLayout, times: StepTimes, speeds: Mapping[int, float]) -> ClassStep | None:
+    """The step of a layout; None if it does not fit the memory or a layer has no holder.
 
     Where pipelines have gaps, micro-batches make detours. Of a layer that g pipelines lack, the holders do the work of
-    all; so with the most gaps of any layer for g, a fleet with gaps takes at least as long as one with g pipelines
+    all; so with the most gaps of any layer for g, a layout with gaps takes at least as long as one with g pipelines
     fewer, and that is what it is taken to take. `search.reroute` comes near to that where there are many pipelines. It
     cuts hops between layers, so that shares need not be whole: they are multiples of one over the layers of the
     shortest stage, where all pipelines are alike.
     """
-    whole, broken = _counted(fleet, speeds)
+    whole, broken = _counted(layout, speeds)
     if broken:
         missing = Counter(layer for own in broken for layer in own[1])
         most = max(missing.values())
@@ -217,7 +217,7 @@ def fleet_step(fleet: Fleet, times: StepTimes, speeds: Mapping[int, float]) -> C
             whole[own] += taken
             kept -= taken
     step = times.step(whole)
-    if step is None or len(whole) > 1 or not fleet.has_gaps:
+    if step is None or len(whole) > 1 or not layout.has_gaps:
         return step
     ((own, count),) = whole.items()
     pieces = min(map(len, own.cut.stages))
@@ -229,8 +229,8 @@ def fleet_step(fleet: Fleet, times: StepTimes, speeds: Mapping[int, float]) -> C
     return replace(step, step_s=step.step_s - step.program_s + program_s, program_s=program_s)
 
 
-def move_to(new: Fleet, current: Fleet, pipelines: Pipelines) -> Move | None:
-    """What has to move to a new fleet; None where a layer has no holder, or what arrives does not fit beside the old.
+def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) -> Move | None:
+    """What has to move to a new layout; None where a layer has no holder, or what arrives does not fit beside the old.
 
     The time is that of the worker that sends or receives most, at the bandwidth between hosts: sources and rounds of
     `chameleon_ft.transfer` come to that but for a few messages.
@@ -264,16 +264,16 @@ def move_to(new: Fleet, current: Fleet, pipelines: Pipelines) -> Move | None:
     return Move(total, pipelines.costs.cluster.inter_host.message_s(max(largest, sent)))
 
 
-def fleet_risk(fleet: Fleet, hosts: Mapping[int, str], num_layers: int) -> LossRisk | None:
-    """Return which workers and hosts hold the layers of a fleet; None if some layer has no holder.
+def layout_risk(layout: ClusterLayout, hosts: Mapping[int, str], num_layers: int) -> LossRisk | None:
+    """Return which workers and hosts hold the layers of a layout; None if some layer has no holder.
 
     Args:
-        fleet: gaps are allowed.
-        hosts: the host of each live worker, of those outside the fleet too.
+        layout: gaps are allowed.
+        hosts: the host of each live worker, of those outside the layout too.
         num_layers: of the model.
     """
     by_stage: dict[LayerRange, list[int]] = defaultdict(list)
-    for pipeline in fleet.pipelines:
+    for pipeline in layout.pipelines:
         for worker, layers in zip(pipeline.workers, pipeline.cut.stages, strict=True):
             if worker is not None:
                 by_stage[layers].append(worker)
@@ -286,14 +286,14 @@ def fleet_risk(fleet: Fleet, hosts: Mapping[int, str], num_layers: int) -> LossR
 
 
 def _counted(
-    fleet: Fleet, speeds: Mapping[int, float]
+    layout: ClusterLayout, speeds: Mapping[int, float]
 ) -> tuple[Counter[PipelineClass], list[tuple[PipelineClass, tuple[int, ...]]]]:
     """Whole pipelines by class, and those with gaps, as if they were whole, with the layers that they lack."""
     slow = {worker for worker, speed in speeds.items() if speed != 1.0}
     plain: Counter[Cut] = Counter()
     whole: Counter[PipelineClass] = Counter()
     broken: list[tuple[PipelineClass, tuple[int, ...]]] = []
-    for pipeline in fleet.pipelines:
+    for pipeline in layout.pipelines:
         if not slow and pipeline.whole:
             plain[pipeline.cut] += 1
             continue

@@ -14,16 +14,16 @@ from chameleon_ft.recovery.checkpoints import Checkpoints
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search import DEFAULT_EFFORT
 
-__all__ = ["Situation"]
+__all__ = ["DecisionContext"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
+class DecisionContext:
     """What is known when workers were lost, have joined or have become slower.
 
     Attributes:
         plan: what was running, lost workers included.
-        ceiling: what its workers can keep at most; those that are left out are not bounded.
+        in_flight_limits: what its workers can keep at most; those that are left out are not bounded.
         costs: what a step computes, and on whom: its cluster is that of all live workers, spares and new ones too.
         phases: what the stall will take, transfers left out.
         repeat_s: work of the interrupted step that is done again, in seconds; see `TransitionEstimate`.
@@ -37,14 +37,14 @@ class Situation:
             leaves layers behind that need not be sent again.
         checkpoints: how often they are written, if there are any.
         home: the plan whose empty places idle workers may take; None if they stay idle.
-        home_ceiling: what workers can keep at most under it.
+        home_in_flight_limits: what workers can keep at most under it.
 
     Raises:
         ConfigError: seconds that are negative or not finite, or factors that are not positive.
     """
 
     plan: Plan
-    ceiling: Mapping[int, InFlightLimit]
+    in_flight_limits: Mapping[int, InFlightLimit]
     costs: CostModel
     phases: StallModel
     repeat_s: float
@@ -56,7 +56,7 @@ class Situation:
     holdings: Placement | None = None
     checkpoints: Checkpoints = Checkpoints()  # noqa: RUF009 - frozen
     home: Plan | None = None
-    home_ceiling: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
+    home_in_flight_limits: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
     # Asked for time and again while a decision is made.
     _live: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _lost: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -68,8 +68,8 @@ class Situation:
         object.__setattr__(self, "_live", tuple(sorted(live)))
         object.__setattr__(self, "_lost", lost)
         object.__setattr__(self, "_placement", self.plan.placement.without(lost) if lost else self.plan.placement)
-        object.__setattr__(self, "ceiling", FrozenMap(self.ceiling))
-        object.__setattr__(self, "home_ceiling", FrozenMap(self.home_ceiling))
+        object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))
+        object.__setattr__(self, "home_in_flight_limits", FrozenMap(self.home_in_flight_limits))
         for name in ("repeat_s", "restart_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
