@@ -1,4 +1,4 @@
-"""Decisions made before anything is lost, so that the decision after a loss is a look-up."""
+"""A cache of decisions that are made before a loss, so that the decision after it is a look-up."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class DecisionCache:
     """A decision for the loss of each single worker of a plan.
 
     Attributes:
-        decisions: worker -> what is decided when it is lost.
-        classes: the workers whose losses come to the same.
+        decisions: worker -> decision on its loss.
+        classes: the workers whose losses are equivalent.
     """
 
     decisions: Mapping[int, Decision]
     classes: tuple[LossClass, ...]
 
     def look_up(self, lost: Collection[int]) -> Decision | None:
-        """What was decided for just this loss; None if nothing was prepared for it."""
+        """Return the decision on exactly this loss; None if there is none."""
         return self.decisions.get(next(iter(lost))) if len(lost) == 1 else None
 
 
 def build_decision_cache(context: DecisionContext, policy: str, failures: FailureModel) -> DecisionCache:
     """Decide on every single loss from the current plan; see `decide` for the arguments and errors.
 
-    One decision is made for each class of workers whose losses come to the same; the others are the same with workers
-    exchanged. They are for the horizon and the stall that are expected now: prepare anew after every change, and when
-    either has become a different one.
+    One decision is made for each class of workers whose losses are equivalent, and remapped for the other workers of
+    the class. Decisions assume the present horizon and stall: build the cache again after every change of the plan, and
+    when either of the two has changed.
 
     Args:
-        context: the context now, with nobody lost; its `repeat_s` is what a loss is expected to make vain.
+        context: the present context, without a lost worker; its `repeat_s` is the expected repeated work of a loss.
         policy: name of one of `POLICIES`.
         failures: what is known of failures now; the loss is counted on top of it.
 
@@ -60,7 +60,7 @@ def build_decision_cache(context: DecisionContext, policy: str, failures: Failur
 def decide_on_class(
     losses: LossClass | HostLossClass, context: DecisionContext, policy: str, failures: FailureModel
 ) -> Decision | None:
-    """The decision for the loss of the representative; None if nobody is left. For those who prepare piece by piece."""
+    """Return the decision on the loss of the representative; None if no worker is left."""
     costs = context.costs
     left = CostModel(costs.workload, costs.cluster.without(losses.lost))
     if not left.cluster.workers:
@@ -70,7 +70,7 @@ def decide_on_class(
 
 
 def remap_decision(decision: Decision, symmetry: Mapping[int, int]) -> Decision:
-    """The same decision with workers exchanged: what is decided when another one of the class is lost."""
+    """Return the decision on the loss of another member of the class, by mapping the workers of this one."""
     if decision.course is None or all(worker == other for worker, other in symmetry.items()):
         return decision
     return replace(decision, course=_course_of(decision.course, symmetry))

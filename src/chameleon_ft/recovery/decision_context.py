@@ -1,4 +1,4 @@
-"""What a decision is made from."""
+"""The input of a decision."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["DecisionContext"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionContext:
-    """What is known when workers were lost, have joined or have become slower.
+    """The known facts when workers were lost, have joined or have become slower.
 
     Attributes:
-        plan: what was running, lost workers included.
-        in_flight_limits: what its workers can keep at most; those that are left out are not bounded.
-        costs: what a step computes, and on whom: its cluster is that of all live workers, spares and new ones too.
-        phases: what the stall will take, transfers left out.
+        plan: the active plan, lost workers included.
+        in_flight_limits: the most micro-batches that its workers can keep; workers that it lacks are not bounded.
+        costs: costs of a step; its cluster has all live workers, spares and new ones too.
+        phases: the expected stall, transfers left out.
         repeat_s: work of the interrupted step that is done again, in seconds; see `TransitionEstimate`.
         restart_s: seconds that going back to a checkpoint takes, steps since it left out.
         has_checkpoints: whether there is one to go back to when a layer loses its last holder; else the run ends then.
@@ -81,22 +81,22 @@ class DecisionContext:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Who is there, ascending."""
+        """The live workers, ascending."""
         return self._live
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Workers of the plan that are gone, ascending."""
+        """The lost workers of the plan, ascending."""
         return self._lost
 
     @property
     def placement(self) -> Placement:
-        """What the plan gives the live workers. What one outside it may still have is of an earlier step."""
+        """The layers that the plan gives the live workers; layers on other workers are of an earlier step."""
         return self._placement
 
     @property
     def held(self) -> Placement:
-        """What the live workers hold: what need not be sent to them, and what they can send."""
+        """The layers that the live workers hold: these need not be sent to them, and they can send these."""
         return self.placement if self.holdings is None else self.holdings
 
     @property

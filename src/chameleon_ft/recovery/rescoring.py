@@ -1,4 +1,4 @@
-"""A decision that was made some time ago, with the figures of now."""
+"""Rescoring of an earlier decision with the present figures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["rescore"]
 def rescore(
     decision: Decision, *, before: DecisionContext, now: DecisionContext, failures: FailureModel
 ) -> Decision | None:
-    """The decision with what is predicted of its candidates by what is known now; None if another is the best now.
+    """Return the decision with predictions by present knowledge; None if another candidate is the best one now.
 
     Steps are longer or shorter as the times of layers and `step_factor` are, transfers as `transfer_factor` is, and
-    stalls by what differs in phases and in work that is done again. What fits memory is not looked at again.
+    stalls by the differences in phases and in repeated work. Memory is not checked again.
 
     Args:
-        before: what it was decided on, but for who is live.
-        now: the context with the same plan in force.
+        before: the context of the decision, except for the live workers.
+        now: the present context, with the same active plan.
         failures: what is known of failures by now.
     """
     remeasured = [remeasure(each, before=before, now=now) for each in decision.candidates]

@@ -1,10 +1,10 @@
-"""Which losses come to the same: workers that can be exchanged without anything else becoming different.
+"""Symmetries of a plan on its cluster, and the classes of losses that they make equivalent.
 
 An symmetry is a permutation of the live workers that maps everything a decision is made from to itself: the layers and
-limits of each worker, its speed and memory, who shares a host with whom, and how many micro-batches take which way.
+limits of each worker, its speed and memory, which workers share a host, and how many micro-batches take each route.
 Times of operations, messages, reductions and transfers depend on nothing else, so if it maps worker a to worker b, then
-what is best after the loss of a, with all workers exchanged, can be run after the loss of b, and takes as long. Which
-micro-batch takes which way does not matter: none of them is different from another.
+the best plan after the loss of a, with all workers mapped, can be run after the loss of b, and takes as long. The
+numbers of the micro-batches on a route do not matter, because all micro-batches are alike.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Colours: TypeAlias = dict[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossClass:
-    """Workers whose losses come to the same.
+    """Workers whose losses are equivalent.
 
     Attributes:
         representative: one of them.
@@ -49,7 +49,7 @@ class LossClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLossClass:
-    """Hosts whose losses, of all their workers at once, come to the same.
+    """Hosts whose losses, of all their workers at once, are equivalent.
 
     Attributes:
         lost: the live workers of one of them, ascending.
