@@ -115,5 +115,6 @@ def test_a_failure_that_cannot_be_injected_is_refused(
     assert expected in chameleon.refused("inject", run.path, *arguments)
 
 
-def test_the_old_name_of_the_agent_still_works(chameleon: CommandLine) -> None:
+def test_the_old_name_of_the_agent_still_works(chameleon: CommandLine, caplog: pytest.LogCaptureFixture) -> None:
     assert chameleon("supervise", "--coordinator", "10.0.0.1:4000", "--workers", "4", "--token", "secret") == 0
+    assert "chameleon supervise is deprecated, and gone in the next release; use agent" in caplog.text

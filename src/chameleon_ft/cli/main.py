@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import os
 import sys
 import tempfile
@@ -30,6 +31,8 @@ COMMANDS = {
     "inject": "Make a worker of a live run fail.",
     "verify": "Repeat a run in one plain PyTorch loop and compare the losses.",
 }
+
+_logger = logging.getLogger(__name__)
 
 # Old names, kept for one release.
 _ALIASES = {"supervise": "agent"}
@@ -58,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"chameleon {chameleon_ft.__version__}")
         return 0
-    name = _ALIASES.get(name, name)
+    if name in _ALIASES:
+        _logger.warning("chameleon %s is deprecated, and gone in the next release; use %s", name, _ALIASES[name])
+        name = _ALIASES[name]
     if name not in COMMANDS:
         print(_unknown(name), file=sys.stderr)
         return _USER_ERROR
