@@ -253,7 +253,7 @@ def test_what_a_run_says_is_not_said_twice(capsys: pytest.CaptureFixture[str], f
     for flag in (("--workers", "2"), ("--rate", "2"), ("--sweep", "rate=1,2"), ("--trace", "day.jsonl")):
         error = simulate(capsys, "--run", "run", *flag, code=2)
         assert f"leave out one of --run and {flag[0]}" in error
-    assert "give --workers, or the --run" in simulate(capsys, *COMMON, "--trace", "day.jsonl", code=2)
+    assert "give --workers, or a recorded run by --run" in simulate(capsys, *COMMON, "--trace", "day.jsonl", code=2)
     assert "there is no such directory" in simulate(capsys, "--run", "none", code=2)
 
 

@@ -263,7 +263,7 @@ def _drawn(given: SimulateArguments, parameters: Parameters) -> _Case:
 def _scene(given: SimulateArguments) -> Scene:
     per_host, workers = given.workers_per_host, given.workers
     if workers is None:
-        raise ConfigError("no workers are given: name --workers, or the --run that was made")
+        raise ConfigError("the number of workers is missing: give --workers, or a recorded run by --run")
     hosts = hosts_of(workers, per_host)
     if workers < 1 or workers % per_host:
         raise ConfigError(

@@ -304,8 +304,9 @@ class FailureModel:
     def total_loss_probability(self, risk: LossRisk) -> float:
         """Return the probability that the next incident takes all workers or all hosts, whatever the plan."""
         hosts = 1 if risk.hosts is None else risk.hosts.groups
-        survived = [math.fsum(self.size_shares(groups - 1)) for groups in (risk.workers.groups, hosts)]
-        return (1 - self.host_share) * (1 - survived[0]) + self.host_share * (1 - survived[1])
+        # The shares of sizes sum up to 1 but for rounding.
+        total = [max(0.0, 1 - math.fsum(self.size_shares(groups - 1))) for groups in (risk.workers.groups, hosts)]
+        return (1 - self.host_share) * total[0] + self.host_share * total[1]
 
 
 @lru_cache(maxsize=64)
