@@ -57,7 +57,7 @@ class Case:
 
     @property
     def limits(self) -> Mapping[int, InFlightLimit]:
-        """What each worker may keep at most: the limits given, or what `best_program` promises without any."""
+        """Return the limits of each worker: the given ones, or those that `best_program` keeps to without any."""
         if self.in_flight_limits is not None:
             return self.in_flight_limits
         return _raised(default_limits(self.plan), max(len(route.hops) for route in self.plan.routes))

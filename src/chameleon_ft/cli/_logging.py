@@ -1,4 +1,4 @@
-"""What the command line does with the log of the library: lines on standard error from a chosen level on."""
+"""The log of the library on the command line: lines on standard error from a chosen level on."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class PrepareDecisions:
 
 @dataclass(frozen=True, slots=True)
 class ForgetDecisions:
-    """What is prepared is of no use any more."""
+    """Discard the prepared decisions."""
 
 
 # --- calibration -----------------------------------------------------------------------------------------------------

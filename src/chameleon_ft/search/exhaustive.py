@@ -27,16 +27,15 @@ __all__ = ["ExhaustiveSearch"]
 
 # Clusters with more routes are not searched.
 _MOST_ROUTES: Final = 5_000
-# The search ends after so much effort. To see that a route needs busy workers counts 1. Other steps take about so many
-# times as long: to add a pipeline, to compare plans, for each worker, and to schedule a pipeline.
+# The search ends after so much effort. Checking whether the workers of a route are free counts 1. The other steps take
+# about this many times as long: adding a pipeline, comparing a plan (per worker), scheduling a pipeline.
 _MOST: Final = 2_000_000
 _ADD: Final = 10
 _COMPARE: Final = 20
 _SCHEDULE: Final = 1_000
 
 _Group: TypeAlias = tuple[int, str]
-"""Class and host: workers of one group can be exchanged for each other."""
-
+"""Class and host: workers of one group are interchangeable."""
 
 _Route: TypeAlias = tuple[_Group, ...]
 """The groups of the workers of a pipeline, first stage to last."""
@@ -44,7 +43,12 @@ _Route: TypeAlias = tuple[_Group, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A pipeline before it is cut."""
+    """A pipeline before it is cut.
+
+    Attributes:
+        route: groups of its workers.
+        share: its micro-batches.
+    """
 
     route: _Route
     share: int
@@ -82,7 +86,10 @@ class ExhaustiveSearch:
         self._known: dict[tuple[object, ...], list[tuple[float, TimedPipeline]]] = {}
 
     def improved(self, best: PlacedPipelines) -> PlacedPipelines:
-        """The pipelines of least step time; `best` if none are faster, or there are too many."""
+        """Return the pipelines of least step time that the effort finds; `best` if none of them is faster.
+
+        With `two_holders` in the options, only plans of two pipelines or more.
+        """
         self._best, self._best_s, self._spent = best, self._sync.step_s(best), 0
         self._least_sync = SyncLowerBound(self._costs, self._best_s).of(2)
         free = Counter({group: len(own) for group, own in self._members.items()})
@@ -121,6 +128,8 @@ class ExhaustiveSearch:
 
     def _try(self, parts: Sequence[_Part]) -> None:
         """Compare all cuts and options of these pipelines with the best plan."""
+        if self._options.two_holders and len(parts) < 2:
+            return
         workers = self._workers(parts)
         for timed in product(*map(self._timed, parts)):
             self._spent += _COMPARE * sum(map(len, workers))

@@ -14,7 +14,7 @@ __all__ = ["DEFAULT_EFFORT", "SearchOptions"]
 DEFAULT_EFFORT: Final = 160_000
 """About how many operations a search may schedule before it settles for what it has; some tenths of a second."""
 
-# With so much effort most small searches are complete: bounds rule out all but some hundreds of pipelines.
+# Effort that completes most small searches: bounds rule out all but some hundreds of pipelines.
 _COMPLETE: Final = 250 * PROGRAM_EFFORT
 # A search is small if all its pipelines have at most this many hops for each operation that may be scheduled.
 _SMALL: Final = 100_000

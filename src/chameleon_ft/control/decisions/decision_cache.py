@@ -38,7 +38,7 @@ _USED: Final = 1.5
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What decisions are prepared for: no worker is lost yet, and one failure is to come."""
+    """The context of prepared decisions: no worker is lost yet, and one failure is to come."""
 
     situation: DecisionContext
     rate: FailureModel

@@ -72,7 +72,7 @@ class DecisionTiming:
     looked_up: bool = False
 
     def decide_s(self, *, looked_up: bool) -> float:
-        """What deciding takes in all, when it is known by now what is chosen."""
+        """Return the seconds of the whole decision, now that the choice is known."""
         self.weighed_at, self.looked_up = time.time(), looked_up
         hand_out_s = self.request.looked_up_hand_out_s if looked_up else self.request.hand_out_s
         return max(0.0, self.weighed_at - self.request.stopped_at) + hand_out_s
@@ -100,7 +100,7 @@ class Decisions:
             self._cache.expect(lambda: (self._context(request), request.rate))
 
     def forget(self) -> None:
-        """What was prepared is of no use any more."""
+        """Discard the prepared decisions."""
         if self._cache is not None:
             self._cache.drop()
 

@@ -1,4 +1,4 @@
-"""What to do and what every worker is told, from the configuration, the job and the state of the cluster alone."""
+"""Recovery plans and the orders of every worker, from the configuration, the job and the cluster state alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to do when workers are lost or have joined: a pure function from what is known to what every worker does."""
+"""The recovery plan after workers are lost or have joined: a pure function of the cluster state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["ClusterState", "RecoveryPlan", "decide"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """What is known when all survivors have quiesced.
+    """The state of the cluster once all survivors have quiesced.
 
     Attributes:
         plan: the plan whose placement is in force.
@@ -52,7 +52,7 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan:
-    """What every worker does next. `policy` and `action` describe it to people.
+    """The next work of every worker. `policy` and `action` describe it to people.
 
     Attributes:
         plan: what is trained.

@@ -1,4 +1,4 @@
-"""What a decision is asked about, in values that the state of the run has."""
+"""Requests for decisions, in values of the state of the run."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def advance(draft: Draft) -> None:
 
 
 def training_request(draft: Draft, *, repeat_s: float) -> DecisionRequest:
-    """What a decision is asked about that is made while training goes on."""
+    """Return the request for a decision that is made while training continues."""
     state = draft.state
     assert state.active is not None
     return DecisionRequest(
