@@ -22,8 +22,8 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def load_reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,7 +33,13 @@ def load_reference() -> ModuleType:
 
 def test_the_configuration_reference_is_that_of_the_code() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert load_reference().with_reference(page) == page, "run `python docs/reference.py`"
+    assert load_script("reference").with_reference(page) == page, "run `python docs/reference.py`"
+
+
+def test_the_picture_of_the_architecture_is_that_of_the_code() -> None:
+    script = load_script("architecture")
+    assert script.picture() == script.PICTURE.read_text(encoding="utf-8"), "run `python docs/architecture.py`"
+    assert script.described()[0].keys() >= script.imports().nodes, "describe the package in docs/architecture.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
