@@ -32,8 +32,8 @@ from chameleon_ft.profiles import derived_profile
 from chameleon_ft.schedule import CostModel, InFlightLimit, default_limits
 from chameleon_ft.search import equal_layouts, find_plan, oobleck_plan
 from chameleon_ft.simulate import Fault, Trace
+from chameleon_ft.simulate.accounting.results import PolicyResult
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.results import PolicyResult
 from chameleon_ft.simulate.run import simulate
 
 _ROOT: Final = Path(__file__).resolve().parent.parent

@@ -26,8 +26,8 @@ from chameleon_ft.estimate import state_bytes
 from chameleon_ft.presets import DEVICES, MODELS, derive_workload, device, model_shape
 from chameleon_ft.simulate import MODELS as GENERATORS
 from chameleon_ft.simulate import Trace, generate_trace, load_trace, load_trace_for
+from chameleon_ft.simulate.accounting.results import Results
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.results import Results
 from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
 from chameleon_ft.workload import Workload
 

@@ -9,11 +9,11 @@ import pytest
 
 from chameleon_ft.recovery import POLICIES, Checkpoints, FailureModel
 from chameleon_ft.search import equal_layouts
-from chameleon_ft.simulate.class_planner import ClassPlanner
-from chameleon_ft.simulate.cluster_layout import ClusterLayout
+from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout
+from chameleon_ft.simulate.by_class.world import World, world_of
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planner import SimulatorState
-from chameleon_ft.simulate.world import World, world_of
+from chameleon_ft.simulate.planners.by_class import ClassPlanner
+from chameleon_ft.simulate.planners.options import SimulatorState
 from tests.simulate.clusters import costs
 
 WORKERS = 12

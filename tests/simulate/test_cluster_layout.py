@@ -11,7 +11,7 @@ from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import Placement, data_pipeline_plan
 from chameleon_ft.recovery import reroute, risk_of
 from chameleon_ft.schedule import best_program
-from chameleon_ft.simulate.cluster_layout import (
+from chameleon_ft.simulate.by_class.cluster_layout import (
     ClusterLayout,
     arranged,
     layout_of_plan,
@@ -19,8 +19,8 @@ from chameleon_ft.simulate.cluster_layout import (
     layout_step,
     move_to,
 )
-from chameleon_ft.simulate.pipelines import Cut, Pipelines
-from chameleon_ft.simulate.step_times import StepTimes
+from chameleon_ft.simulate.by_class.pipeline_classes import Cut, Pipelines
+from chameleon_ft.simulate.by_class.step_times import StepTimes
 from chameleon_ft.transfer import transfer_s, transfer_to
 from tests.simulate.clusters import costs
 

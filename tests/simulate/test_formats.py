@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.formats import load_trace, load_trace_for, parse_trace, save_trace, trace_to_jsonl
-from chameleon_ft.simulate.formats.infinitehbd import RESOLUTION_S
-from chameleon_ft.simulate.trace import Trace
+from chameleon_ft.simulate.traces.formats import load_trace, load_trace_for, parse_trace, save_trace, trace_to_jsonl
+from chameleon_ft.simulate.traces.formats.infinitehbd import RESOLUTION_S
+from chameleon_ft.simulate.traces.trace import Trace
 from tests.simulate.traces import Case, cases
 
 DAY_S = 86_400.0

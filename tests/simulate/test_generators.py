@@ -15,13 +15,13 @@ import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.arrivals import Arrivals, Bursts, IncidentSizes, Poisson, Weibull
-from chameleon_ft.simulate.formats import trace_to_jsonl
-from chameleon_ft.simulate.generators import MODELS, FaultModel, generate_trace
-from chameleon_ft.simulate.repairs import Repairs, Stragglers
-from chameleon_ft.simulate.spot import SpotModel
-from chameleon_ft.simulate.statistics import TraceStatistics, trace_statistics
-from chameleon_ft.simulate.trace import Trace
+from chameleon_ft.simulate.traces.arrivals import Arrivals, Bursts, IncidentSizes, Poisson, Weibull
+from chameleon_ft.simulate.traces.formats import trace_to_jsonl
+from chameleon_ft.simulate.traces.generators import MODELS, FaultModel, generate_trace
+from chameleon_ft.simulate.traces.repairs import Repairs, Stragglers
+from chameleon_ft.simulate.traces.spot import SpotModel
+from chameleon_ft.simulate.traces.statistics import TraceStatistics, trace_statistics
+from chameleon_ft.simulate.traces.trace import Trace
 
 DAY_S = 86_400.0
 SEEDS = range(24)
@@ -49,8 +49,8 @@ def test_the_seed_decides_everything(name: str) -> None:
 
 def test_another_process_draws_the_same_to_the_bit() -> None:
     code = (
-        "import hashlib; from chameleon_ft.simulate.formats import trace_to_jsonl\n"
-        "from chameleon_ft.simulate.generators import MODELS, generate_trace\n"
+        "import hashlib; from chameleon_ft.simulate.traces.formats import trace_to_jsonl\n"
+        "from chameleon_ft.simulate.traces.generators import MODELS, generate_trace\n"
         "trace = generate_trace(MODELS['bursts'], hosts=20, workers_per_host=4, duration_s=60 * 86400.0, seed=5)\n"
         "print(hashlib.sha256(trace_to_jsonl(trace).encode()).hexdigest())"
     )

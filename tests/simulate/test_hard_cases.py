@@ -12,14 +12,14 @@ from chameleon_ft.presets import Recompute, derive_workload, device, model_shape
 from chameleon_ft.recovery import DecisionContext, FailureModel
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
-from chameleon_ft.simulate import exact_planner
-from chameleon_ft.simulate.exact_planner import Decisions
+from chameleon_ft.simulate.accounting.results import Results
+from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass, Pipelines, limit_levels
+from chameleon_ft.simulate.by_class.world import world_of
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.pipelines import PipelineClass, Pipelines, limit_levels
-from chameleon_ft.simulate.results import Results
+from chameleon_ft.simulate.planners import exact
+from chameleon_ft.simulate.planners.exact import Decisions
 from chameleon_ft.simulate.run import simulate
-from chameleon_ft.simulate.trace import Fault, Trace
-from chameleon_ft.simulate.world import world_of
+from chameleon_ft.simulate.traces.trace import Fault, Trace
 from tests.recovery.contexts import after, context, rate_of
 from tests.simulate.clusters import cluster, workload
 
@@ -184,7 +184,7 @@ def test_it_waits_for_workers_and_goes_on_as_soon_as_the_model_fits(exact_up_to:
 
 
 def test_few_decisions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_planner, "_REMEMBERED", 3)
+    monkeypatch.setattr(exact, "_REMEMBERED", 3)
     remembered = Decisions()
     before = context(dp=3, pp=2)
 

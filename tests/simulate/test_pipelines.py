@@ -14,10 +14,10 @@ from chameleon_ft.estimate import estimate_step
 from chameleon_ft.plan import Hop, Placement, Plan, Route
 from chameleon_ft.presets import Recompute
 from chameleon_ft.schedule import CostModel, best_program
-from chameleon_ft.simulate.knapsack import EstimatedMixes
-from chameleon_ft.simulate.mixes import Mixes
-from chameleon_ft.simulate.pipelines import Cut, PipelineClass, Pipelines
-from chameleon_ft.simulate.step_times import StepTimes
+from chameleon_ft.simulate.by_class.fastest_mix import Mixes
+from chameleon_ft.simulate.by_class.pipeline_classes import Cut, PipelineClass, Pipelines
+from chameleon_ft.simulate.by_class.step_times import StepTimes
+from chameleon_ft.simulate.planners.estimated_mixes import EstimatedMixes
 from tests.simulate.clusters import cluster, costs, workload
 
 CUTS = [Cut((6,)), Cut((3, 6)), Cut((2, 6)), Cut((2, 4, 6))]

@@ -13,11 +13,11 @@ from chameleon_ft.recovery import DecisionContext, FailureModel, decide, uniform
 from chameleon_ft.recovery.checkpoints import daly_interval_s
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search import equal_layouts
-from chameleon_ft.simulate.exact_planner import Decisions
+from chameleon_ft.simulate.accounting.results import ConservationError, PolicyResult, Results
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.results import ConservationError, PolicyResult, Results
+from chameleon_ft.simulate.planners.exact import Decisions
 from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
-from chameleon_ft.simulate.trace import Fault, Trace
+from chameleon_ft.simulate.traces.trace import Fault, Trace
 from tests.simulate.clusters import cluster, costs, random_trace, workload
 
 BY_CLASS = Parameters(exact_up_to=0, worker_mtbf_s=20 * 3600.0)

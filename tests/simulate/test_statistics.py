@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from chameleon_ft.simulate.statistics import trace_statistics
-from chameleon_ft.simulate.trace import Fault
+from chameleon_ft.simulate.traces.statistics import trace_statistics
+from chameleon_ft.simulate.traces.trace import Fault
 from tests.simulate.traces import DURATION_S, GRID, Case, cases, speeds, trace_of
 
 DAY_S = 86_400.0

@@ -10,7 +10,7 @@ from rich.table import Table
 from chameleon_ft.observe.console import output
 from chameleon_ft.quantities import duration, rate
 from chameleon_ft.simulate import Trace, trace_statistics
-from chameleon_ft.simulate.results import PolicyResult, Results
+from chameleon_ft.simulate.accounting.results import PolicyResult, Results
 from chameleon_ft.simulate.run import ORACLE
 from chameleon_ft.simulate.sweep import Point, Sweep
 

@@ -28,8 +28,8 @@ from chameleon_ft.observe.picture_file import require_picture
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import duration
 from chameleon_ft.simulate import save_trace, trace_statistics
+from chameleon_ft.simulate.accounting.results import Results
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.results import Results
 from chameleon_ft.simulate.run import simulate
 from chameleon_ft.simulate.sweep import Scene, sweep
 
@@ -172,7 +172,7 @@ def _simulate(given: SimulateArguments, case: _Case, policies: Sequence[str]) ->
             progress=progress.of_policy,
         )
     if given.picture is not None:
-        from chameleon_ft.simulate.picture import draw_results
+        from chameleon_ft.simulate.pictures import draw_results
 
         draw_results(given.picture, title=case.title, results=results, trace=scene.trace)
     warning = _no_failure_warning(results, of_run=given.run is not None)
@@ -206,7 +206,7 @@ def _sweep(given: SimulateArguments, case: _Case, policies: Sequence[str], name:
     if not found.policies:
         raise PlanError(f"--sweep {given.sweep}: at no value can anything be trained: {found.points[-1].misfit}")
     if given.picture is not None:
-        from chameleon_ft.simulate.picture import draw_sweep
+        from chameleon_ft.simulate.pictures import draw_sweep
 
         draw_sweep(given.picture, title=case.title, sweep=found)
     if given.json:

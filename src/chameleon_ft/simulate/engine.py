@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from chameleon_ft.recovery import Checkpoints, FailureModel
-from chameleon_ft.simulate.accounts import Account
-from chameleon_ft.simulate.oracle import KnownRates, live_of
+from chameleon_ft.simulate.accounting.account import Account
+from chameleon_ft.simulate.accounting.oracle import KnownRates, live_of
+from chameleon_ft.simulate.accounting.results import DecisionRecord, Throughput
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planner import Chosen, Option, Planner, SimulatorState
-from chameleon_ft.simulate.results import DecisionRecord, Throughput
-from chameleon_ft.simulate.trace import Event, Trace
+from chameleon_ft.simulate.planners.options import Chosen, Option, Planner, SimulatorState
+from chameleon_ft.simulate.traces.trace import Event, Trace
 
 __all__ = ["Course", "course_of"]
 

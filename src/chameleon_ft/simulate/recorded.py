@@ -17,9 +17,9 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.recovery import DecisionContext
 from chameleon_ft.recovery.symmetry import loss_classes
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.simulate.events import Fault
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.trace import Trace
+from chameleon_ft.simulate.traces.events import Fault
+from chameleon_ft.simulate.traces.trace import Trace
 
 __all__ = [
     "Change",

@@ -16,17 +16,17 @@ from chameleon_ft.presets import Recompute
 from chameleon_ft.recovery import POLICIES, Policy
 from chameleon_ft.recovery.policies import current_name
 from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.simulate import redundant
-from chameleon_ft.simulate.class_planner import ClassPlanner
-from chameleon_ft.simulate.cluster_layout import ClusterLayout
+from chameleon_ft.simulate.accounting.oracle import KnownRates, live_of
+from chameleon_ft.simulate.accounting.results import PolicyResult, Results, Throughput
+from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout
+from chameleon_ft.simulate.by_class.world import World, world_of
 from chameleon_ft.simulate.engine import Course, course_of
-from chameleon_ft.simulate.exact_planner import Decisions, ExactPlanner, RealPlan
-from chameleon_ft.simulate.oracle import KnownRates, live_of
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planner import Planner
-from chameleon_ft.simulate.results import PolicyResult, Results, Throughput
-from chameleon_ft.simulate.trace import Trace
-from chameleon_ft.simulate.world import World, world_of
+from chameleon_ft.simulate.planners import redundant
+from chameleon_ft.simulate.planners.by_class import ClassPlanner
+from chameleon_ft.simulate.planners.exact import Decisions, ExactPlanner, RealPlan
+from chameleon_ft.simulate.planners.options import Planner
+from chameleon_ft.simulate.traces.trace import Trace
 from chameleon_ft.workload import Workload
 
 __all__ = ["ORACLE", "SIMULATED_POLICIES", "simulate"]

@@ -11,10 +11,10 @@ from typing import Final
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.simulate.accounting.results import Results
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.results import Results
 from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
-from chameleon_ft.simulate.trace import Trace
+from chameleon_ft.simulate.traces.trace import Trace
 from chameleon_ft.workload import Workload
 
 __all__ = ["SWEPT", "Lead", "Point", "Scene", "Sweep", "sweep", "varied"]

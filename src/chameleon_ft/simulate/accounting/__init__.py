@@ -1,0 +1,1 @@
+"""Where the time of a simulation goes, and what comes of it."""

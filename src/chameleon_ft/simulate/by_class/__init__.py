@@ -1,0 +1,1 @@
+"""Plans of thousands of workers, as pipelines that are counted by class."""

@@ -1,0 +1,1 @@
+"""Failure traces: their events, formats, generators and figures."""
