@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from numba import njit
 
-from chameleon_ft.schedule.jit import kernel, lean_kernel
+from chameleon_ft.schedule.jit import kernel, no_refcount_kernel
 
 _SOURCE = "def double(number):\n    return 2 * number\n"
 
@@ -26,7 +26,7 @@ def _in_file(path: Path) -> Any:
     return names["double"]
 
 
-@pytest.mark.parametrize("decorate", [kernel, lean_kernel])
+@pytest.mark.parametrize("decorate", [kernel, no_refcount_kernel])
 def test_where_there_is_no_folder_a_kernel_is_compiled_all_the_same(
     decorate: Callable[[Callable[[int], int]], Callable[[int], int]],
 ) -> None:

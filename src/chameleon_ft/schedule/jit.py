@@ -1,7 +1,4 @@
-"""Compilation of kernels by numba.
-
-Importing this module loads numba, so only modules of kernels import it.
-"""
+"""Compilation of kernels by numba. Importing this module loads numba, so only modules of kernels import it."""
 
 from __future__ import annotations
 
@@ -12,41 +9,34 @@ from typing import Any, ParamSpec, TypeVar, cast
 from numba import njit
 from numba.core.caching import FunctionCache
 
-__all__ = ["kernel", "lean_kernel", "lean_part", "part_of_kernel"]
+__all__ = ["kernel", "no_refcount_inline", "no_refcount_kernel"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 # Counting references to all arrays of a tuple on every call takes ten times as long as the calls themselves.
-_UNCOUNTED: dict[str, Any] = {"_nrt": False, "forceinline": True}
+_NO_REFCOUNT: dict[str, Any] = {"_nrt": False, "forceinline": True}
 
 
 def kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, compiled at its first call and cached on disk for later processes, if that is possible."""
-    return _compiled(function, kept=True)
+    """Compile `function` at its first call, and cache the result on disk for later processes if possible."""
+    return _cached(njit()(function), function)
 
 
-def part_of_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, compiled into the kernels that call it."""
-    return _compiled(function)
+def no_refcount_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Compile a kernel without reference counting, which creates no arrays and calls only `no_refcount_inline`s."""
+    return _cached(njit(**_NO_REFCOUNT)(function), function)
 
 
-def lean_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A kernel without reference counting, so it must not create arrays. All functions that it calls are lean parts."""
-    return _compiled(function, kept=True, **_UNCOUNTED)
+def no_refcount_inline(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Compile `function` into the kernels that call it, inlined and without reference counting."""
+    return cast("Callable[_P, _T]", njit(**_NO_REFCOUNT)(function))
 
 
-def lean_part(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function`, compiled into the lean kernels that call it: inlined, and without reference counting."""
-    return _compiled(function, **_UNCOUNTED)
-
-
-def _compiled(function: Callable[_P, _T], *, kept: bool = False, **options: Any) -> Callable[_P, _T]:
-    compiled: Any = njit(**options)(function)
-    if kept:
-        # `cache=True` would use numba's own cache, which fails if a file does. Without a writable folder there is none.
-        with contextlib.suppress(RuntimeError):
-            compiled._cache = _Cache(function)  # type: ignore[no-untyped-call]
+def _cached(compiled: Any, function: Callable[_P, _T]) -> Callable[_P, _T]:
+    # `cache=True` would use numba's own cache, which fails if a file does. Without a writable folder there is none.
+    with contextlib.suppress(RuntimeError):
+        compiled._cache = _Cache(function)  # type: ignore[no-untyped-call]
     return cast("Callable[_P, _T]", compiled)
 
 

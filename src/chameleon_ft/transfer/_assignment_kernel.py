@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from chameleon_ft.schedule.jit import kernel, part_of_kernel
+from chameleon_ft.schedule.jit import kernel
 from chameleon_ft.schedule.records import Booleans, Integers
 
 
@@ -48,7 +48,7 @@ def least_cost(cost: Integers, flow: Integers) -> tuple[Integers, Integers]:
         _cancel(flow, before_supply, before_demand, closer)
 
 
-@part_of_kernel
+@kernel
 def _cancel(flow: Integers, before_supply: Integers, before_demand: Integers, supply: int) -> None:
     """Sends as much as goes round the cycle that the way back from `supply` ends in."""
     for _ in range(len(before_supply)):
@@ -90,7 +90,7 @@ def least_dearest(cost: Integers, allowed: Booleans, flow: Integers, limits: Int
     return least
 
 
-@part_of_kernel
+@kernel
 def _is_enough(cost: Integers, allowed: Booleans, flow: Integers, limit: int) -> bool:
     """Whether the allowed pairs that are no dearer can carry it all: by augmenting paths, from what is in `flow`."""
     rows, columns = cost.shape
@@ -128,7 +128,7 @@ def _is_enough(cost: Integers, allowed: Booleans, flow: Integers, limit: int) ->
     return True
 
 
-@part_of_kernel
+@kernel
 def _path(
     cost: Integers,
     allowed: Booleans,

@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 
 from chameleon_ft.schedule._kernels.scheduler_state import Run
-from chameleon_ft.schedule.jit import lean_kernel, lean_part
+from chameleon_ft.schedule.jit import no_refcount_inline, no_refcount_kernel
 from chameleon_ft.schedule.records import Integers
 
 
-@lean_kernel
+@no_refcount_kernel
 def run_scheduler(
     run: Run, ways: Integers, split: bool, forward_first: bool, patience: float, gradients_only: bool
 ) -> tuple[bool, bool, bool]:
@@ -57,7 +57,7 @@ def run_scheduler(
     return True, (state.strained or state.beyond_limits) and not gradients_only, state.beyond_limits
 
 
-@lean_part
+@no_refcount_inline
 def _start_routes(run: Run, ways: Integers) -> None:
     starts = len(run.queues) - len(run.workers)
     for place in range(len(ways)):
@@ -71,7 +71,7 @@ def _start_routes(run: Run, ways: Integers) -> None:
         _push(run, 0.0, worker)
 
 
-@lean_part
+@no_refcount_inline
 def _decide(run: Run, worker: int, now: float) -> float:
     """Start the operation that `worker` should run now; returns its end, or -1 if there is none."""
     state, own = run.state[0], run.workers[worker]
@@ -101,7 +101,7 @@ def _decide(run: Run, worker: int, now: float) -> float:
     return -1.0
 
 
-@lean_part
+@no_refcount_inline
 def _ready(run: Run, worker: int, forward: bool, horizon: float) -> int:
     """The slot of the ready forward, or backward, with the highest priority whose result may be sent, or -1."""
     own, best = run.workers[worker], -1
@@ -116,12 +116,12 @@ def _ready(run: Run, worker: int, forward: bool, horizon: float) -> int:
     return best
 
 
-@lean_part
+@no_refcount_inline
 def _goes_before(run: Run, slot: int, best: int) -> bool:
     return best < 0 or run.hops[slot].rank < run.hops[best].rank
 
 
-@lean_part
+@no_refcount_inline
 def _better_soon(run: Run, worker: int, horizon: float) -> bool:
     """Whether a tensor that the worker can use arrives within its patience for the next W."""
     own = run.workers[worker]
@@ -138,7 +138,7 @@ def _better_soon(run: Run, worker: int, horizon: float) -> bool:
     return False
 
 
-@lean_part
+@no_refcount_inline
 def _start_forward(run: Run, worker: int, slot: int, now: float) -> float:
     hop = run.slots[slot]
     run.workers[worker].room -= 1
@@ -158,7 +158,7 @@ def _start_forward(run: Run, worker: int, slot: int, now: float) -> float:
     return end
 
 
-@lean_part
+@no_refcount_inline
 def _start_backward(run: Run, worker: int, slot: int, now: float) -> float:
     hop, own = run.slots[slot], run.workers[worker]
     own.room += 1
@@ -179,7 +179,7 @@ def _start_backward(run: Run, worker: int, slot: int, now: float) -> float:
     return end
 
 
-@lean_part
+@no_refcount_inline
 def _start_weight_grad(run: Run, worker: int, now: float) -> float:
     own = run.workers[worker]
     slot = run.lists[own.pending]
@@ -190,26 +190,26 @@ def _start_weight_grad(run: Run, worker: int, now: float) -> float:
     return end
 
 
-@lean_part
+@no_refcount_inline
 def _append_code(run: Run, worker: int, code: int) -> None:
     run.codes[run.workers[worker].done] = code
     run.workers[worker].done += 1
 
 
-@lean_part
+@no_refcount_inline
 def _first_in(run: Run, queue: int) -> int:
     """The first slot in a queue, or -1."""
     own = run.queues[queue]
     return run.lists[own.head] if own.tail > own.head else -1
 
 
-@lean_part
+@no_refcount_inline
 def _append(run: Run, queue: int, slot: int) -> None:
     run.lists[run.queues[queue].tail] = slot
     run.queues[queue].tail += 1
 
 
-@lean_part
+@no_refcount_inline
 def _send(run: Run, worker: int, channel: int, slot: int, arrival: float) -> None:
     _append(run, channel, slot)
     queue = run.queues[channel]
@@ -220,7 +220,7 @@ def _send(run: Run, worker: int, channel: int, slot: int, arrival: float) -> Non
             _push(run, arrival, queue.receiver)
 
 
-@lean_part
+@no_refcount_inline
 def _take(run: Run, channel: int, now: float) -> None:
     queue, denied = run.queues[channel], run.state[0].denied
     queue.head += 1
@@ -237,7 +237,7 @@ def _take(run: Run, channel: int, now: float) -> None:
     run.state[0].denied = -1
 
 
-@lean_part
+@no_refcount_inline
 def _is_blocked(run: Run, worker: int) -> bool:
     """Whether the last message of `worker` waits for the receiver to take the one before it."""
     channel = run.workers[worker].sending
@@ -245,7 +245,7 @@ def _is_blocked(run: Run, worker: int) -> bool:
     return held_back
 
 
-@lean_part
+@no_refcount_inline
 def _may_send(run: Run, worker: int, channel: int) -> bool:
     """Whether sending into `channel` closes no cycle of blocked workers; if it does, that is recorded as a denial."""
     if channel < 0:
@@ -269,7 +269,7 @@ def _may_send(run: Run, worker: int, channel: int) -> bool:
     return True
 
 
-@lean_part
+@no_refcount_inline
 def _exceed_limit(run: Run) -> int:
     """Allow one more forward on a worker that only its limits stop; returns the worker, or -1 if there is none."""
     first, best = -1, -1
@@ -285,7 +285,7 @@ def _exceed_limit(run: Run) -> int:
     return first
 
 
-@lean_part
+@no_refcount_inline
 def _push(run: Run, at_s: float, worker: int) -> None:
     """Add an event to the heap; of events at one time, that of the lowest worker comes first."""
     events = run.events
@@ -300,7 +300,7 @@ def _push(run: Run, at_s: float, worker: int) -> None:
     events[place].at_s, events[place].worker = at_s, worker
 
 
-@lean_part
+@no_refcount_inline
 def _pop(run: Run) -> tuple[float, int]:
     """Remove the first event from the heap."""
     events = run.events
@@ -323,6 +323,6 @@ def _pop(run: Run) -> tuple[float, int]:
     return first_s, first
 
 
-@lean_part
+@no_refcount_inline
 def _is_before(one_s: float, one: int, other_s: float, other: int) -> bool:
     return one_s < other_s or (one_s == other_s and one < other)

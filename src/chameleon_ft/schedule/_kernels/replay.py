@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chameleon_ft.schedule.jit import kernel, lean_part, part_of_kernel
+from chameleon_ft.schedule.jit import kernel, no_refcount_inline
 from chameleon_ft.schedule.records import Booleans, Floats, Integers, Records
 
 
@@ -29,7 +29,7 @@ def longest_path(operations: Records, codes: Integers, first: Integers) -> tuple
     return starts_s, ends_s
 
 
-@part_of_kernel
+@kernel
 def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Floats, ends_s: Floats) -> None:
     """Fill in starts and ends: run each worker until it waits for an operation, and again when that has run."""
     num_workers = len(first) - 1
@@ -117,7 +117,7 @@ def replay_neighbours(of: Neighbourhood, codes: Integers) -> tuple[Integers, Flo
     return changes, steps_s, sums_s
 
 
-@part_of_kernel
+@kernel
 def _changes(of: Neighbourhood, codes: Integers, starts_s: Floats, ends_s: Floats) -> Integers:
     """The changes to try; see `replay_neighbours`."""
     workers, received_in, sent_in, first = of.workers, of.received_in, of.sent_in, of.first
@@ -170,7 +170,7 @@ def changed(codes: Integers, exchange: int, source: int, target: int) -> Integer
     return trial
 
 
-@lean_part
+@no_refcount_inline
 def _change(codes: Integers, exchange: int, source: int, target: int) -> None:
     """Exchange two operations, or move the one at `source` to `target`; with both places swapped, undo that."""
     code = codes[source]
@@ -183,7 +183,7 @@ def _change(codes: Integers, exchange: int, source: int, target: int) -> None:
     codes[target] = code
 
 
-@lean_part
+@no_refcount_inline
 def _passes(num_slots: int, received_in: Integers, sent_in: Integers, code: int, others: Integers) -> bool:
     """Whether an operation may go past all of these."""
     for other in others:
@@ -192,7 +192,7 @@ def _passes(num_slots: int, received_in: Integers, sent_in: Integers, code: int,
     return True
 
 
-@lean_part
+@no_refcount_inline
 def _must_stay_in_order(num_slots: int, received_in: Integers, sent_in: Integers, one: int, other: int) -> bool:
     """Whether two operations are on the same hop, or both receive, or both send, through one channel."""
     received, sent = received_in[one], sent_in[one]
@@ -202,7 +202,7 @@ def _must_stay_in_order(num_slots: int, received_in: Integers, sent_in: Integers
     return same_hop or both_receive or both_send
 
 
-@lean_part
+@no_refcount_inline
 def _is_within(limits: Integers, order: Integers, num_slots: int, split: bool) -> bool:
     """Whether a worker that runs its operations in this order always keeps within its limits."""
     in_flight, kept, deferred = limits
@@ -226,7 +226,7 @@ def _is_within(limits: Integers, order: Integers, num_slots: int, split: bool) -
     return True
 
 
-@lean_part
+@no_refcount_inline
 def _last_ends(codes: Integers, first: Integers, ends_s: Floats) -> tuple[float, float]:
     """The latest end of the workers' last operations, and their sum; infinite where one never runs."""
     step_s = sum_s = 0.0

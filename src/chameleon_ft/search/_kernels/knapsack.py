@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from chameleon_ft.schedule.jit import lean_kernel
+from chameleon_ft.schedule.jit import no_refcount_kernel
 from chameleon_ft.schedule.records import Integers
 
 _NONE: Final = -(2**40)
 
 
-@lean_kernel
+@no_refcount_kernel
 def fill_table(
     counts: Integers, most: int, sizes: Integers, values: Integers, used: Integers, best: Integers, chosen: Integers
 ) -> None:

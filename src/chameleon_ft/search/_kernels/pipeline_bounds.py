@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from chameleon_ft.schedule.jit import lean_kernel, lean_part
+from chameleon_ft.schedule.jit import no_refcount_inline, no_refcount_kernel
 from chameleon_ft.schedule.records import Floats, Integers
 from chameleon_ft.search._kernels.stage_memory import BACKWARD, DEFERRED, EACH, FORWARD, IN_FLIGHT, SPARE, WEIGHT
 
@@ -101,7 +101,7 @@ class Times(NamedTuple):
 _ANY: Final = Times(math.inf, math.inf, math.inf)
 
 
-@lean_kernel
+@no_refcount_kernel
 def fill_bounds(
     tables: Tables,
     kind: int,
@@ -153,13 +153,13 @@ def fill_bounds(
             first_s[row, start], returned_s[row, start], ended_s[row, start] = least_first_s, least_s, least_end_s
 
 
-@lean_part
+@no_refcount_inline
 def _limit(tables: Tables, limit_s: float, before_s: float, start: int, sync_s: float) -> Times:
     """Seconds that a stage from layer `start` on may take if its first activation arrives after `before_s`."""
     return Times(math.inf, limit_s - before_s - tables.backward_before_s[start], limit_s - before_s - sync_s)
 
 
-@lean_part
+@no_refcount_inline
 def _stage_s(tables: Tables, stage: Stage, enough: Times, limit: Times) -> tuple[Times, int]:
     """The least times of a stage, each for itself, over its options within a limit; and one of these options.
 
@@ -192,7 +192,7 @@ def _stage_s(tables: Tables, stage: Stage, enough: Times, limit: Times) -> tuple
     return Times(first_s, returned_s, ended_s), best
 
 
-@lean_part
+@no_refcount_inline
 def _seconds(tables: Tables, stage: Stage, option: int) -> tuple[float, float, float]:
     """Seconds of F, of B or I, and of W."""
     at = stage.kind, stage.start, stage.stop
@@ -203,7 +203,7 @@ def _seconds(tables: Tables, stage: Stage, option: int) -> tuple[float, float, f
     return forward, backward + tables.recompute_s[option], weight
 
 
-@lean_part
+@no_refcount_inline
 def _unlimited_s(tables: Tables, stage: Stage, option: int) -> Times:
     """The times of a stage with an option, if memory held all micro-batches at once."""
     forward, backward, weight = _seconds(tables, stage, option)
@@ -214,7 +214,7 @@ def _unlimited_s(tables: Tables, stage: Stage, option: int) -> Times:
     )
 
 
-@lean_part
+@no_refcount_inline
 def _option_s(tables: Tables, stage: Stage, option: int) -> Times:
     """The times of a stage with an option."""
     once_s, own_s, done_s = _unlimited_s(tables, stage, option)
@@ -241,7 +241,7 @@ def _option_s(tables: Tables, stage: Stage, option: int) -> Times:
     return Times(once_s, own_s, max(done_s, own_s + weight))
 
 
-@lean_kernel
+@no_refcount_kernel
 def cut_s(
     tables: Tables, shape: Integers, cut_points: Integers, count: int, limit_s: float, sync_s: Floats, options: Integers
 ) -> float:
@@ -323,11 +323,11 @@ def _passed(
     )
 
 
-fill_allowed, _allowed_part = lean_kernel(_fill_allowed), lean_part(_fill_allowed)
-passed, _passed_part = lean_kernel(_passed), lean_part(_passed)
+fill_allowed, _allowed_part = no_refcount_kernel(_fill_allowed), no_refcount_inline(_fill_allowed)
+passed, _passed_part = no_refcount_kernel(_passed), no_refcount_inline(_passed)
 
 
-@lean_kernel
+@no_refcount_kernel
 def greedy_cut(
     tables: Tables,
     wanted: Pipeline,
@@ -366,7 +366,7 @@ def greedy_cut(
     return True
 
 
-@lean_part
+@no_refcount_inline
 def _even(tables: Tables, wanted: Pipeline, speeds: Floats, position: int, start: int) -> float:
     """Where a stage would stop, in layers and parts, if all left had equal work for their speed."""
     last = wanted.sync_s.shape[0] - 1
@@ -387,7 +387,7 @@ def _even(tables: Tables, wanted: Pipeline, speeds: Floats, position: int, start
     return stop - 1 + part
 
 
-@lean_part
+@no_refcount_inline
 def stage_work_s(tables: Tables, kind: int, start: int, stop: int) -> float:
     """Seconds that a stage computes for one micro-batch, without recomputation."""
     work_s: float = tables.forward_s[kind, start, stop] + tables.backward_s[kind, start, stop]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from chameleon_ft.schedule.jit import lean_kernel, lean_part
+from chameleon_ft.schedule.jit import no_refcount_inline, no_refcount_kernel
 from chameleon_ft.schedule.records import Booleans, Floats, Integers
 
 UNLIMITED: Final = 2**40
@@ -62,7 +62,7 @@ class LayerBytes(NamedTuple):
     forward_s: Floats
 
 
-@lean_kernel
+@no_refcount_kernel
 def fill_options(
     layers: LayerBytes, capacity: int, split: bool, most: int, first: Integers, options: Integers, recompute_s: Floats
 ) -> int:
@@ -94,7 +94,7 @@ def fill_options(
     return found
 
 
-@lean_part
+@no_refcount_inline
 def _fill_stage(
     layers: LayerBytes,
     capacity: int,
@@ -139,7 +139,7 @@ def _fill_stage(
     return end
 
 
-@lean_part
+@no_refcount_inline
 def _sort_in(begin: int, place: int, options: Integers, recompute_s: Floats) -> None:
     """Move an option to where it belongs among those before it, which are sorted by their seconds."""
     while place > begin and recompute_s[place - 1] > recompute_s[place]:
@@ -151,7 +151,7 @@ def _sort_in(begin: int, place: int, options: Integers, recompute_s: Floats) -> 
         place -= 1
 
 
-@lean_part
+@no_refcount_inline
 def _keep_best(most: int, begin: int, end: int, options: Integers, recompute_s: Floats) -> int:
     """Keep those of the options that make room for more than all before; return where they end."""
     found = begin
@@ -169,7 +169,7 @@ def _keep_best(most: int, begin: int, end: int, options: Integers, recompute_s: 
     return found
 
 
-@lean_part
+@no_refcount_inline
 def _measure(layers: LayerBytes, split: bool, start: int, stop: int, full: int, until: int, row: Integers) -> None:
     """Bytes of layers `start` to `stop`, into columns from `EACH` on.
 
@@ -219,14 +219,14 @@ def _measure(layers: LayerBytes, split: bool, start: int, stop: int, full: int, 
         row[WAITING] = row[WEIGHT] = 0
 
 
-@lean_part
+@no_refcount_inline
 def _kept(layers: LayerBytes, layer: int, until: int) -> int:
     """Bytes of activations that a layer keeps if it is recomputed selectively, before `until`, or not at all."""
     kept: int = layers.selective[layer] if layer < until else layers.activation[layer]
     return kept
 
 
-@lean_part
+@no_refcount_inline
 def _count(row: Integers, capacity: int) -> None:
     """How many micro-batches can be in flight, and how many W can wait when nothing is in flight, at most."""
     row[SPARE] = spare = capacity - row[FIXED]
@@ -238,7 +238,7 @@ def _count(row: Integers, capacity: int) -> None:
     row[DEFERRED] = 1 + ((spare - row[WEIGHT]) // row[WAITING] if row[WAITING] > 0 else UNLIMITED)
 
 
-@lean_kernel
+@no_refcount_kernel
 def fill_limits(
     cut_points: Integers,
     rows: Integers,
@@ -291,7 +291,7 @@ def fill_limits(
     return True
 
 
-@lean_part
+@no_refcount_inline
 def _needs(row: Integers, split: bool, first: bool, in_flight: int, kept: int, deferred: int) -> int:
     """The most that a stage holds under these limits beside its state and messages."""
     if not split:
@@ -307,7 +307,7 @@ def _needs(row: Integers, split: bool, first: bool, in_flight: int, kept: int, d
     return worst
 
 
-@lean_part
+@no_refcount_inline
 def _held(each: int, waiting: int, in_flight: int, deferred: int, kept: int) -> int:
     """The most bytes of micro-batches in flight and of W that wait, so many of each and together at the most."""
     if each >= waiting:
