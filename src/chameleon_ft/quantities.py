@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["ROUNDING", "SUM_ROUNDING", "data_size", "duration", "in_ranges", "rate"]
+__all__ = ["ROUNDING", "SUM_ROUNDING", "counted", "data_size", "duration", "in_ranges", "rate"]
 
 ROUNDING: Final = 1e-9
 """Relative difference up to which two computed times, or numbers of samples, count as equal."""
@@ -35,6 +35,11 @@ def duration(seconds: float) -> str:
         if rounded * per_s >= 1:
             return f"{rounded * per_s:.3g} {unit}"
     return "0 s"
+
+
+def counted(number: int, noun: str) -> str:
+    """Write how many there are of something: "1 step", "1,200 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def in_ranges(numbers: Iterable[int]) -> str:

@@ -6,8 +6,9 @@ from collections import Counter
 
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import disjoint_pipelines
+from chameleon_ft.quantities import counted
 
-__all__ = ["counted", "describe_pipelines"]
+__all__ = ["describe_pipelines"]
 
 
 def describe_pipelines(plan: Plan) -> str:
@@ -22,8 +23,3 @@ def describe_pipelines(plan: Plan) -> str:
     words = f"{total} of {counted(depths[0][0], 'stage')}" if len(depths) == 1 else f"{total}: {', '.join(each)}"
     detours = len({route.hops for route in plan.routes}) - len(pipelines)
     return f"{words}; {counted(detours, 'detour')}" if detours else words
-
-
-def counted(count: int, noun: str) -> str:
-    """Write "1 step", "2 steps"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"

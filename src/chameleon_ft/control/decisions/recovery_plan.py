@@ -8,13 +8,13 @@ from typing import Literal
 
 from chameleon_ft import recovery
 from chameleon_ft.control.decisions.transition import PlannedTransition, placement_of, plan_transition
-from chameleon_ft.control.formatting import counted, describe_pipelines
+from chameleon_ft.control.formatting import describe_pipelines
 from chameleon_ft.control.state.active_plan import ActivePlan, MovedLayers
 from chameleon_ft.control.wire.messages import Quiesced, Vote
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.quantities import in_ranges
+from chameleon_ft.quantities import counted, in_ranges
 from chameleon_ft.recovery import FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import Transfer, plan_transfer, remap_plan, worker_kinds
