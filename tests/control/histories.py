@@ -10,7 +10,6 @@ from chameleon_ft.control.commands import (
     Command,
     ConsiderScaleUp,
     Decide,
-    DecideStart,
     Drop,
     Finish,
     Launch,
@@ -85,7 +84,9 @@ def a_plan(workers: Collection[int], *, first_step: int, moves_to: int | None = 
         source = min(worker for worker in plan.workers if worker != moves_to)
         message = Transferred(source, moves_to, LayerRange(0, 1), 64)
         transfer = Transfer(placement=plan.placement, roles={}, rounds=((message,),), least_largest_send_bytes=64)
-        transition = PlannedTransition(transfer=transfer, everyone=tuple(sorted({*plan.workers, moves_to})), keep={})
+        transition = PlannedTransition(
+            transfer=transfer, participants=tuple(sorted({*plan.workers, moves_to})), keep={}
+        )
     return RecoveryPlan(
         plan=plan,
         first_step=first_step,
@@ -111,9 +112,10 @@ class History:
         self.state = new_state() if state is None else state
         self.now = 100.0
         self.commands: list[Command] = []
-        self.questions: list[Decide | DecideStart] = []
-        self.considerations: list[ConsiderScaleUp] = []
-        self.launches: list[Launch] = []
+        self.questions: list[State] = []
+        """States in which a decision was asked for; likewise for newcomers, and for launches."""
+        self.considerations: list[State] = []
+        self.launches: list[State] = []
         self.holds = False
         self.moves_to: int | None = None
         """A worker that the next plan moves a layer to."""
@@ -133,28 +135,28 @@ class History:
         self.commands += commands
         for command in commands:
             match command:
-                case Decide() | DecideStart():
-                    self.questions.append(command)
+                case Decide():
+                    self.questions.append(after)
                 case ConsiderScaleUp():
-                    self.considerations.append(command)
-                case Launch(generation=generation):
-                    assert generation > max((launch.generation for launch in self.launches), default=0)
-                    self.launches.append(command)
-                    self.happen(Launched(at=self.at, generation=generation))
+                    self.considerations.append(after)
+                case Launch():
+                    assert after.generation > max((launch.generation for launch in self.launches), default=0)
+                    self.launches.append(after)
+                    self.happen(Launched(at=self.at, generation=after.generation))
         while self.questions and not self.holds:
             self.answer(self.questions.pop(0))
         return commands
 
-    def answer(self, question: Decide | DecideStart) -> None:
+    def answer(self, asked: State) -> None:
         """Answer a question, by a plan of all workers that were live when it was asked."""
-        if isinstance(question, DecideStart):
-            plan = a_plan(question.workers, first_step=0)
+        live = asked.members.live()
+        if asked.active is None:
+            plan = a_plan(live, first_step=0)
         else:
-            cluster = question.cluster
-            first_step = max((report.committed for report in cluster.quiesced.values()), default=0)
-            moves_to = self.moves_to if self.moves_to in cluster.live and len(cluster.live) > 1 else None
-            plan = a_plan(cluster.live, first_step=max(first_step, cluster.committed), moves_to=moves_to)
-        self.happen(Decided(at=self.at, question=question.question, plan=plan))
+            first_step = max((report.committed for report in asked.quiesced.values()), default=0)
+            moves_to = self.moves_to if self.moves_to in live and len(live) > 1 else None
+            plan = a_plan(live, first_step=max(first_step, asked.committed), moves_to=moves_to)
+        self.happen(Decided(at=self.at, question=asked.question, plan=plan))
 
     def say(self, connection: int, message: Message) -> tuple[Command, ...]:
         return self.happen(Received(at=self.at, connection=connection, message=message))
@@ -194,7 +196,7 @@ class History:
     def start(self) -> None:
         """Have the first worker of the generation begin."""
         first = self.members()[0]
-        if self.state.active is not None and self.state.active.moved is not None:
+        if self.state.active is not None and self.state.active.transition is not None:
             self.tell(first, Switched(generation=self.state.generation, moved_bytes=64, transfer_s=0.1))
         self.tell(first, Started(generation=self.state.generation, step=self.state.committed))
 
@@ -255,12 +257,12 @@ class History:
 
     def consider(self, *, is_change: bool, incoming: Mapping[int, tuple[tuple[int, int], ...]] | None = None) -> None:
         """Answer what to do with newcomers."""
-        command = self.considerations.pop(0)
+        asked = self.considerations.pop(0)
         self.happen(
             Considered(
                 at=self.at,
-                question=command.question,
-                live=command.request.live,
+                question=asked.scale_up.question,
+                live=asked.members.live(),
                 is_change=is_change,
                 incoming=incoming or {},
             )
@@ -275,6 +277,13 @@ class History:
         """Workers of the newest generation that are live."""
         assert self.state.active is not None
         return tuple(worker for worker in self.state.active.plan.workers if worker in self.live())
+
+    @property
+    def launched(self) -> tuple[int, ...]:
+        """Workers that the newest launched generation trains."""
+        active = self.launches[-1].active
+        assert active is not None
+        return active.plan.workers
 
     def sent(self, kind: type[Kind], to: int | None = None) -> list[Kind]:
         """Messages of a kind that were sent, in all or on one connection."""
@@ -322,8 +331,8 @@ def _check_numbers(before: State, after: State, commands: tuple[Command, ...]) -
     assert before.question <= after.question
     for command in commands:
         match command:
-            case Launch(generation=generation):
-                assert generation == after.generation, "one generation is in force"
+            case Launch(plan=plan):
+                assert after.active == plan.active(), "one generation is in force"
                 assert after.phase is Phase.REGROUPING
             case Record(record=StepRecord(step=number)):
                 assert number == before.committed, "steps are recorded once, in order"
@@ -375,6 +384,6 @@ def _check_progress(state: State) -> None:
             assert live <= state.quiesced.keys(), "every survivor waits for the decision"
         case Phase.REGROUPING | Phase.TRAINING:
             assert state.active is not None
-            needed = state.active.everyone if state.phase is Phase.REGROUPING else state.active.plan.workers
+            needed = state.active.participants if state.phase is Phase.REGROUPING else state.active.plan.workers
             assert set(needed) <= live | state.finished, "no generation goes on without a worker that it needs"
             assert not state.incident.losses or state.phase is Phase.REGROUPING or state.finished

@@ -43,13 +43,13 @@ def timed(
 def slow_search(stage: Stage, clock: Clock, seconds: float) -> None:
     """From here on it takes so long to decide."""
     planner: Any = stage.coordinator._planner
-    go_on = type(planner).go_on
+    recover = type(planner).recover
 
     def slowly(*arguments: Any, **named: Any) -> Any:
         clock.now += seconds
-        return go_on(planner, *arguments, **named)
+        return recover(planner, *arguments, **named)
 
-    planner.go_on = slowly
+    planner.recover = slowly
 
 
 def test_a_search_is_predicted_as_long_as_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chameleon_ft.control.formatting import describe_pipelines
+from chameleon_ft.control.decisions.recovery_plan import describe_pipelines
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 
 

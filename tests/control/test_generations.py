@@ -51,7 +51,7 @@ async def test_a_loss_changes_the_placement(stage: Stage) -> None:
     transitions = begin_transition(stage)
     assert transitions.keys() == {0, 2, 3, 4, 5}
     for worker, transition in transitions.items():
-        assert transition.everyone == (0, 2, 3, 4, 5)
+        assert transition.participants == (0, 2, 3, 4, 5)
         assert set(transition.keep) >= set(OLD[worker]), "nothing is dropped before the switch"
         received = {layer for _, _, destination, layer, _ in transition.moves if destination == worker}
         assert set(held_in(stage, worker)) <= received | set(transition.keep)
@@ -136,7 +136,7 @@ async def test_who_is_left_over_takes_part_until_the_switch(stage: Stage) -> Non
     stage.reap(1)
     stage.quiesce(2, 3)
     order = stage.ranks[0].last(StartGeneration)
-    assert (order.members, order.everyone, order.unpack_operations()) == ((2, 3), (0, 2, 3), ())
+    assert (order.members, order.participants, order.unpack_operations()) == ((2, 3), (0, 2, 3), ())
     stage.reap(0)
     assert stage.ranks[2].last(Stop).generation == 3
     for worker in (2, 3):

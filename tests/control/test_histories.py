@@ -182,7 +182,7 @@ def test_a_loss_while_it_is_decided_makes_the_decision_void() -> None:
     history.answer(first)
     assert len(history.launches) == 1, "nobody is told to train with a worker that is gone"
     history.answer(second)
-    assert history.launches[-1].plan.plan.workers == (0, 3)
+    assert history.launched == (0, 3)
     history.answer(second)
     assert len(history.launches) == 2, "an answer counts once"
     history.start()
@@ -364,7 +364,7 @@ def test_a_worker_that_joins_during_an_incident_is_held_back() -> None:
     assert 1 not in history.live()
     assert history.sent(Stop, to=22) == []
     history.quiesce()
-    assert history.launches[-1].plan.plan.workers == (0, 3)
+    assert history.launched == (0, 3)
     history.start()
     history.wait(0.1)
     assert 1 in history.live()
@@ -391,7 +391,7 @@ def test_a_decision_on_newcomers_that_fails_leaves_them_spares() -> None:
     lose_and_respawn(history)
     history.come_back(1)
     history.wait(1.0)
-    question = history.considerations.pop().question
+    question = history.considerations.pop().scale_up.question
     history.happen(Considered(at=history.at, question=question, incoming={}, error="its process is gone"))
     assert history.events("decision_failed")[0]["workers"] == [1]
     history.wait(20.0)

@@ -75,7 +75,7 @@ def lose(by: Planner, decision: RecoveryPlan, worker: int) -> RecoveryPlan:
     )
     outlook = by.context(decision, live, HOSTS, phases=PHASES, repeat_s=0.5)
     rate = FailureModel(worker_mtbf_s=3600.0, prior_failures=1.0, failures=1, worker_s=60.0)
-    return by.go_on(cluster, outlook, rate, prepared=None)
+    return by.recover(cluster, outlook, rate, prepared=None)
 
 
 def report(by: Planner, factors: Mapping[int, float], *, steps: int, forward_s: float, backward_s: float) -> None:
@@ -83,21 +83,21 @@ def report(by: Planner, factors: Mapping[int, float], *, steps: int, forward_s: 
     for _ in range(steps):
         for worker in range(6):
             factor = factors.get(worker, 1.0)
-            by.measure(
+            by.calibration.operations(
                 worker, OperationTimes(forward_s=factor * forward_s, backward_s=factor * backward_s, longest_s=1.0)
             )
 
 
 def corrections(decision: RecoveryPlan) -> dict[str, float]:
     """The factors by which its predictions were corrected."""
-    found = decision.known["corrections"]
+    found = decision.inputs["corrections"]
     assert isinstance(found, dict)
     return {name: factor for name, factor in found.items() if name != "slow"}
 
 
 def predictions(decision: RecoveryPlan) -> dict[str, float]:
-    assert decision.weighed is not None
-    return {each.policy: each.step_s for each in decision.weighed.candidates if each.step_s is not None}
+    assert decision.decision is not None
+    return {each.policy: each.step_s for each in decision.decision.candidates if each.step_s is not None}
 
 
 def test_what_a_recomputing_worker_runs_again_is_not_counted_twice() -> None:
@@ -140,7 +140,7 @@ def test_what_operations_do_not_explain_makes_all_steps_longer(profile: Profile 
     report(by, {}, steps=4, forward_s=0.02, backward_s=0.04)
     before = predictions(lose(by, decision, 1))
     for _ in range(6):
-        by.stepped(1.0)
+        by.calibration.step(1.0)
     lost = lose(by, decision, 1)
     after = predictions(lost)
     assert corrections(lost)["step"] > 1
@@ -158,7 +158,7 @@ def test_decisions_go_round_a_worker_that_is_persistently_slower(profile: Profil
     assert shares(lose(by, decision, 1).plan) == fair, "one slow step is none"
     report(by, {3: 4.0}, steps=10, forward_s=0.02, backward_s=0.04)
     lost = lose(by, decision, 1)
-    assert lost.known["corrections"] == {**corrections(lost), "slow": {"3": 0.25}}
+    assert lost.inputs["corrections"] == {**corrections(lost), "slow": {"3": 0.25}}
     found = shares(lost.plan)
     assert found[3] < 0.75 * fair[3]
     assert found[3] < min(found[worker] for worker in (0, 2, 4, 5))
@@ -185,9 +185,9 @@ def test_transfers_that_took_longer_make_stalls_longer_where_something_moves() -
     )
     by.transferred(moved, 5 * PROFILE.intra_host.message_s(10**9), HOSTS)
     after = lose(by, decision, 1)
-    assert before.weighed is not None
-    assert after.weighed is not None
-    pairs = list(zip(before.weighed.candidates, after.weighed.candidates, strict=True))
+    assert before.decision is not None
+    assert after.decision is not None
+    pairs = list(zip(before.decision.candidates, after.decision.candidates, strict=True))
     assert any(old.moved_bytes for old, _ in pairs)
     for old, new in pairs:
         assert old.transfer_s is not None
@@ -229,4 +229,4 @@ def test_what_was_known_is_told() -> None:
     assert event["horizon_s"] == pytest.approx(156.55, abs=0.01)
     rerouted = planner(policy="reroute")
     decision = lose(rerouted, begin(rerouted), 1)
-    assert lose(rerouted, decision, 2).known["plan"] == "2 pipelines of 2 stages; 2 detours"
+    assert lose(rerouted, decision, 2).inputs["plan"] == "2 pipelines of 2 stages; 2 detours"

@@ -160,7 +160,8 @@ def test_without_a_last_holder_all_go_back_to_the_newest_checkpoint() -> None:
     assert decision.lost_layers == (2, 3)
     assert decision.plan.workers == (0, 2, 4)
     assert decision.action == (
-        "nobody holds layers 2-3 any more: back to the checkpoint of step 5, 3 pipelines of 1 stage; 2 steps repeated"
+        "no worker holds layers 2-3 any more: back to the checkpoint of step 5, 3 pipelines of 1 stage; "
+        "2 steps repeated"
     )
 
 
@@ -170,10 +171,10 @@ def test_chameleon_reads_it_into_the_fastest_plan() -> None:
     assert (decision.policy, decision.first_step, decision.load, decision.transition) == ("checkpoint", 5, 5, None)
     assert decision.lost_layers == (2, 3)
     assert decision.plan == find_plan(outlook_of(found).costs).best.plan
-    assert decision.weighed is not None
-    assert decision.weighed.course is not None
-    assert (decision.program, decision.prepared) == (decision.weighed.course.program, False)
-    again = decide(found, outlook_of(found), policy="chameleon", rate=RATE, prepared=decision.weighed)
+    assert decision.decision is not None
+    assert decision.decision.course is not None
+    assert (decision.program, decision.prepared) == (decision.decision.course.program, False)
+    again = decide(found, outlook_of(found), policy="chameleon", rate=RATE, prepared=decision.decision)
     assert (again.policy, again.prepared, again.plan) == ("checkpoint", True, decision.plan)
     with pytest.raises(NoHolderError, match="no live worker holds layers 2-3"):
         decided(dataclasses.replace(found, checkpoints=()), policy="chameleon")
@@ -248,12 +249,12 @@ def test_a_re_partition_says_what_moves_and_rolls_forward_first() -> None:
     assert (decision.first_step, decision.load, decision.roll_forward) == (8, "keep", vote(7))
     assert decision.transition is not None
     assert decision.transition.transfer.placement == decision.plan.placement
-    assert decision.everyone == (0, 1, 2, 4, 5)
+    assert decision.participants == (0, 1, 2, 4, 5)
     assert decision.action.startswith("step 7 applied, ")
     assert decision.action.endswith("; on with step 8")
     assert " to " in decision.action
-    assert decision.weighed is not None
-    assert decision.weighed.to_json()["chosen"] == decision.policy
+    assert decision.decision is not None
+    assert decision.decision.to_json()["chosen"] == decision.policy
 
 
 def test_layers_that_were_received_already_do_not_move_again() -> None:
@@ -292,7 +293,7 @@ def test_what_begins_anew_waits_for_a_complete_checkpoint() -> None:
 
 def test_with_nobody_lost_nothing_is_weighed() -> None:
     decision = decided(situation(all_but(state=quiesced(7))), policy="repartition")
-    assert (decision.plan, decision.transition, decision.weighed) == (PLAN, None, None)
+    assert (decision.plan, decision.transition, decision.decision) == (PLAN, None, None)
 
 
 def test_layers_whose_holders_are_all_lost_come_from_whoever_has_received_them() -> None:
@@ -334,8 +335,8 @@ def with_newcomer(*lost: int) -> ClusterState:
 def test_a_newcomer_is_weighed_though_nobody_is_lost() -> None:
     decision = decided(with_newcomer())
     assert (decision.plan, decision.policy, decision.transition) == (TWO, recovery.STAY, None)
-    assert decision.weighed is not None
-    assert [each.policy for each in decision.weighed.candidates] == [recovery.STAY]
+    assert decision.decision is not None
+    assert [each.policy for each in decision.decision.candidates] == [recovery.STAY]
     assert decision.action == "on with step 7 and the same routes"
 
 
@@ -365,5 +366,5 @@ def test_what_was_prepared_is_done_if_it_still_is_for_the_same() -> None:
     # By the policy of this decision it could not have been chosen.
     found = with_newcomer()
     decision = decide(found, outlook_of(found), policy="reroute", rate=RATE, prepared=weighed)
-    assert decision.weighed is weighed
+    assert decision.decision is weighed
     assert decision.prepared

@@ -241,7 +241,7 @@ async def test_who_comes_while_others_regroup_is_held_back(stage: Stage) -> None
         stage.say(rank, Ready())
         stage.quiesce(3, 3, 0, 3)
         order = stage.order()
-        assert 1 not in order.everyone
+        assert 1 not in order.participants
         stage.start(order.members)
         assert rank.count(Stop) == 0
         await until(lambda: stage.ranks[0].count(Pause))
@@ -429,7 +429,7 @@ async def test_a_loss_in_the_stop_for_a_newcomer_does_not_hide_what_became_of_it
         stage.quiesce(3, 4, 0, 1, 3)
         stage.reap(2)
         order = stage.order()
-        assert 2 not in order.everyone
+        assert 2 not in order.participants
         stage.start()
     (record,) = stage.events("join")
     placed, spare = ([1], []) if 1 in order.members else ([], [1])
@@ -465,7 +465,7 @@ async def test_a_newcomer_that_dies_in_its_transition(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await come_back(stage)
-        assert 1 in stage.order().everyone
+        assert 1 in stage.order().participants
         stage.say(stage.host, WorkerExited(worker=1, incarnation=2, exit_code=-9))
         old = {worker: stage.layers_of(worker) for worker in (0, 2, 3)}
         for worker in (0, 2, 3):
@@ -689,7 +689,7 @@ async def test_who_expects_layers_and_gets_no_orders_is_told_that_nothing_comes(
         stage.coordinator.state = replace(state, scale_up=scale_up)
         stage.say(stage.ranks[0], PeerFailed(generation=2, peer=None, error="a collective failed"))
         stage.quiesce(3, 3)
-        assert 1 not in stage.order().everyone
+        assert 1 not in stage.order().participants
         assert rank.last(Preallocate).layers == ()
         assert stage.ranks[0].count(Preallocate) == 0, "this one has orders"
         stage.start()

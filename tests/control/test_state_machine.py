@@ -209,7 +209,7 @@ class Runs(RuleBasedStateMachine):
     @rule(is_change=st.booleans(), worker=WORKERS, fails=st.booleans())
     def consider(self, is_change: bool, worker: int, fails: bool) -> None:
         if fails:
-            question = self.history.considerations.pop(0).question
+            question = self.history.considerations.pop(0).scale_up.question
             self.history.happen(Considered(at=self.history.at, question=question, incoming={}, error="an error"))
         else:
             self.history.consider(is_change=is_change, incoming={worker: ((0, 8),)})

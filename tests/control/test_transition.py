@@ -38,7 +38,7 @@ def test_what_moves_and_what_is_kept() -> None:
     held = {0: (0, 1), 2: (0, 1), 3: (2, 3)}  # worker 1 is lost
     planned = plan_transition(placed(OLD), placed({0: [0], 2: [1, 2], 3: [3]}), held=held, layers=COSTS)
     assert planned is not None
-    assert planned.everyone == (0, 2, 3)
+    assert planned.participants == (0, 2, 3)
     assert planned.keep == held, "all that is in force, although worker 0 does not need layer 1 any more"
     assert planned.moves_of(2, COSTS) == planned.moves_of(3, COSTS) == ((0, 3, 2, 2, 32),)
     assert planned.moves_of(0, COSTS) == ()
@@ -48,7 +48,7 @@ def test_who_has_no_part_in_the_new_plan_takes_part_until_the_switch() -> None:
     held = {0: (0, 1), 2: (0, 1), 3: (2, 3)}
     planned = plan_transition(placed(OLD), placed({0: range(4)}), held=held, layers=COSTS)
     assert planned is not None
-    assert planned.everyone == (0, 2, 3)
+    assert planned.participants == (0, 2, 3)
     assert planned.keep[2] == (0, 1)
 
 
@@ -56,7 +56,7 @@ def test_a_spare_begins_anew() -> None:
     held = {0: (0, 1), 3: (2, 3), 7: ()}
     planned = plan_transition(placed(OLD), placed({0: [0, 1], 7: [2, 3]}), held=held, layers=COSTS)
     assert planned is not None
-    assert planned.everyone == (0, 3, 7)
+    assert planned.participants == (0, 3, 7)
     assert planned.keep[7] == ()
 
 
@@ -97,10 +97,10 @@ class Model:
     def attempt(self, new: Placement, planned: PlannedTransition, data: st.DataObject) -> None:
         """One transition that ends anywhere: each worker gets as far as it may before the failure comes."""
         self.generation += 1
-        begun = {worker for worker in planned.everyone if data.draw(st.booleans(), label=f"{worker} begins")}
+        begun = {worker for worker in planned.participants if data.draw(st.booleans(), label=f"{worker} begins")}
         for worker in begun:
             self.held[worker] = set(planned.keep[worker])
-        complete = begun == set(planned.everyone) and data.draw(st.booleans(), label="all have confirmed")
+        complete = begun == set(planned.participants) and data.draw(st.booleans(), label="all have confirmed")
         for worker in begun:
             arriving = [m for m in planned.transfer.messages if m.destination == worker]
             layers = {layer for message in arriving for layer in message.layers}

@@ -151,7 +151,9 @@ def transition_between(before: Holders, after: Holders) -> PlannedTransition:
 
 
 def part_of(planned: PlannedTransition, worker: int) -> Transition:
-    return Transition(everyone=planned.everyone, keep=planned.keep[worker], moves=planned.moves_of(worker, COSTS))
+    return Transition(
+        participants=planned.participants, keep=planned.keep[worker], moves=planned.moves_of(worker, COSTS)
+    )
 
 
 def nobody_fails(worker: int, directory: Path) -> FaultInjector:
@@ -180,8 +182,8 @@ def carry_out(
         finally:
             mover.end()
 
-    with ThreadPoolExecutor(len(planned.everyone)) as pool:
-        return dict(zip(planned.everyone, pool.map(one, planned.everyone), strict=True))
+    with ThreadPoolExecutor(len(planned.participants)) as pool:
+        return dict(zip(planned.participants, pool.map(one, planned.participants), strict=True))
 
 
 # --- one layer -------------------------------------------------------------------------------------------------------
@@ -402,7 +404,7 @@ def test_from_any_placement_to_any_other(
     job = toy_job(LAYERS)
     reference = trained(job, range(LAYERS))
     planned = transition_between(before, after)
-    states = {worker: trained(job, before.get(worker, [])) for worker in planned.everyone}
+    states = {worker: trained(job, before.get(worker, [])) for worker in planned.participants}
     moved = carry_out(planned, states, Network(), tmp_path_factory.getbasetemp(), ahead=ahead)
     size = {layer: tensor_bytes(reference.state_of(layer)) for layer in range(LAYERS)}
     expected = sum(size[layer] for worker, own in after.items() for layer in set(own) - set(before.get(worker, [])))
@@ -446,7 +448,7 @@ def test_failures_of_the_phases_come_when_they_are_due(
     failed: list[str] = []
     monkeypatch.setattr(FaultInjector, "fail", lambda self, kind, *, phase, step: failed.append(f"{phase} of {step}"))
     planned = transition_between({0: [0, 1], 1: [2, 3], 2: [4]}, {0: [0], 1: [1, 2, 3], 2: [4]})
-    states = {each: trained(toy_job(LAYERS), planned.keep[each]) for each in planned.everyone}
+    states = {each: trained(toy_job(LAYERS), planned.keep[each]) for each in planned.participants}
     planning = Failure(step=2, worker=worker, phase=phase)
     faults = {
         each: FaultInjector(each, [planning], log=FaultLog(tmp_path / "faults.jsonl"), disconnect=lambda: None)
@@ -458,5 +460,5 @@ def test_failures_of_the_phases_come_when_they_are_due(
 
 
 def test_a_worker_needs_the_channels_of_what_it_sends_and_receives() -> None:
-    transition = Transition(everyone=(0, 1, 2), keep=(), moves=((0, 1, 0, 3, 9), (0, 0, 2, 1, 9), (1, 1, 0, 4, 9)))
+    transition = Transition(participants=(0, 1, 2), keep=(), moves=((0, 1, 0, 3, 9), (0, 0, 2, 1, 9), (1, 1, 0, 4, 9)))
     assert channels_of_transition(transition) == (Channel(0, 2, True), Channel(1, 0, True))

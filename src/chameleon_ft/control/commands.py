@@ -1,13 +1,15 @@
-"""The commands that a change of state leads to: what is to be done outside, in the order in which they are given."""
+"""The commands that a change of state leads to: work outside the state machine.
+
+They are carried out in their order, with the state that the event led to.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan
-from chameleon_ft.control.decisions.request import DecisionRequest, LossRequest
+from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.wire.messages import Message, OperationTimes
 from chameleon_ft.observe import FailureRecord, JoinRecord, OutcomeRecord, RunStatus, StepRecord
 
@@ -16,7 +18,6 @@ __all__ = [
     "CompleteCheckpoint",
     "ConsiderScaleUp",
     "Decide",
-    "DecideStart",
     "Drop",
     "Finish",
     "ForgetDecisions",
@@ -34,11 +35,17 @@ __all__ = [
 ]
 
 
+class Command:
+    """Base of all commands."""
+
+    __slots__ = ()
+
+
 # --- connections -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(Command):
     """Send a message, if the connection is still there."""
 
     connection: int
@@ -46,7 +53,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Command):
     """Answer a rank that has joined with all that it needs to load what it trains."""
 
     connection: int
@@ -54,7 +61,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Command):
     """Close a connection without waiting for the other end, which may not answer."""
 
     connection: int
@@ -72,29 +79,34 @@ class OtherRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """Write down what happened, and show it."""
+class Record(Command):
+    """Write a record and show it."""
 
     record: StepRecord | FailureRecord | JoinRecord | OutcomeRecord | OtherRecord
 
 
 @dataclass(frozen=True, slots=True)
-class LogFault:
+class RecordScaleUp(Command):
+    """Record the decision to continue without the newcomers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogFault(Command):
     """Note that a worker is about to be killed on purpose, so that its detection can be timed."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class CompleteCheckpoint:
+class CompleteCheckpoint(Command):
     """Mark the checkpoint that resumes at `step` as complete, and remove those that are not needed any more."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """The run is over; nothing follows."""
+class Finish(Command):
+    """End the run; nothing follows."""
 
     status: RunStatus
     reason: str
@@ -104,67 +116,30 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class DecideStart:
-    """Choose the first plan, with the newest checkpoint if the run is resumed. Answered by `Decided`."""
-
-    question: int
-    workers: tuple[int, ...]
+class Decide(Command):
+    """Choose the first plan, or how to continue while every survivor waits. Answer: `Decided` or `DecisionFailed`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decide:
-    """Choose how to continue; every survivor waits. Answered by `Decided` or `DecisionFailed`."""
+class Launch(Command):
+    """Work out the orders of a generation and send them. Answer: `Launched` or `DecisionFailed`."""
 
-    question: int
-    request: LossRequest
-    cluster: ClusterState
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Work out a generation's orders and hand them out. Answered by `Launched` or `DecisionFailed`.
-
-    Attributes:
-        question: that led to it.
-        hosts: worker -> its host.
-        connections: of the workers that get orders.
-        is_first: whether the run begins with it.
-    """
-
-    question: int
-    generation: int
     plan: RecoveryPlan
-    hosts: Mapping[int, str]
-    connections: Mapping[int, int]
     is_first: bool
 
 
 @dataclass(frozen=True, slots=True)
-class ConsiderScaleUp:
-    """Decide beside training whether to stop for the newcomers. Answered by `Considered`."""
-
-    question: int
-    request: DecisionRequest
+class ConsiderScaleUp(Command):
+    """Decide beside training whether to stop for the newcomers. Answer: `Considered`."""
 
 
 @dataclass(frozen=True, slots=True)
-class RecordScaleUp:
-    """Record that what was considered is to continue as before."""
-
-    question: int
-    generation: int
-    step: int
+class PrepareDecisions(Command):
+    """Prepare decisions on the next loss beside training, unless those that are prepared still fit."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareDecisions:
-    """Prepare decisions on the next loss beside training; what fits already, stays."""
-
-    request: DecisionRequest
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetDecisions:
+class ForgetDecisions(Command):
     """Discard the prepared decisions."""
 
 
@@ -172,44 +147,22 @@ class ForgetDecisions:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasureOperations:
-    """Take in how long the operations of a worker took in a step."""
+class MeasureOperations(Command):
+    """Take in the durations of a worker's operations in a step."""
 
     worker: int
     times: OperationTimes
 
 
 @dataclass(frozen=True, slots=True)
-class MeasureStep:
-    """Take in how long a step took."""
+class MeasureStep(Command):
+    """Take in the duration of a step."""
 
     step_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class MeasureTransfer:
-    """Take in how long the transfer of the generation took that was launched last."""
+class MeasureTransfer(Command):
+    """Take in the duration of the newest generation's transfer."""
 
     transfer_s: float
-    hosts: Mapping[int, str]
-
-
-Command: TypeAlias = (
-    Send
-    | Welcome
-    | Drop
-    | Record
-    | LogFault
-    | CompleteCheckpoint
-    | Finish
-    | DecideStart
-    | Decide
-    | Launch
-    | ConsiderScaleUp
-    | RecordScaleUp
-    | PrepareDecisions
-    | ForgetDecisions
-    | MeasureOperations
-    | MeasureStep
-    | MeasureTransfer
-)

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections import deque
 from concurrent.futures import Executor
-from dataclasses import replace
+from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -17,12 +17,12 @@ from chameleon_ft.control import commands, events
 from chameleon_ft.control.decisions.decision_cache import DecisionCache
 from chameleon_ft.control.decisions.decisions import Decisions
 from chameleon_ft.control.decisions.planner import Planner
+from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.state.incident import Fault
 from chameleon_ft.control.state.state import Phase, Settings, State
 from chameleon_ft.control.state_machine import TICK_S, step
 from chameleon_ft.control.wire import messages
-from chameleon_ft.control.wire.messages import Committed, Departure, Hello, Message
 from chameleon_ft.control.wire.server import Peer
 from chameleon_ft.errors import ControlError, NoHolderError, ProfileError
 from chameleon_ft.observe import (
@@ -40,7 +40,6 @@ from chameleon_ft.observe import (
 )
 from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile
-from chameleon_ft.transfer import Transfer
 
 __all__ = ["Coordinator"]
 
@@ -86,7 +85,6 @@ class Coordinator:
         self._ids: WeakKeyDictionary[Peer, int] = WeakKeyDictionary()
         self._peers: dict[int, Peer] = {}
         self._next_id = 0
-        self._transfer: Transfer | None = None  # of the generation that was launched last
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
         settings = Settings.of(config, run, num_layers=job.num_layers)
@@ -125,14 +123,14 @@ class Coordinator:
 
     # --- what the server calls ---------------------------------------------------------------------------------------
 
-    def message(self, peer: Peer, message: Message) -> None:
+    def message(self, peer: Peer, message: messages.Message) -> None:
         """Act on what a peer says. Raises ControlError if it may not say that."""
         if peer not in self._ids:
             self._next_id += 1
             self._ids[peer], self._peers[self._next_id] = self._next_id, peer
         self._handle(events.Received(at=_now(), connection=self._ids[peer], message=message))
 
-    def departed(self, peer: Peer, how: Departure) -> None:
+    def departed(self, peer: Peer, how: messages.Departure) -> None:
         """Act on the end of a connection."""
         if (connection := self._ids.get(peer)) is not None:
             self._peers.pop(connection, None)
@@ -157,7 +155,7 @@ class Coordinator:
     # --- events and commands -----------------------------------------------------------------------------------------
 
     def _handle(self, event: events.Event) -> None:
-        """Change the state by an event and by those that its commands lead to. Raises ControlError, see `step`."""
+        """Change the state by an event and by the answers to its commands. Raises ControlError, see `step`."""
         self._refresh_faults(event)
         events = deque([event])
         while events:
@@ -171,7 +169,7 @@ class Coordinator:
 
     def _refresh_faults(self, event: events.Event) -> None:
         """Read the injected failures if the event may reveal a loss or be the time to record one."""
-        if isinstance(event, events.Received) and isinstance(event.message, Committed):
+        if isinstance(event, events.Received) and isinstance(event.message, messages.Committed):
             return
         if isinstance(event, events.Ticked) and self.state.phase is not Phase.STOPPING:
             return
@@ -184,7 +182,7 @@ class Coordinator:
 
     def _require_costs(self, state: State, event: events.Event) -> None:
         """Raise ControlError if a rank joins a running training and no costs of its links are known."""
-        if not (isinstance(event, events.Received) and isinstance(event.message, Hello)):
+        if not (isinstance(event, events.Received) and isinstance(event.message, messages.Hello)):
             return
         if self.state.phase in (Phase.GATHERING, Phase.OVER):
             return
@@ -195,61 +193,56 @@ class Coordinator:
 
     def _execute(self, command: commands.Command) -> events.Event | None:
         """Carry out a command; return the event that it leads to at once, if any."""
+        state = self.state
         match command:
             case commands.Send(connection=connection, message=message):
                 self._send(connection, message)
             case commands.Welcome(connection=connection, incarnation=incarnation):
-                self._send(connection, self._welcome(incarnation))
+                config, boundaries = config_to_toml(self._config), self._job.boundaries
+                run = str(self._run.path)
+                welcome = messages.Welcome(config=config, run=run, boundaries=boundaries, incarnation=incarnation)
+                self._send(connection, welcome)
             case commands.Drop(connection=connection):
                 if (peer := self._peers.get(connection)) is not None:
                     peer.drop()
             case commands.Record(record=record):
                 self._record(record)
+            case commands.RecordScaleUp():
+                fields = self._decisions.describe_scale_up(state)
+                self._recorder.event("decision", generation=state.generation, trigger="join", **fields)
             case commands.LogFault(worker=worker):
                 self._fault_log.append(worker=worker, kind="kill", phase=None, step=None)
             case commands.CompleteCheckpoint(step=checkpoint):
-                self._complete_checkpoint(checkpoint)
+                mark_complete(self._run.checkpoints, checkpoint, model=self._job.fingerprint)
+                # Removing old ones may be slow.
+                prune = partial(prune_checkpoints, self._run.checkpoints, keep=self._config.checkpoint.keep)
+                asyncio.get_running_loop().run_in_executor(None, prune)
             case commands.Finish(status=status, reason=reason):
                 self._finish(status, reason)
-            case commands.DecideStart(question=question, workers=workers):
-                checkpoints = complete_checkpoints(self._run.checkpoints) if self._resume else []
-                plan = self._planner.start(workers, checkpoint=checkpoints[-1] if checkpoints else None)
-                return events.Decided(at=_now(), question=question, plan=plan)
             case commands.Decide():
-                return self._decide(command)
-            case commands.Launch():
-                return self._launch(command)
+                return self._decide(state)
+            case commands.Launch(plan=plan, is_first=is_first):
+                return self._launch(state, plan, is_first=is_first)
             case commands.ConsiderScaleUp():
-                task = asyncio.get_running_loop().create_task(self._consider(command))
+                task = asyncio.get_running_loop().create_task(self._consider(state))
                 self._tasks.add(task)
                 task.add_done_callback(self._task_done)
-            case commands.RecordScaleUp(question=question, generation=generation, step=committed):
-                fields = self._decisions.describe_scale_up(question, step=committed)
-                self._recorder.event("decision", generation=generation, trigger="join", **fields)
-            case commands.PrepareDecisions(request=request):
-                self._decisions.prepare(request)
+            case commands.PrepareDecisions():
+                self._decisions.prepare(state)
             case commands.ForgetDecisions():
                 self._decisions.forget()
             case commands.MeasureOperations(worker=worker, times=times):
-                self._planner.measure(worker, times)
+                self._planner.calibration.operations(worker, times)
             case commands.MeasureStep(step_s=step_s):
-                self._planner.stepped(step_s)
-            case commands.MeasureTransfer(transfer_s=transfer_s, hosts=hosts):
-                if self._transfer is not None:
-                    self._planner.transferred(self._transfer, transfer_s, hosts)
+                self._planner.calibration.step(step_s)
+            case commands.MeasureTransfer(transfer_s=transfer_s):
+                if state.active is not None and state.active.transfer is not None:
+                    self._planner.transferred(state.active.transfer, transfer_s, state.members.hosts())
         return None
 
-    def _send(self, connection: int, message: Message) -> None:
+    def _send(self, connection: int, message: messages.Message) -> None:
         if (peer := self._peers.get(connection)) is not None:
             peer.send(message)
-
-    def _welcome(self, incarnation: int) -> messages.Welcome:
-        return messages.Welcome(
-            config=config_to_toml(self._config),
-            run=str(self._run.path),
-            boundaries=self._job.boundaries,
-            incarnation=incarnation,
-        )
 
     def _record(self, record: StepRecord | FailureRecord | JoinRecord | OutcomeRecord | commands.OtherRecord) -> None:
         match record:
@@ -264,71 +257,56 @@ class Coordinator:
             case commands.OtherRecord(event=event, fields=fields):
                 self._recorder.event(event, **fields)
 
-    def _complete_checkpoint(self, checkpoint: int) -> None:
-        mark_complete(self._run.checkpoints, checkpoint, model=self._job.fingerprint)
-        # To remove old ones may take long.
-        loop, keep = asyncio.get_running_loop(), self._config.checkpoint.keep
-        loop.run_in_executor(None, lambda: prune_checkpoints(self._run.checkpoints, keep=keep))
-
     def _finish(self, status: RunStatus, reason: str) -> None:
         if not self._end.done():
             self._end.set_result((status, reason))
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
-    def _decide(self, command: commands.Decide) -> events.Event:
+    def _decide(self, state: State) -> events.Event:
+        question, checkpoints = state.question, complete_checkpoints(self._run.checkpoints)
+        if state.active is None:
+            checkpoint = checkpoints[-1] if checkpoints and self._resume else None
+            plan = self._planner.start(state.members.live(), checkpoint=checkpoint)
+            return events.Decided(at=_now(), question=question, plan=plan)
         try:
-            cluster = replace(command.cluster, checkpoints=complete_checkpoints(self._run.checkpoints))
-            plan, timing = self._decisions.decide(cluster, command.request)
+            plan, chosen_at = self._decisions.decide(state, checkpoints)
         except NoHolderError as error:
-            return events.DecisionFailed(at=_now(), question=command.question, reason=f"{error}{_NO_CHECKPOINT}")
+            return events.DecisionFailed(at=_now(), question=question, reason=f"{error}{_NO_CHECKPOINT}")
         except (ControlError, ProfileError) as error:
-            return events.DecisionFailed(at=_now(), question=command.question, reason=str(error))
-        return events.Decided(
-            at=_now(),
-            question=command.question,
-            plan=plan,
-            weighed_at=timing.weighed_at,
-            looked_up=timing.looked_up,
-        )
+            return events.DecisionFailed(at=_now(), question=question, reason=str(error))
+        return events.Decided(at=_now(), question=question, plan=plan, chosen_at=chosen_at)
 
-    def _launch(self, command: commands.Launch) -> events.Event:
-        """Hand out the orders of a generation."""
-        plan, generation = command.plan, command.generation
-        self._transfer = None if plan.transition is None else plan.transition.transfer
+    def _launch(self, state: State, plan: RecoveryPlan, *, is_first: bool) -> events.Event:
+        """Send the orders of a generation."""
+        generation = state.generation
         try:
             planned, orders = self._planner.orders(
-                plan, command.hosts, generation=generation, store_port=self._store_port
+                plan, state.members.hosts(), generation=generation, store_port=self._store_port
             )
-        except ProfileError as error:  # of the links between hosts that have turned out to be several
-            return events.DecisionFailed(at=_now(), question=command.question, reason=str(error))
+        except ProfileError as error:  # a link between hosts without costs
+            return events.DecisionFailed(at=_now(), question=state.question, reason=str(error))
         for worker, order in orders.items():
-            if worker in command.connections:
-                self._send(command.connections[worker], order)
+            if (connection := state.members[worker].connection) is not None:
+                self._send(connection, order)
         launched = events.Launched(at=_now(), generation=generation)
-        # Before any answer is looked at: what is recorded of a generation means nothing without its plan.
+        # Before any answer is handled: records of a generation mean nothing without its plan.
         self._recorder.plan(planned, policy=plan.policy)
-        if command.is_first:
+        if is_first:
             self._recorder.started(self._planner.describe(plan, run=str(self._run.path), generation=generation))
         return launched
 
-    async def _consider(self, command: commands.ConsiderScaleUp) -> None:
-        question = command.question
+    async def _consider(self, state: State) -> None:
+        question = state.scale_up.question
         try:
-            found = await self._decisions.consider(question, command.request)
+            found = await self._decisions.consider(state)
         except Exception as error:  # noqa: BLE001 - the executor's process may be gone; training goes on without
             reason = f"{type(error).__name__}: {error}"
-            self._handle(events.Considered(at=_now(), question=question, incoming={}, error=reason))
-            return
-        self._handle(
-            events.Considered(
-                at=_now(),
-                question=question,
-                live=found.context.live,
-                is_change=found.is_change,
-                incoming=found.incoming,
-            )
-        )
+            answer = events.Considered(at=_now(), question=question, incoming={}, error=reason)
+        else:
+            live, is_change, incoming = found.context.live, found.is_change, found.incoming
+            answer = events.Considered(at=_now(), question=question, live=live, is_change=is_change, incoming=incoming)
+        self._handle(answer)
 
     def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:
         self._handle(events.DecisionsPrepared(at=_now(), losses=losses, prepare_s=prepare_s, error=error))

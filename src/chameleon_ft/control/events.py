@@ -1,10 +1,9 @@
-"""The events that change the state of a run: what happens outside, each with its time."""
+"""The events that change the state of a run: what happens outside the state machine, each with its time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.state.incident import Fault
@@ -32,19 +31,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A time by both clocks: Unix seconds for records, monotonic seconds for what is waited for."""
+    """A time by both clocks: Unix seconds for records, monotonic seconds for deadlines."""
 
     unix_s: float
     monotonic_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Event:
+class Event:
+    """Base of all events."""
+
     at: Moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Received(_Event):
+class Received(Event):
     """A message has come on a connection."""
 
     connection: int
@@ -52,7 +53,7 @@ class Received(_Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disconnected(_Event):
+class Disconnected(Event):
     """A connection has ended."""
 
     connection: int
@@ -60,7 +61,7 @@ class Disconnected(_Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected(_Event):
+class Rejected(Event):
     """A connection was turned away."""
 
     address: str
@@ -68,56 +69,50 @@ class Rejected(_Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ticked(_Event):
+class Ticked(Event):
     """Time went on; comes about every `TICK_S` seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultsInjected(_Event):
-    """Failures that were injected: all that this run has seen, oldest first."""
+class FaultsInjected(Event):
+    """Failures were injected: all that this run has seen, oldest first."""
 
     faults: tuple[Fault, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decided(_Event):
-    """The answer to `Decide` or `DecideStart`.
-
-    Attributes:
-        weighed_at: when it was known what is chosen, in Unix seconds.
-        looked_up: whether that had been prepared.
-    """
+class Decided(Event):
+    """The answer to `Decide`; `chosen_at` is the Unix time at which the choice was known."""
 
     question: int
     plan: RecoveryPlan
-    weighed_at: float = 0.0
-    looked_up: bool = False
+    chosen_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionFailed(_Event):
-    """Nothing can be done about `question`, or the plan that was decided on cannot be carried out."""
+class DecisionFailed(Event):
+    """There is no feasible plan, or the chosen one cannot be carried out."""
 
     question: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched(_Event):
-    """The orders of a generation have been handed out."""
+class Launched(Event):
+    """The orders of a generation have been sent."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Considered(_Event):
+class Considered(Event):
     """The answer to `ConsiderScaleUp`.
 
     Attributes:
-        live: workers that it was made for.
+        live: workers that the decision was made for.
         is_change: whether it is better to stop for the newcomers than to continue as before.
         incoming: worker -> layers that come to it in that case.
-        error: why there is no answer; None if there is one.
+        error: reason of a decision that failed.
     """
 
     question: int
@@ -128,7 +123,7 @@ class Considered(_Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionsPrepared(_Event):
+class DecisionsPrepared(Event):
     """Decisions on the loss of each of `losses` single workers are prepared; or none will be, because of an error."""
 
     losses: int
@@ -137,29 +132,13 @@ class DecisionsPrepared(_Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interrupted(_Event):
+class Interrupted(Event):
     """The user wants the run to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndRequested(_Event):
+class EndRequested(Event):
     """The run has to end for a reason outside the state machine."""
 
     status: RunStatus
     reason: str
-
-
-Event: TypeAlias = (
-    Received
-    | Disconnected
-    | Rejected
-    | Ticked
-    | FaultsInjected
-    | Decided
-    | DecisionFailed
-    | Launched
-    | Considered
-    | DecisionsPrepared
-    | Interrupted
-    | EndRequested
-)

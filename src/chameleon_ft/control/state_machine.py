@@ -197,9 +197,9 @@ def _hello(draft: Draft, connection: int, hello: messages.Hello) -> None:
         draft.set(
             generation=state.generation + 1,
             question=state.question + 1,
-            outcomes=state.outcomes.begun(draft.at.unix_s),
+            outcomes=replace(state.outcomes, since=draft.at.unix_s),
         )
-        draft.do(commands.DecideStart(draft.state.question, live))
+        draft.do(commands.Decide())
 
 
 def _exited(draft: Draft, worker: Worker, message: messages.WorkerExited) -> None:
@@ -260,9 +260,7 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
     incidents.detect(draft, signals.StepCommitted(draft.at.monotonic_s, message.step_s))
     # Workers that train have switched to the newest plan.
     if state.phase is Phase.TRAINING and set(state.members.live()).issuperset(state.active.plan.workers):
-        # With the next loss half a step will be lost, on average.
-        repeat_s = draft.state.detectors.watchdog.step_s / 2
-        draft.do(commands.PrepareDecisions(scale_up.training_request(draft, repeat_s=repeat_s)))
+        draft.do(commands.PrepareDecisions())
     draft.do(
         commands.Record(
             StepRecord(

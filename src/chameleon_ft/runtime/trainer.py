@@ -223,7 +223,7 @@ class Trainer:
         segments: tuple[Segment, ...],
         communicators: Communicators,
     ) -> None:
-        """Receive and send layers, and switch once everyone has confirmed. Raises CommunicationError."""
+        """Receive and send layers, and switch once all participants have confirmed. Raises CommunicationError."""
         assert self._held is not None
         start = time.perf_counter()
         moved_bytes = self._mover.carry_out(transition, self._held, communicators, step=order.first_step)
@@ -284,7 +284,7 @@ class Trainer:
         return Membership(
             generation=order.generation,
             worker=self._context.worker,
-            members=order.everyone,
+            members=order.participants,
             groups=tuple(dict.fromkeys((order.members, *groups))),
             channels=channels,
             store=join_address(self._context.coordinator_host, order.store_port),

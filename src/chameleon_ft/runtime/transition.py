@@ -76,9 +76,9 @@ class Mover:
         self._leaving.clear()
 
     def carry_out(self, transition: Transition, held: HeldLayers, communicators: Communicators, *, step: int) -> int:
-        """Send and receive layers, and return once everyone has confirmed that it holds its part. `begin` comes first.
+        """Send and receive layers, and return once all participants have confirmed that they hold their part.
 
-        What arrives is taken into `held`; nothing is dropped.
+        `begin` comes first. What arrives is taken into `held`; nothing is dropped.
 
         Args:
             step: the step that comes next.
@@ -92,7 +92,7 @@ class Mover:
         """
         received = self._move(transition.moves, held, communicators, step)
         self.end()
-        return self._confirm(received, transition.everyone, communicators, step)
+        return self._confirm(received, transition.participants, communicators, step)
 
     def _move(self, moves: Sequence[_Move], held: HeldLayers, communicators: Communicators, step: int) -> int:
         """Go through the rounds. In each, layers go out and come in one by one and side by side.
@@ -130,16 +130,16 @@ class Mover:
             stand_ins=self._stand_ins,
         )
 
-    def _confirm(self, received: int, everyone: tuple[int, ...], communicators: Communicators, step: int) -> int:
+    def _confirm(self, received: int, participants: tuple[int, ...], communicators: Communicators, step: int) -> int:
         ballot = torch.tensor([float(received), 1.0], dtype=torch.float64)
-        if len(everyone) > 1:
-            result = communicators.vote(ballot, everyone)
+        if len(participants) > 1:
+            result = communicators.vote(ballot, participants)
             self._faults.at("confirm", step)
             with self._activity.waiting("confirmation"):
                 result.wait()
         moved, confirmed = map(float, ballot)
-        if round(confirmed) != len(everyone):
-            raise CommunicationError(None, f"the confirmation counted {confirmed:g} of {len(everyone)} workers")
+        if round(confirmed) != len(participants):
+            raise CommunicationError(None, f"the confirmation counted {confirmed:g} of {len(participants)} workers")
         return round(moved)
 
 

@@ -1,13 +1,14 @@
-"""How decisions come about: from what was prepared or by a search, and with what they take themselves.
+"""Decisions on the state of a run: prepared beside training, looked up, or searched for when all workers wait.
 
-Here is what the state of a run does without: what was measured of its operations, and decisions that are prepared.
-A coordinator that starts anew has lost nothing but some accuracy and some milliseconds.
+This holds what the state of the run does without: observed times and prepared decisions. A coordinator that starts anew
+loses only some accuracy and some milliseconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,12 +17,12 @@ from chameleon_ft import recovery
 from chameleon_ft.control.decisions.decision_cache import DecisionCache, decide_and_check
 from chameleon_ft.control.decisions.planner import Planner
 from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan
-from chameleon_ft.control.decisions.request import DecisionRequest, LossRequest
 from chameleon_ft.control.state.scale_up import LayerBytes
-from chameleon_ft.estimate import state_bytes
+from chameleon_ft.control.state.state import State
+from chameleon_ft.estimate import StallModel, state_bytes
 from chameleon_ft.recovery import STAY, FailureModel, rescore
 
-__all__ = ["DecisionTiming", "Decisions", "ScaleUpDecision"]
+__all__ = ["Decisions", "ScaleUpDecision"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +30,10 @@ class ScaleUpDecision:
     """A decision on newcomers that was made while training went on.
 
     Attributes:
-        context: what it was made from, and
-        rate: likewise.
+        context: from which it was made, with
+        rate: the model of the next failure.
         decision: its program has been checked.
-        search_s: seconds that it took.
+        search_s: its duration in seconds.
     """
 
     context: recovery.DecisionContext
@@ -41,7 +42,7 @@ class ScaleUpDecision:
     search_s: float
 
     def is_for(self, context: recovery.DecisionContext) -> bool:
-        """Whether the same plan runs, and the same workers are there."""
+        """Whether the same plan runs on the same live workers."""
         return (self.context.plan, self.context.live) == (context.plan, context.live)
 
     @property
@@ -51,39 +52,22 @@ class ScaleUpDecision:
 
     @property
     def incoming(self) -> dict[int, LayerBytes]:
-        """Worker -> the layers that it receives, in the order in which it does."""
+        """Worker -> the layers that it receives, in the order of their arrival."""
         course = self.decision.course
-        if course is None or course.transfer is None:
-            return {}
         costs = self.context.costs.workload.layers
         incoming: dict[int, LayerBytes] = {}
-        for message in course.transfer.messages:
+        for message in () if course is None or course.transfer is None else course.transfer.messages:
             layers = tuple((layer, state_bytes(costs[layer])) for layer in message.layers)
             incoming[message.destination] = (*incoming.get(message.destination, ()), *layers)
         return incoming
-
-
-@dataclass(slots=True)
-class DecisionTiming:
-    """When it was known what is chosen, in Unix seconds, and whether that had been prepared."""
-
-    request: LossRequest
-    weighed_at: float = 0.0
-    looked_up: bool = False
-
-    def decide_s(self, *, looked_up: bool) -> float:
-        """Return the seconds of the whole decision, now that the choice is known."""
-        self.weighed_at, self.looked_up = time.time(), looked_up
-        hand_out_s = self.request.looked_up_hand_out_s if looked_up else self.request.hand_out_s
-        return max(0.0, self.weighed_at - self.request.stopped_at) + hand_out_s
 
 
 class Decisions:
     """Makes the decisions of a run.
 
     Args:
-        cache: prepares decisions on losses; None: each is made when the loss is there.
-        executor: where it is decided on newcomers; None: in a thread.
+        cache: prepares decisions on losses; None: each is made after the loss.
+        executor: runs decisions on newcomers; None: a thread.
     """
 
     def __init__(self, *, planner: Planner, cache: DecisionCache | None, executor: Executor | None) -> None:
@@ -94,70 +78,83 @@ class Decisions:
 
     # --- beside training ---------------------------------------------------------------------------------------------
 
-    def prepare(self, request: DecisionRequest) -> None:
-        """Have decisions prepared for the next loss."""
+    def prepare(self, state: State) -> None:
+        """Have decisions prepared for the next loss, after which half a step is repeated, on average."""
         if self._cache is not None:
-            self._cache.expect(lambda: (self._context(request), request.rate))
+            repeat_s = state.detectors.watchdog.step_s / 2
+            phases = state.history.phases(looked_up=True)
+            self._cache.expect(lambda: (self._context(state, phases=phases, repeat_s=repeat_s), state.history.rate))
 
     def forget(self) -> None:
         """Discard the prepared decisions."""
         if self._cache is not None:
             self._cache.drop()
 
-    async def consider(self, question: int, request: DecisionRequest) -> ScaleUpDecision:
-        """Decide what to do with newcomers, at the end of a step."""
-        context = self._context(request)
+    async def consider(self, state: State) -> ScaleUpDecision:
+        """Decide on the newcomers. The stop comes at the end of a step: no failure to detect, no work to repeat."""
+        phases = replace(state.history.phases(looked_up=True), detect_s=0.0)
+        context, rate = self._context(state, phases=phases, repeat_s=0.0), state.history.rate
         start, loop = time.perf_counter(), asyncio.get_running_loop()
-        decision = await loop.run_in_executor(
-            self._executor, decide_and_check, context, self._planner.policy, request.rate
-        )
+        decision = await loop.run_in_executor(self._executor, decide_and_check, context, self._planner.policy, rate)
         search_s = time.perf_counter() - start
-        found = ScaleUpDecision(context=context, rate=request.rate, decision=decision, search_s=search_s)
-        self._scale_ups = {question: found}  # the one before is settled
+        found = ScaleUpDecision(context=context, rate=rate, decision=decision, search_s=search_s)
+        self._scale_ups = {state.scale_up.question: found}  # the one before is settled
         return found
 
-    def describe_scale_up(self, question: int, *, step: int) -> dict[str, Any]:
+    def describe_scale_up(self, state: State) -> dict[str, Any]:
         """Return the fields of the event `decision` for newcomers that change nothing."""
-        found = self._scale_ups[question]
-        known = self._planner.known(step, found.context, found.rate)
-        return {"search_s": found.search_s, "prepared": True, **known, **found.decision.to_json()}
+        found = self._scale_ups[state.scale_up.question]
+        inputs = self._planner.inputs(state.committed, found.context, found.rate)
+        return {"search_s": found.search_s, "prepared": True, **inputs, **found.decision.to_json()}
 
-    # --- when all have quiesced --------------------------------------------------------------------------------------
+    # --- after all workers have quiesced -----------------------------------------------------------------------------
 
-    def decide(self, cluster: ClusterState, request: LossRequest) -> tuple[RecoveryPlan, DecisionTiming]:
-        """Decide how to continue; see `recovery_plan.decide`, also for what it raises.
+    def decide(self, state: State, checkpoints: Sequence[int]) -> tuple[RecoveryPlan, float]:
+        """Return the next plan and the Unix time of its choice, 0 if there was no choice; see `recovery_plan.decide`.
 
-        What of deciding is over when the stall is predicted is known, a search above all, and predicted as it was.
+        The predicted stall includes the search as long as it took, because the search is over by then.
+
+        Args:
+            checkpoints: steps that complete checkpoints resume at, ascending.
         """
-        timing = DecisionTiming(request)
-        context = self._context(request, cluster)
-        now = replace(context, phases=replace(request.phases, decide_s=timing.decide_s(looked_up=True)))
-        found = self._look_up(now, request)
-        plan = self._planner.go_on(
-            cluster,
-            context if found is None else now,
-            request.rate,
-            prepared=found,
-            decide_s=lambda: timing.decide_s(looked_up=False),
+        chosen_at, incident, history = 0.0, state.incident, state.history
+
+        def decide_s(*, looked_up: bool = False) -> float:
+            nonlocal chosen_at
+            chosen_at = time.time()
+            return max(0.0, chosen_at - incident.stopped_at) + history.hand_out_s(looked_up=looked_up)
+
+        cluster = ClusterState.of(state, checkpoints)
+        phases, repeat_s = incident.stall_so_far(state.outcomes.since, history.phases(looked_up=False))
+        context = self._context(state, phases=phases, repeat_s=repeat_s, cluster=cluster)
+        now = replace(context, phases=replace(phases, decide_s=decide_s(looked_up=True)))
+        found = self._look_up(now, state)
+        plan = self._planner.recover(
+            cluster, context if found is None else now, history.rate, prepared=found, decide_s=decide_s
         )
-        return plan, timing
+        return plan, chosen_at
 
-    def _look_up(self, context: recovery.DecisionContext, request: LossRequest) -> recovery.Decision | None:
-        """Return what was decided on just this while training went on, with the figures of now."""
-        found = None if request.scale_up is None else self._scale_ups.get(request.scale_up)
+    def _look_up(self, context: recovery.DecisionContext, state: State) -> recovery.Decision | None:
+        """Return the decision that was made on this loss or join beside training, with present figures."""
+        rate, question = state.history.rate, state.scale_up.prepared
+        found = None if question is None else self._scale_ups.get(question)
         if found is not None and found.is_for(context):
-            # All workers have stopped for it: even if another one is a little better by now, it is carried out.
-            newest = rescore(found.decision, before=found.context, now=context, failures=request.rate)
-            return newest or found.decision
-        return None if self._cache is None else self._cache.look_up(context, request.rate)
+            # All workers have stopped for it: it is carried out even if another one is a little better by now.
+            return rescore(found.decision, before=found.context, now=context, failures=rate) or found.decision
+        return None if self._cache is None else self._cache.look_up(context, rate)
 
-    def _context(self, request: DecisionRequest, cluster: ClusterState | None = None) -> recovery.DecisionContext:
+    def _context(
+        self, state: State, *, phases: StallModel, repeat_s: float, cluster: ClusterState | None = None
+    ) -> recovery.DecisionContext:
+        """Return the context of a decision; `cluster` after all workers have quiesced."""
+        in_force = state.active if cluster is None else state.in_force
+        assert in_force is not None
         return self._planner.context(
-            request.in_force,
-            request.live,
-            request.hosts,
-            phases=request.phases,
-            repeat_s=request.repeat_s,
+            in_force,
+            state.members.live(),
+            state.members.hosts(),
+            phases=phases,
+            repeat_s=repeat_s,
             unsaved=0 if cluster is None else cluster.committed - max(cluster.checkpoints, default=0),
             held=None if cluster is None else cluster.held,
         )

@@ -9,12 +9,11 @@ from chameleon_ft import recovery
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.config import RunConfig
 from chameleon_ft.control.decisions.calibration import Calibration, Corrections
-from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan, decide
+from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan, decide, describe_pipelines
 from chameleon_ft.control.decisions.transition import placement_of
-from chameleon_ft.control.formatting import describe_pipelines
 from chameleon_ft.control.job_info import JobInfo, OperationRate
 from chameleon_ft.control.state.active_plan import ActivePlan
-from chameleon_ft.control.wire.messages import OperationTimes, StartGeneration, Transition
+from chameleon_ft.control.wire.messages import StartGeneration, Transition
 from chameleon_ft.estimate import StallModel
 from chameleon_ft.observe import CostsFrom, GenerationPlan, RunInfo
 from chameleon_ft.plan import Plan, data_pipeline_plan
@@ -30,8 +29,12 @@ __all__ = ["Planner"]
 class Planner:
     """Makes the decisions of one run, by the times of operations, steps and transfers that were observed in it.
 
-    `profile` says what operations and links cost, `plan` what to start with; without them it is what workers report,
-    and the layout of the configuration. In every call, `hosts` gives the host of each worker that has joined.
+    `profile` says what operations and links cost, `plan` is the first plan; without them, the workers' reports and the
+    layout of the configuration take their place. In every call, `hosts` has the host of each worker that has joined.
+
+    Attributes:
+        calibration: observed times of operations and steps.
+        policy: name of the run's policy.
     """
 
     def __init__(
@@ -41,15 +44,24 @@ class Planner:
         self._job = job
         self._profile = profile
         self._plan = plan
-        self._seen = Calibration(knows_layers=profile is not None)
+        self.calibration = Calibration(knows_layers=profile is not None)
+        self.policy = config.recovery.policy
 
     def start(self, workers: Sequence[int], *, checkpoint: int | None) -> RecoveryPlan:
         """Begin with the layout of the configuration, at `checkpoint` or with fresh weights at step 0."""
-        plan = self._layout(workers) if self._plan is None else self._plan
-        depth = max(len(route.hops) for route in plan.routes)
+        plan, parallel = self._plan, self._config.parallel
+        if plan is None:
+            plan = data_pipeline_plan(
+                layer_costs=self._job.relative_costs if self._profile is None else self._profile.relative_costs,
+                dp=parallel.dp,
+                pp=parallel.pp,
+                micro_batches=self._config.batch.micro_batches,
+                workers=workers,
+                split_backward=parallel.split_backward,
+            )
         return RecoveryPlan(
             plan=plan,
-            ceiling=uniform_limits(plan.workers, depth),
+            in_flight_limits=uniform_limits(plan.workers, max(len(route.hops) for route in plan.routes)),
             first_step=0 if checkpoint is None else checkpoint,
             load="initial" if checkpoint is None else checkpoint,
             roll_forward=None,
@@ -57,29 +69,10 @@ class Planner:
             action="start",
         )
 
-    def _layout(self, workers: Sequence[int]) -> Plan:
-        parallel = self._config.parallel
-        return data_pipeline_plan(
-            layer_costs=self._job.relative_costs if self._profile is None else self._profile.relative_costs,
-            dp=parallel.dp,
-            pp=parallel.pp,
-            micro_batches=self._config.batch.micro_batches,
-            workers=workers,
-            split_backward=parallel.split_backward,
-        )
-
-    def measure(self, worker: int, times: OperationTimes) -> None:
-        """Take in how long the operations of a worker of the plan took in a step."""
-        self._seen.operations(worker, times)
-
-    def stepped(self, step_s: float) -> None:
-        """Take in how long a step took."""
-        self._seen.step(step_s)
-
     def transferred(self, transfer: Transfer, observed_s: float, hosts: Mapping[int, str]) -> None:
-        """Take in how long a transfer took."""
+        """Record the duration of a transfer."""
         expected_s = transfer_s(transfer.rounds, self._reference(hosts).cluster)
-        self._seen.transfer(expected_s=expected_s, observed_s=observed_s)
+        self.calibration.transfer(expected_s=expected_s, observed_s=observed_s)
 
     def context(
         self,
@@ -92,12 +85,12 @@ class Planner:
         unsaved: int = 0,
         held: Mapping[int, Collection[int]] | None = None,
     ) -> recovery.DecisionContext:
-        """The situation in numbers, when only `live` are left of the workers.
+        """Return the context of a decision with these live workers.
 
         Args:
-            in_force: whose placement the workers hold.
-            phases: what the stall will take, transfers left out.
-            repeat_s: seconds of work of the interrupted step that is done again.
+            in_force: the plan whose placement the workers hold.
+            phases: expected stall, without transfers.
+            repeat_s: seconds of work of the interrupted step that is repeated.
             unsaved: steps since the newest complete checkpoint.
             held: live worker -> the layers that it holds; None: its part of the placement in force.
         """
@@ -105,23 +98,23 @@ class Planner:
         cluster = costs.cluster
         workers = tuple(worker for worker in cluster.workers if worker.id in live)
         every = self._config.checkpoint.every
-        # Costs of a replay, which only runs with checkpoints need.
-        step_s = self._seen.step_s(costs) if every else 0.0
+        # It costs a replay, and only runs with checkpoints need it.
+        step_s = self.calibration.step_s(costs) if every else 0.0
         return recovery.DecisionContext(
             plan=in_force.plan,
-            in_flight_limits=in_force.ceiling,
+            in_flight_limits=in_force.in_flight_limits,
             costs=CostModel(costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host)),
             phases=phases,
             repeat_s=repeat_s,
             restart_s=self._config.recovery.restart_cost_s,
             has_checkpoints=every > 0,
             checkpoints=recovery.Checkpoints(unsaved_s=unsaved * step_s, longest_s=every * step_s),
-            step_factor=self._seen.unexplained(costs),
-            transfer_factor=self._seen.transfers,
+            step_factor=self.calibration.unexplained(costs),
+            transfer_factor=self.calibration.transfers,
             holdings=None if held is None else placement_of(held, in_force.plan.placement.num_layers),
         )
 
-    def go_on(
+    def recover(
         self,
         cluster: ClusterState,
         context: recovery.DecisionContext,
@@ -130,47 +123,69 @@ class Planner:
         prepared: recovery.Decision | None,
         decide_s: Callable[[], float] | None = None,
     ) -> RecoveryPlan:
-        """Decide what follows a loss or a join; see `decide`, also for what it raises."""
-        decision = decide(cluster, context, policy=self.policy, rate=rate, prepared=prepared, decide_s=decide_s)
-        if decision.weighed is not None:
-            context = replace(context, phases=decision.weighed.phases)
-        return replace(decision, known=self.known(cluster.committed, context, rate))
+        """Decide how to continue after a loss or a join; see `recovery_plan.decide` for arguments and errors."""
+        plan = decide(cluster, context, policy=self.policy, rate=rate, prepared=prepared, decide_s=decide_s)
+        if plan.decision is not None:
+            context = replace(context, phases=plan.decision.phases)
+        return replace(plan, inputs=self.inputs(cluster.committed, context, rate))
 
-    def known(self, step: int, context: recovery.DecisionContext, rate: FailureModel) -> dict[str, object]:
-        """What a decision in this step is made from, in JSON values."""
-        used = replace(self._corrections, step=context.step_factor, transfer=context.transfer_factor)
-        return _known(step, context, rate, used)
-
-    @property
-    def policy(self) -> str:
-        """Name of the policy of the run."""
-        return self._config.recovery.policy
+    def inputs(self, step: int, context: recovery.DecisionContext, rate: FailureModel) -> dict[str, object]:
+        """Return the fields of the event `decision` that say what it was made from; see docs/files.md."""
+        phases = context.phases
+        corrections = replace(self._corrections, step=context.step_factor, transfer=context.transfer_factor)
+        return {
+            "step": step,
+            "lost": list(context.lost),
+            "live": len(context.live),
+            "plan": describe_pipelines(context.plan),
+            "rate": {
+                "failures": rate.failures,
+                "incidents": rate.incidents,
+                "together": {str(size): count for size, count in sorted(rate.together.items())},
+                "bursts": rate.bursts,
+                "worker_s": rate.worker_s,
+                "prior_failures": rate.prior_failures,
+                "worker_mtbf_s": rate.worker_mtbf_s,
+                "host_share": rate.host_share if len(set(context.costs.cluster.hosts.values())) > 1 else None,
+            },
+            "stall": {
+                "repeat_s": context.repeat_s,
+                "detect_s": phases.detect_s,
+                "stop_s": phases.stop_s,
+                "decide_s": phases.decide_s,
+                "regroup_s": phases.regroup_s,
+                "restart_s": context.return_s,
+            },
+            "corrections": corrections.to_json(),
+        }
 
     def require_costs(self, hosts: Mapping[int, str]) -> None:
-        """Raise ProfileError where the run's profile does not say what a step costs on these workers."""
+        """Raise ProfileError if the run's profile lacks the costs of a step on these workers."""
         self._costs(hosts)
 
     def orders(
-        self, decision: RecoveryPlan, hosts: Mapping[int, str], *, generation: int, store_port: int
+        self, recovery_plan: RecoveryPlan, hosts: Mapping[int, str], *, generation: int, store_port: int
     ) -> tuple[GenerationPlan, dict[int, StartGeneration]]:
-        """Return what the generation does, checked that it can be run, and what each worker of the plan is told.
+        """Return the record of a generation, whose program is checked, and the orders of each of its workers.
 
         Raises ProgramError if the program breaks a rule; no worker must be told to run it.
         """
-        plan = decision.plan
+        plan, transition = recovery_plan.plan, recovery_plan.transition
         costs = self._costs(hosts)
-        program = decision.program or best_program(plan, costs, in_flight_limits=decision.ceiling).program
-        if not decision.prepared:
+        program = (
+            recovery_plan.program or best_program(plan, costs, in_flight_limits=recovery_plan.in_flight_limits).program
+        )
+        if not recovery_plan.prepared:
             check_program(program, plan)
         planned = GenerationPlan(
             generation=generation,
-            first_step=decision.first_step,
+            first_step=recovery_plan.first_step,
             plan=plan,
             program=program,
             costs=costs,
             costs_from=self._costs_from,
         )
-        self._seen.begin(plan, program, self._reference(hosts))
+        self.calibration.begin(plan, program, self._reference(hosts))
         tied = costs.workload.tied_layers
         every = (*gradient_segments(plan.placement), *tied_segments(plan.placement, tied))
         alone = (segment for segment in every if len(segment.holders) == 1)
@@ -183,14 +198,19 @@ class Planner:
                 generation=generation,
                 members=plan.workers,
                 store_port=store_port,
-                first_step=decision.first_step,
+                first_step=recovery_plan.first_step,
                 operations=StartGeneration.pack_operations(program.records_of(worker)),
                 segments=segments,
-                roll_forward=decision.roll_forward,
-                load=decision.load,
-                transition=_part_in(decision, worker, costs),
+                roll_forward=recovery_plan.roll_forward,
+                load=recovery_plan.load,
+                transition=transition
+                and Transition(
+                    participants=transition.participants,
+                    keep=transition.keep[worker],
+                    moves=transition.moves_of(worker, costs.workload.layers),
+                ),
             )
-            for worker in decision.everyone
+            for worker in recovery_plan.participants
         }
 
     def describe(self, decision: RecoveryPlan, *, run: str, generation: int) -> RunInfo:
@@ -209,16 +229,16 @@ class Planner:
         )
 
     def _costs(self, hosts: Mapping[int, str]) -> CostModel:
-        """What the run knows now of what things cost."""
+        """Return the costs by present knowledge."""
         if self._profile is not None:
             return self._corrections.applied(self._reference(hosts))
-        rates = self._seen.rates
+        rates = self.calibration.rates
         # One rate for all but the slow: a worker that was slow in one step need not be slow in the next.
         rate = OperationRate() if rates is None else OperationRate(*rates)
         return self._corrections.applied(self._job.costs(self._config, hosts, rate))
 
     def _reference(self, hosts: Mapping[int, str]) -> CostModel:
-        """What observations are compared with: the profile, or where there is none a second for the whole model."""
+        """Return the costs that observations are divided by: the profile's, or one second for the whole model."""
         if self._profile is not None:
             costs = costs_of_run(self._config, self._profile, hosts)
             # The layers of emulated devices stand for those of the profile, and so do their bytes.
@@ -228,54 +248,11 @@ class Planner:
     @property
     def _costs_from(self) -> CostsFrom:
         if self._profile is None:
-            return "assumed" if self._seen.rates is None else "measured"
-        return "profile" if self._seen.rates is None else "corrected"
+            return "assumed" if self.calibration.rates is None else "measured"
+        return "profile" if self.calibration.rates is None else "corrected"
 
     @property
     def _corrections(self) -> Corrections:
-        """Of what things cost; those of steps and transfers as a whole are in the context."""
-        return Corrections(operations=1.0 if self._profile is None else self._seen.both, slow=self._seen.slow())
-
-
-def _known(
-    step: int, context: recovery.DecisionContext, rate: FailureModel, corrections: Corrections
-) -> dict[str, object]:
-    """The fields of the event `decision` that say what was known; see docs/files.md."""
-    phases = context.phases
-    return {
-        "step": step,
-        "lost": list(context.lost),
-        "live": len(context.live),
-        "plan": describe_pipelines(context.plan),
-        "rate": {
-            "failures": rate.failures,
-            "incidents": rate.incidents,
-            "together": {str(size): count for size, count in sorted(rate.together.items())},
-            "bursts": rate.bursts,
-            "worker_s": rate.worker_s,
-            "prior_failures": rate.prior_failures,
-            "worker_mtbf_s": rate.worker_mtbf_s,
-            "host_share": rate.host_share if len(set(context.costs.cluster.hosts.values())) > 1 else None,
-        },
-        "stall": {
-            "repeat_s": context.repeat_s,
-            "detect_s": phases.detect_s,
-            "stop_s": phases.stop_s,
-            "decide_s": phases.decide_s,
-            "regroup_s": phases.regroup_s,
-            "restart_s": context.return_s,
-        },
-        "corrections": corrections.to_json(),
-    }
-
-
-def _part_in(decision: RecoveryPlan, worker: int, costs: CostModel) -> Transition | None:
-    """What the transition, if there is one, asks of a worker."""
-    planned = decision.transition
-    if planned is None:
-        return None
-    return Transition(
-        everyone=planned.everyone,
-        keep=planned.keep[worker],
-        moves=planned.moves_of(worker, costs.workload.layers),
-    )
+        """Corrections of the costs; those of whole steps and transfers are in the context."""
+        operations = 1.0 if self._profile is None else self.calibration.both
+        return Corrections(operations=operations, slow=self.calibration.slow())

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Self
 
 from chameleon_ft import recovery
 from chameleon_ft.control.decisions.transition import PlannedTransition, placement_of, plan_transition
-from chameleon_ft.control.formatting import describe_pipelines
-from chameleon_ft.control.state.active_plan import ActivePlan, MovedLayers
+from chameleon_ft.control.state.active_plan import ActivePlan
+from chameleon_ft.control.state.state import State
 from chameleon_ft.control.wire.messages import Quiesced, Vote
 from chameleon_ft.errors import ControlError, NoHolderError
 from chameleon_ft.plan import Plan
+from chameleon_ft.plan.detours import disjoint_pipelines
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import counted, in_ranges
 from chameleon_ft.recovery import FailureModel, largest_symmetric_layout
 from chameleon_ft.schedule import InFlightLimit, Program, default_limits
 from chameleon_ft.transfer import Transfer, plan_transfer, remap_plan, worker_kinds
 
-__all__ = ["ClusterState", "RecoveryPlan", "decide"]
+__all__ = ["ClusterState", "RecoveryPlan", "decide", "describe_pipelines"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """The state of the cluster once all survivors have quiesced.
+    """The part of the state of a run that a recovery plan depends on, once all survivors have quiesced.
 
     Attributes:
         plan: the plan whose placement is in force.
-        live: workers that can go on, spares included.
-        quiesced: what each of them reported that it holds.
+        live: available workers, spares included.
+        quiesced: the report of each of them.
         committed: steps known to be applied by some worker, alive or not.
         last_vote: the vote of step ``committed - 1``, if a worker has reported it.
         checkpoints: steps that complete checkpoints resume at, ascending.
-        newcomers: those of the live workers that have come since the last decision.
+        newcomers: live workers that have joined since the last decision.
     """
 
     plan: Plan
@@ -44,6 +46,20 @@ class ClusterState:
     checkpoints: Sequence[int] = ()
     newcomers: Collection[int] = ()
 
+    @classmethod
+    def of(cls, state: State, checkpoints: Sequence[int]) -> Self:
+        """Return the part of a state; `checkpoints` are on disk."""
+        assert state.in_force is not None
+        return cls(
+            plan=state.in_force.plan,
+            live=state.members.live(),
+            quiesced=state.quiesced,
+            committed=state.committed,
+            last_vote=state.last_vote,
+            checkpoints=checkpoints,
+            newcomers=state.scale_up.newcomers,
+        )
+
     @property
     def held(self) -> dict[int, tuple[int, ...]]:
         """Every live worker -> the layers that it holds; what one outside the plan may have is of an earlier step."""
@@ -51,67 +67,33 @@ class ClusterState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryPlan:
-    """The next work of every worker. `policy` and `action` describe it to people.
+class RecoveryPlan(ActivePlan):
+    """The next work of every worker, from which the orders are made.
 
     Attributes:
-        plan: what is trained.
-        ceiling: what its workers can keep at most.
-        first_step: the step to run next.
-        load: where the layers' state comes from: fresh weights, what workers hold, or the checkpoint of this step.
-        roll_forward: the vote by which workers apply step ``first_step - 1`` that have not.
-        transition: how the placement changes; None if it does not.
+        load: source of the layers' state: fresh weights, the state that workers hold, or the checkpoint of this step.
+        roll_forward: the vote with which workers that lack step ``first_step - 1`` apply it.
         program: of the plan, if it is known already.
-        weighed: all that was considered; None if there was nothing to choose.
-        prepared: whether that was before the workers quiesced; `program` has been checked then.
-        lost_layers: layers that no worker holds any more.
-        known: what it was made from, in JSON values.
+        decision: all candidates; None if there was nothing to choose.
+        prepared: whether the decision was made before the workers quiesced, and `program` checked then.
+        inputs: what the decision was made from, in JSON values.
     """
 
-    plan: Plan
-    ceiling: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
-    first_step: int
     load: Literal["initial", "keep"] | int
     roll_forward: Vote | None
-    policy: str
-    action: str
-    transition: PlannedTransition | None = None
     program: Program | None = None
-    weighed: recovery.Decision | None = None
+    decision: recovery.Decision | None = None
     prepared: bool = False
-    lost_layers: tuple[int, ...] = ()
-    known: Mapping[str, object] = field(default_factory=lambda: FrozenMap({}))
-
-    @property
-    def everyone(self) -> tuple[int, ...]:
-        """The workers that have orders, ascending: those that train, and those that only send what they hold."""
-        return self.plan.workers if self.transition is None else self.transition.everyone
+    inputs: Mapping[str, object] = FrozenMap({})
 
     def active(self) -> ActivePlan:
-        """Return what is still of interest once it is being carried out."""
-        transfer = None if self.transition is None else self.transition.transfer
-        return ActivePlan(
-            plan=self.plan,
-            ceiling=self.ceiling,
-            first_step=self.first_step,
-            policy=self.policy,
-            action=self.action,
-            everyone=self.everyone,
-            moved=None
-            if transfer is None
-            else MovedLayers(
-                layers=sum(len(message.layers) for message in transfer.messages),
-                messages=len(transfer.messages),
-                rounds=len(transfer.rounds),
-                num_bytes=transfer.total_bytes,
-            ),
-            lost_layers=self.lost_layers,
-        )
+        """Return the part that the state of the run keeps."""
+        return ActivePlan(**{each.name: getattr(self, each.name) for each in fields(ActivePlan)})
 
     def to_json(self) -> dict[str, object]:
-        """The fields of the event `decision`, but for its generation and the seconds that it took."""
-        weighed = {} if self.weighed is None else self.weighed.to_json()
-        return {"prepared": self.prepared, **self.known, **weighed}
+        """Return the fields of the event `decision`, except for its generation and its duration."""
+        decision = {} if self.decision is None else self.decision.to_json()
+        return {"prepared": self.prepared, **self.inputs, **decision}
 
 
 def decide(
@@ -123,16 +105,16 @@ def decide(
     prepared: recovery.Decision | None = None,
     decide_s: Callable[[], float] | None = None,
 ) -> RecoveryPlan:
-    """Choose how to continue; if nothing that the policy proposes can be done, return to the newest checkpoint.
+    """Choose how to continue; if no proposal of the policy is feasible, return to the newest checkpoint.
 
     If no worker is lost and none has joined, there is nothing to choose: the plan is tried again.
 
     Args:
-        context: the cluster in numbers: the plan in force, the live workers, and what things cost.
+        context: the cluster in numbers: the plan in force, the live workers, and all costs.
         policy: name of a policy.
-        rate: how soon the next failure is to be expected.
-        prepared: what was decided on this beforehand; None if nothing was.
-        decide_s: asked what deciding takes in all, when it has been weighed; see `recovery.decide`.
+        rate: model of the next failure.
+        prepared: the decision, if it was made beforehand.
+        decide_s: returns the duration of the decision once the candidates are measured; see `recovery.decide`.
 
     Raises:
         NoHolderError: layers are held by no worker and there is no checkpoint.
@@ -140,52 +122,51 @@ def decide(
             together, which the commit protocol rules out.
     """
     if not context.lost and not cluster.newcomers:
-        return _again(cluster, context)
-    weighed = prepared or recovery.decide(context, policy, rate, decide_s=decide_s)
-    if weighed.chosen is None or weighed.course is None:
-        return _fall_back(cluster, context, weighed)
-    course = weighed.course
+        return _keep(cluster, context, cluster.plan, "again", context.in_flight_limits, transition=None)
+    decision = prepared or recovery.decide(context, policy, rate, decide_s=decide_s)
+    course, chosen = decision.course, decision.chosen
+    if chosen is None or course is None:
+        return _fall_back(cluster, context, decision)
     if course.transfer is None and not cluster.checkpoints and context.has_checkpoints:
         # There will be checkpoints, but none is complete yet.
         context = replace(context, has_checkpoints=False)
         return decide(cluster, context, policy=policy, rate=rate, decide_s=decide_s)
     if course.transfer is None:
-        anew = _from_checkpoint(
-            cluster, context, weighed, course.plan, ceiling=course.in_flight_limits, policy=weighed.chosen.policy
-        )
-        return replace(anew, program=course.program, prepared=prepared is not None)
-    first_step, vote = _resume_point(cluster)
-    # What was decided beforehand is for workers that hold their part of the placement in force and no more.
-    is_as_planned = prepared is None or context.held == context.placement
-    transition = _transition(cluster, course.plan, context, transfer=course.transfer if is_as_planned else None)
-    return RecoveryPlan(
-        plan=course.plan,
-        ceiling=course.in_flight_limits,
-        first_step=first_step,
-        load="keep",
-        roll_forward=vote,
-        policy=weighed.chosen.policy,
-        action=_describe_action(
-            cluster.plan, course.plan, transition, context.lost, first_step, rolls=vote is not None
-        ),
-        transition=transition,
-        program=course.program,
-        weighed=weighed,
-        prepared=prepared is not None,
-    )
+        anew = _from_checkpoint(cluster, context, course.plan, chosen.policy, course.in_flight_limits)
+    else:
+        # A prepared transfer assumes workers that hold their part of the placement in force and no more.
+        is_as_planned = prepared is None or context.held == context.placement
+        transition = _transition(cluster, course.plan, context, transfer=course.transfer if is_as_planned else None)
+        anew = _keep(cluster, context, course.plan, chosen.policy, course.in_flight_limits, transition=transition)
+    return replace(anew, program=course.program, decision=decision, prepared=prepared is not None)
 
 
-def _again(cluster: ClusterState, context: recovery.DecisionContext) -> RecoveryPlan:
+def _keep(
+    cluster: ClusterState,
+    context: recovery.DecisionContext,
+    plan: Plan,
+    policy: str,
+    in_flight_limits: Mapping[int, InFlightLimit],
+    *,
+    transition: PlannedTransition | None,
+) -> RecoveryPlan:
+    """Return the plan to continue with the state that the workers hold."""
     first_step, vote = _resume_point(cluster)
-    plan = cluster.plan
+    applied = "" if vote is None else f"step {first_step - 1} applied, "
+    if transition is None:
+        action = _describe_reroute(cluster.plan, plan, context.lost, first_step)
+    else:
+        moved = _describe_transfer(transition.transfer)
+        action = f"{describe_pipelines(plan)}; {moved}; on with step {first_step}"
     return RecoveryPlan(
         plan=plan,
-        ceiling=context.in_flight_limits,
+        in_flight_limits=in_flight_limits,
         first_step=first_step,
         load="keep",
         roll_forward=vote,
-        policy="again",
-        action=_describe_action(plan, plan, None, (), first_step, rolls=vote is not None),
+        policy=policy,
+        action=applied + action,
+        transition=transition,
     )
 
 
@@ -213,54 +194,37 @@ def _resume_point(cluster: ClusterState) -> tuple[int, Vote | None]:
     return first_step, vote
 
 
-def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, weighed: recovery.Decision) -> RecoveryPlan:
-    """Nothing can be done with the placement in force."""
-    lost_layers = context.placement.unheld_layers
+def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, decision: recovery.Decision) -> RecoveryPlan:
+    """Return a plan where no candidate is feasible: new pipelines, from copies that are left or from a checkpoint."""
+    layers, lost_layers = context.costs.workload.layers, context.placement.unheld_layers
     plan = largest_symmetric_layout(
         live=sorted(cluster.live),
-        layer_costs=[cost.forward_s + cost.backward_s for cost in context.costs.workload.layers],
+        layer_costs=[cost.forward_s + cost.backward_s for cost in layers],
         micro_batches=context.costs.workload.micro_batches,
         preferred_pp=max(len(route.hops) for route in cluster.plan.routes),
         split_backward=cluster.plan.split_backward,
     )
-    if lost_layers and not placement_of(cluster.held, plan.placement.num_layers).unheld_layers:
-        return _salvaged(cluster, context, weighed, plan)
-    if not cluster.checkpoints and not lost_layers:
-        reasons = "; ".join(f"{each.policy}: {each.reason}" for each in weighed.candidates)
-        raise ControlError(f"nothing that the policy proposes can be done ({reasons}), and there is no checkpoint")
-    return _from_checkpoint(cluster, context, weighed, plan, ceiling=default_limits(plan), policy="checkpoint")
-
-
-def _salvaged(
-    cluster: ClusterState, context: recovery.DecisionContext, weighed: recovery.Decision, plan: Plan
-) -> RecoveryPlan:
-    """A failed transition has left copies of layers whose holders are all lost: continue with these."""
-    layers, workers = context.costs.workload.layers, context.costs.cluster
     held = placement_of(cluster.held, len(layers))
-    plan = remap_plan(plan, plan_transfer(held, plan.placement, kinds=worker_kinds(workers), layers=layers).roles)
-    first_step, vote = _resume_point(cluster)
-    transition = _transition(cluster, plan, context)
-    return RecoveryPlan(
-        plan=plan,
-        ceiling=default_limits(plan),
-        first_step=first_step,
-        load="keep",
-        roll_forward=vote,
-        policy="salvage",
-        action=_describe_action(cluster.plan, plan, transition, context.lost, first_step, rolls=vote is not None),
-        transition=transition,
-        weighed=weighed,
-    )
+    if lost_layers and not held.unheld_layers:
+        # A failed transition has left copies of layers that all other holders have lost.
+        kinds = worker_kinds(context.costs.cluster)
+        plan = remap_plan(plan, plan_transfer(held, plan.placement, kinds=kinds, layers=layers).roles)
+        transition = _transition(cluster, plan, context)
+        anew = _keep(cluster, context, plan, "salvage", default_limits(plan), transition=transition)
+    elif cluster.checkpoints or lost_layers:
+        anew = _from_checkpoint(cluster, context, plan, "checkpoint", default_limits(plan))
+    else:
+        reasons = "; ".join(f"{each.policy}: {each.reason}" for each in decision.candidates)
+        raise ControlError(f"nothing that the policy proposes can be done ({reasons}), and there is no checkpoint")
+    return replace(anew, decision=decision)
 
 
 def _from_checkpoint(
     cluster: ClusterState,
     context: recovery.DecisionContext,
-    weighed: recovery.Decision,
     plan: Plan,
-    *,
-    ceiling: Mapping[int, InFlightLimit],
     policy: str,
+    in_flight_limits: Mapping[int, InFlightLimit],
 ) -> RecoveryPlan:
     lost_layers = context.placement.unheld_layers
     if not cluster.checkpoints:
@@ -272,59 +236,55 @@ def _from_checkpoint(
         )
     step = cluster.checkpoints[-1]
     reached = [cluster.quiesced[worker].committed for worker in cluster.plan.workers if worker in cluster.quiesced]
-    repeated = max((cluster.committed, *reached)) - step
-    why = f"nobody holds layers {in_ranges(lost_layers)} any more: " if lost_layers else ""
+    repeated = counted(max((cluster.committed, *reached)) - step, "step")
+    why = f"no worker holds layers {in_ranges(lost_layers)} any more: " if lost_layers else ""
     return RecoveryPlan(
         plan=plan,
-        ceiling=ceiling,
+        in_flight_limits=in_flight_limits,
         first_step=step,
         load=step,
         roll_forward=None,
         policy=policy,
-        action=(
-            f"{why}back to the checkpoint of step {step}, {describe_pipelines(plan)}; "
-            f"{counted(repeated, 'step')} repeated"
-        ),
-        weighed=weighed,
+        action=f"{why}back to the checkpoint of step {step}, {describe_pipelines(plan)}; {repeated} repeated",
         lost_layers=lost_layers,
     )
 
 
-def _describe_action(
-    before: Plan,
-    plan: Plan,
-    transition: PlannedTransition | None,
-    lost: Sequence[int],
-    first_step: int,
-    *,
-    rolls: bool,
-) -> str:
-    what = f"step {first_step - 1} applied, " if rolls else ""
-    if transition is None:
-        return what + _describe_reroute(before, plan, lost, first_step)
-    messages = transition.transfer.messages
-    moved = (
-        f"{counted(sum(len(message.layers) for message in messages), 'layer')} to "
-        f"{counted(len({message.destination for message in messages}), 'worker')} "
-        f"in {counted(len(transition.transfer.rounds), 'round')}"
-        if messages
-        else "no weights move"
-    )
-    return f"{what}{describe_pipelines(plan)}; {moved}; on with step {first_step}"
+# --- descriptions for people -----------------------------------------------------------------------------------------
+
+
+def _describe_transfer(transfer: Transfer) -> str:
+    if not (messages := transfer.messages):
+        return "no weights move"
+    layers = counted(sum(len(message.layers) for message in messages), "layer")
+    workers = counted(len({message.destination for message in messages}), "worker")
+    return f"{layers} to {workers} in {counted(len(transfer.rounds), 'round')}"
 
 
 def _describe_reroute(before: Plan, plan: Plan, lost: Sequence[int], first_step: int) -> str:
-    moved = sum(1 for new, old in zip(plan.routes, before.routes, strict=True) if new.hops != old.hops)
-    helpers = {
-        hop.worker
-        for new, old in zip(plan.routes, before.routes, strict=True)
-        for hop in new.hops
-        if hop not in old.hops
-    }
-    if not moved:
+    changed = [(new, old) for new, old in zip(plan.routes, before.routes, strict=True) if new.hops != old.hops]
+    if not changed:
         return f"on with step {first_step} and the same routes"
-    names = ", ".join(map(str, sorted(helpers)))
+    helpers = sorted({hop.worker for new, old in changed for hop in new.hops if hop not in old.hops})
     return (
-        f"{moved} micro-batches of worker{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} "
-        f"go through worker{'s' if len(helpers) > 1 else ''} {names}; no weights move; on with step {first_step}"
+        f"{len(changed)} micro-batches of {_workers(lost)} go through {_workers(helpers)}; "
+        f"no weights move; on with step {first_step}"
     )
+
+
+def describe_pipelines(plan: Plan) -> str:
+    """Write "4 pipelines of 2 stages", or "3 pipelines: 2 of 3 stages, 1 of 1 stage; 2 detours".
+
+    A detour is a sequence of workers that is no pipeline of its own.
+    """
+    pipelines = disjoint_pipelines(plan)
+    depths = sorted(Counter(map(len, pipelines)).items(), key=lambda item: (-item[1], -item[0]))
+    each = [f"{count} of {counted(depth, 'stage')}" for depth, count in depths]
+    total = counted(len(pipelines), "pipeline")
+    text = f"{total} of {counted(depths[0][0], 'stage')}" if len(depths) == 1 else f"{total}: {', '.join(each)}"
+    detours = len({route.hops for route in plan.routes}) - len(pipelines)
+    return f"{text}; {counted(detours, 'detour')}" if detours else text
+
+
+def _workers(numbers: Sequence[int]) -> str:
+    return f"worker{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"

@@ -22,12 +22,12 @@ class PlannedTransition:
 
     Attributes:
         transfer: what moves.
-        everyone: workers that take part, ascending.
+        participants: workers that take part, ascending.
         keep: worker -> the layers that it must not give up before the switch, ascending.
     """
 
     transfer: Transfer
-    everyone: tuple[int, ...]
+    participants: tuple[int, ...]
     keep: Mapping[int, tuple[int, ...]]
 
     def moves_of(self, worker: int, layers: Sequence[LayerCost]) -> tuple[tuple[int, int, int, int, int], ...]:
@@ -69,15 +69,15 @@ def plan_transition(
         return None
     if transfer is None:
         transfer = transfer_to(placement_of(held, new.num_layers), new, live=held, layers=layers)
-    everyone = sorted({*new.workers, *in_force.workers})
-    wanted = {worker: _layers_of(new, worker) for worker in everyone}
+    participants = sorted({*new.workers, *in_force.workers})
+    wanted = {worker: _layers_of(new, worker) for worker in participants}
     for message in transfer.messages:
         wanted[message.source].update(message.layers)
     return PlannedTransition(
         transfer=transfer,
-        everyone=tuple(everyone),
+        participants=tuple(participants),
         keep=FrozenMap(
-            {worker: tuple(sorted(own[worker] | (wanted[worker] & set(held[worker])))) for worker in everyone}
+            {worker: tuple(sorted(own[worker] | (wanted[worker] & set(held[worker])))) for worker in participants}
         ),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self
 
 from chameleon_ft.control.wire.messages import Departure, Position, ProcessState
 from chameleon_ft.observe import NoticedBy
@@ -32,11 +32,23 @@ __all__ = [
 ]
 
 
-# --- signals: times are monotonic seconds ----------------------------------------------------------------------------
+class Signal:
+    """Base of all signals. Their times are monotonic seconds."""
+
+    __slots__ = ()
+
+
+class Finding:
+    """Base of all findings."""
+
+    __slots__ = ()
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessExited:
+class ProcessExited(Signal):
     """An agent reaped a worker's process."""
 
     worker: int
@@ -44,7 +56,7 @@ class ProcessExited:
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionEnded:
+class ConnectionEnded(Signal):
     """A worker's control connection is gone."""
 
     worker: int
@@ -52,7 +64,7 @@ class ConnectionEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorReported:
+class ErrorReported(Signal):
     """A rank ends itself because of an error in its own code.
 
     Attributes:
@@ -69,7 +81,7 @@ class ErrorReported:
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeAnswered:
+class ProbeAnswered(Signal):
     """A worker, or its agent, answered a probe."""
 
     worker: int
@@ -77,14 +89,14 @@ class ProbeAnswered:
 
 
 @dataclass(frozen=True, slots=True)
-class OperationsTimed:
+class OperationsTimed(Signal):
     """A worker's longest operation of a step took this long."""
 
     longest_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class StepCommitted:
+class StepCommitted(Signal):
     """A step was committed."""
 
     at_s: float
@@ -92,21 +104,21 @@ class StepCommitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Progressed:
+class Progressed(Signal):
     """Orders were given, or a worker began to carry them out."""
 
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class StopRequested:
+class StopRequested(Signal):
     """Every live worker was told to quiesce."""
 
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class MessageFailed:
+class MessageFailed(Signal):
     """A message of `reporter` with `peer` failed; None if the operation does not tell with which."""
 
     reporter: int
@@ -115,19 +127,19 @@ class MessageFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class NoWorkerLost:
+class NoWorkerLost(Signal):
     """Every worker of `generation` has quiesced, although messages of it failed."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class LossConfirmed:
+class LossConfirmed(Signal):
     """A loss explains the messages that failed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ticked:
+class Ticked(Signal):
     """Time went on. `held_up_s` seconds of it the coordinator itself was not running, which no worker is to blame for.
 
     Attributes:
@@ -139,26 +151,11 @@ class Ticked:
     unquiesced: tuple[int, ...]
 
 
-Signal: TypeAlias = (
-    ProcessExited
-    | ConnectionEnded
-    | ErrorReported
-    | ProbeAnswered
-    | OperationsTimed
-    | StepCommitted
-    | Progressed
-    | StopRequested
-    | MessageFailed
-    | NoWorkerLost
-    | LossConfirmed
-    | Ticked
-)
-
 # --- findings --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(Finding):
     """A worker has to be given up."""
 
     worker: int
@@ -167,28 +164,25 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Fatal:
+class Fatal(Finding):
     """The run cannot continue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class SendProbe:
+class SendProbe(Finding):
     """All workers and agents are to be asked for their state."""
 
     probe: int
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Note(Finding):
     """An event to be recorded."""
 
     event: str
     fields: Mapping[str, Any]
-
-
-Finding: TypeAlias = Lost | Fatal | SendProbe | Note
 
 
 class Detector(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from chameleon_ft.control.commands import Command, OtherRecord, Record, Send
 from chameleon_ft.control.events import Moment
 from chameleon_ft.control.state.members import Worker
 from chameleon_ft.control.state.state import State
-from chameleon_ft.control.wire.messages import Message
+from chameleon_ft.control.wire.messages import Message, Preallocate
 from chameleon_ft.observe import OutcomeRecord
 
 __all__ = ["Draft"]
@@ -74,3 +75,10 @@ class Draft:
     def change_worker(self, worker: Worker, **changes: Any) -> None:
         """Replace fields of one incarnation of a worker."""
         self.set(members=self.state.members.changed(worker, **changes))
+
+    def release_newcomers(self, ordered: Collection[int] = ()) -> None:
+        """Tell newcomers that expect layers that none will come, except for those that have orders now."""
+        scale_up, released = self.state.scale_up.released(ordered)
+        self.set(scale_up=scale_up)
+        for worker in released:
+            self.send(worker, Preallocate(layers=()))

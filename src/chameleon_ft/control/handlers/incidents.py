@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chameleon_ft.control import commands, events
-from chameleon_ft.control.decisions.recovery_plan import ClusterState, RecoveryPlan
-from chameleon_ft.control.decisions.request import LossRequest
+from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
 from chameleon_ft.control.detectors import base as signals
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.active_plan import ActivePlan
@@ -127,7 +126,7 @@ def _continue_without(draft: Draft, worker: int) -> None:
             first_step=state.committed,
             policy="none",
             action="it was a spare: nothing changes",
-            moved=None,
+            transition=None,
             lost_layers=(),
         )
         _record_incident(draft, spared)
@@ -139,7 +138,7 @@ def _continue_without(draft: Draft, worker: int) -> None:
 def peer_failed(draft: Draft, worker: int, message: messages.PeerFailed) -> None:
     """A message of a worker has failed."""
     active = draft.state.active
-    known = active is not None and message.peer in active.everyone
+    known = active is not None and message.peer in active.participants
     detect(draft, signals.MessageFailed(worker, message.peer if known else None, message.error))
     if draft.state.phase in (Phase.TRAINING, Phase.REGROUPING):
         _stop(draft)
@@ -187,7 +186,7 @@ def _decide_if_quiesced(draft: Draft) -> None:
         return
     assert state.active is not None
     draft.set(at_boundary=False)
-    if not state.at_boundary and set(live).issuperset(state.active.everyone):
+    if not state.at_boundary and set(live).issuperset(state.active.participants):
         detect(draft, signals.NoWorkerLost(state.generation - 1))
         if draft.state.phase is not Phase.STOPPING or draft.state.members.live() != live:
             return  # a culprit was given up, and what follows from that has been done
@@ -200,39 +199,15 @@ def _decide_if_quiesced(draft: Draft) -> None:
 
 def _decide(draft: Draft) -> None:
     state = draft.state
-    live = state.members.live()
-    incident = replace(state.incident, stopped_at=draft.at.unix_s, switched=None, weighed_at=0.0)
-    # If one has switched, all have confirmed; if none has, all have what they had before.
+    # If one worker has switched, all have confirmed; if none has, all have what they had before.
     has_switched = any(report.placed == state.generation - 1 for report in state.quiesced.values())
-    in_force = state.active if has_switched else state.in_force
-    assert in_force is not None
-    phases, repeat_s = incident.stall_so_far(state.outcomes.since, state.history.phases(looked_up=False))
-    draft.set(phase=Phase.DECIDING, incident=incident, in_force=in_force, question=state.question + 1)
-    draft.do(
-        commands.Decide(
-            draft.state.question,
-            LossRequest(
-                in_force=in_force,
-                live=live,
-                hosts=state.members.hosts(),
-                phases=phases,
-                repeat_s=repeat_s,
-                rate=state.history.rate,
-                stopped_at=incident.stopped_at,
-                hand_out_s=state.history.hand_out_s(looked_up=False),
-                looked_up_hand_out_s=state.history.hand_out_s(looked_up=True),
-                scale_up=state.scale_up.prepared,
-            ),
-            ClusterState(
-                plan=in_force.plan,
-                live=live,
-                quiesced=state.quiesced,
-                committed=state.committed,
-                last_vote=state.last_vote,
-                newcomers=state.scale_up.newcomers,
-            ),
-        )
+    draft.set(
+        phase=Phase.DECIDING,
+        incident=replace(state.incident, stopped_at=draft.at.unix_s, switched=None, chosen_at=0.0),
+        in_force=state.active if has_switched else state.in_force,
+        question=state.question + 1,
     )
+    draft.do(commands.Decide())
 
 
 def decided(draft: Draft, event: events.Decided) -> None:
@@ -240,8 +215,8 @@ def decided(draft: Draft, event: events.Decided) -> None:
     state, plan = draft.state, event.plan
     if state.phase not in (Phase.GATHERING, Phase.DECIDING) or event.question != state.question:
         return  # a loss has overtaken it
-    if plan.weighed is not None:
-        draft.set(incident=replace(state.incident, weighed_at=event.weighed_at, looked_up=event.looked_up))
+    if plan.decision is not None:
+        draft.set(incident=replace(state.incident, chosen_at=event.chosen_at, looked_up=plan.prepared))
         fields = plan.to_json()
         draft.record(
             "decision",
@@ -250,7 +225,7 @@ def decided(draft: Draft, event: events.Decided) -> None:
             search_s=draft.at.unix_s - state.incident.stopped_at,
             **fields,
         )
-        chosen = plan.weighed.chosen
+        chosen = plan.decision.chosen
         outcomes, outcome = state.outcomes.decided(
             generation=state.generation,
             policy=plan.policy,
@@ -279,27 +254,14 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
     draft.set(
         phase=Phase.REGROUPING,
         active=active,
-        in_force=active if active.moved is None else state.in_force,
+        in_force=active if active.transition is None else state.in_force,
         committed=plan.first_step,
         finished=frozenset(),
         checkpoints=state.checkpoints if plan.load == "keep" else state.checkpoints.forgotten(state.generation),
     )
     detect(draft, signals.Progressed(draft.at.monotonic_s))
-    scale_up, let_down = state.scale_up.let_down(active.everyone)
-    draft.set(scale_up=scale_up)
-    connections = {worker: state.members[worker].connection for worker in active.everyone}
-    draft.do(
-        commands.Launch(
-            question=state.question,
-            generation=state.generation,
-            plan=plan,
-            hosts=state.members.hosts(),
-            connections={worker: each for worker, each in connections.items() if each is not None},
-            is_first=state.active is None,
-        )
-    )
-    for worker in let_down:
-        draft.send(worker, messages.Preallocate(layers=()))
+    draft.do(commands.Launch(plan, is_first=state.active is None))
+    draft.release_newcomers(active.participants)
 
 
 def launched(draft: Draft, event: events.Launched) -> None:
@@ -316,22 +278,21 @@ def launched(draft: Draft, event: events.Launched) -> None:
 
 def switched(draft: Draft, message: messages.Switched) -> None:
     """A worker has seen that all hold their part of the new placement; the first report is recorded."""
-    state = draft.state
+    state, active = draft.state, draft.state.active
     if state.phase is not Phase.REGROUPING or state.incident.switched is not None:
         return
-    assert state.active is not None
-    assert state.active.moved is not None
-    moved = state.active.moved
+    assert active is not None
+    assert active.transfer is not None
     draft.set(incident=replace(state.incident, switched=message))
-    draft.do(commands.MeasureTransfer(message.transfer_s, state.members.hosts()))
+    draft.do(commands.MeasureTransfer(message.transfer_s))
     draft.record(
         "transition",
         generation=state.generation,
-        workers=len(state.active.everyone),
-        layers=moved.layers,
-        messages=moved.messages,
-        rounds=moved.rounds,
-        planned_bytes=moved.num_bytes,
+        workers=len(active.participants),
+        layers=sum(len(each.layers) for each in active.transfer.messages),
+        messages=len(active.transfer.messages),
+        rounds=len(active.transfer.rounds),
+        planned_bytes=active.transfer.total_bytes,
         moved_bytes=message.moved_bytes,
         transfer_s=message.transfer_s,
     )
@@ -384,10 +345,10 @@ def _record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "")
     if active is not None and was_a_stall:
         for record in records:
             history = history.resumed(record)
-        if incident.weighed_at:
+        if incident.chosen_at:
             history = history.decided(
                 looked_up=incident.looked_up,
                 decide_s=incident.decided_at - incident.stopped_at,
-                hand_out_s=incident.decided_at - incident.weighed_at,
+                hand_out_s=incident.decided_at - incident.chosen_at,
             )
     draft.set(incident=Incident(), history=history)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chameleon_ft.control.commands import ConsiderScaleUp, RecordScaleUp, Send
-from chameleon_ft.control.decisions.request import DecisionRequest
 from chameleon_ft.control.events import Considered
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
@@ -16,7 +15,7 @@ from chameleon_ft.control.state.scale_up import PREALLOCATION_S, PendingChange
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire.messages import HostHello, Pause, Preallocate
 
-__all__ = ["advance", "considered", "host_joined", "ready", "respawn_due", "training_request"]
+__all__ = ["advance", "considered", "host_joined", "ready", "respawn_due"]
 
 
 def host_joined(draft: Draft, agent: int, hello: HostHello) -> None:
@@ -77,24 +76,7 @@ def advance(draft: Draft) -> None:
         scale_up, is_loading = draft.state.scale_up, draft.state.members.is_loading()
         if scale_up.is_complete(draft.at.monotonic_s, is_loading=is_loading):
             draft.set(scale_up=replace(scale_up, considering=state.generation, question=scale_up.question + 1))
-            # It is decided at the end of a step: there is nothing to detect, and no work is repeated.
-            request = training_request(draft, repeat_s=0.0)
-            request = replace(request, phases=replace(request.phases, detect_s=0.0))
-            draft.do(ConsiderScaleUp(draft.state.scale_up.question, request))
-
-
-def training_request(draft: Draft, *, repeat_s: float) -> DecisionRequest:
-    """Return the request for a decision that is made while training continues."""
-    state = draft.state
-    assert state.active is not None
-    return DecisionRequest(
-        in_force=state.active,
-        live=state.members.live(),
-        hosts=state.members.hosts(),
-        phases=state.history.phases(looked_up=True),
-        repeat_s=repeat_s,
-        rate=state.history.rate,
-    )
+            draft.do(ConsiderScaleUp())
 
 
 def considered(draft: Draft, event: Considered) -> None:
@@ -119,7 +101,7 @@ def considered(draft: Draft, event: Considered) -> None:
         for worker, layers in incoming.items():
             draft.send(worker, Preallocate(layers=layers))
     else:
-        draft.do(RecordScaleUp(event.question, state.generation, state.committed))
+        draft.do(RecordScaleUp())
         draft.set(scale_up=scale_up.settled())
 
 
@@ -130,10 +112,8 @@ def _pause_for(draft: Draft, change: PendingChange) -> None:
     if change.generation != state.generation:
         draft.set(scale_up=done)
     elif change.live != state.members.live():
-        done, let_down = done.let_down()
         draft.set(scale_up=done)
-        for worker in let_down:
-            draft.send(worker, Preallocate(layers=()))
+        draft.release_newcomers()
     elif not scale_up.preallocating or draft.at.monotonic_s >= change.deadline_s:
         draft.set(scale_up=replace(done, is_pausing=True, prepared=change.question))
         draft.tell_live(Pause(generation=state.generation))

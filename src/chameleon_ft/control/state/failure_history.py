@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from chameleon_ft.config import Recovery
@@ -14,7 +14,7 @@ from chameleon_ft.observe import FailureRecord
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery import FailureModel
 
-__all__ = ["DecisionTimes", "FailureHistory", "LatestIncident", "PastStall"]
+__all__ = ["FailureHistory", "LatestIncident", "PastDecision", "PastStall"]
 
 _UNSEEN = StallModel(detect_s=0.01, stop_s=0.03, decide_s=0.05, regroup_s=0.1)
 """The phases of a stall before there was one: those of a few workers on one machine."""
@@ -62,7 +62,7 @@ class LatestIncident:
 
 @dataclass(frozen=True, slots=True)
 class PastStall:
-    """How long the phases of a stall took, in seconds; see `FailureRecord`."""
+    """Durations of the phases of a stall; see `FailureRecord`."""
 
     detect_s: float | None
     stop_s: float
@@ -70,27 +70,22 @@ class PastStall:
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionTimes:
-    """How long decisions took, in seconds, and how long of that it took to hand out their orders."""
+class PastDecision:
+    """Duration of a decision, and of the part of it in which its orders were sent."""
 
-    decide_s: tuple[float, ...] = ()
-    hand_out_s: tuple[float, ...] = ()
-
-    def with_decision(self, decide_s: float, hand_out_s: float) -> Self:
-        """Add a decision."""
-        return replace(self, decide_s=(*self.decide_s, decide_s), hand_out_s=(*self.hand_out_s, hand_out_s))
+    looked_up: bool
+    decide_s: float
+    hand_out_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureHistory:
-    """Counts failures and the time without them, and keeps how long the phases of stalls took. Times are in seconds.
+    """Counts failures and the time without them, and keeps durations of stalls and decisions. Times are in seconds.
 
     Attributes:
         settled: the failure model of all but the latest incident, to which further losses may belong.
-        workers: how many are live,
-        since: and from when on.
-        searched: decisions that were made when they were needed.
-        looked_up: decisions that had been prepared.
+        workers: number of live workers,
+        since: and the time of its last change.
     """
 
     settled: FailureModel
@@ -98,12 +93,11 @@ class FailureHistory:
     since: float | None = None
     latest: LatestIncident | None = None
     stalls: tuple[PastStall, ...] = ()
-    searched: DecisionTimes = field(default_factory=DecisionTimes)
-    looked_up: DecisionTimes = field(default_factory=DecisionTimes)
+    decisions: tuple[PastDecision, ...] = ()
 
     @classmethod
     def before(cls, recovery: Recovery) -> Self:
-        """Return the history of a run that has not begun: what is known beforehand."""
+        """Return the history of a run that has not begun."""
         return cls(
             settled=FailureModel(
                 worker_mtbf_s=recovery.worker_mtbf_hours * 3600,
@@ -113,20 +107,14 @@ class FailureHistory:
         )
 
     def live(self, workers: int, now: float) -> Self:
-        """From `now` on, so many workers are live; what was before counts with as many as there were."""
+        """Note the number of live workers from `now` on."""
         settled = self.settled
         if self.since is not None:
             settled = settled.observed(worker_s=self.workers * max(0.0, now - self.since))
         return replace(self, settled=settled, workers=workers, since=now)
 
     def failed(self, host: str, left: Collection[str], now: float) -> Self:
-        """A worker was lost.
-
-        Args:
-            host: that it was on.
-            left: the hosts of the workers that are live.
-            now: a time in seconds, by the same clock as others.
-        """
+        """Note the loss of a worker on `host`; `left` are the hosts of the workers that are live."""
         history = self.live(len(left), now)
         latest = history.latest
         if latest is None or now - latest.lost_at > _TOGETHER_S:
@@ -135,24 +123,22 @@ class FailureHistory:
         return replace(history, latest=latest.with_loss(host, left, now))
 
     def resumed(self, record: FailureRecord) -> Self:
-        """Training has resumed after an incident."""
+        """Note the stall of a loss after which training has resumed."""
         return replace(self, stalls=(*self.stalls, PastStall(record.detect_s, record.stop_s, record.regroup_s)))
 
     def decided(self, *, looked_up: bool, decide_s: float, hand_out_s: float) -> Self:
-        """A decision was carried out.
+        """Note a decision that was carried out.
 
         Args:
             looked_up: whether it had been prepared.
-            decide_s: seconds from the moment when all had quiesced until the orders were out.
-            hand_out_s: seconds of these after it was made.
+            decide_s: seconds from the moment when all workers had quiesced until the orders were sent.
+            hand_out_s: seconds of these after the decision was made.
         """
-        if looked_up:
-            return replace(self, looked_up=self.looked_up.with_decision(decide_s, hand_out_s))
-        return replace(self, searched=self.searched.with_decision(decide_s, hand_out_s))
+        return replace(self, decisions=(*self.decisions, PastDecision(looked_up, decide_s, hand_out_s)))
 
     @property
     def rate(self) -> FailureModel:
-        """The failure model as of now."""
+        """The failure model by present knowledge."""
         latest = self.latest
         if latest is None:
             return self.settled
@@ -160,25 +146,26 @@ class FailureHistory:
         return self.settled.observed(failures=latest.failures, host_failures=latest.host_failures, gap_s=gap_s)
 
     def hand_out_s(self, *, looked_up: bool) -> float:
-        """Seconds from a decision until its orders are out: the median of those that were."""
-        first, second = (self.looked_up, self.searched) if looked_up else (self.searched, self.looked_up)
-        own = first.hand_out_s or second.hand_out_s
-        return statistics.median(own) if own else _UNSEEN_HAND_OUT_S
+        """Seconds from a decision until its orders are sent: the median of such decisions, else of the others."""
+        own = [each.hand_out_s for each in self.decisions if each.looked_up == looked_up]
+        return _median(own or (each.hand_out_s for each in self.decisions), default=_UNSEEN_HAND_OUT_S)
 
     def phases(self, *, looked_up: bool) -> StallModel:
-        """What the phases of the next stall will take: the medians of those that were.
+        """Return the expected phases of the next stall: medians of the past ones.
 
         Args:
             looked_up: whether the decision will have been prepared; a search takes much longer.
         """
-        decided = (self.looked_up if looked_up else self.searched).decide_s
-        decide_s = statistics.median(decided) if decided else _UNSEEN.decide_s
-        if not self.stalls:
-            return replace(_UNSEEN, decide_s=decide_s)
-        detected = [stall.detect_s for stall in self.stalls if stall.detect_s is not None]
+        stalls = self.stalls
+        decided = (each.decide_s for each in self.decisions if each.looked_up == looked_up)
+        detected = (stall.detect_s for stall in stalls if stall.detect_s is not None)
         return StallModel(
-            detect_s=statistics.median(detected) if detected else _UNSEEN.detect_s,
-            stop_s=statistics.median(stall.stop_s for stall in self.stalls),
-            decide_s=decide_s,
-            regroup_s=statistics.median(stall.regroup_s for stall in self.stalls),
+            detect_s=_median(detected, default=_UNSEEN.detect_s),
+            stop_s=_median((stall.stop_s for stall in stalls), default=_UNSEEN.stop_s),
+            decide_s=_median(decided, default=_UNSEEN.decide_s),
+            regroup_s=_median((stall.regroup_s for stall in stalls), default=_UNSEEN.regroup_s),
         )
+
+
+def _median(values: Iterable[float], *, default: float) -> float:
+    return statistics.median(found) if (found := list(values)) else default

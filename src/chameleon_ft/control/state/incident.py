@@ -66,7 +66,7 @@ class Incident:
         ended_at: when the workers were told to quiesce, for the first time; 0 if they were not.
         paused: whether that was at the end of a step, as they had been told to.
         stopped_at: when the last survivor had quiesced.
-        weighed_at: when it was known what was chosen; 0 if there was nothing to choose.
+        chosen_at: when it was known what was chosen; 0 if there was nothing to choose.
         looked_up: whether that had been prepared.
         decided_at: when all had their orders.
         switched: the report of the first worker that saw the transition complete.
@@ -76,7 +76,7 @@ class Incident:
     ended_at: float = 0.0
     paused: bool = False
     stopped_at: float = 0.0
-    weighed_at: float = 0.0
+    chosen_at: float = 0.0
     looked_up: bool = False
     decided_at: float = 0.0
     switched: Switched | None = None
@@ -136,7 +136,7 @@ class Incident:
                 resume_step=loss.step if active is None else active.first_step,
                 lost_layers=() if active is None else active.lost_layers,
                 moved_bytes=self._moved_bytes,
-                rounds=0 if active is None else active.rounds,
+                rounds=_rounds(active),
             )
             for loss in self.losses
         ]
@@ -158,7 +158,7 @@ class Incident:
             generation=generation,
             resume_step=active.first_step,
             moved_bytes=self._moved_bytes,
-            rounds=active.rounds,
+            rounds=_rounds(active),
         )
 
     @property
@@ -168,3 +168,8 @@ class Incident:
     @property
     def _moved_bytes(self) -> int:
         return 0 if self.switched is None else self.switched.moved_bytes
+
+
+def _rounds(active: ActivePlan | None) -> int:
+    """Rounds in which layers moved."""
+    return 0 if active is None or active.transfer is None else len(active.transfer.rounds)

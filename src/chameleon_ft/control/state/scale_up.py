@@ -97,8 +97,8 @@ class ScaleUp:
             return self
         return replace(self, preallocating={w: each for w, each in self.preallocating.items() if w != worker})
 
-    def let_down(self, ordered: Collection[int] = ()) -> tuple[Self, tuple[int, ...]]:
-        """Return the workers to which nothing comes: all that expect layers, but for those that have orders now."""
+    def released(self, ordered: Collection[int] = ()) -> tuple[Self, tuple[int, ...]]:
+        """Return the workers to which nothing comes after all: those that expect layers and have no orders now."""
         return replace(self, expecting=frozenset(), preallocating={}), tuple(sorted(self.expecting - set(ordered)))
 
     def settled(self) -> Self:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from typing import Self
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
+from pydantic_core import to_json
 
 from chameleon_ft.config import Recovery, RunConfig, Timeouts
 from chameleon_ft.control.detectors import Detectors
@@ -23,7 +23,6 @@ from chameleon_ft.control.state.respawns import Respawns
 from chameleon_ft.control.state.scale_up import ScaleUp
 from chameleon_ft.control.wire.messages import Quiesced, Vote
 from chameleon_ft.observe import RunDirectory, RunStatus
-from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = ["Phase", "Settings", "State"]
@@ -157,7 +156,7 @@ class State:
         """Whether the generation cannot go on without a worker: one that trains, or takes part in its transition."""
         if self.active is None:
             return False
-        return worker in (self.active.everyone if self.phase is Phase.REGROUPING else self.active.plan.workers)
+        return worker in (self.active.participants if self.phase is Phase.REGROUPING else self.active.plan.workers)
 
     def hosts(self) -> dict[int, str]:
         """The host of every worker that has ever joined: an emulated one if devices are."""
@@ -178,7 +177,7 @@ class State:
 
     def to_json(self) -> str:
         """Write the state as one line of JSON; `from_json` reads it back to an equal state."""
-        return json.dumps(self, default=_encode, allow_nan=False)
+        return to_json(self, fallback=dict, inf_nan_mode="constants").decode()
 
     @staticmethod
     def from_json(text: str) -> State:
@@ -186,23 +185,6 @@ class State:
         return _adapter().validate_json(text)
 
 
-def _encode(value: object) -> object:
-    """Return a value of the state as what the JSON encoder knows."""
-    match value:
-        case Plan():
-            return value.to_json()
-        case BaseModel():
-            return value.model_dump(mode="json")
-        case Enum():
-            return value.value
-        case Mapping():
-            return dict(value)
-        case frozenset():
-            return list(value)
-    assert is_dataclass(value)
-    return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-
-
 @cache
 def _adapter() -> TypeAdapter[State]:
-    return TypeAdapter(State)  # takes a while to be made
+    return TypeAdapter(State)  # slow to build

@@ -7,7 +7,9 @@ a generation which is over is dropped by its receiver.
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal, TypeAlias
+from functools import reduce
+from operator import or_
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -66,6 +68,12 @@ class MessagePart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Message(MessagePart):
+    """Base of all messages; `type` tells them apart."""
+
+    type: str
+
+
 class Vote(MessagePart):
     """The sums that the vote of a step carries; with them any rank can apply that step."""
 
@@ -99,7 +107,7 @@ class BoundaryMessage(MessagePart):
 class Transition(MessagePart):
     """A worker's part in the change to another placement, before a generation trains; see docs/transition.md."""
 
-    everyone: tuple[int, ...]
+    participants: tuple[int, ...]
     """Workers that take part, ascending: those of the placement in force and those of the new one."""
     keep: tuple[int, ...]
     """Layers that this worker holds and does not give up before the switch; if there are none, it begins anew."""
@@ -111,7 +119,7 @@ class Transition(MessagePart):
 # --- to the coordinator ----------------------------------------------------------------------------------------------
 
 
-class Hello(MessagePart):
+class Hello(Message):
     """First message of a rank."""
 
     type: Literal["hello"] = "hello"
@@ -122,13 +130,13 @@ class Hello(MessagePart):
     """The incarnation that `Spawn` told its agent; 0 if a cluster's launcher started it."""
 
 
-class Ready(MessagePart):
+class Ready(Message):
     """A rank has loaded what it trains, and can take part."""
 
     type: Literal["ready"] = "ready"
 
 
-class HostHello(MessagePart):
+class HostHello(Message):
     """First message of an agent."""
 
     type: Literal["host_hello"] = "host_hello"
@@ -138,7 +146,7 @@ class HostHello(MessagePart):
     pid: int
 
 
-class WorkerExited(MessagePart):
+class WorkerExited(Message):
     """An agent reaped a rank. `exit_code` is negative for a signal, as in `subprocess`."""
 
     type: Literal["worker_exited"] = "worker_exited"
@@ -147,7 +155,7 @@ class WorkerExited(MessagePart):
     exit_code: int
 
 
-class ProcessState(MessagePart):
+class ProcessState(Message):
     """An agent's answer to a probe: whether a worker's process is stopped, so that it cannot answer itself."""
 
     type: Literal["process_state"] = "process_state"
@@ -157,7 +165,7 @@ class ProcessState(MessagePart):
     stopped: bool
 
 
-class Quiesced(MessagePart):
+class Quiesced(Message):
     """A rank has left its operations and waits for `generation`."""
 
     type: Literal["quiesced"] = "quiesced"
@@ -174,7 +182,7 @@ class Quiesced(MessagePart):
     """Layers whose state after `committed` steps it holds, ascending."""
 
 
-class Switched(MessagePart):
+class Switched(Message):
     """A rank has seen that all hold their part of the new placement, and gives up the old one."""
 
     type: Literal["switched"] = "switched"
@@ -185,7 +193,7 @@ class Switched(MessagePart):
     """Seconds from the time its communicators stood."""
 
 
-class Started(MessagePart):
+class Started(Message):
     """A rank starts its first operation of the generation."""
 
     type: Literal["started"] = "started"
@@ -193,7 +201,7 @@ class Started(MessagePart):
     step: int
 
 
-class Committed(MessagePart):
+class Committed(Message):
     """A rank has applied the update of `step`."""
 
     type: Literal["committed"] = "committed"
@@ -206,7 +214,7 @@ class Committed(MessagePart):
     times: OperationTimes
 
 
-class PeerFailed(MessagePart):
+class PeerFailed(Message):
     """A message failed; `peer` is the other end, or None where a collective does not tell."""
 
     type: Literal["peer_failed"] = "peer_failed"
@@ -215,7 +223,7 @@ class PeerFailed(MessagePart):
     error: str
 
 
-class Position(MessagePart):
+class Position(Message):
     """Answer to a probe: what the rank is doing and since when."""
 
     type: Literal["position"] = "position"
@@ -228,7 +236,7 @@ class Position(MessagePart):
     """Seconds it has been doing so."""
 
 
-class CheckpointSaved(MessagePart):
+class CheckpointSaved(Message):
     """A rank has written `layers` of the checkpoint that resumes at `step`; `error` where it could not."""
 
     type: Literal["checkpoint_saved"] = "checkpoint_saved"
@@ -243,7 +251,7 @@ class CheckpointSaved(MessagePart):
     error: str | None = None
 
 
-class SlowIO(MessagePart):
+class SlowIO(Message):
     """A rank has been reading or writing for `since_s` seconds, longer than it should take, and goes on doing so."""
 
     type: Literal["slow_io"] = "slow_io"
@@ -252,7 +260,7 @@ class SlowIO(MessagePart):
     since_s: float
 
 
-class Preallocated(MessagePart):
+class Preallocated(Message):
     """A rank has room for all layers that it was told to expect."""
 
     type: Literal["preallocated"] = "preallocated"
@@ -260,7 +268,7 @@ class Preallocated(MessagePart):
     """As `Preallocate` had them: it may have been told of others since."""
 
 
-class Finished(MessagePart):
+class Finished(Message):
     """A rank has reached the end of its training, with `committed` steps applied and its checkpoint written."""
 
     type: Literal["finished"] = "finished"
@@ -268,14 +276,14 @@ class Finished(MessagePart):
     committed: int
 
 
-class Crashed(MessagePart):
+class Crashed(Message):
     """A rank ends itself because of an error in what it was given to run."""
 
     type: Literal["crashed"] = "crashed"
     error: str
 
 
-class Inject(MessagePart):
+class Inject(Message):
     """Make `worker` fail: at once, or in `phase` of step `step` or the first one after it."""
 
     type: Literal["inject"] = "inject"
@@ -288,7 +296,7 @@ class Inject(MessagePart):
 # --- from the coordinator --------------------------------------------------------------------------------------------
 
 
-class Welcome(MessagePart):
+class Welcome(Message):
     """All that a rank needs to load what it trains."""
 
     type: Literal["welcome"] = "welcome"
@@ -302,7 +310,7 @@ class Welcome(MessagePart):
     """Which of the worker's incarnations this is, from 1."""
 
 
-class StartGeneration(MessagePart):
+class StartGeneration(Message):
     """Form `generation` and train from `first_step` with this program."""
 
     type: Literal["start_generation"] = "start_generation"
@@ -325,9 +333,9 @@ class StartGeneration(MessagePart):
     """With "keep", where the placement changes."""
 
     @property
-    def everyone(self) -> tuple[int, ...]:
+    def participants(self) -> tuple[int, ...]:
         """Workers of the generation, ascending; a worker's rank in the world communicator is its index."""
-        return self.members if self.transition is None else self.transition.everyone
+        return self.members if self.transition is None else self.transition.participants
 
     @staticmethod
     def pack_operations(records: Records) -> str:
@@ -343,27 +351,27 @@ class StartGeneration(MessagePart):
         return tuple(Segment(LayerRange(start, stop), holders, tied) for start, stop, holders, tied in self.segments)
 
 
-class Stop(MessagePart):
+class Stop(Message):
     """The generation before `generation` is over: leave every operation and answer with `Quiesced`."""
 
     type: Literal["stop"] = "stop"
     generation: int
 
 
-class Finish(MessagePart):
+class Finish(Message):
     """End the run after the current step, with a checkpoint."""
 
     type: Literal["finish"] = "finish"
 
 
-class Pause(MessagePart):
+class Pause(Message):
     """Train no further in `generation` once the current step is applied, and wait for what comes then."""
 
     type: Literal["pause"] = "pause"
     generation: int
 
 
-class Preallocate(MessagePart):
+class Preallocate(Message):
     """Layers will come to this rank: make room for them, and let go of room for any other; then say `Preallocated`."""
 
     type: Literal["preallocate"] = "preallocate"
@@ -371,21 +379,21 @@ class Preallocate(MessagePart):
     """(layer, bytes of its state), in the order in which they come; none if nothing comes after all."""
 
 
-class Probe(MessagePart):
+class Probe(Message):
     """A rank is to answer with its `Position`, an agent with a `ProcessState` for each of its ranks, at once."""
 
     type: Literal["probe"] = "probe"
     probe: int
 
 
-class Exit(MessagePart):
+class Exit(Message):
     """End the process: the run is over, or this rank is no longer part of it."""
 
     type: Literal["exit"] = "exit"
     reason: str
 
 
-class Spawn(MessagePart):
+class Spawn(Message):
     """An agent is to start these workers."""
 
     type: Literal["spawn"] = "spawn"
@@ -394,57 +402,28 @@ class Spawn(MessagePart):
     """Which of its incarnations each begins, from 1."""
 
 
-class Kill(MessagePart):
+class Kill(Message):
     """An agent is to end `worker` with SIGKILL."""
 
     type: Literal["kill"] = "kill"
     worker: int
 
 
-class Refused(MessagePart):
+class Refused(Message):
     """Answer to a message that cannot be done."""
 
     type: Literal["refused"] = "refused"
     reason: str
 
 
-Message: TypeAlias = (
-    Hello
-    | HostHello
-    | Ready
-    | Preallocated
-    | WorkerExited
-    | ProcessState
-    | Quiesced
-    | Started
-    | Switched
-    | Committed
-    | PeerFailed
-    | Position
-    | CheckpointSaved
-    | SlowIO
-    | Finished
-    | Crashed
-    | Inject
-    | Welcome
-    | StartGeneration
-    | Stop
-    | Finish
-    | Pause
-    | Preallocate
-    | Probe
-    | Exit
-    | Spawn
-    | Kill
-    | Refused
-)
-
 Departure: TypeAlias = Literal["connection", "heartbeat"]
 """How a peer was lost: its connection closed, or it stopped answering pings."""
 
 _LONGEST_REASON = 200  # characters
 
-_ADAPTER: TypeAdapter[Any] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
+_ADAPTER: TypeAdapter[Message] = TypeAdapter(
+    Annotated[reduce(or_, Message.__subclasses__()), Field(discriminator="type")]  # type: ignore[arg-type]
+)
 
 
 def encode(message: Message) -> str:
@@ -455,7 +434,7 @@ def encode(message: Message) -> str:
 def decode(text: str | bytes) -> Message:
     """Read a message. Raises ControlError that says what is wrong with it."""
     try:
-        message: Message = _ADAPTER.validate_json(text)
+        return _ADAPTER.validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -463,4 +442,3 @@ def decode(text: str | bytes) -> Message:
         if len(reason) > _LONGEST_REASON:
             reason = f"{reason[:_LONGEST_REASON]}..."  # it may quote what was sent, which may be anything
         raise ControlError(f"not a message of this protocol: {reason}") from None
-    return message
