@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chameleon_ft.schedule.records import Integers
 from chameleon_ft.transfer import _assignment
 from chameleon_ft.transfer._assignment import Balanced, improved
 
@@ -23,7 +24,7 @@ def problems(draw: st.DrawFn, *, largest: int) -> Balanced:
     return Balanced(np.array(cost), shares(draw, units, rows), shares(draw, units, columns))
 
 
-def shares(draw: st.DrawFn, units: int, parts: int) -> _assignment.Integers:
+def shares(draw: st.DrawFn, units: int, parts: int) -> Integers:
     """`units` in so many parts, none of which is empty."""
     cuts = sorted(draw(st.permutations(range(1, units)))[: parts - 1])
     return np.diff([0, *cuts, units]).astype(np.int64)
@@ -44,7 +45,7 @@ def every_outcome(problem: Balanced, preferred: list[list[bool]]) -> set[tuple[i
     }
 
 
-def check_sums(problem: Balanced, flow: _assignment.Integers) -> None:
+def check_sums(problem: Balanced, flow: Integers) -> None:
     assert (flow >= 0).all()
     assert flow.sum(axis=1).tolist() == problem.supply.tolist()
     assert flow.sum(axis=0).tolist() == problem.demand.tolist()

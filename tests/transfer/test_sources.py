@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.transfer import Holding, Message, choose_sources
-from chameleon_ft.transfer._loads import Loads
+from chameleon_ft.transfer.sources import Loads
 from tests.transfer.instances import held_by, holdings, layers_of
 
 

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from chameleon_ft.transfer.holdings import (
-    Holding,
-    holdings_of,
-    missing_between,
-    missing_layers,
-    moved_bytes,
-    worker_kinds,
-)
-from chameleon_ft.transfer.message import Message
+from chameleon_ft.transfer.holdings import Holding, holdings_of, missing_between, moved_bytes, worker_kinds
 from chameleon_ft.transfer.roles import assign_roles, least_moved_bytes, remap_placement, remap_plan
-from chameleon_ft.transfer.rounds import fewest_rounds, message_rounds
-from chameleon_ft.transfer.sources import Sources, choose_sources
-from chameleon_ft.transfer.transfer import Transfer, plan_transfer, transfer_s, transfer_to
+from chameleon_ft.transfer.sources import Message, Sources, choose_sources
+from chameleon_ft.transfer.transfer import Transfer, message_rounds, plan_transfer, transfer_s, transfer_to
 
 __all__ = [
     "Holding",
@@ -23,12 +14,10 @@ __all__ = [
     "Transfer",
     "assign_roles",
     "choose_sources",
-    "fewest_rounds",
     "holdings_of",
     "least_moved_bytes",
     "message_rounds",
     "missing_between",
-    "missing_layers",
     "moved_bytes",
     "plan_transfer",
     "remap_placement",

@@ -1,4 +1,4 @@
-"""Roles: which live worker takes which place of a new placement, so that least has to move."""
+"""Roles: which live worker takes which place of a new placement, so that the fewest bytes move."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, Placement, Plan, Route
+from chameleon_ft.schedule.components import different_ways
 from chameleon_ft.transfer._assignment import Balanced
 from chameleon_ft.transfer.holdings import Holding, groups_of, lacking_bytes
 from chameleon_ft.workload import LayerCost
 
 __all__ = ["assign_roles", "least_moved_bytes", "remap_placement", "remap_plan"]
 
-
-# What is held, and by whom.
+# Holdings, each with the workers or places that have it.
 _Groups = list[tuple[Holding, list[int]]]
 
 
 def assign_roles(
     workers: Mapping[int, Holding], places: Mapping[int, Holding], layers: Sequence[LayerCost]
 ) -> dict[int, int]:
-    """The worker that takes each place, each from the workers of the place's kind.
+    """Return the worker that takes each place, of the workers of the place's kind.
 
-    First, the bytes that workers lack are least in total; of such assignments it is one whose largest receive of a
-    worker is least, among workers of the same kind; and of those, one in which most workers keep exactly the layers
-    that they hold. All three are exact. What is left open goes by number: a worker takes the place of its own number if
-    it may, else the lowest ones meet.
+    First, the bytes that workers lack in total are least; of such assignments, the largest receive of a worker of each
+    kind is least; of those, most workers keep exactly the layers that they hold. All three are exact. Ties go by
+    number: a worker takes the place of its own number if it can, else the lowest numbers meet.
 
     Args:
         workers: what each live worker holds.
@@ -51,32 +52,28 @@ def assign_roles(
 def least_moved_bytes(
     workers: Mapping[int, Holding], places: Mapping[int, Holding], layers: Sequence[LayerCost]
 ) -> int:
-    """The bytes that workers lack for their places in total, if roles are those of `assign_roles`; see there."""
+    """Return the bytes that workers lack for their places in total under the roles of `assign_roles`."""
     problems = (_problem(mine, theirs, layers) for mine, theirs in _by_kind(workers, places))
     return sum(int((problem.cost * problem.least_cost_flow()).sum()) for problem in problems)
 
 
 def remap_placement(placement: Placement, roles: Mapping[int, int]) -> Placement:
-    """The placement with each worker replaced by the one that takes its place (place -> worker)."""
+    """Return the placement with each worker replaced by the one that takes its place (place -> worker)."""
     if _is_kept(placement, roles):
         return placement
     return Placement(placement.num_layers, {roles[place]: ranges for place, ranges in placement.ranges.items()})
 
 
 def remap_plan(plan: Plan, roles: Mapping[int, int]) -> Plan:
-    """The plan with each worker replaced, wherever it is named, by the one that takes its place (place -> worker)."""
+    """Return the plan with each worker replaced throughout by the one that takes its place (place -> worker)."""
     if _is_kept(plan.placement, roles):
         return plan
-    # By identity, for hops are slow to hash, and most routes share theirs.
-    ways: dict[int, tuple[Hop, ...]] = {}
-    for route in plan.routes:
-        if id(route.hops) not in ways:
-            ways[id(route.hops)] = tuple(Hop(roles[hop.worker], hop.layers) for hop in route.hops)
-    routes = tuple(Route(route.micro_batch, ways[id(route.hops)]) for route in plan.routes)
+    ways, way_of = different_ways(route.hops for route in plan.routes)
+    remapped = [tuple(Hop(roles[hop.worker], hop.layers) for hop in hops) for hops in ways]
     return replace(
         plan,
         placement=remap_placement(plan.placement, roles),
-        routes=routes,
+        routes=tuple(Route(micro_batch, remapped[way]) for micro_batch, way in enumerate(way_of)),
         recompute={roles[worker]: layers for worker, layers in plan.recompute.items()},
         fused_workers=frozenset(map(roles.__getitem__, plan.fused_workers)),
     )
@@ -88,7 +85,7 @@ def _is_kept(placement: Placement, roles: Mapping[int, int]) -> bool:
 
 
 def _by_kind(workers: Mapping[int, Holding], places: Mapping[int, Holding]) -> list[tuple[_Groups, _Groups]]:
-    """The workers and the places of each kind that something is wanted of, by what they hold."""
+    """The workers and the places of each kind that has places, by what they hold."""
     mine: dict[Hashable, _Groups] = defaultdict(list)
     theirs: dict[Hashable, _Groups] = defaultdict(list)
     for found, holdings in ((mine, workers), (theirs, places)):
@@ -98,9 +95,7 @@ def _by_kind(workers: Mapping[int, Holding], places: Mapping[int, Holding]) -> l
 
 
 def _problem(mine: _Groups, theirs: _Groups, layers: Sequence[LayerCost]) -> Balanced:
-    """Workers to places of a kind, with one more demand, that costs nothing, for the workers that are left over."""
-    import numpy as np
-
+    """Workers to places of one kind, with one more demand, without cost, for the workers that become idle."""
     cost = lacking_bytes([each for each, _ in mine], [each for each, _ in theirs], layers)
     supply, demand = [len(group) for _, group in mine], [len(group) for _, group in theirs]
     idle = sum(supply) - sum(demand)
@@ -117,7 +112,7 @@ def _problem(mine: _Groups, theirs: _Groups, layers: Sequence[LayerCost]) -> Bal
 def _by_number(
     workers: Sequence[Sequence[int]], places: Sequence[Sequence[int]], flow: Sequence[Sequence[int]]
 ) -> dict[int, int]:
-    """Place -> worker, with `flow[i][j]` of the workers i for places j; those of equal number meet before others."""
+    """Place -> worker, with `flow[i][j]` of the workers i for places j; equal numbers meet first."""
     roles: dict[int, int] = {}
     taken: set[int] = set()
     left: list[tuple[int, int, int]] = []

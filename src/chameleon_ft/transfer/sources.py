@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
-from chameleon_ft.errors import NoHolderError
+from chameleon_ft.errors import NoHolderError, PlanError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.transfer._loads import Loads
 from chameleon_ft.transfer.holdings import Holding, groups_of
-from chameleon_ft.transfer.message import Message
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["Sources", "choose_sources"]
+__all__ = ["Loads", "Message", "Sources", "choose_sources"]
+
+# Steps (worker, layer): each worker passes a copy of its layer on to a worker of the next step, or to the taker.
+_Chain = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The state of neighbouring layers, from a worker that holds it to one that is to hold it.
+
+    Attributes:
+        source: the worker that sends.
+        destination: the worker that receives.
+        layers: what is sent.
+        num_bytes: their parameters and optimizer state.
+
+    Raises:
+        PlanError: both workers are the same, or the bytes are negative.
+    """
+
+    source: int
+    destination: int
+    layers: LayerRange
+    num_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.source == self.destination:
+            raise PlanError(f"worker {self.source} cannot send to itself; what it holds needs no transfer")
+        if self.num_bytes < 0:
+            raise PlanError(f"a message needs zero or more bytes; got {self.num_bytes}")
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Who sends what to whom.
+    """The messages of a transfer.
 
     Attributes:
         messages: by destination and layer. Neighbouring layers with the same source are one message.
-        least_largest_send_bytes: whatever the sources, some worker sends as many bytes as this.
+        least_largest_send_bytes: a lower bound on the bytes that the busiest sender sends, whatever the sources.
     """
 
     messages: tuple[Message, ...]
@@ -33,12 +61,12 @@ class Sources:
 def choose_sources(
     holders: Mapping[int, Holding], missing: Mapping[int, Sequence[int]], layers: Sequence[LayerCost]
 ) -> Sources:
-    """Sources with a small largest send, counted in bytes.
+    """Choose sources with a small largest send, counted in bytes.
 
     Each layer is first sent by the holder with the least to send so far; then layers are passed on along chains of
-    holders for as long as the largest send becomes less. Where all missing layers have equal bytes, the largest send is
-    the least there is: without such a chain, the holders that a chain would lead to cannot do with less (Hall 1935).
-    Where they have not, the least largest send is NP-hard to find; the bound says how far off it is at the most.
+    holders as long as the largest send shrinks. If all missing layers have equal bytes, the result is optimal: without
+    such a chain, the holders that a chain would reach cannot send less (Hall 1935). Otherwise the least largest send is
+    NP-hard to find, and the bound says how far off it is at most.
 
     Args:
         holders: what each live worker holds.
@@ -48,54 +76,176 @@ def choose_sources(
     Raises:
         NoHolderError: no live worker holds some of the missing layers.
     """
-    receivers: dict[int, list[int]] = defaultdict(list)
-    for receiver, lacking in sorted(missing.items()):
-        for layer in lacking:
-            receivers[layer].append(receiver)
+    copies = Counter(layer for lacking in missing.values() for layer in lacking)
     groups = groups_of({worker: Holding(each.ranges) for worker, each in sorted(holders.items())})
-    held_by: dict[int, list[int]] = {layer: [] for layer in sorted(receivers)}
-    for number, (each, _) in enumerate(groups):
+    held_by: dict[int, list[int]] = {layer: [] for layer in sorted(copies)}
+    for group, (each, _) in enumerate(groups):
         for held in each.ranges:
             for layer in held:
                 if layer in held_by:
-                    held_by[layer].append(number)
+                    held_by[layer].append(group)
     if unheld := [layer for layer, of in held_by.items() if not of]:
         raise NoHolderError(unheld)
     num_bytes = {layer: state_bytes(layers[layer]) for layer in held_by}
     loads = Loads([workers for _, workers in groups], held_by, num_bytes)
     for layer in sorted(held_by, key=lambda layer: (-num_bytes[layer], loads.num_holders(layer), layer)):
-        loads.spread(layer, len(receivers[layer]))
+        loads.spread(layer, copies[layer])
     bound = loads.even_out()
     return Sources(_messages(loads.senders(), missing, num_bytes), bound)
 
 
 def _messages(
-    senders: Mapping[int, Mapping[int, int]], missing: Mapping[int, Sequence[int]], num_bytes: Mapping[int, int]
+    left: Mapping[int, dict[int, int]], missing: Mapping[int, Sequence[int]], num_bytes: Mapping[int, int]
 ) -> tuple[Message, ...]:
-    """Shares out the copies of each layer: `senders[layer]` says how many each of its senders has to send.
+    """Share out the copies of each layer, which `left[layer]` counts by sender.
 
-    A receiver gets a layer from where it got the one before, if that sender has a copy left.
+    A receiver gets a layer from the source of the one before, if that sender has a copy left.
     """
-    left = {layer: dict(copies) for layer, copies in senders.items()}
-    in_turn = {layer: list(reversed(copies)) for layer, copies in senders.items()}
     messages: list[Message] = []
     for receiver, lacking in sorted(missing.items()):
-        source, start, stop = -1, -1, -1
+        runs: list[tuple[int, list[int]]] = []
         for layer in lacking:
-            copies, turn = left[layer], in_turn[layer]
-            if layer != stop or not copies.get(source):
-                messages += _message(source, receiver, start, stop, num_bytes)
-                while not copies[turn[-1]]:
-                    turn.pop()
-                source, start = turn[-1], layer
+            copies = left[layer]
+            if not runs or runs[-1][1][-1] + 1 != layer or runs[-1][0] not in copies:
+                runs.append((next(iter(copies)), []))
+            source, run = runs[-1]
+            run.append(layer)
             copies[source] -= 1
-            stop = layer + 1
-        messages += _message(source, receiver, start, stop, num_bytes)
+            if not copies[source]:
+                del copies[source]
+        messages += [
+            Message(source, receiver, LayerRange(run[0], run[-1] + 1), sum(num_bytes[layer] for layer in run))
+            for source, run in runs
+        ]
     return tuple(messages)
 
 
-def _message(source: int, receiver: int, start: int, stop: int, num_bytes: Mapping[int, int]) -> list[Message]:
-    """The message of these layers, if there are any."""
-    if start == stop:
-        return []
-    return [Message(source, receiver, LayerRange(start, stop), sum(num_bytes[n] for n in range(start, stop)))]
+class Loads:
+    """Copies of layers to be sent, by sender.
+
+    Workers with equal holdings are a group: they can send the same layers.
+
+    Args:
+        groups: the workers of each.
+        groups_of: layer -> the groups that hold it.
+        num_bytes: layer -> bytes of one copy.
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[int]], groups_of: Mapping[int, Sequence[int]], num_bytes: Mapping[int, int]
+    ) -> None:
+        self._groups = groups
+        self._groups_of = groups_of
+        self._num_bytes = num_bytes
+        self._bytes = {worker: 0 for workers in groups for worker in workers}
+        self._copies: dict[int, Counter[int]] = {worker: Counter() for worker in self._bytes}
+        self._wanted: Counter[int] = Counter()
+
+    def num_holders(self, layer: int) -> int:
+        return sum(len(self._groups[group]) for group in self._groups_of[layer])
+
+    def spread(self, layer: int, copies: int) -> None:
+        """Give each of `copies` more to the holder with the least to send, the first of equals."""
+        heap = [(self._bytes[worker], worker) for group in self._groups_of[layer] for worker in self._groups[group]]
+        heapify(heap)
+        for _ in range(copies):
+            load, worker = heap[0]
+            self._copies[worker][layer] += 1
+            heapreplace(heap, (load + self._num_bytes[layer], worker))
+        for load, worker in heap:
+            self._bytes[worker] = load
+        self._wanted[layer] += copies
+
+    def even_out(self) -> int:
+        """Pass layers on along chains of holders until no chain reduces the largest send.
+
+        Returns:
+            A lower bound on the bytes that the busiest sender sends, however the copies are shared out.
+        """
+        bound = self._bound(self._wanted)
+        while (most := max(self._bytes.values(), default=0)) > bound:
+            fullest = next(worker for worker, load in self._bytes.items() if load == most)
+            found = self._find_chain(fullest, most)
+            if found is None:
+                return max(bound, self._bound(self._reached(fullest)))
+            taker, chain = found
+            for worker, layer in reversed(chain):
+                self._copies[worker][layer] -= 1
+                if not self._copies[worker][layer]:
+                    del self._copies[worker][layer]
+                self._copies[taker][layer] += 1
+                self._bytes[worker] -= self._num_bytes[layer]
+                self._bytes[taker] += self._num_bytes[layer]
+                taker = worker
+        return bound
+
+    def senders(self) -> dict[int, dict[int, int]]:
+        """Return layer -> the workers that send it, ascending, with the copies of each."""
+        found: dict[int, dict[int, int]] = defaultdict(dict)
+        for worker in sorted(self._copies):
+            for layer, copies in self._copies[worker].items():
+                found[layer][worker] = copies
+        return found
+
+    def _find_chain(self, fullest: int, most: int) -> tuple[int, _Chain] | None:
+        """The worker that takes the last layer of a chain, and a shortest chain from `fullest`, breadth first.
+
+        The chain leaves no other worker with `most` that had less. None proves that there is no chain only if all
+        layers have equal bytes: otherwise a worker is not tried in every chain that could reach it.
+        """
+        queue: deque[tuple[int, _Chain]] = deque()
+        seen: set[tuple[int, int]] = set()
+
+        def extend(chain: _Chain, worker: int, layer: int) -> None:
+            for group in self._groups_of[layer]:
+                if (node := (group, self._num_bytes[layer])) not in seen:
+                    seen.add(node)
+                    queue.append((group, (*chain, (worker, layer))))
+
+        for layer in self._copies[fullest]:
+            if self._num_bytes[layer]:
+                extend((), fullest, layer)
+        while queue:
+            group, chain = queue.popleft()
+            taken = self._num_bytes[chain[-1][1]]
+            givers = {worker for worker, _ in chain}
+            others = [worker for worker in self._groups[group] if worker not in givers]
+            for worker in others:
+                if self._bytes[worker] + taken < most:
+                    return worker, chain
+            for worker in others:
+                for layer in self._copies[worker]:
+                    given = self._num_bytes[layer]
+                    if given >= taken or self._bytes[worker] + taken - given < most:
+                        extend(chain, worker, layer)
+        return None
+
+    def _reached(self, worker: int) -> set[int]:
+        """The layers that chains from `worker` can pass on, whatever their bytes."""
+        layers = set(self._copies[worker])
+        queue = deque(layers)
+        groups: set[int] = set()
+        while queue:
+            for group in set(self._groups_of[queue.popleft()]) - groups:
+                groups.add(group)
+                sent = {layer for each in self._groups[group] for layer in self._copies[each]}
+                queue.extend(sent - layers)
+                layers |= sent
+        return layers
+
+    def _bound(self, layers: Collection[int]) -> int:
+        """Bytes that some holder of these layers sends at least: the mean, or its share of the largest in whole copies.
+
+        Layers are added from the largest on, so that the bound holds for each set of the largest ones.
+        """
+        bound = copies = total = 0
+        groups: set[int] = set()
+        for layer in sorted(layers, key=lambda layer: -self._num_bytes[layer]):
+            groups.update(self._groups_of[layer])
+            copies += self._wanted[layer]
+            total += self._wanted[layer] * self._num_bytes[layer]
+            holders = sum(len(self._groups[group]) for group in groups)
+            alone = -(-self._wanted[layer] // self.num_holders(layer))
+            together = -(-copies // holders)
+            bound = max(bound, -(-total // holders), max(alone, together) * self._num_bytes[layer])
+        return bound

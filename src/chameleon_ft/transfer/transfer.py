@@ -10,25 +10,23 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.transfer.holdings import Holding, holdings_of, missing_layers
-from chameleon_ft.transfer.message import Message
+from chameleon_ft.transfer.holdings import Holding, holdings_of
 from chameleon_ft.transfer.roles import assign_roles, remap_placement
-from chameleon_ft.transfer.rounds import message_rounds
-from chameleon_ft.transfer.sources import choose_sources
+from chameleon_ft.transfer.sources import Message, choose_sources
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["Transfer", "plan_transfer", "transfer_s", "transfer_to"]
+__all__ = ["Transfer", "message_rounds", "plan_transfer", "transfer_s", "transfer_to"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """The way from one placement to another.
+    """The messages that lead from one placement to another.
 
     Attributes:
         placement: which layers each worker holds when all has arrived.
         roles: worker of the plan that was asked for -> the live worker that takes its place in `placement`.
         rounds: the messages; in a round, a worker sends to one other at most and receives from one at most.
-        least_largest_send_bytes: whatever the sources, some worker sends as many bytes as this.
+        least_largest_send_bytes: a lower bound on the bytes that the busiest sender sends, whatever the sources.
 
     Raises:
         PlanError: a worker sends, or receives, two messages in a round.
@@ -42,15 +40,12 @@ class Transfer:
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", FrozenMap(self.roles))
         for messages in self.rounds:
-            for end, workers in (
-                ("source", [message.source for message in messages]),
-                ("destination", [message.destination for message in messages]),
-            ):
-                if len(set(workers)) < len(workers):
-                    worker = Counter(workers).most_common(1)[0][0]
-                    raise PlanError(
-                        f"worker {worker} is the {end} of two messages of a round; put them into different rounds"
-                    )
+            for end in ("source", "destination"):
+                for worker, count in Counter(getattr(message, end) for message in messages).items():
+                    if count > 1:
+                        raise PlanError(
+                            f"worker {worker} is the {end} of two messages of a round; put them into different rounds"
+                        )
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -65,34 +60,34 @@ class Transfer:
     @property
     def largest_send_bytes(self) -> int:
         """The most bytes that a worker sends."""
-        sent: Counter[int] = Counter()
-        for message in self.messages:
-            sent[message.source] += message.num_bytes
-        return max(sent.values(), default=0)
+        return self._largest_bytes("source")
 
     @property
     def largest_receive_bytes(self) -> int:
         """The most bytes that a worker receives."""
-        received: Counter[int] = Counter()
-        for message in self.messages:
-            received[message.destination] += message.num_bytes
-        return max(received.values(), default=0)
+        return self._largest_bytes("destination")
 
     @property
     def bound_bytes(self) -> int:
         """Bytes that, with these roles, some worker has to send or to receive whatever the sources and rounds."""
         return max(self.least_largest_send_bytes, self.largest_receive_bytes)
 
+    def _largest_bytes(self, end: str) -> int:
+        totals: Counter[int] = Counter()
+        for message in self.messages:
+            totals[getattr(message, end)] += message.num_bytes
+        return max(totals.values(), default=0)
+
 
 def plan_transfer(
     current: Placement | None, new: Placement, *, kinds: Mapping[int, Hashable], layers: Sequence[LayerCost]
 ) -> Transfer:
-    """The transfer to `new`, whose workers may change places with others of their kind, that moves the fewest bytes.
+    """Plan the transfer to `new`, whose workers may change places with others of their kind, that moves fewest bytes.
 
     Args:
-        current: what workers hold now, lost ones included or not; None when nobody holds anything.
+        current: what workers hold now, lost ones included or not; None when no worker holds anything.
         new: the placement to go to.
-        kinds: every live worker and its kind; equal kinds are as good as each other (`worker_kinds`).
+        kinds: every live worker and its kind; workers of equal kinds are interchangeable (`worker_kinds`).
         layers: costs of all layers.
 
     Returns:
@@ -102,28 +97,46 @@ def plan_transfer(
         PlanError: `new` has a worker that is not live, or not as many layers as there are costs.
         NoHolderError: no live worker holds some of the layers that have to move.
     """
-    if lost := sorted(set(new.workers) - set(kinds)):
-        raise PlanError(f"the new placement has workers that are not live: {lost}; plan for the live workers")
-    workers, places = holdings_of(current, kinds), holdings_of(new, {place: kinds[place] for place in new.workers})
-    roles = assign_roles(workers, places, layers)
-    return _transfer(workers, remap_placement(new, roles), roles, layers)
+    _check_live(new, kinds)
+    places = holdings_of(new, {place: kinds[place] for place in new.workers})
+    roles = assign_roles(holdings_of(current, kinds), places, layers)
+    return _transfer(current, remap_placement(new, roles), roles, kinds, layers)
 
 
 def transfer_to(
     current: Placement | None, new: Placement, *, live: Collection[int], layers: Sequence[LayerCost]
 ) -> Transfer:
-    """The transfer to `new` as it is: its workers keep their places, whatever moves. Else as `plan_transfer`."""
-    workers = holdings_of(current, dict.fromkeys(live))
-    if lost := sorted(set(new.workers) - set(workers)):
-        raise PlanError(f"the new placement has workers that are not live: {lost}; plan for the live workers")
-    return _transfer(workers, new, {worker: worker for worker in new.workers}, layers)
+    """Plan the transfer to `new` as it is: its workers keep their places. Otherwise as `plan_transfer`."""
+    _check_live(new, live)
+    return _transfer(current, new, {worker: worker for worker in new.workers}, live, layers)
+
+
+def message_rounds(messages: Sequence[Message]) -> tuple[tuple[Message, ...], ...]:
+    """Arrange messages in the fewest rounds; in each, a worker sends to one other at most and receives from one.
+
+    Senders on one side and receivers on the other make a bipartite multigraph, whose edges can be coloured with as many
+    colours as messages meet at a worker (Koenig 1916). Rounds with the largest messages come first.
+    """
+    # Imported late: it takes time, and rerouting needs none of it.
+    import rustworkx
+
+    graph = rustworkx.PyGraph(multigraph=True)
+    senders = {worker: graph.add_node(None) for worker in sorted({message.source for message in messages})}
+    receivers = {worker: graph.add_node(None) for worker in sorted({message.destination for message in messages})}
+    graph.add_edges_from([(senders[each.source], receivers[each.destination], None) for each in messages])
+    colours = rustworkx.graph_bipartite_edge_color(graph)
+    rounds: list[list[Message]] = [[] for _ in range(max(colours.values(), default=-1) + 1)]
+    for index, message in enumerate(messages):
+        rounds[colours[index]].append(message)
+    rounds.sort(key=lambda each: -max(message.num_bytes for message in each))
+    return tuple(map(tuple, rounds))
 
 
 def transfer_s(rounds: Sequence[Sequence[Message]], cluster: Cluster) -> float:
-    """Seconds until the last message has arrived.
+    """Return the seconds until the last message has arrived.
 
-    A worker sends and receives at the same time, and goes on to its next round when its own messages of the one before
-    are through; others it does not wait for. Messages of other workers on the same host do not slow each other down.
+    A worker sends and receives at the same time, and begins its next round when its own messages of the one before have
+    arrived. Messages of other workers on the same host do not slow each other down.
 
     Raises:
         ConfigError: a worker that the cluster does not have.
@@ -140,15 +153,28 @@ def transfer_s(rounds: Sequence[Sequence[Message]], cluster: Cluster) -> float:
     return max(ready_s.values(), default=0.0)
 
 
+def _check_live(new: Placement, live: Collection[int]) -> None:
+    if lost := sorted(set(new.workers).difference(live)):
+        raise PlanError(f"the new placement has workers that are not live: {lost}; plan for the live workers")
+
+
 def _transfer(
-    workers: Mapping[int, Holding], placement: Placement, roles: Mapping[int, int], layers: Sequence[LayerCost]
+    current: Placement | None,
+    new: Placement,
+    roles: Mapping[int, int],
+    live: Collection[int],
+    layers: Sequence[LayerCost],
 ) -> Transfer:
-    if placement.num_layers != len(layers):
-        raise PlanError(f"the new placement has {placement.num_layers} layers, but there are costs of {len(layers)}")
-    missing = {worker: missing_layers(workers[worker], Holding(ranges)) for worker, ranges in placement.ranges.items()}
+    if new.num_layers != len(layers):
+        raise PlanError(f"the new placement has {new.num_layers} layers, but there are costs of {len(layers)}")
+    workers: dict[int, Holding] = holdings_of(current, dict.fromkeys(live))
+    missing: dict[int, list[int]] = {}
+    for worker, ranges in new.ranges.items():
+        held = {layer for own in workers[worker].ranges for layer in own}
+        missing[worker] = [layer for own in ranges for layer in own if layer not in held]
     sources = choose_sources(workers, missing, layers)
     return Transfer(
-        placement=placement,
+        placement=new,
         roles=roles,
         rounds=message_rounds(sources.messages),
         least_largest_send_bytes=sources.least_largest_send_bytes,
