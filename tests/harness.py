@@ -34,7 +34,7 @@ from chameleon_ft.config import (
     TrainConfig,
 )
 from chameleon_ft.data.corpus import prepare_data
-from chameleon_ft.observe import FailureRecord, NullView, RunDirectory, StepRecord, read_generation_plans
+from chameleon_ft.observe import FailureRecord, RunDirectory, StepRecord, View, read_generation_plans
 from chameleon_ft.verify import Verification, repeat_run
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so once more\n" * 200
@@ -105,7 +105,7 @@ class Ended:
 
 
 @dataclass
-class Prompter(NullView):
+class Prompter(View):
     """Shows nothing, and calls something when a step is committed, a failure is recorded or a checkpoint complete."""
 
     at_step: Mapping[int, Callable[[], None]] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Prompter(NullView):
 
 
 @dataclass
-class Curtain(NullView):
+class Curtain(View):
     """Shows nothing, and ends the run like Ctrl-C some steps after what it is waiting for."""
 
     run: RunDirectory
@@ -152,7 +152,7 @@ def create_run(config: RunConfig, path: Path) -> RunDirectory:
     return run
 
 
-def train_here(config: RunConfig, path: Path, *, view: NullView | None = None) -> Ended:
+def train_here(config: RunConfig, path: Path, *, view: View | None = None) -> Ended:
     """Train with the coordinator in this process; all runs of a process share its fork server."""
     run = create_run(config, path)
     return _train(run.own(config), run, resume=False, view=view)
@@ -165,9 +165,9 @@ def resume_here(ended: Ended, *, view: Prompter | None = None, **changes: Any) -
     return _train(config, ended.run, resume=True, view=view)
 
 
-def _train(config: RunConfig, run: RunDirectory, *, resume: bool, view: NullView | None) -> Ended:
+def _train(config: RunConfig, run: RunDirectory, *, resume: bool, view: View | None) -> Ended:
     before = set(_children())
-    with mock.patch.object(launch, "TerminalView", return_value=view or NullView()):
+    with mock.patch.object(launch, "TerminalView", return_value=view or View()):
         code = launch.train(config.model_copy(update={"output_dir": run.path}), run=run, resume=resume)
     left = [process for process in _children() if process not in before and not _is_server(process)]
     assert not left, f"the run has left processes behind: {left}"

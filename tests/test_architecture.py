@@ -293,7 +293,6 @@ SURFACE = {
         "GenerationPlan",
         "JoinRecord",
         "NoticedBy",
-        "NullView",
         "OutcomeRecord",
         "RecordedReduction",
         "RecordedStep",

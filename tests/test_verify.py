@@ -19,7 +19,7 @@ from chameleon_ft.data import SampleOrder
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import Job
 from chameleon_ft.keys import init_key, step_key
-from chameleon_ft.observe import NullView, Recorder, RunDirectory, StepRecord
+from chameleon_ft.observe import Recorder, RunDirectory, StepRecord, View
 from chameleon_ft.verify import Verification, repeat_run
 from tests.observe.records import run_info
 
@@ -110,7 +110,7 @@ def run(tmp_path: Path, config: RunConfig) -> RunDirectory:
 
 
 def record(run: RunDirectory, records: list[StepRecord]) -> None:
-    with Recorder(run, NullView()) as recorder:
+    with Recorder(run, View()) as recorder:
         for step in records:
             recorder.step(step)
 
@@ -125,7 +125,7 @@ def test_it_repeats_a_loop_that_is_written_by_hand(run: RunDirectory, config: Ru
 
 def test_a_run_that_was_resumed_with_more_steps_has_two_learning_rates(run: RunDirectory, config: RunConfig) -> None:
     records = train_by_hand(config, steps_of_run=[3, 3, 3, STEPS, STEPS, STEPS])
-    with Recorder(run, NullView()) as recorder:
+    with Recorder(run, View()) as recorder:
         recorder.started(dataclasses.replace(run_info(), first_step=0, steps=3))
         for step in records[:3]:
             recorder.step(step)

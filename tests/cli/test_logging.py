@@ -14,7 +14,7 @@ from chameleon_ft.cli import main
 from chameleon_ft.cli._logging import take_log_level
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe import NullView, Recorder, RunDirectory
+from chameleon_ft.observe import Recorder, RunDirectory, View
 from tests.observe.records import failure_record, step_record
 
 
@@ -67,7 +67,7 @@ def test_the_command_line_has_one_handler_of_its_own(
 
 def test_events_and_steps_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = RunDirectory.create(tmp_path / "run", RunConfig())
-    with caplog.at_level(logging.DEBUG, logger="chameleon_ft"), Recorder(run, NullView()) as recorder:
+    with caplog.at_level(logging.DEBUG, logger="chameleon_ft"), Recorder(run, View()) as recorder:
         recorder.step(step_record(0, loss=2.5))
         recorder.failure(failure_record(1))
         recorder.event("prepared", losses=8, many=[1, 2])

@@ -12,7 +12,7 @@ import pytest
 from chameleon_ft.config import RENAMED_KEYS, TrainConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import ControlAddress, RunDirectory
-from chameleon_ft.observe.checkpoints import mark_complete, step_directory
+from chameleon_ft.observe.files import mark_complete, step_directory
 from tests.cli.conftest import CommandLine
 
 

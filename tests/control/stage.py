@@ -32,8 +32,8 @@ from chameleon_ft.control.wire.messages import (
     WorkerExited,
 )
 from chameleon_ft.control.wire.server import Peer
-from chameleon_ft.observe import FailureRecord, NullView, Recorder, RunDirectory
-from chameleon_ft.observe.checkpoints import layer_directory
+from chameleon_ft.observe import FailureRecord, Recorder, RunDirectory, View
+from chameleon_ft.observe.files import layer_directory
 from chameleon_ft.profiles import Profile
 
 LAYERS = 4
@@ -256,7 +256,7 @@ def _staged(
     config = RunConfig(**{**fields, **changes})
     path = directory / "run"
     run = RunDirectory.open(path) if path.exists() else RunDirectory.create(path, config)
-    with Recorder(run, NullView()) as recorder:
+    with Recorder(run, View()) as recorder:
         coordinator = Coordinator(
             config=config, run=run, recorder=recorder, job=JOB, profile=measured, store_port=2000, resume=resume
         )

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from chameleon_ft.observe.console import output
+from chameleon_ft.observe.terminal import output
 
 
 def printed(*, terminal: bool) -> tuple[box.Box, str]:

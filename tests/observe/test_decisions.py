@@ -107,7 +107,7 @@ def came(generation: int) -> dict[str, Any]:
 def test_what_belongs_to_a_decision_is_found() -> None:
     events = [started(), decided(2, 5), planned(2, "repartition"), lost(5, 2), came(2)]
     (story,) = decision_stories(events)
-    assert (story.number, story.life, story.policy) == (1, 1, "repartition")
+    assert (story.number, story.session, story.policy) == (1, 1, "repartition")
     assert [loss.worker for loss in story.losses] == [5]
     assert story.outcome is not None
     assert story.outcome.measured_step_s == 0.41
@@ -139,8 +139,8 @@ def test_to_go_on_is_not_what_made_the_generation_that_goes_on() -> None:
     stay = decided(2, trigger="join", chosen="stay", candidates=[weighed("stay", 0.4, 0.0, 0)])
     events = [started(), decided(2, 5), planned(2, "repartition"), lost(5, 2), stay, came(2)]
     first, second = decision_stories(events)
-    assert (first.policy, first.goes_on, first.outcome is None) == ("repartition", False, False)
-    assert (second.policy, second.goes_on, second.outcome) == ("stay", True, None)
+    assert (first.policy, first.is_noop, first.outcome is None) == ("repartition", False, False)
+    assert (second.policy, second.is_noop, second.outcome) == ("stay", True, None)
 
 
 def test_a_worker_that_came_back_and_is_lost_again_has_two_losses() -> None:
@@ -157,7 +157,7 @@ def test_the_lives_of_a_run_are_told_apart() -> None:
     events = [started(), decided(2, 5), planned(2, "repartition"), lost(5, 2)]
     events += [started(), decided(4, 5), planned(4, "repartition"), lost(5, 4), came(4)]
     first, second = decision_stories(events)
-    assert (first.number, first.life, second.number, second.life) == (1, 1, 2, 2)
+    assert (first.number, first.session, second.number, second.session) == (1, 1, 2, 2)
     assert [loss.generation for loss in (*first.losses, *second.losses)] == [2, 4]
 
 

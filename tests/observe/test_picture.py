@@ -18,8 +18,7 @@ from matplotlib.textpath import text_to_path
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.lanes import Lane
-from chameleon_ft.observe.picture import draw_schedule
-from chameleon_ft.observe.picture_file import fit_title
+from chameleon_ft.observe.picture import draw_schedule, fit_title
 from chameleon_ft.quantities import duration
 from chameleon_ft.schedule import OperationKind, Timeline
 from tests.observe.schedules import Scheduled, scheduled, slowed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.config import TrainConfig
-from chameleon_ft.observe import NullView, Recorder, RunDirectory
+from chameleon_ft.observe import Recorder, RunDirectory, View
 from tests.observe.records import failure_record, outcome_record, run_info, step_record
 
 
@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def recorder(run: RunDirectory) -> Recorder:
     ticks = itertools.count(100.0)
-    return Recorder(run, NullView(), clock=lambda: next(ticks))
+    return Recorder(run, View(), clock=lambda: next(ticks))
 
 
 def test_what_is_recorded_is_on_disk_before_the_recorder_is_closed(run: RunDirectory) -> None:

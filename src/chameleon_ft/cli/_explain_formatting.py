@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chameleon_ft.observe import FailureRecord, OutcomeRecord
-from chameleon_ft.observe.decisions import DecisionEvent, ObservedRate, StallParts, UsedCorrections, WeighedCandidate
+from chameleon_ft.observe.decisions import DecisionEvent, ObservedRate, ScoredCandidate, StallParts, UsedCorrections
 from chameleon_ft.quantities import data_size, duration
 
 __all__ = [
@@ -43,7 +43,7 @@ def why(decision: DecisionEvent) -> str:
     return f"{gain} samples than {second.policy}: {_difference(best, second, decision.horizon_s)}"
 
 
-def _difference(best: WeighedCandidate, second: WeighedCandidate, horizon_s: float) -> str:
+def _difference(best: ScoredCandidate, second: ScoredCandidate, horizon_s: float) -> str:
     assert best.step_s is not None
     assert second.step_s is not None
     more_stall_s = _lost_s(best) - _lost_s(second)
@@ -69,19 +69,19 @@ def _difference(best: WeighedCandidate, second: WeighedCandidate, horizon_s: flo
     )
 
 
-def _even_s(one: WeighedCandidate, other: WeighedCandidate) -> float:
+def _even_s(one: ScoredCandidate, other: ScoredCandidate) -> float:
     """Seconds t after the loss when both have trained as much: (t - a) / s = (t - b) / r, steps s, r, lost a, b."""
     assert one.step_s is not None
     assert other.step_s is not None
     return (_lost_s(one) * other.step_s - _lost_s(other) * one.step_s) / (other.step_s - one.step_s)
 
 
-def _lost_s(each: WeighedCandidate) -> float:
+def _lost_s(each: ScoredCandidate) -> float:
     assert each.stall_s is not None
     return each.stall_s + each.return_s
 
 
-def describe_sole_holders(each: WeighedCandidate) -> str:
+def describe_sole_holders(each: ScoredCandidate) -> str:
     """Count the hosts and workers that would hold some layer alone; empty if there are none."""
     hosts = f"{each.last_hosts} host{'' if each.last_hosts == 1 else 's'} with all holders of a layer"
     workers = f"{each.last_holders} worker{'' if each.last_holders == 1 else 's'} with the only copy of one"
@@ -110,7 +110,7 @@ def describe_stall(stall: StallParts) -> str:
     )
 
 
-def describe_predicted_stall(chosen: WeighedCandidate, stall: StallParts) -> str:
+def describe_predicted_stall(chosen: ScoredCandidate, stall: StallParts) -> str:
     """Say what the stall of the chosen candidate was predicted to be, and of what."""
     assert chosen.stall_s is not None
     words = f"stall {duration(chosen.stall_s)}"

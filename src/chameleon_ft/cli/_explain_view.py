@@ -19,9 +19,9 @@ from chameleon_ft.cli._explain_formatting import (
     describe_stall,
     why,
 )
-from chameleon_ft.observe.console import output
-from chameleon_ft.observe.decisions import DecisionEvent, DecisionStory, WeighedCandidate
+from chameleon_ft.observe.decisions import DecisionEvent, DecisionStory, ScoredCandidate
 from chameleon_ft.observe.records import DETECTED_BY
+from chameleon_ft.observe.terminal import output
 from chameleon_ft.quantities import data_size, duration
 
 __all__ = ["show"]
@@ -31,10 +31,10 @@ def show(stories: Sequence[DecisionStory], *, title: str, of: int) -> None:
     """Print stories of a run that has `of` decisions in all."""
     console, shape = output()
     console.print(title, style="bold", soft_wrap=True, markup=False)
-    resumed = any(story.life > 1 for story in stories)
+    resumed = any(story.session > 1 for story in stories)
     for story in stories:
         when = datetime.fromtimestamp(story.decided.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        life = f", life {story.life} of the run" if resumed else ""
+        life = f", life {story.session} of the run" if resumed else ""
         console.print()
         console.print(
             f"Decision {story.number} of {of}: in step {story.decided.step}, {when}{life}", style="bold", soft_wrap=True
@@ -96,7 +96,7 @@ def _weighed(decided: DecisionEvent, shape: box.Box) -> Table:
     return table
 
 
-def _row(each: WeighedCandidate) -> tuple[str, ...]:
+def _row(each: ScoredCandidate) -> tuple[str, ...]:
     return (
         each.policy,
         "-" if each.step_s is None else duration(each.step_s),
@@ -118,7 +118,7 @@ def _actual(story: DecisionStory) -> Table:
         facts.add_row("action", escape(f"{story.policy}: {action}" if action else story.policy))
     if best is not None and best.step_s is not None and best.stall_s is not None:
         facts.add_row("predicted", f"step {duration(best.step_s)}, {describe_predicted_stall(best, decided.stall)}")
-    if story.goes_on:
+    if story.is_noop:
         facts.add_row("actual", "no worker stopped for it")
     elif outcome is None:
         facts.add_row("actual", "no step was committed under it, or none has been yet")

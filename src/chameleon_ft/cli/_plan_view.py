@@ -11,7 +11,7 @@ from rich.table import Table
 
 from chameleon_ft.cli._plan_fit import Misfit
 from chameleon_ft.cli._prediction import Prediction, Searched
-from chameleon_ft.observe.console import output
+from chameleon_ft.observe.terminal import output
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import data_size, duration, in_ranges, rate
 from chameleon_ft.workload import is_recomputed

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.observe.console import output
+from chameleon_ft.observe.terminal import output
 from chameleon_ft.profiles import Profile
 from chameleon_ft.quantities import data_size, duration
 from chameleon_ft.workload import LayerCost

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from chameleon_ft.observe.comparison import GenerationComparison
-from chameleon_ft.observe.console import output
+from chameleon_ft.observe.terminal import output
 from chameleon_ft.quantities import duration
 
 __all__ = ["show"]

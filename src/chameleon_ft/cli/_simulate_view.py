@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich import box
 from rich.table import Table
 
-from chameleon_ft.observe.console import output
+from chameleon_ft.observe.terminal import output
 from chameleon_ft.quantities import duration, rate
 from chameleon_ft.simulate import Trace, trace_statistics
 from chameleon_ft.simulate.accounting.results import PolicyResult, Results

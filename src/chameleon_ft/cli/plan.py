@@ -18,7 +18,7 @@ from chameleon_ft.cli._presets import NO_PRESET, Preset, WorkersPerHost, profile
 from chameleon_ft.cli._written import require_places, tell_written
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.lanes import Lane
-from chameleon_ft.observe.picture_file import require_picture
+from chameleon_ft.observe.picture import require_picture
 
 __all__ = ["main"]
 

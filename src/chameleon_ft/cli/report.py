@@ -16,7 +16,7 @@ from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
 from chameleon_ft.observe.comparison import GenerationComparison, MeasuredStep, compare_generations
 from chameleon_ft.observe.lanes import Lane
-from chameleon_ft.observe.picture_file import require_picture
+from chameleon_ft.observe.picture import require_picture
 from chameleon_ft.plan.detours import home_pipelines
 
 __all__ = ["main"]

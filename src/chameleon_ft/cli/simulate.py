@@ -24,7 +24,7 @@ from chameleon_ft.cli._simulate_case import (
 from chameleon_ft.cli._simulate_run import RunCase, run_case
 from chameleon_ft.cli._written import require_places, tell_written
 from chameleon_ft.errors import ConfigError, PlanError
-from chameleon_ft.observe.picture_file import require_picture
+from chameleon_ft.observe.picture import require_picture
 from chameleon_ft.plan import Plan
 from chameleon_ft.quantities import duration
 from chameleon_ft.simulate import save_trace, trace_statistics

@@ -1,33 +1,34 @@
-"""What a run shows and writes down: records, the run directory, the recorder and the view.
+"""Records of a run, the run directory, the recorder, the terminal view, pictures and traces.
 
-The terminal view is in `chameleon_ft.observe.terminal`, apart, because it loads a library that only a live run needs.
+The modules that load rich or matplotlib are not imported here.
 """
 
 from __future__ import annotations
 
-from chameleon_ft.observe.checkpoints import (
+from chameleon_ft.observe.files import (
+    ControlAddress,
+    FaultLog,
+    RunDirectory,
     checkpoint_model,
     complete_checkpoints,
     layer_directory,
     mark_complete,
     prune_checkpoints,
 )
-from chameleon_ft.observe.faults import FaultLog
-from chameleon_ft.observe.files import ControlAddress, RunDirectory
 from chameleon_ft.observe.plans import CostsFrom, GenerationPlan, read_generation_plans
-from chameleon_ft.observe.recorder import Recorder
+from chameleon_ft.observe.recorder import Recorder, View
 from chameleon_ft.observe.records import (
     FailureRecord,
     JoinRecord,
     NoticedBy,
     OutcomeRecord,
+    RunInfo,
     RunStatus,
     StepRecord,
     Summary,
     summarize,
 )
 from chameleon_ft.observe.timelines import RecordedReduction, RecordedStep, TimelineLog, read_recorded_steps
-from chameleon_ft.observe.view import NullView, RunInfo, View
 
 __all__ = [
     "ControlAddress",
@@ -37,7 +38,6 @@ __all__ = [
     "GenerationPlan",
     "JoinRecord",
     "NoticedBy",
-    "NullView",
     "OutcomeRecord",
     "RecordedReduction",
     "RecordedStep",

@@ -1,32 +1,34 @@
-"""What was predicted of a run's steps beside what was measured."""
+"""Predicted and measured times of a run's steps."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import StepEstimate, estimate_step
-from chameleon_ft.observe.accuracy import describe_untrusted
 from chameleon_ft.observe.lanes import Lane, WorkerReduction
 from chameleon_ft.observe.plans import CostsFrom, GenerationPlan
+from chameleon_ft.observe.records import describe_untrusted
 from chameleon_ft.observe.timelines import RecordedStep
 from chameleon_ft.plan import LayerRange, RecomputedLayers
-from chameleon_ft.schedule import CostModel, Operation, OperationKind, TimedOperation, Timeline
+from chameleon_ft.schedule import CostModel, OperationKind, TimedOperation, Timeline
 
 __all__ = ["GenerationComparison", "KindComparison", "MeasuredStep", "compare_generations", "measured_steps"]
+
+_OperationKey: TypeAlias = tuple[int, OperationKind, LayerRange]  # worker, kind, layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """A recorded step, put together from its workers.
+    """A recorded step of all workers; times are in seconds since the first worker began the step.
 
     Attributes:
-        lane: operations and reductions, in seconds since the first worker began the step.
+        lane: operations and reductions.
         step_s: until the last worker had applied the update.
     """
 
@@ -38,27 +40,33 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindComparison:
-    """All operations of a kind in the recorded steps of a generation; seconds are means, errors relative."""
+    """All operations of a kind in the recorded steps of a generation.
+
+    Attributes:
+        count: number of operations.
+        predicted_s: mean.
+        measured_s: mean.
+        mean_error: mean of |predicted - measured| / measured, over operations that take any time; 0 if there are none.
+    """
 
     kind: OperationKind
     count: int
     predicted_s: float
     measured_s: float
     mean_error: float
-    """Mean of |predicted - measured| / measured, over the operations that take any time; 0 where none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationComparison:
-    """One generation: what its plan predicts of a step, and the steps that were recorded.
+    """The predicted step of a generation and its recorded steps.
 
     Attributes:
-        costs_from: where the costs of the prediction are from; "measured" also where they are the recorded operations
-            of this generation themselves, as in a run without a profile.
-        predicted: of a step; without its vote and update.
-        steps: as recorded, in order; not the first of the generation, in which everything is done for the first time,
-            unless there is no other.
-        kinds: operation by operation, by kind.
+        costs_from: source of the costs of the prediction; "measured" also for recorded operations of this generation
+            itself, as in a run without a profile.
+        predicted: a step without its vote and update.
+        steps: recorded steps in order, without the first of the generation, which includes one-time work, unless it is
+            the only one.
+        kinds: comparison of single operations, by kind.
     """
 
     generation: int
@@ -80,11 +88,11 @@ class GenerationComparison:
 
     @property
     def warning(self) -> str | None:
-        """That the prediction is too far off to be trusted, and what to do; None if it is not."""
+        """See `describe_untrusted`."""
         return describe_untrusted(step_error=self.error)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "generation": self.generation,
             "costs_from": self.costs_from,
@@ -116,7 +124,7 @@ class GenerationComparison:
 def compare_generations(
     plans: Mapping[int, GenerationPlan], recorded: Iterable[RecordedStep]
 ) -> tuple[GenerationComparison, ...]:
-    """Lay the recorded steps of each generation over what its plan predicts; generations without any are left out."""
+    """Compare the recorded steps of each generation with the prediction of its plan, and omit those without any."""
     by_generation: dict[int, list[MeasuredStep]] = defaultdict(list)
     for step in measured_steps(plans, recorded):
         by_generation[step.generation].append(step)
@@ -124,9 +132,9 @@ def compare_generations(
 
 
 def measured_steps(plans: Mapping[int, GenerationPlan], recorded: Iterable[RecordedStep]) -> list[MeasuredStep]:
-    """Put the recorded steps together; those that a worker did not finish, for the generation ended, are left out.
+    """Combine the records of each step, sorted by step and generation; omit steps that not every worker finished.
 
-    Raises ConfigError where records do not fit the plan of their generation.
+    Raises ConfigError if records do not fit the plan of their generation.
     """
     found = []
     for (_, generation), group in groupby(recorded, key=lambda record: (record.step, record.generation)):
@@ -135,69 +143,70 @@ def measured_steps(plans: Mapping[int, GenerationPlan], recorded: Iterable[Recor
             raise ConfigError(f"step {records[0].step} was recorded in generation {generation}, whose plan is missing")
         plan = plans[generation]
         if {record.worker for record in records} >= set(plan.plan.workers):
-            found.append(_measured(plan, records))
+            found.append(_measured_step(plan, records))
     return found
 
 
-class _ObservedCosts(CostModel):
-    """A cost model that knows what operations really took, where they were recorded."""
+def _measured_step(plan: GenerationPlan, records: Sequence[RecordedStep]) -> MeasuredStep:
+    origin = min(record.time for record in records)
+    operations: list[TimedOperation] = []
+    reductions: list[WorkerReduction] = []
+    for record in records:
+        program = plan.program.of(record.worker)
+        if len(program) != len(record.operations):
+            raise ConfigError(
+                f"worker {record.worker} recorded {len(record.operations)} operations in step {record.step}, "
+                f"and the program of generation {plan.generation} has {len(program)}"
+            )
+        offset = record.time - origin
+        for operation, (start, end) in zip(program, record.operations, strict=True):
+            operations.append(TimedOperation(record.worker, operation, offset + start, offset + end))
+        for each in record.reductions:
+            layers = LayerRange(each.start, each.stop)
+            reductions.append(WorkerReduction(record.worker, layers, offset + each.start_s, offset + each.end_s))
+    return MeasuredStep(
+        generation=plan.generation,
+        step=records[0].step,
+        lane=Lane("measured", Timeline(tuple(operations)), tuple(reductions)),
+        step_s=max(record.time - origin + record.end_s for record in records),
+    )
 
-    def __init__(self, base: CostModel, observed: Mapping[tuple[int, OperationKind, LayerRange], float]) -> None:
-        super().__init__(base.workload, base.cluster)
-        object.__setattr__(self, "observed", observed)
+
+@dataclass(frozen=True)
+class _MeasuredCosts(CostModel):
+    """A cost model in which recorded operations take the median of their measured times."""
+
+    measured_s: Mapping[_OperationKey, float] = field(default_factory=dict, compare=False)
 
     def pace(self, worker: int) -> float:
-        """Every worker has its own."""
-        return worker
+        return worker  # operations may take different times on any two workers
 
     def compute_s(
         self, worker: int, kind: OperationKind, layers: LayerRange, *, recompute: RecomputedLayers | None = None
     ) -> float:
-        observed: Mapping[tuple[int, OperationKind, LayerRange], float] = self.observed  # type: ignore[attr-defined]
-        found = observed.get((worker, kind, layers))
-        return CostModel.compute_s(self, worker, kind, layers, recompute=recompute) if found is None else found
+        if (seconds := self.measured_s.get((worker, kind, layers))) is not None:
+            return seconds
+        return CostModel.compute_s(self, worker, kind, layers, recompute=recompute)
 
 
 def _compare(plan: GenerationPlan, steps: Sequence[MeasuredStep]) -> GenerationComparison:
     steps = steps[1:] or steps
-    has_profile = plan.costs_from in ("profile", "corrected")
-    costs = plan.costs if has_profile else _ObservedCosts(plan.costs, _medians(steps))
+    costs, costs_from = plan.costs, plan.costs_from
+    if costs_from not in ("profile", "corrected"):
+        costs, costs_from = _MeasuredCosts(costs.workload, costs.cluster, _median_times(steps)), "measured"
     predicted = estimate_step(plan.plan, plan.program, costs)
     return GenerationComparison(
         generation=plan.generation,
         plan=plan,
-        costs_from=plan.costs_from if has_profile else "measured",
+        costs_from=costs_from,
         predicted=predicted,
         steps=tuple(steps),
-        kinds=tuple(_kinds(predicted.timeline, steps)),
+        kinds=tuple(_compare_kinds(predicted.timeline, steps)),
     )
 
 
-def _kinds(predicted: Timeline, steps: Sequence[MeasuredStep]) -> Iterable[KindComparison]:
-    expected: dict[tuple[int, Operation], float] = {
-        (timed.worker, timed.operation): timed.end_s - timed.start_s for timed in predicted.operations
-    }
-    pairs: dict[OperationKind, list[tuple[float, float]]] = defaultdict(list)
-    for step in steps:
-        for timed in step.lane.timeline.operations:
-            pairs[timed.operation.kind].append((expected[timed.worker, timed.operation], timed.end_s - timed.start_s))
-    for kind in OperationKind:
-        if found := pairs[kind]:
-            yield KindComparison(
-                kind=kind,
-                count=len(found),
-                predicted_s=statistics.fmean(predicted_s for predicted_s, _ in found),
-                measured_s=statistics.fmean(measured_s for _, measured_s in found),
-                mean_error=_mean([abs(p - m) / m for p, m in found if p > 0 and m > 0]),
-            )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
-
-
-def _medians(steps: Sequence[MeasuredStep]) -> dict[tuple[int, OperationKind, LayerRange], float]:
-    found: dict[tuple[int, OperationKind, LayerRange], list[float]] = defaultdict(list)
+def _median_times(steps: Sequence[MeasuredStep]) -> dict[_OperationKey, float]:
+    found: dict[_OperationKey, list[float]] = defaultdict(list)
     for step in steps:
         for timed in step.lane.timeline.operations:
             key = (timed.worker, timed.operation.kind, timed.operation.layers)
@@ -205,31 +214,19 @@ def _medians(steps: Sequence[MeasuredStep]) -> dict[tuple[int, OperationKind, La
     return {key: statistics.median(times) for key, times in found.items()}
 
 
-def _measured(plan: GenerationPlan, records: Sequence[RecordedStep]) -> MeasuredStep:
-    origin = min(record.time for record in records)
-    operations: list[TimedOperation] = []
-    reductions: list[WorkerReduction] = []
-    for record in records:
-        own = plan.program.of(record.worker)
-        if len(own) != len(record.operations):
-            raise ConfigError(
-                f"worker {record.worker} recorded {len(record.operations)} operations in step {record.step}, "
-                f"and the program of generation {plan.generation} has {len(own)}"
+def _compare_kinds(predicted: Timeline, steps: Sequence[MeasuredStep]) -> Iterable[KindComparison]:
+    expected = {(timed.worker, timed.operation): timed.end_s - timed.start_s for timed in predicted.operations}
+    pairs: dict[OperationKind, list[tuple[float, float]]] = defaultdict(list)
+    for step in steps:
+        for timed in step.lane.timeline.operations:
+            pairs[timed.operation.kind].append((expected[timed.worker, timed.operation], timed.end_s - timed.start_s))
+    for kind in OperationKind:
+        if found := pairs[kind]:
+            errors = [abs(p - m) / m for p, m in found if p > 0 and m > 0]
+            yield KindComparison(
+                kind=kind,
+                count=len(found),
+                predicted_s=statistics.fmean(p for p, _ in found),
+                measured_s=statistics.fmean(m for _, m in found),
+                mean_error=statistics.fmean(errors) if errors else 0.0,
             )
-        offset = record.time - origin
-        operations += (
-            TimedOperation(record.worker, operation, offset + start, offset + end)
-            for operation, (start, end) in zip(own, record.operations, strict=True)
-        )
-        reductions += (
-            WorkerReduction(
-                record.worker, LayerRange(each.start, each.stop), offset + each.start_s, offset + each.end_s
-            )
-            for each in record.reductions
-        )
-    return MeasuredStep(
-        generation=plan.generation,
-        step=records[0].step,
-        lane=Lane("measured", Timeline(tuple(operations)), tuple(reductions)),
-        step_s=max(record.time - origin + record.end_s for record in records),
-    )

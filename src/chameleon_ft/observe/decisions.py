@@ -1,4 +1,4 @@
-"""The decisions of a run, as its events tell them: what was known, what was weighed, what was done, what came."""
+"""The decisions of a run, read from its events, each with its losses and its outcome."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe.files import describe_invalid
 from chameleon_ft.observe.records import FailureRecord, OutcomeRecord
 
 __all__ = [
     "DecisionEvent",
     "DecisionStory",
     "ObservedRate",
+    "ScoredCandidate",
     "StallParts",
     "UsedCorrections",
-    "WeighedCandidate",
     "decision_stories",
 ]
 
@@ -27,8 +28,8 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class WeighedCandidate(_Part):
-    """One of the candidates. Without a plan, there are no figures."""
+class ScoredCandidate(_Part):
+    """A candidate of a decision. Figures are None for a policy that proposed no plan."""
 
     policy: str
     step_s: float | None
@@ -45,7 +46,7 @@ class WeighedCandidate(_Part):
 
 
 class ObservedRate(_Part):
-    """Figures that the time to the next failure was estimated from; see `FailureModel`."""
+    """The observations and the prior that the time to the next failure was estimated from; see `FailureModel`."""
 
     failures: int
     worker_s: float
@@ -58,7 +59,7 @@ class ObservedRate(_Part):
 
 
 class StallParts(_Part):
-    """Seconds of the stall that do not depend on what is chosen; and what a return to a checkpoint is taken to cost."""
+    """Seconds of the stall that do not depend on the choice, and the assumed cost of a return to a checkpoint."""
 
     repeat_s: float
     detect_s: float
@@ -69,7 +70,7 @@ class StallParts(_Part):
 
 
 class UsedCorrections(_Part):
-    """Factors by which predictions had been corrected; see `chameleon_ft.control.decisions.calibration`."""
+    """Factors that predictions were corrected by; see `chameleon_ft.control.decisions.calibration`."""
 
     operations: float
     step: float
@@ -78,7 +79,7 @@ class UsedCorrections(_Part):
 
 
 class DecisionEvent(_Part):
-    """An event `decision`, field by field; see docs/files.md."""
+    """The fields of an event `decision`; see docs/files.md."""
 
     time: float
     generation: int
@@ -94,47 +95,46 @@ class DecisionEvent(_Part):
     corrections: UsedCorrections
     chosen: str | None
     horizon_s: float
-    candidates: tuple[WeighedCandidate, ...]
+    candidates: tuple[ScoredCandidate, ...]
 
     @property
-    def best(self) -> WeighedCandidate | None:
-        """What was chosen; None where nothing could be."""
+    def best(self) -> ScoredCandidate | None:
+        """The chosen candidate; None if none was feasible."""
         return next((each for each in self.candidates if each.policy == self.chosen), None)
 
     @property
-    def second(self) -> WeighedCandidate | None:
-        """The best of what could have been chosen as well; None where there is nothing else."""
+    def second(self) -> ScoredCandidate | None:
+        """The best of the other feasible candidates; None if there are none."""
         others = [each for each in self.candidates if each.feasible and each.policy != self.chosen]
         return max(others, key=lambda each: each.samples, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionStory:
-    """A decision and what belongs to it.
+    """A decision with its consequences.
 
     Attributes:
-        number: counted from 1 over the whole run, lives that it was resumed in included.
-        life: how often the run had begun or been resumed until then.
-        decided: the decision.
-        losses: the records of the workers that it was about; those that are lost in a recovery have theirs later on.
-        policy: what was carried out; None if the run ended before that.
-        outcome: what came of it; None if no step was committed under it, or no worker stopped for it.
-        goes_on: whether no worker stopped for it: its generation was under way, and went on.
+        number: counted from 1 over the whole run, including its resumed parts.
+        session: 1 before the run was first resumed, and one more after each resumption.
+        losses: records of the workers whose loss caused it; workers lost during a recovery have later records.
+        policy: policy that was carried out; None if the run ended before.
+        outcome: None if no step was committed under it, or it is a no-op.
+        is_noop: whether it let the running generation continue.
     """
 
     number: int
-    life: int
+    session: int
     decided: DecisionEvent
     losses: tuple[FailureRecord, ...]
     policy: str | None
     outcome: OutcomeRecord | None
-    goes_on: bool = False
+    is_noop: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "number": self.number,
-            "life": self.life,
+            "life": self.session,
             **self.decided.model_dump(mode="json", by_alias=True),
             "losses": [loss.to_json() for loss in self.losses],
             "policy": self.policy,
@@ -143,11 +143,11 @@ class DecisionStory:
 
 
 def decision_stories(events: Iterable[Mapping[str, Any]]) -> tuple[DecisionStory, ...]:
-    """Put together what the events of a run, in the order they were written, say of each decision.
+    """Collect the decisions from the events of a run, in the order they were written.
 
-    Raises ConfigError where a decision lacks a field: it was written by another version, or the file is damaged.
+    Raises ConfigError if a decision lacks a field: it was written by another version, or the file is damaged.
     """
-    life = 0
+    session = 0
     decided: list[tuple[int, DecisionEvent, bool]] = []
     losses: dict[tuple[int, int], list[FailureRecord]] = defaultdict(list)
     policies: dict[int, str] = {}
@@ -155,46 +155,40 @@ def decision_stories(events: Iterable[Mapping[str, Any]]) -> tuple[DecisionStory
     for event in events:
         match event["event"]:
             case "started":
-                life += 1
+                session += 1
             case "decision":
-                decision = _decision(event)
-                decided.append((life, decision, decision.generation in policies))
+                # The generation of a no-op has its plan already.
+                decided.append((session, _decision(event), event["generation"] in policies))
             case "plan":
                 policies[event["generation"]] = event["policy"]
             case "failure":
-                failure = FailureRecord.from_json(event)
-                losses[life, failure.worker].append(failure)
+                losses[session, event["worker"]].append(FailureRecord.from_json(event))
             case "outcome":
-                outcome = OutcomeRecord.from_json(event)
-                outcomes[outcome.generation] = outcome
+                outcomes[event["generation"]] = OutcomeRecord.from_json(event)
+
+    def loss_of(worker: int, decision: DecisionEvent, session: int) -> list[FailureRecord]:
+        # A worker may have come back since, and been lost again.
+        return [loss for loss in losses[session, worker] if loss.generation >= decision.generation][:1]
+
     return tuple(
         DecisionStory(
             number=number,
-            life=life,
+            session=session,
             decided=decision,
-            losses=tuple(
-                loss for worker in decision.lost for loss in _first_since(decision.generation, losses[life, worker])
-            ),
-            policy=decision.chosen if goes_on else policies.get(decision.generation),
-            outcome=None if goes_on else outcomes.get(decision.generation),
-            goes_on=goes_on,
+            losses=tuple(loss for worker in decision.lost for loss in loss_of(worker, decision, session)),
+            policy=decision.chosen if is_noop else policies.get(decision.generation),
+            outcome=None if is_noop else outcomes.get(decision.generation),
+            is_noop=is_noop,
         )
-        for number, (life, decision, goes_on) in enumerate(decided, start=1)
+        for number, (session, decision, is_noop) in enumerate(decided, start=1)
     )
-
-
-def _first_since(generation: int, losses: Iterable[FailureRecord]) -> list[FailureRecord]:
-    """The loss of a worker that a decision was about: it may have come back since, and been lost again."""
-    return [loss for loss in losses if loss.generation >= generation][:1]
 
 
 def _decision(event: Mapping[str, Any]) -> DecisionEvent:
     try:
         return DecisionEvent.model_validate(event)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"the decision of generation {event.get('generation')} cannot be told: {where}: {first['msg']}; the file "
+            f"the decision of generation {event.get('generation')} cannot be told: {describe_invalid(error)}; the file "
             "was written by another version of chameleon or is damaged"
         ) from None

@@ -1,50 +1,79 @@
-"""The run directory: where everything a run writes is, and how it is read back."""
+"""The run directory: paths of its files, and their reading and writing, except for plans and timelines."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from pydantic import ValidationError
+
 from chameleon_ft.config import RunConfig, config_to_toml, config_type, parse_config, read_recorded_toml
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.records import FailureRecord, OutcomeRecord, StepRecord, Summary
 
-__all__ = ["ControlAddress", "RunDirectory", "open_for_appending", "read_lines", "replace_file"]
+__all__ = [
+    "ControlAddress",
+    "FaultLog",
+    "RunDirectory",
+    "checkpoint_model",
+    "complete_checkpoints",
+    "describe_invalid",
+    "layer_directory",
+    "mark_complete",
+    "open_for_appending",
+    "prune_checkpoints",
+    "read_lines",
+    "replace_file",
+    "step_directory",
+]
 
-_GENERATION = re.compile(r"generation-(\d+)\.json")
+_COMPLETE = "complete.json"
+_STEP = "step-"
+_STEP_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlAddress:
-    """How to reach the coordinator of a live run."""
+    """Address of the coordinator of a live run: `address` is host:port, `pid` its process on its own host."""
 
     address: str
-    """host:port"""
     token: str
     pid: int
-    """Process of the coordinator, on its own host."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """A directory that belongs to one run.
+    """The directory of one run; docs/files.md describes its files.
 
-    Records are appended a line at a time, so what a crash leaves behind is complete up to its last line.
+    Records are appended a line at a time, so after a crash a file is complete up to its last line.
     """
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.toml"  # the resolved configuration
+        self.start_plan_file = path / "plan.json"  # a copy of the configured initial plan, if any
+        self.profile_file = path / "profile.json"  # a copy of the configured profile, if any
+        self.metrics_file = path / "metrics.jsonl"  # one StepRecord per line
+        self.events_file = path / "events.jsonl"  # one event per line: `event`, its name, and `time`, in Unix seconds
+        self.faults_file = path / "faults.jsonl"  # see `FaultLog`
+        self.summary_file = path / "summary.json"  # the Summary, written when the run ends
+        self.control_file = path / "control.json"  # the ControlAddress while the run is live; holds the join token
+        self.checkpoints = path / "checkpoints"  # a folder per checkpoint
+        self.logs = path / "logs"  # the output of each process
+        self.plans = path / "plans"  # see `plan_file`
+        self.timelines = path / "timelines"  # see `timeline_file`
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunDirectory:
         """Make the directory and write the resolved configuration into it, with copies of the files that it names.
 
-        Raises ConfigError where `path` exists or cannot be made.
+        Raises ConfigError if `path` exists or cannot be made.
         """
         cls.require_free(path)
         run = cls(path.absolute())
@@ -62,7 +91,7 @@ class RunDirectory:
 
     @classmethod
     def require_free(cls, path: Path) -> None:
-        """Raise ConfigError where there is something at `path` already."""
+        """Raise ConfigError if `path` exists."""
         if path.exists():
             is_run = cls(path).config_file.is_file()
             instead = f", or go on with that run by --resume {path}" if is_run else ""
@@ -72,7 +101,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Return the directory of an earlier run. Raises ConfigError where `path` is not one."""
+        """Return the directory of an earlier run. Raises ConfigError if `path` is not one."""
         run = cls(path.absolute())
         if not path.exists():
             raise ConfigError(f"{path}: there is no such directory; give the one that a run printed as its files")
@@ -83,95 +112,31 @@ class RunDirectory:
             )
         return run
 
-    @property
-    def config_file(self) -> Path:
-        """The resolved configuration, TOML."""
-        return self.path / "config.toml"
-
-    @property
-    def metrics_file(self) -> Path:
-        """One StepRecord per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events_file(self) -> Path:
-        """One event per line, with `time` in Unix seconds and `event`, its name."""
-        return self.path / "events.jsonl"
-
-    @property
-    def faults_file(self) -> Path:
-        """When each injected failure happened; see `FaultLog`."""
-        return self.path / "faults.jsonl"
-
-    @property
-    def summary_file(self) -> Path:
-        """The Summary, written when the run ends."""
-        return self.path / "summary.json"
-
-    @property
-    def control_file(self) -> Path:
-        """The ControlAddress while the run is live; readable by its owner only, for it holds the token."""
-        return self.path / "control.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of what the processes print."""
-        return self.path / "logs"
-
-    @property
-    def start_plan_file(self) -> Path:
-        """A copy of the plan that the run was told to start with, if it was."""
-        return self.path / "plan.json"
-
-    @property
-    def profile_file(self) -> Path:
-        """A copy of the profile that the run was given, if it was."""
-        return self.path / "profile.json"
-
-    @property
-    def plans(self) -> Path:
-        """Folder of what was planned in each generation; see `GenerationPlan`."""
-        return self.path / "plans"
-
     def plan_file(self, generation: int) -> Path:
-        """The GenerationPlan of a generation."""
+        """Return the file of the GenerationPlan of a generation."""
         return self.plans / f"generation-{generation:05}.json"
 
     def last_generation(self) -> int:
-        """The highest number of a generation that was planned; 0 where there is none."""
-        numbers = (_GENERATION.fullmatch(path.name) for path in self.plans.glob("generation-*.json"))
-        return max((int(match[1]) for match in numbers if match is not None), default=0)
-
-    @property
-    def timelines(self) -> Path:
-        """Folder of the operations that were recorded; see `RecordedStep`."""
-        return self.path / "timelines"
+        """Return the highest number of a generation that was planned; 0 if there is none."""
+        numbers = (path.stem.removeprefix("generation-") for path in self.plans.glob("generation-*.json"))
+        return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
     def timeline_file(self, worker: int) -> Path:
-        """One RecordedStep of a worker per line."""
+        """Return the file with one RecordedStep of a worker per line."""
         return self.timelines / f"worker-{worker}.jsonl"
 
     def config(self) -> RunConfig:
-        """Read the resolved configuration; its files are in this directory, wherever it has been moved to."""
+        """Read the resolved configuration, with the current paths of its files if the directory was moved."""
         values = read_recorded_toml(self.config_file)
         return self.own(parse_config(config_type(values), values, source=str(self.config_file)))
 
     def own(self, config: RunConfig) -> RunConfig:
-        """Return the configuration of this run, read anywhere, with this directory and the files in it."""
-        update = {
-            "output_dir": self.path,
-            "profile": config.profile and self.profile_file,
-            "plan": config.plan and self.start_plan_file,
-        }
-        return config.model_copy(update=update)
+        """Return `config` with the paths of this directory and of its copies of files."""
+        profile, plan = config.profile and self.profile_file, config.plan and self.start_plan_file
+        return config.model_copy(update={"output_dir": self.path, "profile": profile, "plan": plan})
 
     def write_config(self, config: RunConfig) -> None:
-        """Replace the resolved configuration, and the files that it names, when a run goes on with another one."""
+        """Replace the resolved configuration and the copies of its files when a run resumes with other settings."""
         self._copy_files_of(config)
         replace_file(self.config_file, config_to_toml(config), mode=0o644)
 
@@ -193,19 +158,19 @@ class RunDirectory:
         return [FailureRecord.from_json(event) for event in self.events() if event["event"] == "failure"]
 
     def outcomes(self) -> list[OutcomeRecord]:
-        """Read what came of the decisions, in the order it was written."""
+        """Read the outcomes of decisions in the order they were written."""
         return [OutcomeRecord.from_json(event) for event in self.events() if event["event"] == "outcome"]
 
     def write_summary(self, summary: Summary) -> None:
-        """Write the summary, whole or not at all."""
+        """Write the summary atomically."""
         replace_file(self.summary_file, json.dumps(summary.to_json(), indent=2) + "\n", mode=0o644)
 
     def write_control(self, control: ControlAddress) -> None:
-        """Tell the other commands how to reach the live run; only the owner can read it."""
+        """Publish the address of the live run to other commands of the same user; only the owner can read the file."""
         replace_file(self.control_file, json.dumps(asdict(control)) + "\n", mode=0o600)
 
     def read_control(self) -> ControlAddress:
-        """Return how to reach the live run. Raises ConfigError where the run is not live."""
+        """Return the address of the coordinator. Raises ConfigError if the run is not live."""
         try:
             return ControlAddress(**json.loads(self.control_file.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -217,14 +182,14 @@ class RunDirectory:
             raise ConfigError(f"{self.control_file}: cannot be read: {error}") from None
 
     def remove_control(self) -> None:
-        """Withdraw what `write_control` wrote, when the run ends."""
+        """Remove the address when the run ends."""
         self.control_file.unlink(missing_ok=True)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file of lines; none where it does not exist.
+    """Yield the JSON objects of a file of lines; none if it does not exist.
 
-    Raises ConfigError at a line that is not JSON, unless it is an unfinished last one, which a crash may leave.
+    Raises ConfigError at a line that is not JSON, except for an unfinished last line, which a crash may leave.
     """
     if not path.exists():
         return
@@ -237,8 +202,14 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 raise ConfigError(f"{path}, line {number}: is not JSON; the file is damaged") from None
 
 
+def describe_invalid(error: ValidationError) -> str:
+    """Return the place and the message of the first error in validated JSON."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+
+
 def replace_file(path: Path, text: str, *, mode: int) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new one and nothing between."""
+    """Replace the content of a file atomically: readers, also after a crash, see the old content or the new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
@@ -247,9 +218,84 @@ def replace_file(path: Path, text: str, *, mode: int) -> None:
 
 
 def open_for_appending(path: Path) -> TextIO:
-    """Open a file of lines, taking away an unfinished last line that a crash has left."""
+    """Open a file of lines for appending, and remove an unfinished last line, which a crash may leave."""
     with path.open("ab+") as file:
         file.seek(0)
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)
     return path.open("a", encoding="utf-8")
+
+
+class FaultLog:
+    """File of the times of injected failures; every failing process appends its line in one write.
+
+    Detection is timed against it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, *, worker: int, kind: str, phase: str | None, step: int | None) -> None:
+        """Record that `worker` fails now."""
+        line = json.dumps({"time": time.time(), "worker": worker, "kind": kind, "phase": phase, "step": step}) + "\n"
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+    def last(self, worker: int) -> dict[str, Any] | None:
+        """Return the newest failure of `worker`, with `time` in Unix seconds; None if there is none."""
+        return next((line for line in reversed(self.since(0)) if line["worker"] == worker), None)
+
+    def since(self, time: float) -> list[dict[str, Any]]:
+        """Return the failures of all workers from `time` on, in Unix seconds, oldest first."""
+        return [line for line in read_lines(self._path) if line["time"] >= time]
+
+
+def step_directory(checkpoints: Path, step: int) -> Path:
+    """Return the folder of the checkpoint from which training resumes at `step`."""
+    return checkpoints / f"{_STEP}{step:0{_STEP_DIGITS}d}"
+
+
+def layer_directory(checkpoints: Path, step: int, layer: int) -> Path:
+    """Return the folder of one layer of a checkpoint."""
+    return step_directory(checkpoints, step) / f"layer-{layer:04d}"
+
+
+def mark_complete(checkpoints: Path, step: int, *, model: str) -> None:
+    """Mark a checkpoint whose layers are all on disk; `model` is the fingerprint of its model.
+
+    Only marked checkpoints are read.
+    """
+    text = json.dumps({"step": step, "model": model}) + "\n"
+    replace_file(step_directory(checkpoints, step) / _COMPLETE, text, mode=0o644)
+
+
+def checkpoint_model(checkpoints: Path, step: int) -> str:
+    """Return the fingerprint of the model of a complete checkpoint."""
+    return str(json.loads((step_directory(checkpoints, step) / _COMPLETE).read_text(encoding="utf-8"))["model"])
+
+
+def complete_checkpoints(checkpoints: Path) -> list[int]:
+    """Return the steps of the complete checkpoints, ascending."""
+    return sorted(step for directory, step in _step_directories(checkpoints) if (directory / _COMPLETE).exists())
+
+
+def prune_checkpoints(checkpoints: Path, *, keep: int) -> None:
+    """Remove all checkpoints, complete or not, that are older than the newest `keep` complete ones."""
+    complete = complete_checkpoints(checkpoints)
+    if len(complete) < keep:
+        return
+    for directory, step in _step_directories(checkpoints):
+        if step < complete[-keep]:
+            # The mark first, so that no interrupted removal leaves an incomplete checkpoint that is marked complete.
+            (directory / _COMPLETE).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                shutil.rmtree(directory)
+
+
+def _step_directories(checkpoints: Path) -> list[tuple[Path, int]]:
+    """Return the folders of checkpoints with their steps, and no other files that a user keeps beside them."""
+    names = ((entry, entry.name.removeprefix(_STEP)) for entry in checkpoints.glob(f"{_STEP}*"))
+    return [(entry, int(name)) for entry, name in names if len(name) == _STEP_DIGITS and name.isdecimal()]

@@ -1,4 +1,4 @@
-"""What pictures and traces show: the timelines of a step, each under its name and with its gradient reductions."""
+"""A timeline of a step with its gradient reductions, as pictures and traces show it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,7 @@ class WorkerReduction:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One timeline of a step.
-
-    Attributes:
-        name: what it is called, such as "predicted" or "measured".
-        timeline: when each operation starts and ends.
-        reductions: when gradients are reduced; none where that is not known.
-    """
+    """One timeline of a step; `name` is "predicted" or "measured", and `reductions` is empty if they are unknown."""
 
     name: str
     timeline: Timeline
@@ -39,16 +33,13 @@ class Lane:
 
     @classmethod
     def predicted(cls, estimate: StepEstimate) -> Lane:
-        """What is predicted of a step."""
-        return cls(
-            name="predicted",
-            timeline=estimate.timeline,
-            reductions=tuple(
-                WorkerReduction(worker, reduction.segment.layers, reduction.start_s, reduction.end_s)
-                for reduction in estimate.sync.reductions
-                for worker in reduction.segment.holders
-            ),
+        """Return the predicted timeline of a step."""
+        reductions = tuple(
+            WorkerReduction(worker, reduction.segment.layers, reduction.start_s, reduction.end_s)
+            for reduction in estimate.sync.reductions
+            for worker in reduction.segment.holders
         )
+        return cls("predicted", estimate.timeline, reductions)
 
     @property
     def program_s(self) -> float:
@@ -61,14 +52,14 @@ class Lane:
         return max([self.program_s, *(reduction.end_s for reduction in self.reductions)])
 
     def operations(self) -> dict[int, list[TimedOperation]]:
-        """The operations of each worker that has some, in its order."""
+        """Return the operations of each worker that has any, in its order."""
         found: dict[int, list[TimedOperation]] = defaultdict(list)
         for timed in self.timeline.operations:
             found[timed.worker].append(timed)
         return dict(found)
 
     def busy(self) -> dict[int, float]:
-        """For each worker that has operations, the share of the time until the last has ended in which it computes."""
+        """Return for each worker with operations the share of `program_s` in which it computes."""
         return {
             worker: math.fsum(timed.end_s - timed.start_s for timed in own) / self.program_s if self.program_s else 0.0
             for worker, own in self.operations().items()

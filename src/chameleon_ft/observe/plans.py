@@ -1,4 +1,4 @@
-"""What a run planned to do in each generation, and what the plan was made by."""
+"""The plan, the program and the costs of each generation of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chameleon_ft.workload import Workload
 __all__ = ["CostsFrom", "GenerationPlan", "read_generation_plans"]
 
 CostsFrom = Literal["profile", "corrected", "measured", "assumed"]
-"""Where the costs of a plan are from: the run's profile, the same corrected by operations of the run itself, those
+"""Source of the costs of a plan: the profile of the run, the profile corrected by measured operations of the run, these
 operations alone, or neither."""
 
 _OPERATION = re.compile(r"([FBIW])(\d+)\.(\d+)")
@@ -28,7 +28,7 @@ _OPERATION = re.compile(r"([FBIW])(\d+)\.(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """The plan of a generation, the program that its workers ran, and the costs by which both were made."""
+    """The plan of a generation, the program of its workers, and the costs that both were computed with."""
 
     generation: int
     first_step: int
@@ -38,7 +38,7 @@ class GenerationPlan:
     costs_from: CostsFrom
 
     def write(self, path: Path) -> None:
-        """Write it to a new JSON file, which `read` reads."""
+        """Write a JSON file, which `read` reads."""
         cluster = self.costs.cluster
         file = _File(
             generation=self.generation,
@@ -55,11 +55,11 @@ class GenerationPlan:
 
     @classmethod
     def read(cls, path: Path) -> GenerationPlan:
-        """Read what `write` wrote. Raises ConfigError where that is not what the file holds."""
+        """Read a file that `write` wrote. Raises ConfigError if it is damaged."""
         try:
             file = _File.model_validate_json(path.read_bytes())
             plan = Plan.from_json(file.plan)
-            operations = {worker: tuple(_operations(text, plan)) for worker, text in file.program.items()}
+            program = Program({worker: tuple(_operations(text, plan)) for worker, text in file.program.items()})
             cluster = Cluster(file.workers, file.intra_host, file.inter_host)
         except (OSError, ValidationError, ChameleonError, IndexError) as error:
             raise ConfigError(f"{path}: does not hold the plan of a generation: {error}") from None
@@ -67,7 +67,7 @@ class GenerationPlan:
             generation=file.generation,
             first_step=file.first_step,
             plan=plan,
-            program=Program(operations),
+            program=program,
             costs=CostModel(file.workload, cluster),
             costs_from=file.costs_from,
         )
@@ -95,7 +95,7 @@ class _File(BaseModel):
 
 
 def _operations(text: str, plan: Plan) -> Iterable[Operation]:
-    """Read a worker's operations, each written as by `str`; with the plan's routes they are complete."""
+    """Read a worker's operations from their `str`; the routes of the plan have their other fields."""
     for word in text.split():
         match = _OPERATION.fullmatch(word)
         if match is None:

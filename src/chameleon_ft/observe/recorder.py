@@ -1,4 +1,4 @@
-"""The one place through which a run tells the outside what it does."""
+"""The recorder, through which a run writes its records and displays them, and the interface of the display."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self, TextIO
+from contextlib import AbstractContextManager
+from typing import Any, TextIO
 
 from chameleon_ft.observe.files import RunDirectory, open_for_appending
 from chameleon_ft.observe.plans import GenerationPlan
@@ -15,23 +15,48 @@ from chameleon_ft.observe.records import (
     FailureRecord,
     JoinRecord,
     OutcomeRecord,
+    RunInfo,
     RunStatus,
     StepRecord,
     Summary,
     summarize,
 )
-from chameleon_ft.observe.view import RunInfo, View
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "View"]
 
 _logger = logging.getLogger(__name__)
 
 
-class Recorder:
-    """Appends records to the run directory and shows them in a view.
+class View:
+    """Display of a run, which a Recorder calls from one thread; this base class displays nothing."""
 
-    Every line is on its way to the file system before the call returns: a crash of this process loses none. Use it as
-    a context manager, or call `close`. `clock` gives Unix seconds.
+    def started(self, info: RunInfo) -> None:
+        """Training starts or resumes."""
+
+    def step(self, record: StepRecord) -> None:
+        """A step is committed."""
+
+    def failure(self, record: FailureRecord) -> None:
+        """The recovery from the loss of a worker is complete."""
+
+    def outcome(self, record: OutcomeRecord) -> None:
+        """The outcome of a decision is measured."""
+
+    def join(self, record: JoinRecord) -> None:
+        """Training resumes after new workers were considered."""
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        """Another event."""
+
+    def finished(self, summary: Summary) -> None:
+        """The run has ended."""
+
+
+class Recorder(AbstractContextManager["Recorder"]):
+    """Appends records to the run directory and displays them in a view.
+
+    Every line is flushed to the file system before the call returns, so a crash of this process loses none. `clock`
+    returns Unix seconds.
     """
 
     def __init__(self, run: RunDirectory, view: View, *, clock: Callable[[], float] = time.time) -> None:
@@ -42,20 +67,16 @@ class Recorder:
         self._events = open_for_appending(run.events_file)
 
     def started(self, info: RunInfo) -> None:
-        """Record that the workers are together and training begins, or goes on, with `info`."""
+        """Record that all workers are connected and training starts or resumes."""
         self._write_event("started", info.to_json())
         self._view.started(info)
 
     def plan(self, plan: GenerationPlan, *, policy: str) -> None:
-        """Record what the workers were told to run, and which policy proposed it."""
-        self.run.plans.mkdir(exist_ok=True)
-        plan.write(self.run.plan_file(plan.generation))
-        self.event(
-            "plan",
-            generation=plan.generation,
-            policy=policy,
-            file=str(self.run.plan_file(plan.generation).relative_to(self.run.path)),
-        )
+        """Record the orders of a generation, and the policy that proposed them."""
+        file = self.run.plan_file(plan.generation)
+        file.parent.mkdir(exist_ok=True)
+        plan.write(file)
+        self.event("plan", generation=plan.generation, policy=policy, file=str(file.relative_to(self.run.path)))
 
     def step(self, record: StepRecord) -> None:
         """Record a committed step."""
@@ -64,27 +85,27 @@ class Recorder:
         self._view.step(record)
 
     def failure(self, record: FailureRecord) -> None:
-        """Record a lost worker, once training goes on without it or the run ends."""
+        """Record a lost worker, after training has resumed without it or the run has ended."""
         self._write_event("failure", record.to_json())
         self._view.failure(record)
 
     def outcome(self, record: OutcomeRecord) -> None:
-        """Record what came of a decision."""
+        """Record the outcome of a decision."""
         self._write_event("outcome", record.to_json())
         self._view.outcome(record)
 
     def join(self, record: JoinRecord) -> None:
-        """Record a stop for workers that have come, once training goes on."""
+        """Record a stop for new workers, after training has resumed."""
         self._write_event("join", record.to_json())
         self._view.join(record)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Record anything else that happened; `fields` are JSON values."""
+        """Record another event; `fields` are JSON values."""
         self._write_event(name, fields)
         self._view.event(name, fields)
 
     def finish(self, status: RunStatus, *, reason: str) -> Summary:
-        """Derive the summary from everything on disk, so that it covers a resumed run as a whole; write and show it."""
+        """Write and display the summary, derived from the files, so that it covers a resumed run as a whole."""
         self._write_event("finished", {"status": status, "reason": reason})
         summary = summarize(
             self.run.steps(),
@@ -98,18 +119,9 @@ class Recorder:
         self._view.finished(summary)
         return summary
 
-    def close(self) -> None:
-        """Close the files. May be called twice."""
+    def __exit__(self, *_: object) -> None:
         self._metrics.close()
         self._events.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _write_event(self, name: str, fields: Mapping[str, Any]) -> None:
         if _logger.isEnabledFor(logging.INFO):

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one record per committed step and per failure, and the summary derived from them."""
+"""The records of a run: steps, failures, joins, outcomes of decisions, and the summary derived from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe.accuracy import describe_untrusted
 from chameleon_ft.quantities import duration
 
 __all__ = [
@@ -18,15 +17,16 @@ __all__ = [
     "JoinRecord",
     "NoticedBy",
     "OutcomeRecord",
+    "RunInfo",
     "RunStatus",
     "StepRecord",
     "Summary",
+    "describe_untrusted",
     "summarize",
 ]
 
 NoticedBy = Literal["child", "connection", "heartbeat", "watchdog", "peer", "self"]
-"""The detection paths: process reaped, connection closed, heartbeats stopped, no progress, a peer's message failed,
-and the worker's own last words."""
+"""The detection paths; see `DETECTED_BY`."""
 
 DETECTED_BY: Final[Mapping[NoticedBy, str]] = {
     "child": "the end of its process",
@@ -36,14 +36,25 @@ DETECTED_BY: Final[Mapping[NoticedBy, str]] = {
     "peer": "a peer whose message to or from it failed",
     "self": "its own report of an error",
 }
-"""The detection paths in words."""
+"""Description of each detection path."""
 
 RunStatus = Literal["finished", "interrupted", "failed"]
+
+_STEP_TOLERANCE: Final = 0.06
+"""The largest relative error of a step time that the benchmarks allow (docs/benchmarks.md). Candidates often differ by
+less than that, so a larger error can change the choice."""
+_STALL_TOLERANCE: Final = 0.15
+"""The relative error of a stall that the benchmarks allow, which is larger because stalls are short and vary more."""
+_REPROFILE: Final = (
+    "measure a new profile while the machine does nothing else (`chameleon profile CONFIG --out FILE`), and give it by "
+    "--profile FILE"
+)
+_SET_RESTART: Final = "set recovery.restart_cost_s to what a return to a checkpoint takes here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """A flat record that goes to and comes from a line of JSON."""
+    """A flat record, written as one line of JSON."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -51,43 +62,71 @@ class _Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return the record that `to_json` gave; keys that are not its fields are passed over.
+        """Return the record with the fields of `to_json`; other keys are ignored.
 
-        Raises ConfigError where a field is missing: the file is not one of ours, or of another version.
+        Raises ConfigError if a field without a default is missing.
         """
         try:
-            return cls(
-                **{
-                    field.name: _frozen(data[field.name])
-                    for field in dataclasses.fields(cls)
-                    if field.name in data or field.default is dataclasses.MISSING
-                }
-            )
+            values = {
+                field.name: data[field.name]
+                for field in dataclasses.fields(cls)
+                if field.name in data or field.default is dataclasses.MISSING
+            }
         except KeyError as error:
             raise ConfigError(
                 f"a {cls.__name__} without {error}: the file was written by another version of chameleon or is damaged"
             ) from None
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo(_Record):
+    """The model, the data and the layout of a run that starts or resumes.
+
+    Attributes:
+        model: description of the model.
+        data: description of the data.
+        run: the run directory.
+        pipelines: the workers of each pipeline, by stage.
+        stages: the layers of each stage, such as "0-3".
+        steps: steps of the whole run.
+        checkpoint: step of the checkpoint that the state is from; None for initial weights.
+    """
+
+    model: str
+    data: str
+    run: str
+    pipelines: tuple[tuple[int, ...], ...]
+    stages: tuple[str, ...]
+    first_step: int
+    steps: int
+    generation: int
+    checkpoint: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord(_Record):
-    """One committed optimizer step."""
+    """One committed optimizer step.
+
+    Attributes:
+        step: number of the step, from 0.
+        loss: mean over the loss terms of the global batch, before the update.
+        grad_norm: global norm of the gradient before clipping.
+        lr: learning rate.
+        samples: samples whose loss is in the gradient, as counted by the workers.
+        tokens: loss terms of the global batch; for a language model its target tokens.
+        step_s: wall time from the first operation to the commit.
+        workers: workers that took part.
+    """
 
     step: int
-    """Number of the step, counted from 0."""
     loss: float
-    """Mean over the loss terms of the global batch, before the update."""
     grad_norm: float
-    """Global norm of the gradient before clipping."""
     lr: float
     samples: int
-    """Samples whose loss is in the gradient, counted by the workers that ran them."""
     tokens: int
-    """Loss terms of the global batch; for a language model its target tokens."""
     step_s: float
-    """Wall time of the step in seconds, from its first operation to its commit."""
     workers: int
-    """Workers that took part."""
     generation: int
 
     def __post_init__(self) -> None:
@@ -100,150 +139,177 @@ class StepRecord(_Record):
         return self.tokens / self.step_s
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values, with the rate that follows from them."""
+        """Return the fields and the rate as JSON values."""
         return {**dataclasses.asdict(self), "tokens_per_s": self.tokens_per_s}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureRecord(_Record):
-    """One lost worker, from the moment it failed to the first operation that was run again. Times are in seconds."""
+    """One lost worker, with the phases of its recovery in seconds.
+
+    Attributes:
+        step: step that was running.
+        cause: "SIGKILL", "exit code 1", "hung".
+        detect_s: from the failure to its detection; None if the time of the failure is unknown.
+        stop_s: until every survivor had left its operation.
+        decide_s: until the new plan was chosen.
+        regroup_s: until the first operation after the recovery, without `transfer_s`.
+        transfer_s: until all receivers had confirmed the layers that moved.
+        stall_s: sum of the phases.
+        policy: policy of the chosen plan, "checkpoint", or "stop" if the run had to end.
+        action: description of the choice.
+        generation: generation in which training resumed.
+        resume_step: step at which training resumed; lower than `step` after a return to a checkpoint.
+        lost_layers: layers that lost their last holder.
+        moved_bytes: state that workers received from others.
+        rounds: rounds of these messages.
+    """
 
     worker: int
     step: int
-    """Step that was running."""
     cause: str
-    """What happened to the worker, as far as it is known: "SIGKILL", "exit code 1", "hung"."""
     noticed_by: NoticedBy
     detect_s: float | None
-    """From the failure to its detection; None where the moment of the failure is not known."""
     stop_s: float
-    """From the detection until every survivor had left its operation."""
     decide_s: float
-    """From there until the new plan was chosen."""
     regroup_s: float
-    """From there until the first operation of the step was run again, but for `transfer_s`."""
     transfer_s: float = 0.0
-    """In which layers moved to other workers, until all had confirmed that they hold theirs."""
     stall_s: float
-    """All of it; without `detect_s` where that is None."""
     policy: str
-    """What was chosen: "reroute", "checkpoint", or "stop" where the run had to end."""
     action: str
-    """The choice in words, for the banner."""
     generation: int
-    """Generation that training went on with."""
     resume_step: int
-    """Step that training went on with; lower than `step` after a fall back to a checkpoint."""
     lost_layers: tuple[int, ...] = ()
-    """Layers that lost their last holder."""
     moved_bytes: int = 0
-    """State that workers received from others, in bytes."""
     rounds: int = 0
-    """In which it was sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRecord(_Record):
+    """New workers that a stop took into account: a stop for them at the end of a step, or one after a failure.
+
+    Attributes:
+        workers: those that the new plan uses.
+        spares: the others.
+        stop_s: from the order to stop until all workers had left their operations.
+
+    The other fields are those of a `FailureRecord`.
+    """
+
+    workers: tuple[int, ...]
+    spares: tuple[int, ...]
+    stop_s: float
+    decide_s: float
+    regroup_s: float
+    transfer_s: float
+    stall_s: float
+    policy: str
+    action: str
+    generation: int
+    resume_step: int
+    moved_bytes: int
+    rounds: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeRecord(_Record):
-    """What came of a decision, beside what was predicted of it. Times are in seconds."""
+    """Measured results of a decision beside its predictions. Predictions are None if there were none.
+
+    Attributes:
+        generation: generation that the decision started.
+        policy: policy of the chosen plan.
+        steps: steps committed under it: ten, or fewer if the next incident came before.
+        measured_step_s: median time of these steps, without the first if there are others.
+        measured_stall_s: from the last commit before to the first operation after, plus the time of repeated steps.
+    """
 
     generation: int
-    """Generation that the decision led to."""
     policy: str
-    """What was chosen."""
     steps: int
-    """Steps committed under it until now: ten, or fewer where something else came before."""
     predicted_step_s: float | None
-    """None where nothing was predicted."""
     measured_step_s: float
-    """Median of these steps; the first one is left out if there are others."""
     predicted_stall_s: float | None
     measured_stall_s: float
-    """From the last commit before it to the first operation after it, as it was predicted; repeated steps on top."""
 
     @property
     def step_error(self) -> float | None:
-        """By which share of the prediction the step took longer."""
-        return _relative(self.measured_step_s, self.predicted_step_s)
+        """Relative error of the step time, measured / predicted - 1."""
+        return self.measured_step_s / self.predicted_step_s - 1 if self.predicted_step_s else None
 
     @property
     def stall_error(self) -> float | None:
-        """By which share of the prediction the stall took longer."""
-        return _relative(self.measured_stall_s, self.predicted_stall_s)
+        """Relative error of the stall, measured / predicted - 1."""
+        return self.measured_stall_s / self.predicted_stall_s - 1 if self.predicted_stall_s else None
 
     @property
     def warning(self) -> str | None:
-        """That the prediction is too far off to be trusted, and what to do; None if it is not."""
+        """See `describe_untrusted`."""
         return describe_untrusted(
             step_error=self.step_error, stall_error=self.stall_error, stall_is_restart=self.policy == "restart"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values, with what follows from them."""
+        """Return the fields, the errors and the warning as JSON values."""
         derived = {"step_error": self.step_error, "stall_error": self.stall_error, "warning": self.warning}
         return {**dataclasses.asdict(self), **derived}
 
     def describe(self) -> str:
-        """Write "step 125 ms (predicted 123 ms, +1.6%), stall 100 ms (predicted 200 ms, -50.0%)"."""
-        step = _compared(self.measured_step_s, self.predicted_step_s, self.step_error)
-        return f"step {step}, stall {_compared(self.measured_stall_s, self.predicted_stall_s, self.stall_error)}"
+        """Return "step 125 ms (predicted 123 ms, +1.6%), stall 100 ms (predicted 200 ms, -50.0%)"."""
+        parts = []
+        for name, measured_s, predicted_s, error in (
+            ("step", self.measured_step_s, self.predicted_step_s, self.step_error),
+            ("stall", self.measured_stall_s, self.predicted_stall_s, self.stall_error),
+        ):
+            share = "" if error is None else f", {error:+.1%}"
+            predicted = "" if predicted_s is None else f" (predicted {duration(predicted_s)}{share})"
+            parts.append(f"{name} {duration(measured_s)}{predicted}")
+        return ", ".join(parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinRecord(_Record):
-    """What became of workers that have come, in the stop that they were reckoned with in; times are in seconds.
+def describe_untrusted(
+    *, step_error: float | None, stall_error: float | None = None, stall_is_restart: bool = False
+) -> str | None:
+    """Return a warning of relative errors beyond their tolerance, with the remedy; None if there are none.
 
-    That is one at the end of a step, for them; or one that a loss or a failed message made before it came to that.
+    `stall_is_restart`: whether the predicted stall is the configured cost of a return to a checkpoint.
     """
-
-    workers: tuple[int, ...]
-    """Those that the new plan has a place for."""
-    spares: tuple[int, ...]
-    """Those that it has none for."""
-    stop_s: float
-    """From the moment when everyone was told to stop until all had left their operations."""
-    decide_s: float
-    """From there until the new plan was chosen."""
-    regroup_s: float
-    """From there until the first operation, but for `transfer_s`."""
-    transfer_s: float
-    """In which layers moved to other workers, until all had confirmed that they hold theirs."""
-    stall_s: float
-    """All of it."""
-    policy: str
-    """What was chosen."""
-    action: str
-    """The choice in words, for the banner."""
-    generation: int
-    """Generation that training went on with."""
-    resume_step: int
-    """Step that training went on with."""
-    moved_bytes: int
-    """State that workers received from others, in bytes."""
-    rounds: int
-    """In which it was sent."""
+    excesses, remedies = [], []
+    for name, error, tolerance, remedy in (
+        ("step time", step_error, _STEP_TOLERANCE, _REPROFILE),
+        ("stall", stall_error, _STALL_TOLERANCE, _SET_RESTART if stall_is_restart else _REPROFILE),
+    ):
+        if error is not None and abs(error) > tolerance:
+            excesses.append(f"{name} {abs(error):.1%} off, {tolerance:.0%} is tolerated")
+            remedies.append(remedy)
+    if not excesses:
+        return None
+    return f"prediction not to be trusted: {'; '.join(excesses)}. To do: {', and '.join(dict.fromkeys(remedies))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary(_Record):
-    """What a run did, derived from its records. Times are in seconds."""
+    """Totals of a run, derived from its records.
+
+    Attributes:
+        reason: why the run ended.
+        steps: steps committed, each counted once.
+        samples_seen: samples of the committed steps.
+        samples_lost: samples up to the last committed step that are in no committed step.
+        samples_repeated: samples of steps that were trained again after a return to a checkpoint.
+        median_step_s_before: median step time before the first failure, or of all steps without a failure.
+        median_step_s_after: median step time after the first failure, without the interrupted steps.
+    """
 
     status: RunStatus
     reason: str
-    """Why the run ended, in words."""
     steps: int
-    """Steps committed, each counted once."""
     final_loss: float | None
     samples_seen: int
-    """Samples of the committed steps."""
     samples_lost: int
-    """Samples up to the last committed step that are in no committed step."""
     samples_repeated: int
-    """Samples of steps that were trained again after a fall back to a checkpoint."""
     failures: tuple[FailureRecord, ...]
     median_step_s_before: float | None
-    """Median step time before the first failure; of all steps where there was none."""
     median_step_s_after: float | None
-    """Median step time after the first failure, without the steps that a failure interrupted."""
     outcomes: tuple[OutcomeRecord, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -262,8 +328,8 @@ def summarize(
 ) -> Summary:
     """Derive the summary from the records in the order they were written.
 
-    `samples_per_step` is the size of the global batch. A step that was recorded twice was trained again after a fall
-    back to a checkpoint; its last record is the one that counts.
+    `samples_per_step` is the size of the global batch. A step that was recorded twice was trained again after a return
+    to a checkpoint; its last record counts.
     """
     committed = {record.step: record for record in steps}
     last = max(committed, default=-1)
@@ -286,20 +352,4 @@ def summarize(
 
 
 def _median(values: Iterable[float]) -> float | None:
-    values = list(values)
-    return statistics.median(values) if values else None
-
-
-def _relative(measured: float, predicted: float | None) -> float | None:
-    return measured / predicted - 1 if predicted else None
-
-
-def _compared(measured_s: float, predicted_s: float | None, error: float | None) -> str:
-    if predicted_s is None:
-        return duration(measured_s)
-    share = "" if error is None else f", {error:+.1%}"
-    return f"{duration(measured_s)} (predicted {duration(predicted_s)}{share})"
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return statistics.median(found) if (found := list(values)) else None

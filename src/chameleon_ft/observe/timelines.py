@@ -1,17 +1,17 @@
-"""When each operation of a step was run, as the ranks record it for some of the steps."""
+"""Start and end of each operation, which the ranks record for some of the steps."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe.files import open_for_appending, read_lines
+from chameleon_ft.observe.files import describe_invalid, open_for_appending, read_lines
 
 __all__ = ["RecordedReduction", "RecordedStep", "TimelineLog", "read_recorded_steps"]
 
@@ -31,9 +31,9 @@ class RecordedStep:
     """One worker's part of one step.
 
     Attributes:
-        time: when the step began on this worker, in Unix seconds; all else is in seconds since then.
-        operations: (start, end) of the computing of each operation, in the order of the worker's program.
-        reductions: from the issue of each all-reduce to when it was found done.
+        time: start of the step on this worker, in Unix seconds; other times are in seconds since then.
+        operations: (start, end) of the computation of each operation, in the order of the worker's program.
+        reductions: from the issue of each all-reduce until it was observed complete.
         vote_s: (start, end) of the vote.
         end_s: when the update was applied.
     """
@@ -48,23 +48,9 @@ class RecordedStep:
     end_s: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values, in seconds to the microsecond."""
+        """Return the fields as JSON values, times rounded to microseconds."""
         rounded: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_float=lambda text: round(float(text), 6))
         return rounded
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RecordedStep:
-        """Read what `to_json` gave."""
-        return cls(
-            generation=data["generation"],
-            step=data["step"],
-            worker=data["worker"],
-            time=data["time"],
-            operations=tuple((start, end) for start, end in data["operations"]),
-            reductions=tuple(RecordedReduction(**each) for each in data["reductions"]),
-            vote_s=(data["vote_s"][0], data["vote_s"][1]),
-            end_s=data["end_s"],
-        )
 
 
 class TimelineLog:
@@ -75,41 +61,27 @@ class TimelineLog:
         self._has_written = False
 
     def append(self, step: RecordedStep) -> None:
-        """Write one step; on its way to the file system when this returns."""
+        """Write one step and flush it to the file system."""
         self._path.parent.mkdir(exist_ok=True)
-        # The first time a line may be cut off that a crash has left unfinished.
+        # Only before the first line may a crash have left an unfinished one.
         with self._path.open("a", encoding="utf-8") if self._has_written else open_for_appending(self._path) as file:
             file.write(json.dumps(step.to_json()) + "\n")
         self._has_written = True
 
 
 def read_recorded_steps(folder: Path) -> list[RecordedStep]:
-    """Read what all workers of a run recorded, by step, generation and worker.
+    """Read the recorded steps of all workers of a run, sorted by step, generation and worker.
 
-    Raises ConfigError with the place of what is no such record.
+    Raises ConfigError that names the file and the line of an invalid record.
     """
-    steps = [step for path in folder.glob("worker-*.jsonl") for step in _steps_of(path)]
+    steps = [step for path in folder.glob("worker-*.jsonl") for step in _read_steps(path)]
     return sorted(steps, key=lambda step: (step.step, step.generation, step.worker))
 
 
-def _steps_of(path: Path) -> Iterator[RecordedStep]:
+def _read_steps(path: Path) -> Iterator[RecordedStep]:
+    record = TypeAdapter(RecordedStep)
     for number, line in enumerate(read_lines(path), start=1):
         try:
-            yield RecordedStep.from_json(_Record.model_validate(line).model_dump())
+            yield record.validate_python(line)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{path}, record {number}: {where}: {first['msg']}; the file is damaged") from None
-
-
-class _Record(BaseModel):
-    """The form of a line, by which a damaged one is told."""
-
-    generation: int
-    step: int
-    worker: int
-    time: float
-    operations: list[tuple[float, float]]
-    reductions: list[RecordedReduction]
-    vote_s: tuple[float, float]
-    end_s: float
+            raise ConfigError(f"{path}, record {number}: {describe_invalid(error)}; the file is damaged") from None

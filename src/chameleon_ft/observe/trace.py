@@ -11,48 +11,48 @@ from typing import Any, Final
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.lanes import Lane, WorkerReduction
-from chameleon_ft.plan import Plan
+from chameleon_ft.plan import LayerRange, Plan
 from chameleon_ft.plan.detours import detoured_hops
 from chameleon_ft.schedule import Operation, OperationKind, TimedOperation
 
 __all__ = ["write_trace"]
 
-_WORDS: Final = {
+_KIND_NAMES: Final = {
     OperationKind.FORWARD: "forward",
     OperationKind.BACKWARD: "backward",
     OperationKind.INPUT_GRAD: "input gradient",
     OperationKind.WEIGHT_GRAD: "weight gradient",
 }
+_REDUCTION: Final = "gradient all-reduce"
 
 _Event = dict[str, Any]
-# Whether it is a gradient, micro-batch, and the hop that makes it.
-_Message = tuple[bool, int, int]
+# "gradient" or "activation", micro-batch, index of the sending hop.
+_Message = tuple[str, int, int]
 
 
 def write_trace(path: Path, *, plan: Plan, pipelines: Sequence[Sequence[int]], lanes: Sequence[Lane]) -> None:
     """Write timelines of one step in the Trace Event Format of Chrome, which Perfetto reads too.
 
     Each timeline is a process and each of its workers a thread, with further threads for its gradient reductions, which
-    run beside its operations. An operation is a complete event ("X", microseconds) named by kind and micro-batch, such
-    as F12, with its category ("detour" among them where it is one) and what is known of it; a message between two
-    workers is a flow from the end of the operation that makes it to the start of the one that needs it. The same input
-    gives the same file.
+    overlap with its operations. An operation is a complete event ("X", microseconds), named by kind and micro-batch,
+    such as F12, with the category "detour" if it is one. A message between two workers is a flow from the end of the
+    sending operation to the start of the receiving one. The file is a deterministic function of the arguments.
 
     Args:
-        path: file to write; what is there is replaced.
-        plan: what is run.
-        pipelines: the workers of each pipeline before anything failed; see `detoured_hops`.
-        lanes: the timelines, of the same plan.
+        path: file to write or replace.
+        plan: plan of the step.
+        pipelines: the workers of each pipeline before any failure; see `detoured_hops`.
+        lanes: timelines of this plan.
 
     Raises:
         ConfigError: the file cannot be written.
         PlanError: a worker is in two pipelines.
     """
     detours = detoured_hops(plan, pipelines)
+    # Threads and flows are numbered over all processes, because Perfetto finds threads by these numbers alone.
     numbers = count(len(lanes) + 1)
     processes = [_Process(pid, lane, plan, detours, numbers) for pid, lane in enumerate(lanes, start=1)]
-    events = chain.from_iterable(process.events() for process in processes)
-    lines = ",\n".join(json.dumps(event) for event in events)
+    lines = ",\n".join(json.dumps(event) for event in chain.from_iterable(process.events() for process in processes))
     try:
         path.write_text(f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n', encoding="utf-8")
     except OSError as error:
@@ -68,86 +68,74 @@ class _Process:
         self, pid: int, lane: Lane, plan: Plan, detours: frozenset[tuple[int, int]], numbers: Iterator[int]
     ) -> None:
         self._pid = pid
-        self._lane = lane
+        self._name = lane.name
         self._plan = plan
         self._detours = detours
         self._operations = lane.operations()
         reductions: dict[int, list[WorkerReduction]] = defaultdict(list)
         for reduction in lane.reductions:
             reductions[reduction.worker].append(reduction)
-        # Threads and flows have numbers of their own over all processes: Perfetto looks threads up by theirs alone.
         self._thread: dict[int, int] = {}
-        self._reducing: dict[int, list[tuple[int, list[WorkerReduction]]]] = {}
+        self._reduction_threads: dict[int, list[tuple[int, list[WorkerReduction]]]] = {}
         for worker in sorted({*plan.workers, *self._operations, *reductions}):
             self._thread[worker] = next(numbers)
-            self._reducing[worker] = [(next(numbers), row) for row in _rows(reductions[worker])]
+            self._reduction_threads[worker] = [(next(numbers), row) for row in _disjoint_rows(reductions[worker])]
         sent = {_sent(timed.operation) for timed in lane.timeline.operations}
-        needed = [_needed(timed.operation) for timed in lane.timeline.operations]
-        self._flow_number = {message: next(numbers) for message in needed if message is not None and message in sent}
+        received = (_received(timed.operation) for timed in lane.timeline.operations)
+        self._flow_number = {message: next(numbers) for message in received if message is not None and message in sent}
 
     def events(self) -> Iterator[_Event]:
-        """Names first, then each worker's operations with their messages, and its reductions."""
-        yield from self._names()
+        """Yield the names, then each worker's operations with their messages, and its reductions."""
+        yield self._metadata("process_name", name=self._name)
+        yield self._metadata("process_sort_index", sort_index=self._pid)
+        for worker, thread in self._thread.items():
+            names = {thread: f"worker {worker}"}
+            names |= {tid: f"worker {worker}, {_REDUCTION}" for tid, _ in self._reduction_threads[worker]}
+            for tid, name in names.items():
+                yield self._metadata("thread_name", tid, name=name)
+                yield self._metadata("thread_sort_index", tid, sort_index=tid)
         for worker in self._thread:
             for timed in self._operations.get(worker, ()):
                 yield self._operation(timed)
-                # Right behind their operation: among events of one time, readers bind a flow to the last one before it.
+                # After their operation, because of several events at one time a flow binds to the last one before it.
                 yield from self._flows(timed)
-            for tid, row in self._reducing[worker]:
+            for tid, row in self._reduction_threads[worker]:
                 yield from (self._reduction(tid, reduction) for reduction in row)
 
-    def _names(self) -> Iterator[_Event]:
-        yield self._metadata("process_name", name=self._lane.name)
-        yield self._metadata("process_sort_index", sort_index=self._pid)
-        for worker, operations in self._thread.items():
-            threads = {operations: f"worker {worker}"}
-            threads |= {tid: f"worker {worker}, gradient all-reduce" for tid, _ in self._reducing[worker]}
-            for tid, name in threads.items():
-                yield self._metadata("thread_name", tid, name=name)
-                yield self._metadata("thread_sort_index", tid, sort_index=tid)
-
-    def _metadata(self, what: str, tid: int = 0, **args: object) -> _Event:
-        return {"name": what, "ph": "M", "pid": self._pid, "tid": tid, "args": args}
+    def _metadata(self, name: str, tid: int = 0, /, **args: object) -> _Event:
+        return {"name": name, "ph": "M", "pid": self._pid, "tid": tid, "args": args}
 
     def _slice(self, name: str, category: str, tid: int, start_s: float, end_s: float, **args: object) -> _Event:
-        # Both ends are rounded, and not start and length, so that neighbours do not come to overlap.
-        start_us, end_us = _microseconds(start_s), _microseconds(end_s)
-        return {
-            "name": name,
-            "cat": category,
-            "ph": "X",
-            "ts": start_us,
-            "dur": round(end_us - start_us, 3),
-            "pid": self._pid,
-            "tid": tid,
-            "args": args,
-        }
+        # The ends are rounded, not start and duration, so that adjacent slices do not overlap.
+        ts, end = _microseconds(start_s), _microseconds(end_s)
+        times = {"ts": ts, "dur": round(end - ts, 3)}
+        return {"name": name, "cat": category, "ph": "X", **times, "pid": self._pid, "tid": tid, "args": args}
 
     def _operation(self, timed: TimedOperation) -> _Event:
         operation = timed.operation
-        word = _WORDS[operation.kind]
+        kind = _KIND_NAMES[operation.kind]
         detour = (operation.micro_batch, operation.hop) in self._detours
         return self._slice(
             f"{operation.kind}{operation.micro_batch}",
-            f"{word},detour" if detour else word,
+            f"{kind},detour" if detour else kind,
             self._thread[timed.worker],
             timed.start_s,
             timed.end_s,
-            kind=word,
+            kind=kind,
             worker=timed.worker,
             micro_batch=operation.micro_batch,
             hop=operation.hop,
-            layers=_layers(operation.layers.start, operation.layers.stop),
+            layers=_describe_layers(operation.layers),
             receive_from=operation.receive_from,
             send_to=operation.send_to,
             detour=detour,
         )
 
     def _reduction(self, tid: int, reduction: WorkerReduction) -> _Event:
-        layers = _layers(reduction.layers.start, reduction.layers.stop)
+        layers = _describe_layers(reduction.layers)
         return self._slice(
             f"all-reduce {layers}",
-            "gradient all-reduce",
+            _REDUCTION,
             tid,
             reduction.start_s,
             reduction.end_s,
@@ -157,29 +145,21 @@ class _Process:
         )
 
     def _flows(self, timed: TimedOperation) -> Iterator[_Event]:
-        start_us, end_us = _microseconds(timed.start_s), _microseconds(timed.end_s)
-        needed, sent = _needed(timed.operation), _sent(timed.operation)
-        if needed in self._flow_number:
-            yield self._flow("f", needed, timed.worker, start_us, bp="e")
+        start, end = _microseconds(timed.start_s), _microseconds(timed.end_s)
+        received, sent = _received(timed.operation), _sent(timed.operation)
+        if received in self._flow_number:
+            yield {**self._flow("f", received, timed.worker, start), "bp": "e"}
         if sent in self._flow_number:
-            # Inside the operation, for at its end the next may begin; a nanosecond is the finest that is kept.
-            yield self._flow("s", sent, timed.worker, max(start_us, round(end_us - 0.001, 3)))
+            # A nanosecond, the resolution, before the end, where the next operation may begin.
+            yield self._flow("s", sent, timed.worker, max(start, round(end - 0.001, 3)))
 
-    def _flow(self, phase: str, message: _Message, worker: int, ts: float, **binding: str) -> _Event:
-        return {
-            "name": "gradient" if message[0] else "activation",
-            "cat": "message",
-            "ph": phase,
-            "id": self._flow_number[message],
-            "ts": ts,
-            "pid": self._pid,
-            "tid": self._thread[worker],
-            **binding,
-        }
+    def _flow(self, phase: str, message: _Message, worker: int, ts: float) -> _Event:
+        place = {"ts": ts, "pid": self._pid, "tid": self._thread[worker]}
+        return {"name": message[0], "cat": "message", "ph": phase, "id": self._flow_number[message], **place}
 
 
-def _rows(reductions: Sequence[WorkerReduction]) -> list[list[WorkerReduction]]:
-    """The fewest rows, none with two reductions at once: those that were measured may all have begun together."""
+def _disjoint_rows(reductions: Sequence[WorkerReduction]) -> list[list[WorkerReduction]]:
+    """Return the fewest rows without overlap in any of them; measured reductions often start together."""
     rows: list[list[WorkerReduction]] = []
     for reduction in sorted(reductions, key=lambda each: each.start_s):
         free = next((row for row in rows if row[-1].end_s <= reduction.start_s), None)
@@ -191,24 +171,27 @@ def _rows(reductions: Sequence[WorkerReduction]) -> list[list[WorkerReduction]]:
 
 
 def _sent(operation: Operation) -> _Message | None:
-    """The message that an operation makes for another worker, None where it makes none."""
+    """Return the message that an operation sends to another worker; None if it sends none."""
     if operation.send_to is None:
         return None
-    return (operation.kind is not OperationKind.FORWARD, operation.micro_batch, operation.hop)
+    return _content(operation), operation.micro_batch, operation.hop
 
 
-def _needed(operation: Operation) -> _Message | None:
-    """The message from another worker that an operation waits for, None where it needs none."""
+def _received(operation: Operation) -> _Message | None:
+    """Return the message from another worker that an operation waits for; None if it needs none."""
     if operation.receive_from is None:
         return None
-    if operation.kind is OperationKind.FORWARD:
-        return (False, operation.micro_batch, operation.hop - 1)
-    return (True, operation.micro_batch, operation.hop + 1)
+    sender = operation.hop + (-1 if operation.kind is OperationKind.FORWARD else 1)
+    return _content(operation), operation.micro_batch, sender
+
+
+def _content(operation: Operation) -> str:
+    return "activation" if operation.kind is OperationKind.FORWARD else "gradient"
 
 
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _layers(start: int, stop: int) -> str:
-    return f"{start}-{stop - 1}"
+def _describe_layers(layers: LayerRange) -> str:
+    return f"{layers.start}-{layers.stop - 1}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe.picture_file import require_picture, save_picture
+from chameleon_ft.observe.picture import require_picture, save_picture
 from chameleon_ft.simulate.accounting.results import Results
 from chameleon_ft.simulate.sweep import Sweep
 from chameleon_ft.simulate.traces.trace import Trace

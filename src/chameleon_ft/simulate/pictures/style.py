@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from matplotlib.figure import Figure
 
-from chameleon_ft.observe.picture_file import fit_title
+from chameleon_ft.observe.picture import fit_title
 
 __all__ = ["LINE", "MARGIN", "MISSING_FILLS", "ORACLE_INK", "PALE", "TEXT", "Ink", "draw_title", "ink_of"]
 
