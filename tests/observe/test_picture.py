@@ -18,7 +18,8 @@ from matplotlib.textpath import text_to_path
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.lanes import Lane
-from chameleon_ft.observe.picture import draw_schedule, fit_title
+from chameleon_ft.observe.picture import fit_title
+from chameleon_ft.observe.schedule_picture import draw_schedule
 from chameleon_ft.quantities import duration
 from chameleon_ft.schedule import OperationKind, Timeline
 from tests.observe.schedules import Scheduled, scheduled, slowed
@@ -302,7 +303,6 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "chameleon_ft.observe._picture_drawing", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
         monkeypatch.setitem(sys.modules, name, None)

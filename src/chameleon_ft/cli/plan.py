@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
         prediction = predict_searched(cases, dead, planner=planner) if searched else predict_layouts(cases, dead)
     lanes = [Lane.predicted(prediction.estimate)]
     if given.picture is not None:
-        from chameleon_ft.observe.picture import draw_schedule
+        from chameleon_ft.observe.schedule_picture import draw_schedule
 
         draw_schedule(
             given.picture,

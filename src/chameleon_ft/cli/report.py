@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     pipelines = home_pipelines([plan.plan for number, plan in plans.items() if number <= step.generation])
     title = f"{run.path.name}, step {step.step}, generation {step.generation}"
     if given.picture is not None:
-        from chameleon_ft.observe.picture import draw_schedule
+        from chameleon_ft.observe.schedule_picture import draw_schedule
 
         draw_schedule(
             given.picture,

@@ -1,58 +1,21 @@
-"""Schedules as pictures; checks, titles and writing for all pictures. Only drawing loads matplotlib."""
+"""Checks, titles and writing of pictures; importing this module does not load matplotlib."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.observe.lanes import Lane
-from chameleon_ft.plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["draw_schedule", "fit_title", "require_picture", "save_picture"]
+__all__ = ["fit_title", "require_picture", "save_picture"]
 
 _SUFFIXES: Final = (".svg", ".png", ".pdf")
 _TITLE_LINES: Final = 2
 _LEAST_TITLE: Final = 0.7  # of the usual size of a title; one that would have to be smaller is shortened
-
-
-def draw_schedule(
-    path: Path,
-    *,
-    title: str,
-    plan: Plan,
-    pipelines: Sequence[Sequence[int]],
-    lanes: Sequence[Lane],
-    lost: Collection[int] = (),
-) -> None:
-    """Draw one or several timelines of a step: workers down, time across, each worker's timelines in one row.
-
-    Boxes are operations, coloured by kind, hatched for detours, and numbered by micro-batch if there is room. Gaps
-    between them are idle time. Gradient reductions, which overlap with operations, are along the lower edge of a row.
-    The percentage of a row is the share of the time until the end of the last operation in which its worker computes.
-
-    Args:
-        path: file to write or replace, with the suffix .svg, .png or .pdf.
-        title: one line.
-        plan: plan of the step.
-        pipelines: the workers of each pipeline by stage, before any failure. They group the rows, and tell lost workers
-            and detours (see `detoured_hops`).
-        lanes: timelines of this plan, at least one.
-        lost: workers lost before the plan was made, which may be in no pipeline after a re-partition.
-
-    Raises:
-        ConfigError: another suffix, matplotlib is not installed, or the file cannot be written.
-        PlanError: a worker is in two pipelines.
-    """
-    require_picture(path)
-    from chameleon_ft.observe._picture_drawing import Drawing
-
-    save_picture(Drawing(title, plan, pipelines, lanes, lost).figure, path, title=title)
 
 
 def require_picture(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The drawing of a schedule with matplotlib."""
+"""Schedules as pictures; importing this module loads matplotlib."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -14,13 +15,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from chameleon_ft.observe.lanes import Lane
-from chameleon_ft.observe.picture import fit_title
+from chameleon_ft.observe.picture import fit_title, require_picture, save_picture
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.detours import detoured_hops
 from chameleon_ft.quantities import duration, in_ranges
 from chameleon_ft.schedule import Operation, OperationKind
 
-__all__ = ["Drawing"]
+__all__ = ["draw_schedule"]
 
 
 class _Style(NamedTuple):
@@ -102,7 +103,39 @@ class _OperationBox(NamedTuple):
     is_detour: bool
 
 
-class Drawing:
+def draw_schedule(
+    path: Path,
+    *,
+    title: str,
+    plan: Plan,
+    pipelines: Sequence[Sequence[int]],
+    lanes: Sequence[Lane],
+    lost: Collection[int] = (),
+) -> None:
+    """Draw one or several timelines of a step: workers down, time across, each worker's timelines in one row.
+
+    Boxes are operations, coloured by kind, hatched for detours, and numbered by micro-batch if there is room. Gaps
+    between them are idle time. Gradient reductions, which overlap with operations, are along the lower edge of a row.
+    The percentage of a row is the share of the time until the end of the last operation in which its worker computes.
+
+    Args:
+        path: file to write or replace, with the suffix .svg, .png or .pdf.
+        title: one line.
+        plan: plan of the step.
+        pipelines: the workers of each pipeline by stage, before any failure. They group the rows, and tell lost workers
+            and detours (see `detoured_hops`).
+        lanes: timelines of this plan, at least one.
+        lost: workers lost before the plan was made, which may be in no pipeline after a re-partition.
+
+    Raises:
+        ConfigError: another suffix, matplotlib is not installed, or the file cannot be written.
+        PlanError: a worker is in two pipelines.
+    """
+    require_picture(path)
+    save_picture(_Drawing(title, plan, pipelines, lanes, lost).figure, path, title=title)
+
+
+class _Drawing:
     """A figure with one chart (x in a unit of time, y in points downwards), its title, legend and notes.
 
     The arguments are those of `draw_schedule`. The figure belongs to no window and to no global state.
