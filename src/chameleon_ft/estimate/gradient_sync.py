@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,10 +11,10 @@ from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel, OperationKind, Timeline
 from chameleon_ft.sync import Segment, SyncRounds, gradient_rounds, segment_bytes
 
-__all__ = ["MadeAt", "SyncEstimate", "TimedReduction", "estimate_sync", "sync_after"]
+__all__ = ["GradientTimes", "SyncEstimate", "TimedReduction", "estimate_sync", "reduction_times", "sync_after"]
 
-MadeAt: TypeAlias = Mapping[int, Mapping[tuple[int, int], float]]
-"""By worker, and by the first layer of a range and the one after its last, when its gradients are made, in seconds."""
+GradientTimes: TypeAlias = Mapping[int, Mapping[tuple[int, int], float]]
+"""By worker, and by the (start, stop) of a range of layers, when its gradients are complete, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class SyncEstimate:
 
     Attributes:
         reductions: in the order in which workers issue them; segments without gradients are not among them.
-        rounds: how they are arranged, with the fewest rounds that there could be.
+        rounds: their arrangement, with a lower bound on the number of rounds.
         program_s: end of the last operation.
     """
 
@@ -47,56 +48,81 @@ class SyncEstimate:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds by which it makes the step longer."""
+        """Seconds by which gradient sync makes the step longer."""
         return self.end_s - self.program_s
 
 
 def estimate_sync(placement: Placement, timeline: Timeline, costs: CostModel) -> SyncEstimate:
-    """When each segment is reduced, given when the operations end.
+    """Predict when each segment is reduced, given when the operations end.
 
     A worker reduces one segment after the other, in the order (round, first layer), while it computes; a reduction
-    starts when all its holders have come to it and have the segment's gradients from all their micro-batches. Where
-    there are no gradients, nothing is done. Reductions do not slow down operations or messages.
+    starts when all its holders have come to it and have the segment's gradients from all their micro-batches. Segments
+    without gradients are skipped. Reductions do not slow down operations or messages.
 
     Raises:
         NoHolderError: a layer has no holder.
         PlanError: the workload has another number of layers than the placement.
     """
-    return sync_after(placement, _made_s(timeline), timeline.step_s, costs)
-
-
-def sync_after(placement: Placement, made_s: MadeAt, program_s: float, costs: CostModel) -> SyncEstimate:
-    """`estimate_sync` from when gradients are made, and the end of the last operation of all."""
-    rounds = gradient_rounds(placement, costs.workload.tied_layers)
-    free_s: dict[int, float] = {}
-    reductions: list[TimedReduction] = []
-    for number, segments in enumerate(rounds.rounds):
-        for segment in segments:
-            num_bytes = segment_bytes(segment, costs.workload)
-            if not num_bytes:
-                continue
-            start_s = max(
-                max(free_s.get(worker, 0.0), _ready_s(made_s.get(worker, {}), segment)) for worker in segment.holders
-            )
-            end_s = start_s + costs.cluster.ring_all_reduce_s(segment.holders, num_bytes)
-            free_s.update(dict.fromkeys(segment.holders, end_s))
-            reductions.append(TimedReduction(segment, number, start_s, end_s))
-    return SyncEstimate(tuple(reductions), rounds, program_s)
-
-
-def _made_s(timeline: Timeline) -> MadeAt:
-    found: dict[int, dict[tuple[int, int], float]] = {}
+    made_s: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
     for timed in timeline.operations:
         if timed.operation.kind in (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD):
             layers = timed.operation.layers
-            found.setdefault(timed.worker, {})[layers.start, layers.stop] = timed.end_s
-    return found
+            made_s[timed.worker][layers.start, layers.stop] = timed.end_s
+    return sync_after(placement, made_s, timeline.step_s, costs)
+
+
+def sync_after(placement: Placement, made_s: GradientTimes, program_s: float, costs: CostModel) -> SyncEstimate:
+    """Return `estimate_sync` from when gradients are complete, and the end of the last operation of all."""
+    rounds = gradient_rounds(placement, costs.workload.tied_layers)
+    segments = [
+        (number, segment, num_bytes)
+        for number, own in enumerate(rounds.rounds)
+        for segment in own
+        if (num_bytes := segment_bytes(segment, costs.workload))
+    ]
+    times = reduction_times(
+        (
+            (
+                segment.holders,
+                max(_ready_s(made_s.get(worker, {}), segment) for worker in segment.holders),
+                costs.cluster.ring_all_reduce_s(segment.holders, num_bytes),
+            )
+            for _, segment, num_bytes in segments
+        ),
+        defaultdict(float),
+    )
+    reductions = (
+        TimedReduction(segment, number, start_s, end_s)
+        for (number, segment, _), (start_s, end_s) in zip(segments, times, strict=True)
+    )
+    return SyncEstimate(tuple(reductions), rounds, program_s)
+
+
+def reduction_times(
+    reductions: Iterable[tuple[Collection[int], float, float]], free_s: MutableMapping[int, float]
+) -> Iterator[tuple[float, float]]:
+    """Yield start and end of reductions in the order in which all workers issue them, in seconds.
+
+    Args:
+        reductions: of each its holders, when its gradients are complete on all of them, and its duration.
+        free_s: when each holder can begin its first reduction; updated as the reductions end.
+    """
+    for holders, ready_s, duration_s in reductions:
+        start_s = max(ready_s, *[free_s[holder] for holder in holders])
+        end_s = start_s + duration_s
+        for holder in holders:
+            free_s[holder] = end_s
+        yield start_s, end_s
 
 
 def _ready_s(made_s: Mapping[tuple[int, int], float], segment: Segment) -> float:
     """When a worker has the gradients of a segment."""
-    if segment.tied:
-        made = (end_s for (start, stop), end_s in made_s.items() if any(start <= each < stop for each in segment.tied))
-        return max(made, default=0.0)
-    first, behind = segment.layers.start, segment.layers.stop
-    return max((end_s for (start, stop), end_s in made_s.items() if start < behind and first < stop), default=0.0)
+    spans = [(layer, layer + 1) for layer in segment.tied] or [(segment.layers.start, segment.layers.stop)]
+    return max(
+        (
+            end_s
+            for (start, stop), end_s in made_s.items()
+            if any(start < last and first < stop for first, last in spans)
+        ),
+        default=0.0,
+    )

@@ -1,10 +1,9 @@
-"""Gradient sync: which layers are reduced together, by whom, and in which order."""
+"""Gradient sync: which layers are reduced together, by which workers, and in which order."""
 
 from __future__ import annotations
 
-from chameleon_ft.sync.issue import issue_points
 from chameleon_ft.sync.rounds import SyncRounds, gradient_rounds
-from chameleon_ft.sync.segments import Segment, gradient_segments, segment_bytes, tied_segments
+from chameleon_ft.sync.segments import Segment, gradient_segments, issue_points, segment_bytes, tied_segments
 
 __all__ = [
     "Segment",

@@ -1,4 +1,4 @@
-"""Rounds: which segments are reduced at the same time, by colouring the graph of those that share a worker."""
+"""Rounds: which segments are reduced at the same time, by colouring the graph of segments that share a worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SyncRounds:
 
     Attributes:
         rounds: segments of each round, by first layer.
-        fewest: a number of rounds that cannot be beaten: the most segments that any one worker takes part in.
+        fewest: a lower bound on the number of rounds: the most segments that any one worker takes part in.
     """
 
     rounds: tuple[tuple[Segment, ...], ...]
@@ -27,24 +27,24 @@ class SyncRounds:
 
     @property
     def order(self) -> tuple[Segment, ...]:
-        """The one order (round, first layer) in which every worker issues its own, so that none waits in a circle."""
-        return tuple(segment for segments in self.rounds for segment in segments)
+        """All segments by (round, first layer). Every worker issues its own in this order, so none waits in a cycle."""
+        return tuple(chain.from_iterable(self.rounds))
 
     @property
     def excess(self) -> int:
-        """Rounds above what cannot be beaten; zero is proven optimal."""
+        """Rounds above the lower bound; zero is proven optimal."""
         return len(self.rounds) - self.fewest
 
 
 def gradient_rounds(placement: Placement, tied: Iterable[tuple[int, ...]] = ()) -> SyncRounds:
-    """The rounds in which the gradients of a placement are reduced; the highest layers are in the first.
+    """Return the rounds in which the gradients of a placement are reduced, the highest layers first.
 
-    A backward goes from high layers to low, so that the gradients of these are complete first.
+    A backward goes from high layers to low, so the gradients of high layers are complete first.
 
-    Where every worker holds one contiguous range, the workers of a segment that two others have in common hold all
-    between them too: the conflicts are a proper interval graph, and the first free round from right to left makes the
-    fewest rounds. Otherwise DSATUR (Brelaz 1979), which need not. Parameters that layers share are complete when the
-    lowest of them is; `tied` are the sets of these layers.
+    If every worker holds one contiguous range, the common workers of two segments hold all between them too: the
+    conflicts are a proper interval graph, and taking the first free round from right to left makes the fewest rounds.
+    Otherwise DSATUR (Brelaz 1979), which need not. Parameters that layers share are complete when the lowest of them
+    is; `tied` are the sets of these layers.
 
     Raises:
         NoHolderError: a layer has no holder.
@@ -53,28 +53,17 @@ def gradient_rounds(placement: Placement, tied: Iterable[tuple[int, ...]] = ()) 
     segments = [segment for segment in every if len(segment.holders) > 1]
     fewest = max(Counter(chain.from_iterable(segment.holders for segment in segments)).values(), default=0)
     one_range = all(len(ranges) == 1 for ranges in placement.ranges.values())
-    one_range = one_range and not any(segment.tied for segment in segments)
-    colours = _in_turn(segments) if one_range else _dsatur(_conflicts(segments))
+    colour = _first_free if one_range and not any(segment.tied for segment in segments) else _dsatur
     rounds: dict[int, list[Segment]] = defaultdict(list)
-    for segment, colour in zip(segments, colours, strict=True):
-        rounds[colour].append(segment)
+    for segment, number in zip(segments, colour(segments), strict=True):
+        rounds[number].append(segment)
     return SyncRounds(
         tuple(tuple(sorted(together, key=lambda segment: segment.layers)) for together in rounds.values()), fewest
     )
 
 
-def _conflicts(segments: Sequence[Segment]) -> list[set[int]]:
-    """For each segment, the indices of those that it shares a worker with."""
-    conflicts: list[set[int]] = [set() for _ in segments]
-    holders = [set(segment.holders) for segment in segments]
-    for i, j in combinations(range(len(segments)), 2):
-        if not holders[i].isdisjoint(holders[j]):
-            conflicts[i].add(j)
-            conflicts[j].add(i)
-    return conflicts
-
-
-def _in_turn(segments: Sequence[Segment]) -> list[int]:
+def _first_free(segments: Sequence[Segment]) -> list[int]:
+    """The first colour for each segment, in turn, that none of its holders has had."""
     colours: list[int] = []
     # For each worker, a bit for each colour that its segments have.
     taken: dict[int, int] = defaultdict(int)
@@ -89,12 +78,13 @@ def _in_turn(segments: Sequence[Segment]) -> list[int]:
     return colours
 
 
-def _dsatur(conflicts: Sequence[set[int]]) -> list[int]:
+def _dsatur(segments: Sequence[Segment]) -> list[int]:
     # Imported late: it costs more time than all of the pure part, and hardly any placement needs it.
     import networkx  # type: ignore[import-untyped]
 
     graph = networkx.Graph()
-    graph.add_nodes_from(range(len(conflicts)))
-    graph.add_edges_from((i, j) for i, others in enumerate(conflicts) for j in sorted(others) if i < j)
+    graph.add_nodes_from(range(len(segments)))
+    pairs = combinations(enumerate(segments), 2)
+    graph.add_edges_from((i, j) for (i, a), (j, b) in pairs if not set(a.holders).isdisjoint(b.holders))
     found = networkx.greedy_color(graph, strategy="DSATUR")
-    return [found[index] for index in range(len(conflicts))]
+    return [found[index] for index in range(len(segments))]
