@@ -408,6 +408,7 @@ SURFACE = {
         "pipeline_times",
         "plan_bound_s",
         "program_memory",
+        "reduction_times",
         "state_bytes",
         "total_work_bound_s",
     ],

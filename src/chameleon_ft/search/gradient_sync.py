@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 from chameleon_ft.cluster import Cluster
+from chameleon_ft.estimate import reduction_times
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel
@@ -133,15 +134,13 @@ class GradientSync:
     def _reduced_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
         """Seconds until the last gradients are reduced; zero if no two workers hold the same parameters."""
         workers_of = [worker for _, workers in pipelines for worker in workers]
-        free_s = [end_s for timed, _ in pipelines for end_s in timed.ends_s]
-        last_s = 0.0
-        for holders, num_bytes in self._reductions(tuple(timed.cut_points for timed, _ in pipelines)):
-            ring_s = self._costs.cluster.ring_all_reduce_s([workers_of[slot] for slot in holders], num_bytes)
-            end_s = max(free_s[slot] for slot in holders) + ring_s
-            for slot in holders:
-                free_s[slot] = end_s
-            last_s = max(last_s, end_s)
-        return last_s
+        free_s = dict(enumerate(end_s for timed, _ in pipelines for end_s in timed.ends_s))
+        ring_s = self._costs.cluster.ring_all_reduce_s
+        reductions = (
+            (holders, 0.0, ring_s([workers_of[slot] for slot in holders], num_bytes))
+            for holders, num_bytes in self._reductions(tuple(timed.cut_points for timed, _ in pipelines))
+        )
+        return max((end_s for _, end_s in reduction_times(reductions, free_s)), default=0.0)
 
 
 def _reductions(workload: Workload, cut_points: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:

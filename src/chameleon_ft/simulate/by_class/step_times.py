@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from chameleon_ft.estimate import reduction_times
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import SUM_ROUNDING
@@ -135,18 +136,16 @@ class StepTimes:
             assert run is not None
             free_s.update(enumerate(run.ends_s, start=number))
             number += own.cut.depth
-        end_s = program_s
         cluster = self.pipelines.costs.cluster
         one_host = len({worker.host for worker in cluster.workers}) == 1
         link = cluster.intra_host if one_host else cluster.inter_host
-        for segments in self._rounds_of([(own.cut.cut_points, counts[own] > 1) for own in classes]).rounds:
-            for segment in segments:
-                num_bytes = sum(layer.gradient_bytes for layer in layers[segment.layers.start : segment.layers.stop])
-                start_s = max(free_s[worker] for worker in segment.holders)
-                done_s = start_s + link.ring_all_reduce_s(num_bytes, total)
-                free_s.update(dict.fromkeys(segment.holders, done_s))
-                end_s = max(end_s, done_s)
-        return end_s
+        gradient_bytes = [layer.gradient_bytes for layer in layers]
+        segments = self._rounds_of([(own.cut.cut_points, counts[own] > 1) for own in classes]).order
+        reductions = (
+            (own.holders, 0.0, link.ring_all_reduce_s(sum(gradient_bytes[own.layers.start : own.layers.stop]), total))
+            for own in segments
+        )
+        return max((program_s, *(end_s for _, end_s in reduction_times(reductions, free_s))))
 
     def _rounds_of(self, classes: Sequence[tuple[tuple[int, ...], bool]]) -> SyncRounds:
         key = tuple(classes)
