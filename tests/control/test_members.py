@@ -161,7 +161,9 @@ def test_a_late_host_gets_what_no_process_has_any_more_and_then_new_workers() ->
     members = joined(joined(with_host(Members(count=4), slots=3), 0, 1), 3)
     members = members.fence(0).fence(3).without_agent(HOST)
     assert members[1].lost, "it will never come"
-    members, spawn = members.with_late_host(LATE_HOST, HostHello(host="b", slots=5, pid=2), blocklist=[2], now=NOW)
+    members, spawn = members.with_host(
+        LATE_HOST, HostHello(host="b", slots=5, pid=2), is_late=True, blocklist=[2], now=NOW
+    )
     assert spawn == Spawn(workers=(0, 1, 3, 4, 5), incarnations=(2, 2, 2, 1, 1))
     members = joined(members, 5, 1)
     assert members.live() == (5,)
@@ -170,7 +172,7 @@ def test_a_late_host_gets_what_no_process_has_any_more_and_then_new_workers() ->
 
 def test_a_late_host_leaves_alone_what_another_one_may_start_again() -> None:
     members = joined(with_host(Members(count=2)), 0, 1).fence(1)
-    _, spawn = members.with_late_host(LATE_HOST, HostHello(host="b", slots=1, pid=2), blocklist=[], now=NOW)
+    _, spawn = members.with_host(LATE_HOST, HostHello(host="b", slots=1, pid=2), is_late=True, blocklist=[], now=NOW)
     assert spawn.workers == (2,)
 
 
@@ -317,5 +319,5 @@ def test_what_is_no_address(address: str) -> None:
 
 def test_the_way_to_loopback_is_loopback() -> None:
     assert local_address_towards("127.0.0.1:9") == "127.0.0.1"
-    with pytest.raises(ConfigError, match="there is no way to it from here"):
+    with pytest.raises(ConfigError, match="there is no route to it from here"):
         local_address_towards("no.such.host.invalid:9")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from chameleon_ft.control.state.outcomes import Outcomes
@@ -76,7 +78,7 @@ def test_ten_steps_are_waited_for_and_the_first_is_left_out(followed: Followed) 
 
 def test_a_loss_before_the_first_operation_is_measured_from_the_beginning() -> None:
     followed = Followed()
-    followed.outcomes = followed.outcomes.begun(followed.now)
+    followed.outcomes = replace(followed.outcomes, since=followed.now)
     followed.decide(after=3.0)
     followed.resume(after=0.5)
     followed.commit(0.6)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from chameleon_ft.control.detectors.base import (
+    AllQuiesced,
     Fatal,
     Finding,
-    LossConfirmed,
     Lost,
     MessageFailed,
     Note,
-    NoWorkerLost,
     Signal,
     StepCommitted,
 )
@@ -31,7 +30,7 @@ class Reports:
 
     def suspect(self) -> int | None:
         """The worker that is given up, if any; what was reported is noted in any case."""
-        note, *found = self.tell(NoWorkerLost(1))
+        note, *found = self.tell(AllQuiesced(1, is_explained=False))
         assert isinstance(note, Note)
         if not found:
             return None
@@ -58,7 +57,7 @@ def test_the_end_that_is_in_most_failed_messages_is_given_up() -> None:
 def test_what_a_loss_explains_speaks_against_no_worker() -> None:
     reports = Reports()
     reports.report(0, 5, "reset")
-    reports.tell(LossConfirmed())
+    reports.tell(AllQuiesced(1, is_explained=True))
     assert reports.detector.reports == ()
     assert reports.suspect() is None
     assert reports.detector.unexplained == 1
@@ -82,6 +81,6 @@ def test_without_a_culprit_it_is_tried_again_three_times() -> None:
         reports.report(0, None, "timeout")
         assert reports.suspect() is None
     reports.report(0, None, "timeout")
-    _, fatal = reports.tell(NoWorkerLost(4))
+    _, fatal = reports.tell(AllQuiesced(4, is_explained=False))
     assert isinstance(fatal, Fatal)
     assert "messages failed 4 times in a row though no worker is lost, at last because timeout" in fatal.reason

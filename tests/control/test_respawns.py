@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.config import Recovery
-from chameleon_ft.control.state.respawns import Respawns
+from chameleon_ft.control.state.members import Respawns
 
 SOON, LATE = 99, 100  # steps that a worker lived for
 

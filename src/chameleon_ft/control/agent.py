@@ -7,11 +7,10 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol
 
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
@@ -33,17 +32,9 @@ from chameleon_ft.control.wire.messages import (
 )
 from chameleon_ft.errors import ControlError
 
-__all__ = ["Agent", "RankEntry"]
+__all__ = ["Agent"]
 
-_EXIT_GRACE_S = 5.0  # a rank that is told to exit has nothing left to do
-
-
-class RankEntry(Protocol):
-    """What a rank's process runs."""
-
-    def __call__(
-        self, *, coordinator: str, token: str, worker: int, incarnation: int, host: str, local_index: int
-    ) -> None: ...
+_EXIT_GRACE_S = 5.0  # for ranks that are told to exit
 
 
 class Agent:
@@ -53,8 +44,8 @@ class Agent:
         coordinator: host:port.
         slots: workers to run on this host.
         host: this host's address for the others; None finds the one that faces the coordinator.
-        context: fork server that has everything loaded that a rank needs.
-        entry: what a rank runs.
+        context: fork server that has loaded all that a rank needs.
+        entry: runs a rank, with keywords coordinator, token, worker, incarnation, host and local_index.
     """
 
     def __init__(
@@ -65,7 +56,7 @@ class Agent:
         slots: int,
         host: str | None,
         context: ForkServerContext,
-        entry: RankEntry,
+        entry: Callable[..., None],
     ) -> None:
         self._coordinator = coordinator
         self._token = token
@@ -82,16 +73,15 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
 
     async def serve(self) -> bool:
-        """Do what the coordinator says; return whether it ended the run, rather than vanish.
+        """Carry out the coordinator's orders; return True if it ended the run, False if the connection was lost.
 
         Raises:
             ControlError: the coordinator does not answer, or does not want this host.
         """
         try:
             async with control_connection(self._coordinator, self._token) as connection:
-                await connection.send(
-                    encode(HostHello(host=f"{socket.gethostname()} ({self._host})", slots=self._slots, pid=os.getpid()))
-                )
+                host = f"{socket.gethostname()} ({self._host})"
+                await connection.send(encode(HostHello(host=host, slots=self._slots, pid=os.getpid())))
                 await self._obey(connection)
         except (OSError, InvalidHandshake) as error:
             raise ControlError(
@@ -102,10 +92,10 @@ class Agent:
         return self._told_to_exit
 
     async def end_all(self) -> None:
-        """End every rank that is left: those told to exit get a moment, all others none."""
+        """End every rank that is left, after a grace period if the ranks were told to exit."""
         self._coming.clear()
         async with self._one_by_one:
-            pass  # what is being started is there, and nothing comes after it
+            pass  # no rank is being started now, and none will be
         deadline = asyncio.get_running_loop().time() + (_EXIT_GRACE_S if self._told_to_exit else 0.0)
         while any(rank.is_alive() for rank in self._ranks.values()):
             if asyncio.get_running_loop().time() >= deadline:
@@ -114,7 +104,7 @@ class Agent:
 
     def kill_all(self) -> None:
         """Kill every rank at once."""
-        for rank in list(self._ranks.values()):  # one that is being started may come into it meanwhile
+        for rank in list(self._ranks.values()):  # a thread may add one meanwhile
             _kill(rank)
 
     async def _obey(self, connection: ClientConnection) -> None:
@@ -134,10 +124,8 @@ class Agent:
                     case Probe(probe=probe):
                         for (worker, incarnation), rank in list(self._ranks.items()):
                             if rank.pid is not None and rank.is_alive():
-                                stopped = _is_stopped(rank.pid)
-                                state = ProcessState(
-                                    probe=probe, worker=worker, incarnation=incarnation, stopped=stopped
-                                )
+                                rank_id = {"worker": worker, "incarnation": incarnation}
+                                state = ProcessState(probe=probe, stopped=_is_stopped(rank.pid), **rank_id)
                                 await connection.send(encode(state))
                     case Exit():
                         self._told_to_exit = True
@@ -150,7 +138,7 @@ class Agent:
             raise self._failure
 
     async def _start(self, ranks: Sequence[tuple[int, int]], connection: ClientConnection) -> None:
-        """Start ranks, unless they are given up meanwhile; leave the coordinator where that cannot be done."""
+        """Start ranks, unless they are given up meanwhile; close the connection if one cannot be started."""
         async with self._one_by_one:
             for worker, incarnation in ranks:
                 if (worker, incarnation) not in self._coming:
@@ -181,7 +169,7 @@ class Agent:
                 "worker": worker,
                 "incarnation": incarnation,
                 "host": self._host,
-                # In a later incarnation on the accelerator of the first one.
+                # A later incarnation runs on the accelerator of the first one.
                 "local_index": self._places.setdefault(worker, len(self._places)),
             },
         )
@@ -209,12 +197,12 @@ async def _try_to_send(connection: ClientConnection, message: Message) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Tell whether a process is stopped by a signal, from the state that proc_pid_stat(5) gives."""
+    """Whether a process is stopped by a signal; see proc_pid_stat(5)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] == "T"  # what stands before it, the command, may hold anything
+    return stat.rpartition(")")[2].split()[0] == "T"  # the command before it may contain anything
 
 
 def _kill(rank: BaseProcess) -> None:

@@ -1,4 +1,4 @@
-"""Making a worker of a live run fail, from another process."""
+"""Injection of a failure into a live run, from another process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["inject"]
 
 
 def inject(run: RunDirectory, *, worker: int, kind: FailureKind, phase: FailurePhase | None, step: int | None) -> None:
-    """Ask the run's coordinator to make `worker` fail; at once where neither phase nor step is given.
+    """Ask the run's coordinator to make `worker` fail; at once if neither phase nor step is given.
 
     Raises:
         ConfigError: the run is not live, or has no such worker.

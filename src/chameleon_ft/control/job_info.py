@@ -1,4 +1,4 @@
-"""What the coordinator knows of a job, without loading it or torch."""
+"""A job in numbers, for the coordinator, which loads neither the job nor torch."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
 __all__ = ["JobInfo", "OperationRate"]
 
-_LOOPBACK = Link(
-    latency_s=1e-4, bytes_per_s=1e9
-)  # until links are measured; only the order of operations depends on it
+# Until links are measured; only the order of operations depends on it.
+_LOOPBACK = Link(latency_s=1e-4, bytes_per_s=1e9)
 
 
 @dataclass(frozen=True, slots=True)
 class OperationRate:
     """Seconds of a forward and of a backward of one micro-batch through the whole model.
 
-    The defaults are for a start with nothing measured: only their ratio matters then, and two is the usual one.
+    The defaults apply before any measurement: only their ratio matters then, and two is usual.
     """
 
     forward_s: float = 1e-3
@@ -40,16 +39,16 @@ class JobInfo:
     """A job's layers in numbers.
 
     Attributes:
-        model: what is trained, in a few words.
-        data: what it is trained on, in a few words.
+        model: a short description, as is
+        data: likewise.
         relative_costs: cost of each layer, in units that only compare layers.
-        boundaries: what leaves each layer for one micro-batch.
+        boundaries: output of each layer for one micro-batch, and
         boundary_bytes: its size.
         param_bytes: bytes of each layer's parameters.
-        state_bytes: bytes that move with each layer: parameters, persistent buffers, and what the optimizer keeps.
+        state_bytes: bytes that move with each layer: parameters, persistent buffers, and optimizer state.
         tied: parameters that layers share.
-        device: what computes, as it calls itself; empty where this host has no such device.
-        versions: package -> version, of what has an influence on how long operations take.
+        device: name of the device, as it reports it; empty if this host has no such device.
+        versions: package -> version, of packages that influence the duration of operations.
     """
 
     model: str
@@ -75,7 +74,7 @@ class JobInfo:
         return blake2b(sizes.encode(), digest_size=16).hexdigest()
 
     def profiled_as(self, config: RunConfig) -> Fingerprint:
-        """The fingerprint of a profile that is made of this job, with `config`, on this host."""
+        """Return the fingerprint of a profile of this job, with `config`, on this host."""
         return Fingerprint(
             model=self.fingerprint,
             micro_batch_size=config.batch.micro_batch_size,
@@ -110,15 +109,15 @@ class JobInfo:
         )
 
     def completed(self, costs: CostModel) -> CostModel:
-        """Return a profile's cost model of this job with what only the job knows: what its layers share, what moves.
+        """Return a profile's cost model with this job's tied parameters and bytes that move.
 
-        A profile has measured what each layer takes in memory, buffers included that do not move.
+        A profile has the memory of each layer, including buffers that do not move.
         """
-        layers = tuple(_moving(*each) for each in zip(costs.workload.layers, self.state_bytes, strict=True))
+        layers = tuple(_with_state(*each) for each in zip(costs.workload.layers, self.state_bytes, strict=True))
         return CostModel(dataclasses.replace(costs.workload, layers=layers, tied=self.tied), costs.cluster)
 
 
-def _moving(layer: LayerCost, state_bytes: int) -> LayerCost:
-    """The layer with so many bytes that move."""
+def _with_state(layer: LayerCost, state_bytes: int) -> LayerCost:
+    """Return the layer with so many bytes that move."""
     more = state_bytes - layer.param_bytes - layer.optimizer_bytes
     return dataclasses.replace(layer, optimizer_bytes=layer.optimizer_bytes + max(0, more), unmoved_bytes=max(0, -more))

@@ -1,4 +1,4 @@
-"""The plan that a run was told to start with."""
+"""The first plan of a run, from a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def read_start_plan(config: RunConfig) -> Plan | None:
     """Read the plan that `config` names; None if it names none.
 
     Raises:
-        ConfigError: it cannot be read, or is of other micro-batches, or of workers that the run lacks.
+        ConfigError: it cannot be read, or has other micro-batches, or workers that the run lacks.
     """
     if config.plan is None:
         return None
@@ -44,10 +44,7 @@ def read_start_plan(config: RunConfig) -> Plan | None:
 
 
 def _inner(text: str) -> tuple[str, int | None]:
-    """Return the plan itself, which may be a part of what `chameleon plan --json` prints, and its micro-batch size.
-
-    The size is None if the file does not say it.
-    """
+    """Return the plan, which may be a part of the output of `chameleon plan --json`, and the micro-batch size."""
     try:
         document = json.loads(text)
     except ValueError:

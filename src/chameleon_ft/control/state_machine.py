@@ -1,8 +1,7 @@
 """The state machine of a run: one pure function from a state and an event to the next state and commands.
 
-All that the coordinator decides is here and in `handlers`. What reads clocks, holds connections, computes decisions and
-writes files is around it, in `coordinator`. So whole histories can be replayed, and a state that was stored can be
-continued by another process.
+It makes all decisions of the coordinator, with `handlers`. Clocks, connections, searches and files are in
+`coordinator`. So whole histories can be replayed, and another process can continue from a stored state.
 """
 
 from __future__ import annotations
@@ -28,20 +27,16 @@ TICK_S: Final = 0.05
 
 _ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two
 _OF_A_GENERATION: Final = (
-    messages.Quiesced,
-    messages.Switched,
-    messages.Started,
-    messages.PeerFailed,
-    messages.Finished,
+    messages.Quiesced | messages.Switched | messages.Started | messages.PeerFailed | messages.Finished
 )
 _WATCHED: Final = (Phase.TRAINING, Phase.REGROUPING, Phase.STOPPING)
 
 
 def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Command, ...]]:
-    """Return the state after an event, and what is to be done, in this order. Once the run is over, nothing is.
+    """Return the state after an event, and the commands that follow from it; none once the run is over.
 
     Raises:
-        ControlError: a peer has sent what it may not send; the state stays as it is.
+        ControlError: a peer has sent a message that it may not send; the state stays as it is.
     """
     if state.phase is Phase.OVER:
         return state, ()
@@ -122,7 +117,6 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
     state = draft.state
     if connection in state.members.fenced:
         return
-    is_agent = connection in state.members.agents
     match message:
         case messages.Hello():
             _hello(draft, connection, message)
@@ -134,15 +128,16 @@ def _received(draft: Draft, connection: int, message: messages.Message) -> None:
             scale_up.host_joined(draft, connection, message)
         case messages.Inject():
             _inject(draft, connection, message)
-        case messages.WorkerExited() if is_agent:
-            _exited(draft, state.members.started_by(connection, message.worker, message.incarnation), message)
-        case messages.ProcessState() if is_agent:
-            _judge(draft, state.members.started_by(connection, message.worker, message.incarnation), message)
+        case messages.WorkerExited() | messages.ProcessState() if connection in state.members.agents:
+            worker = state.members.started_by(connection, message.worker, message.incarnation)
+            if isinstance(message, messages.WorkerExited):
+                _exited(draft, worker, message)
+            else:
+                _judge(draft, worker, message)
         case _:
-            worker = state.members.worker_of(connection)
-            if worker is None:
+            if (sender := state.members.worker_of(connection)) is None:
                 raise ControlError(f"{message.type!r} from a peer that has not joined")
-            _worker_message(draft, worker, message)
+            _worker_message(draft, sender, message)
 
 
 def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> None:
@@ -172,28 +167,25 @@ def _worker_message(draft: Draft, worker: Worker, message: messages.Message) -> 
             _checkpoint_saved(draft, message)
         case messages.SlowIO():
             _slow_io(draft, worker.id, message)
-        case (
-            messages.Quiesced() | messages.Switched() | messages.Started() | messages.PeerFailed() | messages.Finished()
-        ):
-            pass  # of a generation that is over
-        case _:
+        case _ if not isinstance(message, _OF_A_GENERATION):  # those of an earlier generation are ignored
             raise ControlError(f"a rank does not say {message.type!r}")
 
 
 def _hello(draft: Draft, connection: int, hello: messages.Hello) -> None:
+    """Take in a rank; once all workers have joined, ask for the first plan."""
     state = draft.state
     is_gathering = state.phase is Phase.GATHERING
     if not is_gathering:
         state.members.require_number(hello.worker)
-        state.respawns.require_welcome(hello.worker)
+        if state.respawns.is_blocked(hello.worker):
+            raise ControlError(f"worker {hello.worker} was lost too often and is not taken again; take another number")
     draft.set(members=state.members.joined(connection, hello, now=draft.at.unix_s))
     worker = draft.state.members[hello.worker]
     draft.do(commands.Welcome(connection, worker.incarnation))
     if not is_gathering:
         return
     draft.change_worker(worker, takes_part=True, first_step=0)
-    live = draft.state.members.live()
-    if len(live) == state.settings.workers:
+    if len(draft.state.members.live()) == state.settings.workers:
         draft.set(
             generation=state.generation + 1,
             question=state.question + 1,
@@ -226,13 +218,12 @@ def _crashed(draft: Draft, worker: Worker, error: str) -> None:
 
 def _inject(draft: Draft, connection: int, message: messages.Inject) -> None:
     """Have a worker fail, and answer the command that asked for it."""
-    state, live = draft.state, draft.state.members.live()
+    state, live, reason = draft.state, draft.state.members.live(), None
     if message.worker not in live:
         reason = f"worker {message.worker} is not live; live are {list(live)}"
-        draft.do(commands.Send(connection, messages.Refused(reason=reason)))
-        return
-    if message.step is not None and message.step < state.committed:
+    elif message.step is not None and message.step < state.committed:
         reason = f"step {message.step} is over; the run is in step {state.committed}"
+    if reason is not None:
         draft.do(commands.Send(connection, messages.Refused(reason=reason)))
         return
     worker = state.members[message.worker]
@@ -254,7 +245,7 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
     if message.generation == state.generation:
         draft.do(commands.MeasureOperations(worker.id, message.times))
     if message.step != state.committed:
-        return  # another worker was first
+        return  # another worker has reported the step
     vote = message.vote
     draft.set(committed=message.step + 1, last_vote=vote)
     incidents.detect(draft, signals.StepCommitted(draft.at.monotonic_s, message.step_s))
@@ -285,9 +276,8 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
 
 
 def _finished(draft: Draft, worker: int) -> None:
-    """A worker has come to the end of its training; when all have, the run has."""
-    state = draft.state
-    finished = state.finished | {worker}
+    """Note that a worker has finished training; end the run when all have."""
+    state, finished = draft.state, draft.state.finished | {worker}
     draft.set(finished=finished)
     if state.active is None or not finished.issuperset(state.active.plan.workers):
         return
@@ -301,7 +291,7 @@ def _finished(draft: Draft, worker: int) -> None:
 
 
 def _checkpoint_saved(draft: Draft, part: messages.CheckpointSaved) -> None:
-    """A rank has written its layers of a checkpoint, or could not."""
+    """Record that a checkpoint is complete, or that a rank could not write its layers."""
     state, events = draft.state, draft.state.checkpoints
     if part.error is not None:
         news = {} if part.step in events.failed else {"message": f"no complete one of step {part.step}: {part.error}"}
@@ -316,7 +306,7 @@ def _checkpoint_saved(draft: Draft, part: messages.CheckpointSaved) -> None:
 
 
 def _slow_io(draft: Draft, worker: int, message: messages.SlowIO) -> None:
-    """A rank has been reading or writing for long; no worker is given up for that, so it is said."""
+    """Record that a rank has been reading or writing for long; no worker is given up for that."""
     events = draft.state.checkpoints
     if message in events.slow:
         return

@@ -1,8 +1,7 @@
-"""What a run has seen of its own operations, steps and transfers, beside what its costs let expect of them.
+"""Observed durations of operations, steps and transfers, as ratios to the expected ones.
 
-Costs are right on the whole and wrong by a factor: processors that are shared, devices that run warm, a profile that
-was made elsewhere. So what is kept is ratios, observed by expected, and of them medians: one slow step changes nothing.
-Nothing here reads a clock.
+Costs are often wrong by a factor: shared processors, warm devices, a profile from another machine. So the ratios of
+observed to expected seconds are kept, and their medians used: one slow step changes nothing. Reads no clock.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.control.wire.messages import OperationTimes
@@ -25,23 +24,23 @@ from chameleon_ft.schedule import CostModel, Operation, OperationKind, Program
 __all__ = ["Calibration", "Corrections"]
 
 _RECENT: Final = 10  # steps, or transfers, whose median counts
-_SLOW: Final = 1.25  # times as long as on others take the operations of a slow worker,
-_SLOW_STEPS: Final = 8  # in so many of its recent steps at least
+_SLOW: Final = 1.25  # a slow worker's operations take so many times as long as the others',
+_SLOW_STEPS: Final = 8  # in at least so many of its recent steps
 _STEPS_NEEDED: Final = 3  # for a factor of the step: one may be a hiccup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrections:
-    """By what predictions are multiplied, for the next ones to be nearer to what was observed.
+    """Factors that bring predictions nearer to observations.
 
     Attributes:
-        operations: seconds of the profile's operations; 1 without a profile, for costs are the observed ones then.
-        step: seconds of a step, for what its operations do not explain.
-        transfer: seconds of a transfer.
-        slow: worker -> its speed by that of the others, where it is persistently slower.
+        operations: for seconds of the profile's operations; 1 without a profile, when costs are observed anyway.
+        step: for seconds of a step, beyond its operations.
+        transfer: for seconds of a transfer.
+        slow: persistently slower worker -> its speed relative to the others.
 
     Raises:
-        ConfigError: a factor that is not positive and finite.
+        ConfigError: a factor is not positive and finite.
     """
 
     operations: float = 1.0
@@ -51,13 +50,13 @@ class Corrections:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slow", FrozenMap(self.slow))
-        for name, value in (("operations", self.operations), ("step", self.step), ("transfer", self.transfer)):
-            _check_factor(name, value)
-        for worker, speed in self.slow.items():
-            _check_factor(f"speed of worker {worker}", speed)
+        named = {"operations": self.operations, "step": self.step, "transfer": self.transfer}
+        for name, value in (*named.items(), *((f"speed of worker {each}", speed) for each, speed in self.slow.items())):
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"a correction must be a positive number; got {value} for {name}")
 
     def applied(self, costs: CostModel) -> CostModel:
-        """The cost model with operations as long, and workers as slow, as they were observed to be."""
+        """Return the cost model with the corrected operations and speeds of workers."""
         workload, cluster = costs.workload, costs.cluster
         if self.operations != 1:
             workload = replace(
@@ -71,7 +70,7 @@ class Corrections:
         return CostModel(workload, cluster)
 
     def to_json(self) -> dict[str, object]:
-        """The field `corrections` of the event `decision`."""
+        """Return the field `corrections` of the event `decision`."""
         return {
             "operations": self.operations,
             "step": self.step,
@@ -80,21 +79,19 @@ class Corrections:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
+class _Expected(NamedTuple):
     """Median seconds of a worker's operations in a step by the reference costs, as `OperationTimes` has them.
 
-    `backward_s` is without the forwards that are run again, which take `again_s`.
+    `backward_s` excludes recomputed forwards, which take `recompute_s`.
     """
 
     forward_s: float
     backward_s: float
-    again_s: float
+    recompute_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A worker's operations in a step by those that were expected: forward, backward, and both together."""
+class _Ratios(NamedTuple):
+    """Observed by expected seconds of a worker's forwards, its backwards, and both together."""
 
     forward: float
     backward: float
@@ -103,11 +100,10 @@ class _Seen:
 
 @dataclass(slots=True)
 class Calibration:
-    """Keeps what was observed of the recent steps, and says by what predictions have to be corrected.
+    """Keeps the observations of recent steps, and derives corrections from them.
 
-    The first step after a change is not like the others: buffers and connections are made in it. It counts only for a
-    worker of which nothing else is known. Where a worker has other layers than before, what was seen counts until
-    something is seen of these.
+    The first step after a change allocates buffers and opens connections, so it counts only for a worker without other
+    observations. If a worker gets other layers, its old observations count until there are new ones.
 
     Attributes:
         knows_layers: whether the reference costs tell layers apart, as a profile's do. Otherwise only workers that run
@@ -119,8 +115,8 @@ class Calibration:
     _program: Program | None = None
     _reference: CostModel | None = None
     _expected: dict[int, _Expected | None] = field(default_factory=dict)
-    _seen: dict[int, deque[_Seen]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_RECENT)))
-    _before: dict[int, _Seen] = field(default_factory=dict)
+    _seen: dict[int, deque[_Ratios]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_RECENT)))
+    _before: dict[int, _Ratios] = field(default_factory=dict)
     _has_begun: set[int] = field(default_factory=set)
     _steps: int = 0
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -130,8 +126,8 @@ class Calibration:
     _transfers: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def begin(self, plan: Plan, program: Program, reference: CostModel) -> None:
-        """From here on steps are of this program; `reference` are the costs without any corrections."""
-        self._judge()
+        """Begin to observe steps of this program; `reference` are the costs without any corrections."""
+        self._find_slow()
         for worker in list(self._seen):
             if self._layers(worker) != plan.placement.ranges_of(worker):
                 self._before[worker] = _median_of(self._seen.pop(worker))
@@ -143,19 +139,18 @@ class Calibration:
         self._steps_s.clear()
 
     def operations(self, worker: int, times: OperationTimes) -> None:
-        """A worker of the plan has run a step."""
+        """Take in the operations of a worker of the plan in a step."""
         if worker not in self._expected:
             self._expected[worker] = self._expect(worker)
         expected = self._expected[worker]
         if expected is None or times.forward_s <= 0:
             return
         forward = times.forward_s / expected.forward_s
-        backward = (times.backward_s - forward * expected.again_s) / expected.backward_s
+        backward = (times.backward_s - forward * expected.recompute_s) / expected.backward_s
         if backward <= 0:
             return
-        total_s = expected.forward_s + expected.backward_s
-        both = (forward * expected.forward_s + backward * expected.backward_s) / total_s
-        seen = _Seen(forward, backward, both)
+        observed_s = forward * expected.forward_s + backward * expected.backward_s
+        seen = _Ratios(forward, backward, observed_s / (expected.forward_s + expected.backward_s))
         if worker in self._has_begun:
             self._seen[worker].append(seen)
         else:
@@ -163,29 +158,27 @@ class Calibration:
             self._before.setdefault(worker, seen)
 
     def step(self, step_s: float) -> None:
-        """A step was committed."""
+        """Take in the duration of a committed step."""
         self._steps += 1
         if self._steps > 1:
             self._steps_s.append(step_s)
 
     def transfer(self, *, expected_s: float, observed_s: float) -> None:
-        """State has moved."""
+        """Take in the duration of a transfer."""
         if expected_s > 0 and observed_s > 0:
             self._transfers.append(observed_s / expected_s)
 
     @property
     def rates(self) -> tuple[float, float] | None:
-        """Observed seconds by those of the reference costs, of forwards and of backwards; None before the first."""
+        """Observed by reference seconds, of forwards and of backwards; None before the first."""
         recent = self._medians()
-        if not recent:
-            return None
-        return statistics.median(each.forward for each in recent), statistics.median(each.backward for each in recent)
+        return None if recent is None else (recent.forward, recent.backward)
 
     @property
     def both(self) -> float:
         """Observed by expected seconds of forwards and backwards together; 1 before the first."""
         recent = self._medians()
-        return statistics.median(each.both for each in recent) if recent else 1.0
+        return 1.0 if recent is None else recent.both
 
     @property
     def transfers(self) -> float:
@@ -193,19 +186,19 @@ class Calibration:
         return statistics.median(self._transfers) if self._transfers else 1.0
 
     def slow(self) -> Mapping[int, float]:
-        """Worker -> its speed by that of the others, of those that are persistently slower.
+        """Return persistently slower worker -> its speed relative to the others.
 
         Persistently: in eight of its last ten steps its operations took 1.25 times as long as the median of the others
         that run the same layers; or of all others where there are none, if the costs tell layers apart. A worker that
         cannot be compared with any other now keeps its last value.
         """
-        self._judge()
+        self._find_slow()
         return FrozenMap(dict(sorted(self._slow.items())))
 
     def unexplained(self, costs: CostModel) -> float:
-        """Median of recent steps by what the plan in force is estimated to take with these costs.
+        """Return the median of recent steps by the estimate for the plan in force with these costs.
 
-        Before some steps of the plan were run: what it was before; 1 if there is nothing.
+        Before some steps of the plan were run: the previous value; 1 if there is none.
         """
         if len(self._steps_s) >= _STEPS_NEEDED:
             self._step = statistics.median(self._steps_s) / self._estimate_s(costs)
@@ -216,7 +209,7 @@ class Calibration:
         return self.unexplained(costs) * self._estimate_s(costs)
 
     def _estimate_s(self, costs: CostModel) -> float:
-        """Of the plan in force. Replayed anew for other workers; with other times of layers it is in proportion."""
+        """Estimate a step of the plan in force: by a replay for other workers, in proportion for other layer times."""
         assert self._plan is not None
         assert self._program is not None
         work_s = math.fsum(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
@@ -233,26 +226,27 @@ class Calibration:
         for operation in self._program.of(worker):
             by_kind[operation.kind].append(operation)
         forward_s, _ = _medians_s(self._reference, worker, by_kind[OperationKind.FORWARD])
-        backward_s, with_again_s = _medians_s(self._reference, worker, by_kind[OperationKind.BACKWARD])
+        backward_s, with_recompute_s = _medians_s(self._reference, worker, by_kind[OperationKind.BACKWARD])
         if not backward_s:
             halves = (OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD)
             medians = [_medians_s(self._reference, worker, by_kind[kind]) for kind in halves]
-            backward_s, with_again_s = sum(each for each, _ in medians), sum(each for _, each in medians)
+            backward_s, with_recompute_s = sum(each for each, _ in medians), sum(each for _, each in medians)
         if forward_s <= 0 or backward_s <= 0:
             return None
-        return _Expected(forward_s, backward_s, with_again_s - backward_s)
+        return _Expected(forward_s, backward_s, with_recompute_s - backward_s)
 
-    def _medians(self) -> list[_Seen]:
-        """Of each worker of the plan that something is known of; of all others where nothing is known of these."""
+    def _medians(self) -> _Ratios | None:
+        """Return the medians over the workers of the plan; over all others if there are no observations of these."""
         own = () if self._program is None else self._program.workers
         found = [each for worker in own if (each := self._median(worker)) is not None]
-        return found or [each for worker in self._before if (each := self._median(worker)) is not None]
+        found = found or [each for worker in self._before if (each := self._median(worker)) is not None]
+        return _median_of(found) if found else None
 
-    def _median(self, worker: int) -> _Seen | None:
+    def _median(self, worker: int) -> _Ratios | None:
         seen = self._seen.get(worker)
         return _median_of(seen) if seen else self._before.get(worker)
 
-    def _judge(self) -> None:
+    def _find_slow(self) -> None:
         """Find the slow workers among those that were observed often enough."""
         usual = {worker: _median_of(seen).both for worker, seen in self._seen.items() if seen}
         for worker, own in self._seen.items():
@@ -261,7 +255,7 @@ class Calibration:
                 continue
             peers = statistics.median(others)
             if sum(each.both >= _SLOW * peers for each in own) >= _SLOW_STEPS:
-                # Two digits, so that workers that are about as slow are of one kind.
+                # Two digits, so that workers that are about as slow are of one class.
                 self._slow[worker] = round(peers / usual[worker], 2)
             else:
                 self._slow.pop(worker, None)
@@ -276,26 +270,15 @@ class Calibration:
         return self._plan.placement.ranges_of(worker)
 
 
-def _median_of(seen: Iterable[_Seen]) -> _Seen:
-    each = list(seen)
-    return _Seen(
-        statistics.median(one.forward for one in each),
-        statistics.median(one.backward for one in each),
-        statistics.median(one.both for one in each),
-    )
+def _median_of(seen: Iterable[_Ratios]) -> _Ratios:
+    return _Ratios(*map(statistics.median, zip(*seen, strict=True)))
 
 
-def _medians_s(costs: CostModel, worker: int, operations: Iterable[Operation]) -> tuple[float, float]:
-    """Median seconds of operations without the forwards that are run again, and with them; zero if there are none."""
-    each = list(operations)
-    if not each:
+def _medians_s(costs: CostModel, worker: int, operations: Sequence[Operation]) -> tuple[float, float]:
+    """Return median seconds of operations without and with recomputed forwards; zero if there are none."""
+    if not operations:
         return 0.0, 0.0
     return (
-        statistics.median(costs.compute_s(worker, operation.kind, operation.layers) for operation in each),
-        statistics.median(costs.operation_s(worker, operation) for operation in each),
+        statistics.median(costs.compute_s(worker, operation.kind, operation.layers) for operation in operations),
+        statistics.median(costs.operation_s(worker, operation) for operation in operations),
     )
-
-
-def _check_factor(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"a correction must be a positive number; got {value} for {name}")

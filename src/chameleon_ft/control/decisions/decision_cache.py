@@ -1,4 +1,4 @@
-"""Decisions prepared beside training, before anything is lost, so that a loss only needs one to be looked up."""
+"""Decisions prepared beside training, so that a loss only needs to look one up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Final, TypeVar
 
 from chameleon_ft.recovery import (
@@ -26,64 +25,55 @@ __all__ = ["DecisionCache", "decide_and_check"]
 
 _Answer = TypeVar("_Answer")
 
-# Between two looks at whether what is prepared still holds, and while one decision after the other is turned into
-# those for the other workers of its class: the event loop has more urgent things to do.
-_LOOK_EVERY_S: Final = 1.0
-_PAUSE_S: Final = 0.005
-# Prepared anew when what a step computes, or how long it goes well, has become another by so much...
-_RENEWED: Final = 1.1
-# ...and not used any more, if it has not been prepared anew by then, when by so much.
-_USED: Final = 1.5
+_LOOK_EVERY_S: Final = 1.0  # between two checks whether the prepared decisions still hold
+_PAUSE_S: Final = 0.005  # for the event loop, between the decisions of a class
+# Factors by which the time of a step's work, or the time until the next failure, may differ:
+_RENEWED: Final = 1.1  # beyond it, decisions are prepared anew,
+_USED: Final = 1.5  # and beyond it, not used any more
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
     """The context of prepared decisions: no worker is lost yet, and one failure is to come."""
 
-    situation: DecisionContext
+    context: DecisionContext
     rate: FailureModel
 
     def is_like(self, other: _Question, *, tolerance: float) -> bool:
-        """Whether the same workers run the same plan, and what it costs and is worth differs by less."""
-        return (
-            self.situation.plan == other.situation.plan
-            and self.situation.in_flight_limits == other.situation.in_flight_limits
-            and self.situation.live == other.situation.live
-            and all(map(partial(_near, tolerance=tolerance), self.speeds, other.speeds))
-            and _near(self.work_s, other.work_s, tolerance)
-            and _near(self.horizon_s, other.horizon_s, tolerance)
-        )
+        """Whether the same workers run the same plan, with all times equal up to this factor."""
+        own, others = self.context, other.context
+        return (own.plan, own.in_flight_limits, own.live) == (
+            others.plan,
+            others.in_flight_limits,
+            others.live,
+        ) and all(max(a, b) <= tolerance * min(a, b) for a, b in zip(self._times, other._times, strict=True))
 
     def after(self, lost: Collection[int]) -> _Question:
         """Return the question once these workers are lost, which is one failure."""
-        costs = self.situation.costs
+        costs = self.context.costs
         left = CostModel(costs.workload, costs.cluster.without(lost))
-        return _Question(replace(self.situation, costs=left), self.rate.observed(failures=1))
+        return _Question(replace(self.context, costs=left), self.rate.observed(failures=1))
 
     @property
-    def work_s(self) -> float:
-        return sum(layer.forward_s + layer.backward_s for layer in self.situation.costs.workload.layers)
-
-    @property
-    def speeds(self) -> tuple[float, ...]:
-        return tuple(worker.speed for worker in self.situation.costs.cluster.workers)
-
-    @property
-    def horizon_s(self) -> float:
-        return self.rate.horizon_s(len(self.situation.live))
+    def _times(self) -> tuple[float, ...]:
+        """Speeds of the workers, seconds of a step's work, and seconds until the next failure."""
+        costs = self.context.costs
+        work_s = sum(layer.forward_s + layer.backward_s for layer in costs.workload.layers)
+        speeds = (worker.speed for worker in costs.cluster.workers)
+        return (*speeds, work_s, self.rate.horizon_s(len(self.context.live)))
 
 
 @dataclass(slots=True)
 class DecisionCache:
     """Prepares decisions for the loss of each single worker, and of each host, and looks up the one that is needed.
 
-    All methods are called from the thread of the event loop, which is kept busy for some milliseconds at a time only.
+    All methods are called from the thread of the event loop, and keep it busy for a few milliseconds only.
 
     Attributes:
         policy: name of the policy that decides.
-        executor: where decisions are made; a process of its own, for they take seconds of a processor's time.
-        prepared: told (single losses that have a decision, seconds that it took, error) when all are there, or, with
-            what the error was, that there will be none any more. Those for hosts come after that.
+        executor: runs the searches; a process of its own, because they take seconds of processor time.
+        prepared: called with (single losses that have a decision, seconds that it took, error) when all of these are
+            there, or when an error ends the preparation for good. Decisions for hosts follow.
     """
 
     policy: str
@@ -97,9 +87,9 @@ class DecisionCache:
     _broken: bool = False
 
     def expect(self, ask: Callable[[], tuple[DecisionContext, FailureModel]]) -> None:
-        """See to it that decisions are there for what `ask` tells: the situation with everyone there, and the rate.
+        """Prepare decisions for the context and rate that `ask` returns, without a lost worker.
 
-        To be called often; it asks at most once a second, and does something where what was asked last is not near it.
+        To be called often: `ask` is called at most once a second, and work begins only if its answer has changed.
         """
         now = asyncio.get_running_loop().time()
         if self._broken or now < self._looked_at + _LOOK_EVERY_S:
@@ -110,31 +100,30 @@ class DecisionCache:
             return
         if self._work is not None and not self._work.done():
             if self._asked is not None and question.is_like(self._asked, tolerance=_USED):
-                return  # what is on its way will do, and only comes if it is let alone
+                return  # the decisions under way will do, and are only finished if they are not cancelled
             self._work.cancel()
         self._asked = question
         self._work = asyncio.create_task(self._prepare(question))
 
-    def look_up(self, situation: DecisionContext, rate: FailureModel) -> Decision | None:
-        """What was decided for just this loss, with the figures of now; None if nothing was, or for something else.
+    def look_up(self, context: DecisionContext, rate: FailureModel) -> Decision | None:
+        """Return the decision prepared for exactly this loss, with present figures; None if there is none.
 
         Args:
-            situation: now, the loss included.
+            context: after the loss.
             rate: likewise.
         """
         if self._asked is None:
             return None
-        lost = frozenset(self._asked.situation.live).difference(situation.live)
+        lost = frozenset(self._asked.context.live).difference(context.live)
         if lost not in self._decisions:
             return None
         asked, decision = self._decisions[lost]
-        now = _Question(situation, rate)
-        if not now.is_like(asked.after(lost), tolerance=_USED):
+        if not _Question(context, rate).is_like(asked.after(lost), tolerance=_USED):
             return None
-        return rescore(decision, before=asked.situation, now=situation, failures=rate)
+        return rescore(decision, before=asked.context, now=context, failures=rate)
 
     def drop(self) -> None:
-        """What is prepared, or being prepared, is of no use any more: something has changed."""
+        """Discard all decisions, prepared or under way."""
         if self._work is not None:
             self._work.cancel()
         self._work = self._asked = None
@@ -144,21 +133,20 @@ class DecisionCache:
     async def _prepare(self, question: _Question) -> None:
         began = time.monotonic()
         try:
-            of_workers, of_hosts = await self._run(classes_to_prepare, question.situation)
+            of_workers, of_hosts = await self._run(classes_to_prepare, question.context)
             for losses in of_workers:
                 await self._prepare_class(losses, question)
             single = sum(len(lost) == 1 for lost in self._decisions)
             self.prepared(single, time.monotonic() - began, None)
             for host_losses in of_hosts:
                 await self._prepare_class(host_losses, question)
-        except Exception as error:  # noqa: BLE001
-            # It is a help and no more: decisions are made when they are needed, then.
+        except Exception as error:  # noqa: BLE001 - from now on, decisions are made when they are needed
             self._broken = True
             self._decisions = {}
             self.prepared(0, time.monotonic() - began, f"{type(error).__name__}: {error}")
 
     async def _prepare_class(self, losses: LossClass | HostLossClass, question: _Question) -> None:
-        decision = await self._run(_decide, losses, question.situation, self.policy, question.rate)
+        decision = await self._run(_decide, losses, question.context, self.policy, question.rate)
         if decision is not None:
             for lost, symmetry in losses.symmetries.items():
                 key = frozenset([lost]) if isinstance(lost, int) else lost
@@ -169,15 +157,15 @@ class DecisionCache:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
 
 
-def decide_and_check(situation: DecisionContext, policy: str, rate: FailureModel) -> Decision:
-    """Decide, and check the program, so that it can be handed out as it is; see `recovery.decide`."""
-    return _checked(decide(situation, policy, rate))
+def decide_and_check(context: DecisionContext, policy: str, rate: FailureModel) -> Decision:
+    """Decide, and check the program, so that it can be sent as it is; see `recovery.decide`."""
+    return _checked(decide(context, policy, rate))
 
 
 def _decide(
-    losses: LossClass | HostLossClass, situation: DecisionContext, policy: str, rate: FailureModel
+    losses: LossClass | HostLossClass, context: DecisionContext, policy: str, rate: FailureModel
 ) -> Decision | None:
-    decision = decide_on_class(losses, situation, policy, rate)
+    decision = decide_on_class(losses, context, policy, rate)
     return None if decision is None else _checked(decision)
 
 
@@ -185,7 +173,3 @@ def _checked(decision: Decision) -> Decision:
     if decision.course is not None:
         check_program(decision.course.program, decision.course.plan)
     return decision
-
-
-def _near(a: float, b: float, tolerance: float) -> bool:
-    return max(a, b) <= tolerance * min(a, b)

@@ -1,4 +1,4 @@
-"""The interface of failure detectors: the signals they are given and the findings they return."""
+"""The interface of failure detectors: the signals that they are given and the findings that they return."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from chameleon_ft.control.wire.messages import Departure, Position, ProcessState
 from chameleon_ft.observe import NoticedBy
 
 __all__ = [
+    "AllQuiesced",
     "ConnectionEnded",
     "Detector",
     "ErrorReported",
     "Fatal",
     "Finding",
-    "LossConfirmed",
     "Lost",
     "MessageFailed",
-    "NoWorkerLost",
     "Note",
     "OperationsTimed",
     "ProbeAnswered",
@@ -36,15 +35,6 @@ class Signal:
     """Base of all signals. Their times are monotonic seconds."""
 
     __slots__ = ()
-
-
-class Finding:
-    """Base of all findings."""
-
-    __slots__ = ()
-
-
-# --- signals ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +109,7 @@ class StopRequested(Signal):
 
 @dataclass(frozen=True, slots=True)
 class MessageFailed(Signal):
-    """A message of `reporter` with `peer` failed; None if the operation does not tell with which."""
+    """A message between `reporter` and `peer` failed; None if the operation does not tell the peer."""
 
     reporter: int
     peer: int | None
@@ -127,20 +117,16 @@ class MessageFailed(Signal):
 
 
 @dataclass(frozen=True, slots=True)
-class NoWorkerLost(Signal):
-    """Every worker of `generation` has quiesced, although messages of it failed."""
+class AllQuiesced(Signal):
+    """All survivors of `generation` have quiesced; `is_explained` tells whether a loss explains failed messages."""
 
     generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class LossConfirmed(Signal):
-    """A loss explains the messages that failed."""
+    is_explained: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Ticked(Signal):
-    """Time went on. `held_up_s` seconds of it the coordinator itself was not running, which no worker is to blame for.
+    """Time went on. For `held_up_s` seconds the coordinator itself did not run, for which no worker is to blame.
 
     Attributes:
         unquiesced: live workers that were told to quiesce and have not.
@@ -151,7 +137,10 @@ class Ticked(Signal):
     unquiesced: tuple[int, ...]
 
 
-# --- findings --------------------------------------------------------------------------------------------------------
+class Finding:
+    """Base of all findings."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,4 +178,4 @@ class Detector(Protocol):
     """One way to notice a failure: a frozen value that turns signals into findings. Reads no clock."""
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
-        """Return the detector after a signal, and what it finds; signals that it does not use change nothing."""
+        """Return the detector after a signal, and its findings; it ignores signals that it does not use."""

@@ -1,4 +1,4 @@
-"""Messages fail although every worker is there: a bad network card, a cut between two hosts."""
+"""Messages fail although no worker is lost: a bad network card, a cut between two hosts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Final, Self
 
 from chameleon_ft.control.detectors.base import (
+    AllQuiesced,
     Fatal,
     Finding,
-    LossConfirmed,
     Lost,
     MessageFailed,
     Note,
-    NoWorkerLost,
     Signal,
     StepCommitted,
 )
@@ -27,14 +26,14 @@ _UNEXPLAINED_RETRIES: Final = 3  # generations that may fail in a row without a 
 
 @dataclass(frozen=True, slots=True)
 class PeerFailureDetector:
-    """Gives up the worker that most failed messages have in common.
+    """Gives up the worker at an end of most failed messages.
 
-    A failed message speaks against both its ends. What speaks against a worker is remembered until the run commits a
-    step, so that a bad one that reports first, and another peer each time, is found out.
+    A failed message counts against both its ends, until the run commits a step. So a bad worker is found that reports
+    first, and another peer each time.
 
     Attributes:
         reports: of the generation that is ending.
-        against: worker -> failed messages that it was an end of, over the generations since the last committed step.
+        against: worker -> failed messages with it at an end, over the generations since the last committed step.
         unexplained: generations in a row that ended without a named peer.
         last_error: the reason in the newest report.
     """
@@ -52,11 +51,11 @@ class PeerFailureDetector:
         match signal:
             case MessageFailed():
                 return replace(self, reports=(*self.reports, signal), last_error=signal.error), ()
-            case LossConfirmed():
+            case AllQuiesced(is_explained=True):
                 return replace(self, reports=()), ()
             case StepCommitted():
                 return replace(self, reports=(), against={}, unexplained=0), ()
-            case NoWorkerLost(generation=generation):
+            case AllQuiesced(generation=generation):
                 after, finding = self._suspect()
                 reports = [asdict(report) for report in self.reports]
                 note = Note("messages_failed", {"generation": generation, "reports": reports})
@@ -64,7 +63,7 @@ class PeerFailureDetector:
         return self, ()
 
     def _suspect(self) -> tuple[Self, Finding | None]:
-        """Name the worker to give up; without a named peer the generation is tried again, a few times."""
+        """Find the worker to give up; if no peer is named, the generation is tried again, a few times."""
         pairs = [(report.reporter, report.peer) for report in self.reports if report.peer is not None]
         if not pairs:
             unexplained = self.unexplained + 1

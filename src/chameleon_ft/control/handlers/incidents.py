@@ -85,7 +85,7 @@ def _lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
     hosts = state.hosts()
     left = [hosts.get(each, "") for each in state.members.live()]
     draft.set(
-        incident=state.incident.with_loss(loss),
+        incident=replace(state.incident, losses=(*state.incident.losses, loss)),
         history=state.history.failed(hosts.get(number, ""), left, draft.at.monotonic_s),
     )
     _continue_without(draft, number)
@@ -186,11 +186,10 @@ def _decide_if_quiesced(draft: Draft) -> None:
         return
     assert state.active is not None
     draft.set(at_boundary=False)
-    if not state.at_boundary and set(live).issuperset(state.active.participants):
-        detect(draft, signals.NoWorkerLost(state.generation - 1))
-        if draft.state.phase is not Phase.STOPPING or draft.state.members.live() != live:
-            return  # a culprit was given up, and what follows from that has been done
-    detect(draft, signals.LossConfirmed())
+    is_explained = state.at_boundary or not set(live).issuperset(state.active.participants)
+    detect(draft, signals.AllQuiesced(state.generation - 1, is_explained))
+    if draft.state.phase is not Phase.STOPPING or draft.state.members.live() != live:
+        return  # a culprit was given up, which has had its consequences
     if not live:
         end(draft, "failed", "no worker is left")
         return

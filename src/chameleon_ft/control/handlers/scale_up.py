@@ -21,7 +21,8 @@ __all__ = ["advance", "considered", "host_joined", "ready", "respawn_due"]
 def host_joined(draft: Draft, agent: int, hello: HostHello) -> None:
     """Have an agent that comes while the run goes on start its workers."""
     state = draft.state
-    members, spawn = state.members.with_late_host(agent, hello, blocklist=state.respawns.blocklist, now=draft.at.unix_s)
+    blocklist = [worker.id for worker in state.members if state.respawns.is_blocked(worker.id)]
+    members, spawn = state.members.with_host(agent, hello, is_late=True, blocklist=blocklist, now=draft.at.unix_s)
     draft.set(members=members)
     draft.do(Send(agent, spawn))
     names = ", ".join(map(str, spawn.workers))

@@ -1,4 +1,4 @@
-"""What ranks report of reading and writing checkpoints."""
+"""The ranks' reports on checkpoints that they write."""
 
 from __future__ import annotations
 
@@ -14,30 +14,25 @@ __all__ = ["CheckpointEvents", "CheckpointParts"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointParts:
-    """What is on disk of a checkpoint.
+    """The layers of a checkpoint that are on disk.
 
     Attributes:
-        copy_s: seconds that training stood still for it: those of the rank that took longest to copy its layers.
-        write_s: seconds in which the slowest rank wrote its copy to disk, beside training.
+        copy_s: seconds for which training stood still: the most that a rank took to copy its layers.
+        write_s: seconds that the slowest rank took to write its copy, beside training.
     """
 
     layers: frozenset[int] = frozenset()
     copy_s: float = 0.0
     write_s: float = 0.0
 
-    def with_part(self, part: CheckpointSaved) -> Self:
-        """Return the parts with one more."""
-        copy_s, write_s = max(self.copy_s, part.copy_s), max(self.write_s, part.write_s)
-        return replace(self, layers=self.layers | set(part.layers), copy_s=copy_s, write_s=write_s)
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEvents:
-    """Puts checkpoints together from the parts that ranks write, and tells which reports are news.
+    """Puts checkpoints together from the parts that ranks write, and remembers which reports were recorded.
 
     Attributes:
-        parts: step that a checkpoint resumes at -> its parts, of those that are not complete.
-        first_generation: parts of earlier generations are void, for their state was given up.
+        parts: step that an incomplete checkpoint resumes at -> its parts.
+        first_generation: parts of earlier generations are void, because their state was given up.
         failed: steps whose checkpoint could not be written.
         slow: reports of slow disks.
     """
@@ -51,14 +46,17 @@ class CheckpointEvents:
         object.__setattr__(self, "parts", FrozenMap(self.parts))
 
     def saved(self, part: CheckpointSaved, *, num_layers: int) -> tuple[Self, CheckpointParts | None]:
-        """Add a part that was written; return also the whole checkpoint that it completes, if it does."""
+        """Add a part that was written; return also the checkpoint if it is complete now."""
         if part.generation < self.first_generation:
             return self, None
-        parts = self.parts.get(part.step, CheckpointParts()).with_part(part)
-        if len(parts.layers) < num_layers:
-            return replace(self, parts={**self.parts, part.step: parts}), None
-        return replace(self, parts={step: each for step, each in self.parts.items() if step != part.step}), parts
+        old = self.parts.get(part.step, CheckpointParts())
+        new = CheckpointParts(
+            old.layers.union(part.layers), max(old.copy_s, part.copy_s), max(old.write_s, part.write_s)
+        )
+        if len(new.layers) < num_layers:
+            return replace(self, parts={**self.parts, part.step: new}), None
+        return replace(self, parts={step: each for step, each in self.parts.items() if step != part.step}), new
 
     def forgotten(self, generation: int) -> Self:
-        """With `generation` all begin from other state: incomplete checkpoints, and parts under way, are void."""
+        """Discard incomplete checkpoints, and parts under way: `generation` begins from other state."""
         return replace(self, parts={}, first_generation=generation)

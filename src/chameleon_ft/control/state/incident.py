@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal
 
 from chameleon_ft.control.detectors.process_exit import describe_exit
 from chameleon_ft.control.state.active_plan import ActivePlan
@@ -29,9 +29,8 @@ class Loss:
     """A worker that is lost. Times are Unix seconds.
 
     Attributes:
-        step: the one that was running.
-        failed_at: when it failed, if that is known.
-        incarnation: which of the worker's it was.
+        step: the step that was running.
+        failed_at: None if the moment of the failure is not known.
     """
 
     worker: int
@@ -43,16 +42,16 @@ class Loss:
     incarnation: int = 1
 
     def describe_cause(self, *, crash: str | None, exit_code: int | None, fault: Fault | None) -> str:
-        """Describe how the worker was lost, by the best that is known: its own words, its exit, or how it was noticed.
+        """Describe the cause of the loss by present knowledge.
 
         Args:
-            crash: the error it reported before it ended.
-            exit_code: how its process ended, as `subprocess` gives it.
+            crash: the error that the worker reported before it ended.
+            exit_code: of its process, as in `subprocess`.
             fault: the failure that was injected into it, if any.
         """
         if crash is not None:
             return crash
-        # A worker that was given up is killed then; what it was given up for is the cause.
+        # A worker that was given up is killed after that, so its exit is not the cause.
         given_up = self.noticed_by in ("watchdog", "heartbeat", "peer")
         disconnected = fault is not None and fault.kind == "disconnect"
         return self.cause if exit_code is None or given_up or disconnected else describe_exit(exit_code)
@@ -63,11 +62,11 @@ class Incident:
     """The losses between two stretches of training, and when its phases ended. Times are Unix seconds.
 
     Attributes:
-        ended_at: when the workers were told to quiesce, for the first time; 0 if they were not.
-        paused: whether that was at the end of a step, as they had been told to.
+        ended_at: when the workers were first told to quiesce; 0 if they were not.
+        paused: whether that was at the end of a step, as planned.
         stopped_at: when the last survivor had quiesced.
-        chosen_at: when it was known what was chosen; 0 if there was nothing to choose.
-        looked_up: whether that had been prepared.
+        chosen_at: when the choice was known; 0 if there was nothing to choose.
+        looked_up: whether the decision had been prepared.
         decided_at: when all had their orders.
         switched: the report of the first worker that saw the transition complete.
     """
@@ -81,15 +80,11 @@ class Incident:
     decided_at: float = 0.0
     switched: Switched | None = None
 
-    def with_loss(self, loss: Loss) -> Self:
-        """Return the incident with one more loss."""
-        return replace(self, losses=(*self.losses, loss))
-
     def stall_so_far(self, since: float | None, expected: StallModel) -> tuple[StallModel, float]:
-        """Return the phases of the stall, those that are over as they were; and the work before it that is repeated.
+        """Return the phases of the stall, past ones as they were, and the seconds of work before it that is repeated.
 
-        They sum up to all the time since `since`, when the last step was committed or the last decision made, and what
-        is still to come. The moment of a failure that is not known is taken to be as long ago as is expected.
+        They cover all the time since `since`, the last committed step or the last decision. If the moment of a failure
+        is not known, the expected delay of its detection is assumed.
         """
         since = self.stopped_at if since is None else since
         noticed_at = min((loss.noticed_at for loss in self.losses if loss.noticed_at >= since), default=self.stopped_at)
@@ -113,9 +108,9 @@ class Incident:
         """Return a record for each loss.
 
         Args:
-            active: what was decided; None if the run had to end.
+            active: the chosen plan; None if the run had to end.
             resumed_at: when the first operation was run again, or the run ended.
-            cause_of: what is known by now of why a worker was lost.
+            cause_of: returns the cause of a loss by present knowledge.
             stop: why the run had to end, if it had.
         """
         return [
@@ -126,17 +121,12 @@ class Incident:
                 noticed_by=loss.noticed_by,
                 detect_s=None if loss.failed_at is None else max(0.0, loss.noticed_at - loss.failed_at),
                 stop_s=max(0.0, self.stopped_at - loss.noticed_at),
-                decide_s=max(0.0, self.decided_at - self.stopped_at),
-                regroup_s=max(0.0, resumed_at - self.decided_at - self._transfer_s),
-                transfer_s=self._transfer_s,
                 stall_s=resumed_at - (loss.noticed_at if loss.failed_at is None else loss.failed_at),
                 policy="stop" if active is None else active.policy,
                 action=stop if active is None else active.action,
-                generation=generation,
                 resume_step=loss.step if active is None else active.first_step,
                 lost_layers=() if active is None else active.lost_layers,
-                moved_bytes=self._moved_bytes,
-                rounds=_rounds(active),
+                **self._of_every_record(active, generation=generation, resumed_at=resumed_at),
             )
             for loss in self.losses
         ]
@@ -144,32 +134,25 @@ class Incident:
     def join_record(
         self, active: ActivePlan, newcomers: Sequence[int], *, generation: int, resumed_at: float
     ) -> JoinRecord:
-        """Return the record of a stop that `newcomers` were reckoned with in; see `records`."""
+        """Return the record of a stop after which `newcomers` take part; see `records`."""
         return JoinRecord(
             workers=tuple(worker for worker in newcomers if worker in active.plan.workers),
             spares=tuple(worker for worker in newcomers if worker not in active.plan.workers),
             stop_s=max(0.0, self.stopped_at - self.ended_at),
-            decide_s=max(0.0, self.decided_at - self.stopped_at),
-            regroup_s=max(0.0, resumed_at - self.decided_at - self._transfer_s),
-            transfer_s=self._transfer_s,
             stall_s=max(0.0, resumed_at - self.ended_at),
             policy=active.policy,
             action=active.action,
-            generation=generation,
             resume_step=active.first_step,
-            moved_bytes=self._moved_bytes,
-            rounds=_rounds(active),
+            **self._of_every_record(active, generation=generation, resumed_at=resumed_at),
         )
 
-    @property
-    def _transfer_s(self) -> float:
-        return 0.0 if self.switched is None else self.switched.transfer_s
-
-    @property
-    def _moved_bytes(self) -> int:
-        return 0 if self.switched is None else self.switched.moved_bytes
-
-
-def _rounds(active: ActivePlan | None) -> int:
-    """Rounds in which layers moved."""
-    return 0 if active is None or active.transfer is None else len(active.transfer.rounds)
+    def _of_every_record(self, active: ActivePlan | None, *, generation: int, resumed_at: float) -> dict[str, Any]:
+        transfer_s = 0.0 if self.switched is None else self.switched.transfer_s
+        return {
+            "decide_s": max(0.0, self.decided_at - self.stopped_at),
+            "regroup_s": max(0.0, resumed_at - self.decided_at - transfer_s),
+            "transfer_s": transfer_s,
+            "generation": generation,
+            "moved_bytes": 0 if self.switched is None else self.switched.moved_bytes,
+            "rounds": 0 if active is None or active.transfer is None else len(active.transfer.rounds),
+        }

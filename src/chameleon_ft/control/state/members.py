@@ -1,16 +1,19 @@
-"""The members of a run: workers with their connections, and the agents that start them."""
+"""The members of a run: workers with their connections, the agents that start them, and their next incarnations."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Final, Self
 
+from chameleon_ft.config import Recovery
 from chameleon_ft.control.wire.messages import Hello, HostHello, Spawn
 from chameleon_ft.errors import ControlError
 from chameleon_ft.plan.frozen_map import FrozenMap
 
-__all__ = ["Members", "Worker"]
+__all__ = ["Members", "Respawns", "Worker"]
+
+_SETTLED_STEPS: Final = 100  # an incarnation that lasts for so many steps was a good one: earlier deaths are forgotten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +99,9 @@ class Members:
         return next((worker for worker in self.workers.values() if worker.connection == connection), None)
 
     def incarnation_of(self, worker: int, incarnation: int) -> Worker | None:
-        """Return one incarnation of a worker as it is or was."""
-        now = self.workers.get(worker)
-        if now is not None and now.incarnation == incarnation:
-            return now
-        return next((each for each in self.former if (each.id, each.incarnation) == (worker, incarnation)), None)
+        """Return an incarnation of a worker, present or former."""
+        key = worker, incarnation
+        return next((w for w in (*self.workers.values(), *self.former) if (w.id, w.incarnation) == key), None)
 
     def started_by(self, agent: int, worker: int, incarnation: int) -> Worker:
         """Return an incarnation that this agent has started. Raises ControlError if it has not."""
@@ -113,29 +114,30 @@ class Members:
 
     def changed(self, worker: Worker, **changes: Any) -> Self:
         """Return the members with changes to an incarnation, present or former."""
+        key = worker.id, worker.incarnation
         now = self.workers.get(worker.id)
         if now is not None and now.incarnation == worker.incarnation:
             return replace(self, workers={**self.workers, worker.id: replace(now, **changes)})
-        key = worker.id, worker.incarnation
         former = tuple(replace(each, **changes) if (each.id, each.incarnation) == key else each for each in self.former)
         return replace(self, former=former)
 
-    def with_host(self, agent: int, hello: HostHello, *, now: float) -> tuple[Self, Spawn]:
-        """Give an agent the lowest free workers; return what it is to start. Raises ControlError if none is free."""
-        free = [worker for worker in range(self.count) if worker not in self.workers][: hello.slots]
+    def with_host(
+        self, agent: int, hello: HostHello, *, is_late: bool = False, blocklist: Collection[int] = (), now: float
+    ) -> tuple[Self, Spawn]:
+        """Give an agent the lowest free workers; return its order to start them.
+
+        An agent that is late, because the run has begun, also gets numbers that no worker has had.
+
+        Args:
+            blocklist: workers that are not started again.
+
+        Raises:
+            ControlError: all workers of a run that has not begun are taken.
+        """
+        end = max(self.count, 1 + max(self.workers, default=0)) + hello.slots if is_late else self.count
+        free = [worker for worker in range(end) if self._is_free(worker) and worker not in blocklist][: hello.slots]
         if not free:
             raise ControlError(f"host {hello.host} is not needed yet: all {self.count} workers have a place")
-        return self._spawned(agent, hello.host, free, now=now)
-
-    def with_late_host(
-        self, agent: int, hello: HostHello, *, blocklist: Collection[int], now: float
-    ) -> tuple[Self, Spawn]:
-        """Give an agent that comes while the run goes on as many workers as it can start; return them to be started.
-
-        They are those that no process has, or has any more, and then new ones; not those of the `blocklist`.
-        """
-        numbers = range(max(self.count, 1 + max(self.workers, default=0)) + hello.slots)
-        free = [worker for worker in numbers if self._is_free(worker) and worker not in blocklist][: hello.slots]
         return self._spawned(agent, hello.host, free, now=now)
 
     def respawned(self, worker: Worker, *, now: float) -> tuple[Self, Spawn]:
@@ -182,20 +184,63 @@ class Members:
         return replace(self.changed(lost, lost=True, connection=None), fenced=fenced)
 
     def _is_free(self, number: int) -> bool:
-        """Whether no process has a worker's number, and none that is lost is going to be started again by its agent."""
+        """Whether a worker has no process, and no agent that will start it again."""
         worker = self.workers.get(number)
         return worker is None or (worker.lost and worker.agent is None)
 
-    def _spawned(self, agent: int, host: str, numbers: Collection[int], *, now: float) -> tuple[Self, Spawn]:
+    def _spawned(self, agent: int, host: str, numbers: Sequence[int], *, now: float) -> tuple[Self, Spawn]:
         members = replace(self._born(numbers, agent=agent, now=now), agents={**self.agents, agent: host})
         incarnations = tuple(members[number].incarnation for number in numbers)
         return members, Spawn(workers=tuple(numbers), incarnations=incarnations)
 
-    def _born(self, numbers: Collection[int], *, agent: int | None, now: float) -> Self:
-        before = [self.workers[number] for number in numbers if number in self.workers]
-        fresh = {number: Worker(id=number, agent=agent, since=now) for number in numbers}
-        again = {
-            worker.id: replace(fresh[worker.id], incarnation=worker.incarnation + 1, host=worker.host)
-            for worker in before
-        }
-        return replace(self, workers={**self.workers, **fresh, **again}, former=(*self.former, *before))
+    def _born(self, numbers: Sequence[int], *, agent: int | None, now: float) -> Self:
+        """Return the members with a new incarnation of each of these workers."""
+        before = {number: self.workers[number] for number in numbers if number in self.workers}
+        born = {number: Worker(id=number, agent=agent, since=now) for number in numbers}
+        for number, former in before.items():
+            born[number] = replace(born[number], incarnation=former.incarnation + 1, host=former.host)
+        return replace(self, workers={**self.workers, **born}, former=(*self.former, *before.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Respawns:
+    """Counts the recent deaths of each worker, and tells when to start it again and when not to.
+
+    Attributes:
+        deaths: worker -> deaths since an incarnation of it lasted for long.
+        due: worker -> when it is started again, in monotonic seconds.
+    """
+
+    recovery: Recovery
+    deaths: Mapping[int, int] = FrozenMap({})
+    due: Mapping[int, float] = FrozenMap({})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "deaths", FrozenMap(self.deaths))
+        object.__setattr__(self, "due", FrozenMap(self.due))
+
+    def died(self, worker: int, *, steps: int) -> Self:
+        """Count the death of an incarnation in which `steps` were committed."""
+        before = 0 if steps >= _SETTLED_STEPS else self.deaths.get(worker, 0)
+        return replace(self, deaths={**self.deaths, worker: before + 1})
+
+    def reaped(self, worker: int, now: float) -> Self:
+        """Schedule the next incarnation of a worker whose process is gone, unless it is blocked."""
+        if not self.recovery.respawn or self.is_blocked(worker):
+            return self
+        return replace(self, due={**self.due, worker: now + self.delay_s(worker)})
+
+    def at(self, now: float) -> tuple[Self, tuple[int, ...]]:
+        """Return the workers that are due, and the record without them."""
+        ready = tuple(worker for worker, due in self.due.items() if due <= now)
+        if not ready:
+            return self, ()
+        return replace(self, due={worker: due for worker, due in self.due.items() if worker not in ready}), ready
+
+    def delay_s(self, worker: int) -> float:
+        """Seconds to wait before the next incarnation: twice as long after each death."""
+        return float(self.recovery.respawn_delay_s * 2 ** max(0, self.deaths.get(worker, 0) - 1))
+
+    def is_blocked(self, worker: int) -> bool:
+        """Whether the worker is not taken again."""
+        return self.deaths.get(worker, 0) > self.recovery.max_respawns

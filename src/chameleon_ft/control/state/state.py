@@ -17,9 +17,8 @@ from chameleon_ft.control.state.active_plan import ActivePlan
 from chameleon_ft.control.state.checkpoint_events import CheckpointEvents
 from chameleon_ft.control.state.failure_history import FailureHistory
 from chameleon_ft.control.state.incident import Fault, Incident, Loss
-from chameleon_ft.control.state.members import Members, Worker
+from chameleon_ft.control.state.members import Members, Respawns, Worker
 from chameleon_ft.control.state.outcomes import Outcomes
-from chameleon_ft.control.state.respawns import Respawns
 from chameleon_ft.control.state.scale_up import ScaleUp
 from chameleon_ft.control.wire.messages import Quiesced, Vote
 from chameleon_ft.observe import RunDirectory, RunStatus

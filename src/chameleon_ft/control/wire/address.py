@@ -41,4 +41,6 @@ def local_address_towards(address: str) -> str:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"address {address!r}: there is no way to it from here: {error.strerror or error}") from None
+        raise ConfigError(
+            f"address {address!r}: there is no route to it from here: {error.strerror or error}"
+        ) from None

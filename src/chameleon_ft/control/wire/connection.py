@@ -1,4 +1,4 @@
-"""The control connection as ranks and agents open it."""
+"""The client's end of the control connections."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from chameleon_ft.control.wire.address import bearer, websocket_url
 
 __all__ = ["control_connection"]
 
-# The coordinator's own pings find a lost peer, fast. These only end what the network has cut off from it, which has
-# been given up long before: they can be patient.
+# The coordinator's own pings find a lost peer fast. These only end a peer that the network has cut off, which the
+# coordinator has given up long before.
 _PING_EVERY_S = 10.0
 _PING_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 2.0
@@ -18,7 +18,7 @@ _CLOSE_TIMEOUT_S = 2.0
 def control_connection(coordinator: str, token: str) -> connect:
     """Return the connection to the coordinator at host:port, to be awaited or entered.
 
-    It closes by itself once the coordinator has not been heard of for twenty seconds.
+    It closes by itself after twenty seconds without an answer of the coordinator.
     """
     return connect(
         websocket_url(coordinator),

@@ -35,39 +35,39 @@ class Peer:
         return join_address(host, port)
 
     def send(self, message: Message) -> None:
-        """Hand a message to the network without waiting; to a connection that is closing it goes nowhere."""
+        """Hand a message to the network without waiting; a closing connection drops it."""
         broadcast([self._connection], encode(message))
 
     def drop(self) -> None:
-        """Close the connection without the courtesies, for a peer that may not answer."""
+        """Close the connection without a handshake, for a peer that may not answer."""
         self._connection.transport.abort()
 
 
 class Handler(Protocol):
-    """What the server calls, always from the event loop's thread."""
+    """Receives what happens on the connections, always in the thread of the event loop."""
 
     def message(self, peer: Peer, message: Message) -> None:
-        """A peer said something. Raises ControlError if it may not say that; the peer is then dropped."""
+        """Handle a message. Raises ControlError if the peer may not send it; the peer is then dropped."""
 
     def departed(self, peer: Peer, how: Departure) -> None:
-        """A connection has ended."""
+        """Handle the end of a connection."""
 
     def refused(self, address: str, reason: str) -> None:
-        """A connection was turned away, or a peer said something that is not of this protocol."""
+        """Handle a connection that was turned away, or a peer that does not speak this protocol."""
 
     def broken(self, error: Exception) -> None:
-        """The handler itself has raised something that it should not."""
+        """Handle an unexpected error of the handler itself."""
 
 
 class _Connection(ServerConnection):
-    """A connection that reports a peer that does not even ask to join, of which the library says nothing."""
+    """A connection that reports a peer without a valid request, which the library does not."""
 
     def __init__(self, handler: Handler, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._handler = handler
 
     async def handshake(self, *arguments: Any, **named: Any) -> None:
-        address = Peer(self).address  # not known any more once it is gone
+        address = Peer(self).address  # unknown once the connection is gone
         await super().handshake(*arguments, **named)
         if self.request is None:
             why = self.protocol.handshake_exc or "it left without a word"
@@ -92,11 +92,11 @@ class _Server:
         try:
             yield
         except Exception as error:  # noqa: BLE001
-            # A mistake of ours. Left to the library it would end this connection without any report.
+            # Left to the library, it would end this connection without any report.
             self.handler.broken(error)
 
     async def _listen(self, connection: ServerConnection, peer: Peer) -> Departure:
-        """Pass on what a peer says until its connection ends; return how it did."""
+        """Pass on the messages of a peer until its connection ends; return how it ended."""
         try:
             async for text in connection:
                 self.handler.message(peer, decode(text))
@@ -109,7 +109,7 @@ class _Server:
         return "connection"
 
     def authorize(self, connection: ServerConnection, request: Request) -> Response | None:
-        given = "".join(request.headers.get_all("Authorization"))  # a second one spoils it
+        given = "".join(request.headers.get_all("Authorization"))  # with a second header it matches nothing
         if hmac.compare_digest(given.encode(), bearer(self.token)["Authorization"].encode()):
             return None
         host, port, *_ = connection.remote_address
@@ -122,7 +122,7 @@ def control_server(
 ) -> AbstractAsyncContextManager[Server]:
     """Listen on host:port for peers that know `token`. A peer silent for `heartbeat_s` is departed."""
     server = _Server(handler, token)
-    # One after the other when a peer falls silent: up to the next ping, for its answer, and for the peer to take leave.
+    # These add up when a peer falls silent: time to the next ping, to its answer, and to the closing handshake.
     return serve(
         server.connected,
         host,
@@ -138,5 +138,5 @@ def control_server(
 
 
 def listening_address(server: Server, host: str) -> str:
-    """Return host:port of a server that is listening."""
+    """Return host:port of a listening server."""
     return join_address(host, next(iter(server.sockets)).getsockname()[1])
