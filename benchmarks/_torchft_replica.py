@@ -22,7 +22,7 @@ from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found]
 
 from chameleon_ft.config import TrainConfig, load_config
 from chameleon_ft.data import SampleOrder
-from chameleon_ft.data.batch import load_micro_batch
+from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import load_job
 from chameleon_ft.models.build import build_layer
 from chameleon_ft.observe import FaultLog

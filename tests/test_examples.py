@@ -9,7 +9,7 @@ from torch import nn
 
 from chameleon_ft.config import RunConfig
 from chameleon_ft.data import SampleOrder
-from chameleon_ft.data.batch import load_micro_batch
+from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job, load_job
 from chameleon_ft.models.build import boundary_specs, build_layer
 

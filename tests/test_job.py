@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from chameleon_ft.config import LLAMA_JOB, Data, LlamaConfig, RunConfig, TrainConfig
 from chameleon_ft.data import SampleOrder, prepare_data
-from chameleon_ft.data.batch import load_micro_batch
+from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.job import BoundarySpec, Job, check_job_reference, load_job
 from chameleon_ft.models.build import build_layer

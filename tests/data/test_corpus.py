@@ -15,8 +15,7 @@ import torch
 
 from chameleon_ft.config import Data, LlamaConfig, TrainConfig
 from chameleon_ft.data import DataSummary, check_data, load_tokens, prepare_data
-from chameleon_ft.data.batch import load_micro_batch
-from chameleon_ft.data.windows import TokenWindows
+from chameleon_ft.data.samples import TokenWindows, load_micro_batch
 from chameleon_ft.errors import DataError
 
 SEQ_LEN = 4

@@ -1,7 +1,6 @@
-"""Data: where tokens come from, which samples make up a step, and how they become tensors.
+"""Data: sources of tokens, the samples of a step, and their tensors.
 
-Checking data needs no torch: `check_data`, `prepare_data` and `SampleOrder` are here. What makes tensors is in
-`chameleon_ft.data.batch` and `chameleon_ft.data.windows`.
+The names exported here load no torch; `chameleon_ft.data.samples` does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The tokens that a run trains on: checked before anything starts, then the same for all processes and for good.
+"""The tokens of a run: checked before it starts, then fixed, and the same in all processes.
 
-Text is written into the run directory once, as bytes; the workers, `verify` and a resumed run all map that file, so
-that they see the same samples even after the text has changed. A token file is used where it lies, and recognised by
-its fingerprint.
+A text is copied once into the run directory, as bytes. The workers, `verify` and a resumed run map this file, so they
+see the same samples even if the source has changed. A token file is used in place, and recognised by its fingerprint.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ _TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSummary:
-    """What a configuration says to train on, as it was found.
+    """The data that a configuration names.
 
     Attributes:
-        source: where it comes from, in words for a reader.
+        source: description.
         kind: ``text`` (a byte is a token) or ``tokens``.
-        num_tokens: all of them, those after the last whole sample included.
-        num_samples: windows of ``seq_len + 1`` tokens that do not overlap.
+        num_tokens: tokens, including those after the last whole sample.
+        num_samples: non-overlapping windows of ``seq_len + 1`` tokens.
         num_files: files that they come from.
-        skipped: files of the folder that are left out, and why.
+        skipped: files of the folder that are left out.
     """
 
     source: str
@@ -53,7 +52,7 @@ class DataSummary:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What a run directory says of its data; written last, so that its presence means that the rest is there."""
+    """The source of the data in a run directory; written last, so its presence means that they are complete."""
 
     path: str
     kind: str
@@ -61,43 +60,62 @@ class _Record:
 
 
 def check_data(config: TrainConfig) -> DataSummary:
-    """Look at the data of `config`: all of a text or a folder, every id of a token file whose type allows bad ones.
+    """Check the data of `config`: all files of a text, or all ids of a token file.
 
     Raises:
         DataError: the data is missing, empty, shorter than one sample, or does not fit the vocabulary.
     """
+    text = None
     if _kind(config) == "tokens":
         tokens = _open_source(config)
         check_ids(tokens, config.model.vocab_size, source=_source_name(config))
-        return _summary(config, num_tokens=tokens.size, num_files=1)
-    text = _find_source_text(config, config.output_dir)
-    return _summary(config, num_tokens=text.num_bytes, num_files=len(text.files), skipped=text.skipped)
+        num_tokens = tokens.size
+    else:
+        text = _find_source_text(config, config.output_dir)
+        num_tokens = text.num_bytes
+    return DataSummary(
+        source=_source_name(config),
+        kind=_kind(config),
+        num_tokens=num_tokens,
+        num_samples=num_tokens // (config.model.seq_len + 1),
+        num_files=1 if text is None else len(text.files),
+        skipped=() if text is None else text.skipped,
+    )
 
 
 def prepare_data(config: TrainConfig, run_dir: Path) -> Path:
-    """Make the data of `config` ready for a run in `run_dir` and return the file of token ids that will be mapped.
+    """Prepare the data of `config` for a run in `run_dir`, and return the file of token ids that will be mapped.
 
-    Does nothing if that was done before. On several hosts, each calls it for the run directory that it sees. The ids of
-    a token file are not looked at: that is for `check_data`, once.
+    If that was done before, only check that the data has not changed. Every host calls it for the run directory that it
+    sees. The ids of a token file are not checked; see `check_data`.
 
     Raises:
         DataError: as `check_data`; or `run_dir` was prepared for other data, or its token file has changed since; or
             the run directory cannot be written.
     """
-    if _is_prepared(run_dir):
+    text_file = run_dir / "data" / "text.bin"
+    if _record_file(run_dir).exists():
         _open_prepared(config, run_dir)
     else:
-        _prepare(config, run_dir)
-    return _path(config) if _kind(config) == "tokens" else _text_file(run_dir)
+        if _kind(config) == "tokens":
+            tokens = _open_source(config)
+        else:
+            text = _find_source_text(config, run_dir)
+            _write_atomically(text_file, lambda out: write_text(text, out))
+            tokens = open_tokens(text_file, "uint8")
+        record = _Record(config.data.path, _kind(config), fingerprint(tokens))
+        encoded = (json.dumps(asdict(record), indent=2) + "\n").encode()
+        _write_atomically(_record_file(run_dir), lambda out: out.write(encoded))
+    return _path(config) if _kind(config) == "tokens" else text_file
 
 
 def load_tokens(config: TrainConfig) -> Tokens:
-    """The tokens to train on: those prepared in ``config.output_dir``, or without such a run, the source's own.
+    """Return the tokens prepared in ``config.output_dir``, or those of the source if there are none.
 
     Raises:
         DataError: as `prepare_data`.
     """
-    if config.output_dir is not None and _is_prepared(config.output_dir):
+    if config.output_dir is not None and _record_file(config.output_dir).exists():
         return _open_prepared(config, config.output_dir)
     if _kind(config) == "tokens":
         return _open_source(config)
@@ -106,50 +124,28 @@ def load_tokens(config: TrainConfig) -> Tokens:
     return np.frombuffer(buffer.getbuffer(), dtype=np.uint8)
 
 
-def _prepare(config: TrainConfig, run_dir: Path) -> None:
-    if _kind(config) == "tokens":
-        tokens = _open_source(config)
-    else:
-        text = _find_source_text(config, run_dir)
-        _write_atomically(_text_file(run_dir), lambda out: write_text(text, out))
-        tokens = open_tokens(_text_file(run_dir), "uint8")
-    record = _Record(config.data.path, _kind(config), fingerprint(tokens))
-    encoded = (json.dumps(asdict(record), indent=2) + "\n").encode()
-    _write_atomically(_record_file(run_dir), lambda out: out.write(encoded))
-
-
 def _open_prepared(config: TrainConfig, run_dir: Path) -> Tokens:
-    record = _read_record(_record_file(run_dir))
+    path = _record_file(run_dir)
+    try:
+        record = _Record(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path} cannot be read ({error}): remove it to have the data prepared again") from None
     if record.kind != _kind(config) or (record.kind == "text" and record.path != config.data.path):
         raise DataError(
             f"the run in {run_dir} trains on data.path {record.path!r} as {record.kind}, and data.path is now "
             f"{config.data.path!r} as {_kind(config)}: set it back, or begin a new run"
         )
-    tokens = _open_source(config) if record.kind == "tokens" else open_tokens(_text_file(run_dir), "uint8")
+    text_file = run_dir / "data" / "text.bin"
+    tokens = _open_source(config) if record.kind == "tokens" else open_tokens(text_file, "uint8")
     if fingerprint(tokens) != record.fingerprint:
-        changed = _source_name(config) if record.kind == "tokens" else _text_file(run_dir)
+        changed = _source_name(config) if record.kind == "tokens" else text_file
         raise DataError(f"{changed} has changed since the run in {run_dir} began: bring it back, or begin a new run")
     _check_length(config, tokens.size)
     return tokens
 
 
-def _read_record(path: Path) -> _Record:
-    try:
-        return _Record(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path} cannot be read ({error}): remove it to have the data prepared again") from None
-
-
-def _is_prepared(run_dir: Path) -> bool:
-    return _record_file(run_dir).exists()
-
-
 def _record_file(run_dir: Path) -> Path:
     return run_dir / "data" / "source.json"
-
-
-def _text_file(run_dir: Path) -> Path:
-    return run_dir / "data" / "text.bin"
 
 
 def _kind(config: TrainConfig) -> Literal["text", "tokens"]:
@@ -181,10 +177,10 @@ def _find_source_text(config: TrainConfig, run_dir: Path | None) -> TextFiles:
         )
 
     def is_run(folder: Path) -> bool:
-        # Runs may well lie below the folder they train on: they must not train on what they write, nor on each other.
-        return _is_prepared(folder) or (run_dir is not None and folder.resolve() == run_dir.resolve())
+        # Run directories may be below the folder of the text, and no run may train on the files of a run.
+        return _record_file(folder).exists() or (run_dir is not None and folder.resolve() == run_dir.resolve())
 
-    text = find_text(_path(config) if config.data.path else None, passed_over=is_run)
+    text = find_text(_path(config) if config.data.path else None, is_excluded=is_run)
     _check_length(config, text.num_bytes)
     return text
 
@@ -198,31 +194,18 @@ def _check_length(config: TrainConfig, num_tokens: int) -> None:
         )
 
 
-def _summary(
-    config: TrainConfig, *, num_tokens: int, num_files: int, skipped: tuple[SkippedFile, ...] = ()
-) -> DataSummary:
-    return DataSummary(
-        source=_source_name(config),
-        kind=_kind(config),
-        num_tokens=num_tokens,
-        num_samples=num_tokens // (config.model.seq_len + 1),
-        num_files=num_files,
-        skipped=skipped,
-    )
-
-
 def _write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    # The name is the process's own: two that prepare the same run at once write the same bytes, and either may win.
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    # Each process has its own draft. Processes that prepare the same run write equal files, and the last one wins.
+    draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as out:
+        with draft.open("wb") as out:
             write(out)
-        partial.replace(path)
+        draft.replace(path)
     except OSError as error:
         raise DataError(
             f"{path} cannot be written ({error.strerror or error}): free some space or name another --output-dir"
         ) from None
     finally:
         with suppress(OSError):
-            partial.unlink()
+            draft.unlink()

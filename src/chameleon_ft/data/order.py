@@ -1,4 +1,4 @@
-"""Which samples make up a step: for each epoch a pseudo-random permutation, evaluated anywhere in O(1)."""
+"""The order of samples: for each epoch a pseudo-random permutation, evaluated at any step in O(1)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """The order in which samples are drawn, as a function of (seed, step): no state, nothing to save or hand over.
+    """The order of `num_samples` samples as a function of (seed, step), without state to save or transfer.
 
-    The steps read one endless stream of samples, epoch after epoch; each epoch is a permutation of all samples, so none
-    is lost or repeated in it. An epoch may end, and the next begin, in the middle of a step.
-
-    Attributes:
-        num_samples: samples in the data set, at least 1.
-        seed: the seed of the run.
+    The steps read one endless stream of samples, epoch after epoch; each epoch is a permutation of all samples. An
+    epoch may end, and the next begin, in the middle of a step.
     """
 
     num_samples: int
@@ -40,7 +36,7 @@ class SampleOrder:
         object.__setattr__(self, "_right", -(-self.num_samples // left))
 
     def ids(self, step: int, batch_size: int) -> list[int]:
-        """The sample ids of a step, in the order of its micro-batches.
+        """Return the sample ids of a step, in the order of its micro-batches.
 
         Args:
             step: number of the step, from 0.
@@ -52,25 +48,20 @@ class SampleOrder:
         keys_epoch = -1
         ids = []
         for position in range(step * batch_size, (step + 1) * batch_size):
-            epoch, offset = divmod(position, self.num_samples)
+            epoch, value = divmod(position, self.num_samples)
             if epoch != keys_epoch:
-                keys, keys_epoch = self._round_keys(epoch), epoch
-            ids.append(self._permute(offset, keys))
+                keys_epoch = epoch
+                keys = tuple(random_key(self.seed, Purpose.SHUFFLE, epoch, number) for number in range(_ROUNDS))
+            # Cycle walking: a permutation of the box, repeated until its value is a sample, is a permutation of the
+            # samples. The box exceeds them by less than its square root, so repetitions are rare.
+            value = self._permute_box(value, keys)
+            while value >= self.num_samples:
+                value = self._permute_box(value, keys)
+            ids.append(value)
         return ids
 
-    def _round_keys(self, epoch: int) -> tuple[int, ...]:
-        return tuple(random_key(self.seed, Purpose.SHUFFLE, epoch, number) for number in range(_ROUNDS))
-
-    def _permute(self, value: int, keys: tuple[int, ...]) -> int:
-        # Cycle walking: a permutation of the box, repeated until it lands in the data set, is a permutation of the data
-        # set. The box exceeds it by less than its square root, so a second turn is rare.
-        while True:
-            value = self._permute_box(value, keys)
-            if value < self.num_samples:
-                return value
-
     def _permute_box(self, value: int, keys: tuple[int, ...]) -> int:
-        """A Feistel network over the mixed radix left x right: each round adds a hash of one digit to the other."""
+        """Apply a Feistel network over the radices left and right: each round adds a hash of one digit to the other."""
         left, right = self._left, self._right
         high, low = divmod(value, right)
         for number, key in enumerate(keys):
@@ -82,7 +73,7 @@ class SampleOrder:
 
 
 def _mix(value: int) -> int:
-    """The finaliser of splitmix64: every bit of the result depends on every bit of the value."""
+    """Apply the finaliser of splitmix64: every bit of the result depends on every bit of the value."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
     return value ^ (value >> 31)

@@ -1,7 +1,4 @@
-"""Text as training data: which files, and their bytes, one after another.
-
-A byte is a token, so every text has a vocabulary of 256 and needs no tokenizer.
-"""
+"""Text as training data, one token per byte: the files of a text, and its bytes."""
 
 from __future__ import annotations
 
@@ -18,19 +15,18 @@ from chameleon_ft.errors import DataError
 __all__ = ["BYTE_VOCABULARY", "SkippedFile", "TextFiles", "find_text", "write_text"]
 
 BYTE_VOCABULARY = 256
-"""Token ids that text, read as bytes, may hold."""
+"""Number of token ids of a text."""
 
 _SEPARATOR = b"\n"
 _CHUNK_BYTES = 1 << 20
-# Enough for a small model to keep learning from, little enough to be read before anyone notices.
 _STDLIB_BYTES = 8 << 20
-# Installed packages differ from machine to machine, and tests hold text that is broken on purpose.
+# Installed packages differ between machines, and tests contain deliberately broken text.
 _STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedFile:
-    """A file of a folder that is not trained on, and why."""
+    """A file that is left out of a text, and the reason."""
 
     path: Path
     reason: str
@@ -38,25 +34,19 @@ class SkippedFile:
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """The files that make up a text, in the order in which they are read.
-
-    Attributes:
-        files: all of them text, none empty.
-        num_bytes: the length of the text, the newline between two files included.
-        skipped: what else was found, and why it is left out.
-    """
+    """The non-empty files of a text, in order, and its length, which includes a newline between two files."""
 
     files: tuple[Path, ...]
     num_bytes: int
     skipped: tuple[SkippedFile, ...] = ()
 
 
-def find_text(path: Path | None, *, passed_over: Callable[[Path], bool]) -> TextFiles:
-    """Find the text under `path`: one file, or all files of a folder and its subfolders in the order of their names.
+def find_text(path: Path | None, *, is_excluded: Callable[[Path], bool]) -> TextFiles:
+    """Find the text of a file, or of all files of a folder and its subfolders in the order of their names.
 
-    In a folder, what is hidden (begins with a dot) is passed over, and so are subfolders that `passed_over` holds for;
-    what is empty, cannot be read or is not UTF-8 is skipped and listed. A path of None stands for the source text of
-    Python's standard library, as much of it as 8 MiB hold.
+    Files and folders whose names begin with a dot, and subfolders for which `is_excluded` holds, are ignored. Files of
+    a folder that are empty, cannot be read or are not UTF-8 are skipped and listed. Without a path it is the source
+    text of Python's standard library, up to 8 MiB.
 
     Raises:
         DataError: there is no such path, or no text in it.
@@ -71,19 +61,15 @@ def find_text(path: Path | None, *, passed_over: Callable[[Path], bool]) -> Text
     if not path.is_dir():
         state = "is neither a file nor a folder" if path.exists() else "does not exist"
         raise DataError(f"data.path {path} {state}: give a text file, a folder of text or a token file")
-    found = _inspect(_walk(path, passed_over))
+    found = _inspect(_walk(path, is_excluded))
     if not found.files:
-        what = f"{len(found.skipped)} files, none of them UTF-8 text" if found.skipped else "no files"
-        raise DataError(f"data.path {path} holds {what}: give a folder with text in it")
+        content = f"{len(found.skipped)} files, none of them UTF-8 text" if found.skipped else "no files"
+        raise DataError(f"data.path {path} holds {content}: give a folder with text in it")
     return found
 
 
 def write_text(text: TextFiles, out: BinaryIO) -> None:
-    """Write the bytes of `text` to `out`, the files separated by newlines.
-
-    Raises:
-        DataError: the files have changed since they were found.
-    """
+    """Write the bytes of `text` to `out`. Raises DataError if the files have changed since they were found."""
     written = 0
     for index, path in enumerate(text.files):
         if index:
@@ -109,29 +95,22 @@ def _standard_library() -> TextFiles:
         raise DataError(
             f"there is no source text of the standard library in {root}: set data.path to a text of your own"
         )
-    # What little is skipped here (empty files) is nothing that its reader put there.
-    return TextFiles(found.files, found.num_bytes)
+    return TextFiles(found.files, found.num_bytes)  # the skipped files are empty ones of Python itself
 
 
-def _is_hidden(path: Path) -> bool:
-    return path.name.startswith(".")
+def _walk(root: Path, is_excluded: Callable[[Path], bool]) -> Iterator[Path]:
+    """Yield all files below `root` that are not hidden, in an order that depends only on names.
 
-
-def _walk(root: Path, passed_over: Callable[[Path], bool]) -> Iterator[Path]:
-    """All files below `root` that are not hidden, in an order that depends on names alone.
-
-    Folders that are not entered (links, and what may not be listed) are among them: they too are to be reported.
+    Folders that are not entered because they are links or unreadable follow at the end, to be reported.
     """
-    closed: list[Path] = []
-    for folder, subfolders, names in os.walk(root, onerror=lambda error: closed.append(Path(error.filename))):
-        entered = [
-            path for name in sorted(subfolders) if not (_is_hidden(path := Path(folder, name)) or passed_over(path))
-        ]
-        # In place: this is how os.walk is told where to go on.
-        subfolders[:] = [path.name for path in entered]
-        closed.extend(path for path in entered if path.is_symlink())
-        yield from (path for name in sorted(names) if not _is_hidden(path := Path(folder, name)))
-    yield from closed
+    not_entered: list[Path] = []
+    for folder, subfolders, names in os.walk(root, onerror=lambda error: not_entered.append(Path(error.filename))):
+        visible = [Path(folder, name) for name in sorted(subfolders) if not name.startswith(".")]
+        included = [path for path in visible if not is_excluded(path)]
+        subfolders[:] = [path.name for path in included]  # os.walk enters what is left in this list
+        not_entered.extend(path for path in included if path.is_symlink())
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+    yield from not_entered
 
 
 def _inspect(paths: Iterable[Path]) -> TextFiles:
@@ -141,8 +120,12 @@ def _inspect(paths: Iterable[Path]) -> TextFiles:
     for path in paths:
         try:
             size = _text_size(path)
-        except (OSError, ValueError) as error:
-            skipped.append(SkippedFile(path, _reason(error)))
+        except UnicodeDecodeError:
+            skipped.append(SkippedFile(path, "is not UTF-8 text"))
+        except OSError as error:
+            skipped.append(SkippedFile(path, f"cannot be read ({error.strerror})"))
+        except ValueError as error:
+            skipped.append(SkippedFile(path, str(error)))
         else:
             total += size + (len(_SEPARATOR) if files else 0)
             files.append(path)
@@ -150,31 +133,19 @@ def _inspect(paths: Iterable[Path]) -> TextFiles:
 
 
 def _text_size(path: Path) -> int:
-    """The length of a text in bytes; ValueError if it is none."""
+    """Return the length of a text in bytes. Raises ValueError if the file is not a text, OSError if unreadable."""
     if path.is_dir():
         raise ValueError("is a folder that is linked or cannot be listed")
     if not path.is_file():
-        # Opening a pipe would wait for a writer.
-        raise ValueError("is not a regular file")
-    decoder = codecs.getincrementaldecoder("utf-8")()
+        raise ValueError("is not a regular file")  # opening a pipe would wait for a writer
     size = 0
-    for chunk in _chunks(path):
-        if b"\0" in chunk:
+    for text in codecs.iterdecode(_chunks(path), "utf-8"):
+        if "\0" in text:
             raise ValueError("holds zero bytes, so it is not text")
-        decoder.decode(chunk)
-        size += len(chunk)
-    decoder.decode(b"", final=True)
+        size += len(text.encode())
     if not size:
         raise ValueError("is empty")
     return size
-
-
-def _reason(error: OSError | ValueError) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return "is not UTF-8 text"
-    if isinstance(error, OSError):
-        return f"cannot be read ({error.strerror})"
-    return str(error)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

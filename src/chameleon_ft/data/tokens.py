@@ -1,4 +1,4 @@
-"""Files of token ids, mapped into memory: nothing is read before it is needed, and all processes share the pages."""
+"""Files of token ids, mapped into memory, so that all processes share the pages and read only what they need."""
 
 from __future__ import annotations
 
@@ -20,20 +20,17 @@ _FINGERPRINT_BYTES = 1 << 20
 
 
 def open_tokens(path: Path, dtype: str) -> Tokens:
-    """Map the ids in `path`, read-only.
-
-    Args:
-        path: a numpy file (``.npy``), whose header tells the type, or anything else: raw ids, nothing but them.
-        dtype: the type of raw ids, in the byte order of this machine.
+    """Map the ids in `path`, read-only: a numpy file (``.npy``), or raw ids of type `dtype` in native byte order.
 
     Raises:
-        DataError: the file is missing, empty or unreadable, or holds something other than one row of integers.
+        DataError: the file is missing, empty or unreadable, or is not a one-dimensional array of integers.
     """
     if not path.is_file():
         state = "is not a file" if path.exists() else "does not exist"
         raise DataError(f"data.path {path} {state}: give a token file (.bin of raw ids, or .npy)")
     try:
-        tokens = _open_npy(path) if path.suffix == ".npy" else _open_raw(path, np.dtype(dtype))
+        num_bytes = path.stat().st_size
+        tokens = _map_file(path, np.dtype(dtype), num_bytes) if num_bytes else np.array((), np.uint8)
     except OSError as error:
         raise DataError(f"data.path {path} cannot be read ({error.strerror or error})") from None
     if not tokens.size:
@@ -41,11 +38,32 @@ def open_tokens(path: Path, dtype: str) -> Tokens:
     return tokens
 
 
+def _map_file(path: Path, dtype: np.dtype[Any], num_bytes: int) -> Tokens:
+    tokens: Tokens
+    if path.suffix == ".npy":
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise DataError(f"data.path {path} is not a numpy file of numbers ({error})") from None
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise DataError(
+                f"data.path {path} holds {tokens.dtype.name} of shape {tokens.shape}: give integers in one dimension"
+            )
+        return tokens
+    if num_bytes % dtype.itemsize:
+        raise DataError(
+            f"data.path {path} has {num_bytes} bytes, no whole number of {dtype.name} ids ({dtype.itemsize} bytes "
+            "each): set data.dtype to the type it was written with"
+        )
+    tokens = np.memmap(path, dtype=dtype, mode="r")
+    return tokens
+
+
 def check_ids(tokens: Tokens, vocab_size: int, *, source: str) -> None:
-    """See that every id is in [0, vocab_size), a chunk at a time.
+    """Check, a chunk at a time, that every id is in [0, vocab_size).
 
     Raises:
-        DataError: one is not; the message has its position and the size of the vocabulary that would do.
+        DataError: one is not; the message states its position or the required vocabulary size.
     """
     limits = np.iinfo(tokens.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
@@ -67,41 +85,12 @@ def check_ids(tokens: Tokens, vocab_size: int, *, source: str) -> None:
 
 
 def fingerprint(tokens: Tokens) -> str:
-    """A short hash of the number of ids, their type, and the first and the last of them.
+    """Return a short hash of the number of ids, their type, and the first and the last MiB.
 
-    It tells a file that was replaced or cut off from the one a run began with, without reading all of it; a change in
-    the middle that keeps the length goes unnoticed.
+    It detects a replaced or truncated file without reading all of it, but not a change in the middle.
     """
     count = max(1, _FINGERPRINT_BYTES // tokens.itemsize)
     digest = blake2b(f"{tokens.dtype.str},{tokens.size};".encode("ascii"), digest_size=16)
     digest.update(np.ascontiguousarray(tokens[:count]).tobytes())
     digest.update(np.ascontiguousarray(tokens[-count:]).tobytes())
     return digest.hexdigest()
-
-
-def _open_npy(path: Path) -> Tokens:
-    if not path.stat().st_size:
-        raise DataError(f"data.path {path} is empty: give a file with token ids in it")
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise DataError(f"data.path {path} is not a numpy file of numbers ({error})") from None
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise DataError(
-            f"data.path {path} holds {tokens.dtype.name} of shape {tokens.shape}: give integers in one dimension"
-        )
-    checked: Tokens = tokens
-    return checked
-
-
-def _open_raw(path: Path, dtype: np.dtype[Any]) -> Tokens:
-    size = path.stat().st_size
-    if not size:
-        raise DataError(f"data.path {path} is empty: give a file with token ids in it")
-    if size % dtype.itemsize:
-        raise DataError(
-            f"data.path {path} has {size} bytes, no whole number of {dtype.name} ids ({dtype.itemsize} bytes each): "
-            "set data.dtype to the type it was written with"
-        )
-    tokens: Tokens = np.memmap(path, dtype=dtype, mode="r")
-    return tokens

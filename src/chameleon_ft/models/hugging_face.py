@@ -1,4 +1,4 @@
-"""Weights in the names of transformers' ``LlamaForCausalLM``, both ways."""
+"""Conversion of weights from and to the names of transformers' ``LlamaForCausalLM``."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ _BLOCK = {
 }
 _HEAD = {"norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
 
-_TIED = _HEAD["output.weight"]
-
 
 def to_hugging_face(layer_states: Mapping[int, Mapping[str, Tensor]], num_blocks: int) -> dict[str, Tensor]:
-    """The state dicts of layers, by layer number, as (part of) one of ``LlamaForCausalLM``; the tensors are shared.
+    """Convert state dicts of layers, by layer number, to (part of) one of ``LlamaForCausalLM``; tensors are shared.
 
     Raises:
         ConfigError: a layer is not one of a Llama with `num_blocks` blocks.
@@ -44,20 +42,20 @@ def to_hugging_face(layer_states: Mapping[int, Mapping[str, Tensor]], num_blocks
 
 
 def from_hugging_face(state: Mapping[str, Tensor], layer: int, num_blocks: int) -> dict[str, Tensor]:
-    """The state dict of one layer, out of that of a whole ``LlamaForCausalLM``; the tensors are shared.
+    """Return the state dict of one layer from that of a whole ``LlamaForCausalLM``; tensors are shared.
 
     Raises:
         ConfigError: `state` lacks a tensor of the layer.
     """
     names = _names(layer, num_blocks)
-    if layer == num_blocks + 1 and _TIED not in state:
-        names = {**names, "output.weight": _EMBEDDING["tokens.weight"]}  # a tied head is not saved apart
+    if layer == num_blocks + 1 and _HEAD["output.weight"] not in state:
+        names = {**names, "output.weight": _EMBEDDING["tokens.weight"]}  # the state dict omits a tied head
     _require_same(set(names.values()), set(names.values()) & set(state), f"the weights for layer {layer}")
     return {name: state[theirs] for name, theirs in names.items()}
 
 
 def _names(layer: int, num_blocks: int) -> dict[str, str]:
-    """Our name -> theirs, for the parameters of one layer."""
+    """Return our name -> their name for the parameters of one layer."""
     if not 0 <= layer < num_blocks + 2:
         raise ConfigError(
             f"there is no layer {layer} in a Llama with {num_blocks} blocks: it has {num_blocks + 2} layers"
@@ -69,9 +67,9 @@ def _names(layer: int, num_blocks: int) -> dict[str, str]:
     return {ours: f"model.layers.{layer - 1}.{theirs}" for ours, theirs in _BLOCK.items()}
 
 
-def _require_same(expected: set[str], found: set[str], what: str) -> None:
+def _require_same(expected: set[str], found: set[str], source: str) -> None:
     if expected != found:
         raise ConfigError(
-            f"{what}: missing {sorted(expected - found) or 'nothing'}, "
+            f"{source}: missing {sorted(expected - found) or 'nothing'}, "
             f"unexpected {sorted(found - expected) or 'nothing'}; give the weights of a Llama of the same shape"
         )

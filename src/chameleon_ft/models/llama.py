@@ -1,4 +1,4 @@
-"""A Llama as a list of layers: embedding, transformer blocks, head. Each is built alone, by whoever holds it.
+"""A Llama as a list of layers, each of which is built on its own: embedding, transformer blocks, head.
 
 Grouped-query attention with rotary positions, root-mean-square norms and SwiGLU feed-forward, all without biases; the
 head may be tied to the embedding (`tied_parameters`). Parameters correspond one to one to those of transformers'
@@ -49,7 +49,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)); (batch, time, dim) to the same."""
+    """A transformer block: x + attention(norm(x)), then x + feed_forward(norm(x)); x is (batch, time, dim)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class _Attention(nn.Module):
         cos, signed_sin = _rotary_tables(config.seq_len, self.head_dim, config.rope_theta)
         self.cos: Tensor
         self.signed_sin: Tensor
-        # Not persistent: they follow the module to its device but are no state of the training.
+        # Not persistent: they follow the module to its device but are not part of the training state.
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("signed_sin", signed_sin, persistent=False)
 
@@ -127,38 +127,38 @@ class _FeedForward(nn.Module):
         self.down = _Linear(config.ffn_dim, config.dim, std=_residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        projected: Tensor = self.down(recomputable(_gated, self.gate(x), self.up(x)))
+        projected: Tensor = self.down(recomputable(_silu_product, self.gate(x), self.up(x)))
         return projected
 
 
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
+def _silu_product(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
 def llama_layers(config: LlamaConfig) -> tuple[Callable[[], nn.Module], ...]:
-    """The factories of the ``num_layers + 2`` layers, first to last.
+    """Return the factories of the ``num_layers + 2`` layers, first to last.
 
     Weights are drawn from N(0, 0.02^2); those of the two projections into the residual stream from
-    N(0, 0.02^2 / (2 num_layers)), so that its variance at the start does not grow with depth (Radford et al. 2019).
+    N(0, 0.02^2 / (2 num_layers)), so that its initial variance does not grow with depth (Radford et al. 2019).
     """
     block = partial(Block, config)
     return (partial(Embedding, config), *(block for _ in range(config.num_layers)), partial(Head, config))
 
 
 def tied_parameters(config: LlamaConfig) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """What layers share, as a job has it: nothing, or the matrix of the embedding and of the head."""
+    """Return `Job.tied`: the matrix of the embedding and of the head, if they share it."""
     if not config.tie_embeddings:
         return ()
     return (((0, "tokens.weight"), (config.partition_layers - 1, "output.weight")),)
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy in float32, summed: logits (batch, time, vocab_size), targets (batch, time) -> scalar."""
+    """Return the summed cross-entropy in float32: logits (batch, time, vocab_size), targets (batch, time) -> scalar."""
     return functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
 
 
 def num_parameters(config: LlamaConfig) -> int:
-    """The number of parameters of the whole model, by its shape."""
+    """Return the number of parameters of the whole model."""
     kv_dim = config.num_kv_heads * (config.dim // config.num_heads)
     attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
     block = attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
@@ -167,21 +167,21 @@ def num_parameters(config: LlamaConfig) -> int:
 
 
 def layer_flops(config: LlamaConfig) -> tuple[float, ...]:
-    """Floating-point operations of each layer's forward for one token of a full sequence; a multiply-add is two.
+    """Return the floating-point operations of each layer's forward for one token of a full sequence.
 
-    Matrix products, and attention over the half of the positions that a causal mask leaves on average. The embedding
-    multiplies nothing: its copy is counted as one operation for each element.
+    Counted are matrix products, with two operations per multiply-add, and attention over half of the positions, the
+    average under a causal mask. The copy of the embedding counts as one operation per element.
     """
     kv_dim = config.num_kv_heads * (config.dim // config.num_heads)
     weights = 2 * config.dim * config.dim + 2 * config.dim * kv_dim + 3 * config.dim * config.ffn_dim
-    # Scores and their weighted sum: two products of (head_dim x seq_len / 2) for each of the heads.
+    # Scores and weighted sum: two products of (head_dim x seq_len / 2) per head.
     attention = 2 * 2 * config.dim * config.seq_len / 2
     block = 2.0 * weights + attention
     return (float(config.dim), *(block for _ in range(config.num_layers)), 2.0 * config.dim * config.vocab_size)
 
 
 class _Linear(nn.Linear):
-    """A matrix without bias, drawn from N(0, std^2) in place of torch's own initialisation."""
+    """A linear layer without bias, initialised from N(0, std^2)."""
 
     def __init__(self, inputs: int, outputs: int, *, std: float = _INIT_STD) -> None:
         self.std = std
@@ -196,10 +196,10 @@ def _residual_std(config: LlamaConfig) -> float:
 
 
 def _rotary_tables(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of the rotation angles, each (seq_len, 1, head_dim), float32.
+    """Return cos and signed sin of the rotation angles, each (seq_len, 1, head_dim), float32.
 
-    Position t turns pair i by t * theta^(-2i / head_dim) (Su et al. 2021). The first half of the sines is negated:
-    (x1, x2) turns into (x1 cos - x2 sin, x2 cos + x1 sin).
+    Position t rotates pair i by t * theta^(-2i / head_dim) (Su et al. 2021). The first half of the sines is negated:
+    (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin).
     """
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequency).unsqueeze(1)
@@ -207,5 +207,5 @@ def _rotary_tables(seq_len: int, head_dim: int, theta: float) -> tuple[Tensor, T
 
 
 def _drop(x: Tensor, probability: float, *, training: bool) -> Tensor:
-    # At probability 0 torch would still draw from the generator and copy.
+    # At probability 0 torch would still advance the generator and copy.
     return functional.dropout(x, probability, training=training) if probability > 0 else x

@@ -1,26 +1,26 @@
-"""The job that `chameleon train` trains: a Llama on tokens."""
+"""The job of `chameleon train`: a Llama on tokens."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from chameleon_ft.data.corpus import load_tokens
-from chameleon_ft.data.windows import TokenWindows
+from chameleon_ft.data.samples import TokenWindows
 from chameleon_ft.job import Job
 from chameleon_ft.models.llama import layer_flops, llama_layers, next_token_loss, tied_parameters
 from chameleon_ft.optim import adamw, warmup_cosine
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from chameleon_ft.config import TrainConfig
 
 __all__ = ["llama_job"]
 
 
 def llama_job(config: TrainConfig) -> Job:
-    """The Llama that `config` describes, on the data prepared in ``config.output_dir`` (see `load_tokens`).
+    """Return the job of ``config.model`` on the data prepared in ``config.output_dir`` (see `load_tokens`).
 
     Raises:
         DataError: the data cannot be used.
@@ -29,7 +29,7 @@ def llama_job(config: TrainConfig) -> Job:
     return Job(
         layers=llama_layers(config.model),
         loss=next_token_loss,
-        loss_terms=_count,
+        loss_terms=Tensor.numel,
         dataset=TokenWindows(load_tokens(config), config.model.seq_len),
         optimizer=partial(
             adamw,
@@ -49,7 +49,3 @@ def llama_job(config: TrainConfig) -> Job:
         layer_costs=layer_flops(config.model),
         tied=tied_parameters(config.model),
     )
-
-
-def _count(targets: Tensor) -> int:
-    return targets.numel()

@@ -1,7 +1,7 @@
-"""The job of emulated devices: a model of as many layers as a profile has, every tensor of it the same small part.
+"""The job of emulated devices: as many layers as a profile has, with tensors reduced in size by one factor.
 
-An emulated run is one of the real system, with real messages, reductions, commits and checkpoints; only what the layers
-compute is next to nothing, and operations and messages are made to last as long as the profile says.
+An emulated run executes the real system, with real messages, reductions, commits and checkpoints; only the layers
+compute almost nothing, and operations and messages last as long as the profile says.
 """
 
 from __future__ import annotations
@@ -23,40 +23,38 @@ if TYPE_CHECKING:
 
 __all__ = ["stand_in", "stand_in_scale"]
 
-# The most that a stand-in has of each.
+# Upper limits of a layer of the stand-in.
 _BOUNDARY_BYTES: Final = 4096
 _GRADIENT_BYTES: Final = 65536
 _ELEMENT_BYTES: Final = 4
 _SAMPLES: Final = 1 << 16
-_LEARNING_RATE: Final = 1e-3
 
 
 def stand_in(config: RunConfig) -> Job:
-    """The job that stands in for the model of ``config.profile``.
-
-    Raises:
-        ConfigError: there is no profile; or ProfileError, it cannot be read.
-    """
+    """Return the stand-in for the model of ``config.profile``. Raises ConfigError if there is none, or ProfileError."""
     if config.profile is None:
         raise ConfigError("the stand-in for a model is made of its profile; set profile")
     profile = read_profile(config.profile)
-    scale = stand_in_scale(profile)
-    share = scale * _ELEMENT_BYTES
-    widths = [
-        max(1, round(layer.output_bytes / (share * profile.fingerprint.micro_batch_size))) for layer in profile.layers
-    ]
-    params = [math.ceil(layer.gradient_bytes / share) for layer in profile.layers]
+    element_bytes = stand_in_scale(profile) * _ELEMENT_BYTES  # of the model, for one element of the stand-in
+    width_bytes = element_bytes * profile.fingerprint.micro_batch_size
     return Job(
-        layers=[partial(_Layer, *sizes) for sizes in zip(params, widths, strict=True)],
+        layers=[
+            partial(
+                _Layer,
+                num_params=math.ceil(layer.gradient_bytes / element_bytes),
+                width=max(1, round(layer.output_bytes / width_bytes)),
+            )
+            for layer in profile.layers
+        ],
         loss=_squared_error,
         dataset=_Numbers(),
-        optimizer=partial(adamw, lr=_LEARNING_RATE, weight_decay=0.0),
+        optimizer=partial(adamw, lr=1e-3, weight_decay=0.0),
         layer_costs=profile.relative_costs,
     )
 
 
 def stand_in_scale(profile: Profile) -> int:
-    """How many bytes one byte stands for, in every tensor that crosses to another worker or is reduced."""
+    """Return how many bytes of the model one byte stands for, in all messages and reductions."""
     return max(
         1,
         *(math.ceil(layer.output_bytes / _BOUNDARY_BYTES) for layer in profile.layers),
@@ -65,23 +63,23 @@ def stand_in_scale(profile: Profile) -> int:
 
 
 class _Layer(nn.Module):
-    """(n, any) -> (n, width): the mean of what comes in, moved by the mean of the parameters."""
+    """(n, any) -> (n, width): the mean of the input plus the mean of tanh(parameters)."""
 
-    def __init__(self, params: int, width: int) -> None:
+    def __init__(self, num_params: int, width: int) -> None:
         super().__init__()
         self._width = width
-        # What has no gradients in the profile has none to reduce here.
-        self.weight = nn.Parameter(torch.empty(params).uniform_(-1, 1)) if params else None
+        # A layer without gradients in the profile has none to reduce here.
+        self.weight = nn.Parameter(torch.empty(num_params).uniform_(-1, 1)) if num_params else None
 
     def forward(self, boundary: Tensor) -> Tensor:
-        moved = boundary.mean(dim=-1, keepdim=True)
+        output = boundary.mean(dim=-1, keepdim=True)
         if self.weight is not None:
-            moved = moved + torch.tanh(self.weight).mean()
-        return moved.expand(-1, self._width).contiguous()
+            output = output + torch.tanh(self.weight).mean()
+        return output.expand(-1, self._width).contiguous()
 
 
 class _Numbers:
-    """A map-style dataset: a number, and the one that comes of it."""
+    """A map-style dataset of pairs (x, x + 1)."""
 
     def __len__(self) -> int:
         return _SAMPLES

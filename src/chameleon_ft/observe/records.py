@@ -1,4 +1,4 @@
-"""The records of a run: steps, failures, joins, outcomes of decisions, and the summary derived from them."""
+"""The records of a run, whose fields docs/files.md defines, and the summary derived from them. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -83,14 +83,8 @@ class _Record:
 class RunInfo(_Record):
     """The model, the data and the layout of a run that starts or resumes.
 
-    Attributes:
-        model: description of the model.
-        data: description of the data.
-        run: the run directory.
-        pipelines: the workers of each pipeline, by stage.
-        stages: the layers of each stage, such as "0-3".
-        steps: steps of the whole run.
-        checkpoint: step of the checkpoint that the state is from; None for initial weights.
+    `pipelines` has the workers of each pipeline by stage, `stages` the layers of each stage, such as "0-3". `steps` are
+    those of the whole run. `checkpoint` is the step of the restored state, None for initial weights.
     """
 
     model: str
@@ -106,18 +100,7 @@ class RunInfo(_Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord(_Record):
-    """One committed optimizer step.
-
-    Attributes:
-        step: number of the step, from 0.
-        loss: mean over the loss terms of the global batch, before the update.
-        grad_norm: global norm of the gradient before clipping.
-        lr: learning rate.
-        samples: samples whose loss is in the gradient, as counted by the workers.
-        tokens: loss terms of the global batch; for a language model its target tokens.
-        step_s: wall time from the first operation to the commit.
-        workers: workers that took part.
-    """
+    """One committed optimizer step. `loss` and `grad_norm` are those before the update and before clipping."""
 
     step: int
     loss: float
@@ -145,24 +128,11 @@ class StepRecord(_Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureRecord(_Record):
-    """One lost worker, with the phases of its recovery in seconds.
+    """One lost worker, and the phases of the recovery.
 
-    Attributes:
-        step: step that was running.
-        cause: "SIGKILL", "exit code 1", "hung".
-        detect_s: from the failure to its detection; None if the time of the failure is unknown.
-        stop_s: until every survivor had left its operation.
-        decide_s: until the new plan was chosen.
-        regroup_s: until the first operation after the recovery, without `transfer_s`.
-        transfer_s: until all receivers had confirmed the layers that moved.
-        stall_s: sum of the phases.
-        policy: policy of the chosen plan, "checkpoint", or "stop" if the run had to end.
-        action: description of the choice.
-        generation: generation in which training resumed.
-        resume_step: step at which training resumed; lower than `step` after a return to a checkpoint.
-        lost_layers: layers that lost their last holder.
-        moved_bytes: state that workers received from others.
-        rounds: rounds of these messages.
+    The phases follow each other: `detect_s` (None if the time of the failure is unknown) until the detection, `stop_s`
+    until every survivor had left its operation, `decide_s` until the plan was chosen, `transfer_s` in which layers
+    moved, and `regroup_s`, the rest until the first operation. `stall_s` is their sum.
     """
 
     worker: int
@@ -188,12 +158,8 @@ class FailureRecord(_Record):
 class JoinRecord(_Record):
     """New workers that a stop took into account: a stop for them at the end of a step, or one after a failure.
 
-    Attributes:
-        workers: those that the new plan uses.
-        spares: the others.
-        stop_s: from the order to stop until all workers had left their operations.
-
-    The other fields are those of a `FailureRecord`.
+    The new plan uses `workers`, not `spares`. `stop_s` begins with the order to stop. Other fields are those of a
+    `FailureRecord`.
     """
 
     workers: tuple[int, ...]
@@ -213,14 +179,11 @@ class JoinRecord(_Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeRecord(_Record):
-    """Measured results of a decision beside its predictions. Predictions are None if there were none.
+    """Measured results of a decision beside its predictions, which are None if there were none.
 
-    Attributes:
-        generation: generation that the decision started.
-        policy: policy of the chosen plan.
-        steps: steps committed under it: ten, or fewer if the next incident came before.
-        measured_step_s: median time of these steps, without the first if there are others.
-        measured_stall_s: from the last commit before to the first operation after, plus the time of repeated steps.
+    `measured_step_s` is the median over the `steps` committed under it, without the first if there are others: ten, or
+    fewer if the next incident came before. `measured_stall_s` is from the last commit before to the first operation
+    after, plus the time of repeated steps.
     """
 
     generation: int
@@ -288,17 +251,7 @@ def describe_untrusted(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary(_Record):
-    """Totals of a run, derived from its records.
-
-    Attributes:
-        reason: why the run ended.
-        steps: steps committed, each counted once.
-        samples_seen: samples of the committed steps.
-        samples_lost: samples up to the last committed step that are in no committed step.
-        samples_repeated: samples of steps that were trained again after a return to a checkpoint.
-        median_step_s_before: median step time before the first failure, or of all steps without a failure.
-        median_step_s_after: median step time after the first failure, without the interrupted steps.
-    """
+    """Totals of a run, derived from its records; docs/files.md defines the fields."""
 
     status: RunStatus
     reason: str

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.config import Batch
-from chameleon_ft.data.batch import load_micro_batch
 from chameleon_ft.data.order import SampleOrder
+from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job
 
 __all__ = ["KEPT_MICRO_BATCHES", "Batches"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from chameleon_ft.data.batch import load_micro_batch
 from chameleon_ft.data.order import SampleOrder
+from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers

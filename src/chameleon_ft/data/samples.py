@@ -1,7 +1,8 @@
-"""Samples of a language model: windows of a long row of tokens."""
+"""Samples of a language model, windows of a row of tokens, and their batches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +13,22 @@ from chameleon_ft.errors import DataError
 
 if TYPE_CHECKING:
     from chameleon_ft.data.tokens import Tokens
-    from chameleon_ft.job import TensorPair
+    from chameleon_ft.job import Dataset, TensorPair
 
-__all__ = ["TokenWindows"]
+__all__ = ["TokenWindows", "load_micro_batch"]
+
+
+def load_micro_batch(dataset: Dataset, ids: Sequence[int]) -> TensorPair:
+    """Return the samples `ids` of `dataset` as (inputs, targets), stacked along a new first dimension."""
+    samples = [dataset[index] for index in ids]
+    return torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
 
 
 class TokenWindows:
     """Map-style dataset: sample i is tokens [i (seq_len + 1), (i + 1) (seq_len + 1)), as input and as the next token.
 
-    Windows do not overlap, so in one epoch every token is a target once at most; what is left after the last whole
-    window is not used. A sample is a pair of int64 tensors (seq_len,).
+    Windows do not overlap, so in one epoch every token is a target at most once; tokens after the last whole window are
+    not used. A sample is a pair of int64 tensors (seq_len,).
     """
 
     def __init__(self, tokens: Tokens, seq_len: int) -> None:
@@ -43,12 +50,12 @@ class TokenWindows:
     def __reduce__(self) -> tuple[Any, ...]:
         tokens = self._tokens
         memory: object = tokens.base
-        # A map would be pickled with all its contents: what is sent is where to find them. A part of a map cannot be
-        # found again, as it does not know its own offset.
+        # Pickling a map would copy all its contents, so only its place is pickled. A slice of a map does not know its
+        # own offset and is pickled as it is.
         if isinstance(tokens, np.memmap) and isinstance(memory, mmap):
-            return _reopened, (str(tokens.filename), tokens.dtype.str, tokens.offset, len(tokens), self._seq_len)
+            return _reopen, (str(tokens.filename), tokens.dtype.str, tokens.offset, len(tokens), self._seq_len)
         return TokenWindows, (tokens, self._seq_len)
 
 
-def _reopened(path: str, dtype: str, offset: int, num_tokens: int, seq_len: int) -> TokenWindows:
+def _reopen(path: str, dtype: str, offset: int, num_tokens: int, seq_len: int) -> TokenWindows:
     return TokenWindows(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(num_tokens,)), seq_len)
