@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from chameleon_ft.search.gradient_sync import SyncLowerBound
-from chameleon_ft.search.layouts import promising_layouts
+from chameleon_ft.search.placement.gradient_sync import SyncLowerBound
+from chameleon_ft.search.mixes.equal_depths import promising_layouts
 from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.pipelines import PipelineSearch
-from chameleon_ft.search.schedules import PipelineScheduler
-from chameleon_ft.search.stages import Stages
-from chameleon_ft.search.worker_classes import WorkerPool
+from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
+from chameleon_ft.search.pipelines.schedules import PipelineScheduler
+from chameleon_ft.search.pipelines.stages import Stages
+from chameleon_ft.search.pipelines.worker_classes import WorkerPool
 from tests.search.instances import instance, with_gradients
 
 

@@ -10,12 +10,12 @@ from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.search.candidates import Candidate, evaluated, figures
+from chameleon_ft.search.placement.candidates import Candidate, evaluated, figures
 from chameleon_ft.search.infeasible import InfeasibleError, infeasible_error
 from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
 from chameleon_ft.search.plan_search import PlanSearch, bound_of_best_workers_s
 from chameleon_ft.search.result import FoundPlan, SearchResult, SizeFigures, pareto_front
-from chameleon_ft.search.worker_classes import merged_clusters
+from chameleon_ft.search.pipelines.worker_classes import merged_clusters
 
 __all__ = ["find_plan", "find_plan_of_sizes"]
 

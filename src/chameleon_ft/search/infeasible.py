@@ -12,9 +12,9 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.quantities import data_size
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule.records import Booleans
-from chameleon_ft.search.bounds import CutPoints
-from chameleon_ft.search.stages import Stages
-from chameleon_ft.search.worker_classes import Shape, WorkerClass, WorkerPool
+from chameleon_ft.search.pipelines.bounds import CutPoints
+from chameleon_ft.search.pipelines.stages import Stages
+from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerClass, WorkerPool
 
 __all__ = ["InfeasibleError", "fitting_pipeline", "infeasible_error"]
 

@@ -14,9 +14,9 @@ from chameleon_ft.estimate import total_work_bound_s
 from chameleon_ft.plan import Placement
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.candidates import Candidate, PlacedPipelines, figures
-from chameleon_ft.search.exhaustive import ExhaustiveSearch
-from chameleon_ft.search.gradient_sync import (
+from chameleon_ft.search.placement.candidates import Candidate, PlacedPipelines, figures
+from chameleon_ft.search.placement.exhaustive import ExhaustiveSearch
+from chameleon_ft.search.placement.gradient_sync import (
     GradientSync,
     SyncCost,
     SyncLowerBound,
@@ -25,18 +25,18 @@ from chameleon_ft.search.gradient_sync import (
     numbers_of_pipelines,
 )
 from chameleon_ft.search.infeasible import fitting_pipeline
-from chameleon_ft.search.knapsack import is_exact
-from chameleon_ft.search.layouts import promising_layouts
-from chameleon_ft.search.mixes import MixSearch, TimedMix
+from chameleon_ft.search.mixes.knapsack import is_exact
+from chameleon_ft.search.mixes.equal_depths import promising_layouts
+from chameleon_ft.search.mixes.mix_search import MixSearch, TimedMix
 from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.pipelines import PipelineSearch
-from chameleon_ft.search.placement import PlacementSearch, assigned_workers, smaller_clusters
-from chameleon_ft.search.polish import Polish
+from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
+from chameleon_ft.search.placement.hosts import PlacementSearch, assigned_workers, smaller_clusters
+from chameleon_ft.search.placement.polish import Polish
 from chameleon_ft.search.recut import recut
 from chameleon_ft.search.result import FoundPlan, pareto_front
-from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
-from chameleon_ft.search.stages import Stages
-from chameleon_ft.search.worker_classes import Shape, WorkerPool
+from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.pipelines.stages import Stages
+from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool
 
 __all__ = ["PlanSearch", "bound_of_best_workers_s"]
 

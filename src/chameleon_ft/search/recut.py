@@ -18,16 +18,16 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.bounds import CutPoints
-from chameleon_ft.search.candidates import Candidate, PlacedPipelines
-from chameleon_ft.search.gradient_sync import GradientSync
+from chameleon_ft.search.pipelines.bounds import CutPoints
+from chameleon_ft.search.placement.candidates import Candidate, PlacedPipelines
+from chameleon_ft.search.placement.gradient_sync import GradientSync
 from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
-from chameleon_ft.search.pipelines import PipelineSearch
-from chameleon_ft.search.polish import Polish
+from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
+from chameleon_ft.search.placement.polish import Polish
 from chameleon_ft.search.result import FoundPlan
-from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
-from chameleon_ft.search.stages import Stages
-from chameleon_ft.search.worker_classes import Shape, WorkerPool, merged_clusters
+from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.pipelines.stages import Stages
+from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool, merged_clusters
 
 __all__ = ["recut", "recut_plan"]
 

@@ -1,4 +1,4 @@
-"""Lower bounds on the time of pipelines, from the last stage to the first; `search.bounds` has the formulas."""
+"""Lower bounds on the time of pipelines, from the last stage to the first; `pipelines.bounds` has the formulas."""
 
 from __future__ import annotations
 
@@ -7,61 +7,23 @@ from typing import Final, NamedTuple
 
 from chameleon_ft.schedule.jit import no_refcount_inline, no_refcount_kernel
 from chameleon_ft.schedule.records import Floats, Integers
-from chameleon_ft.search._kernels.stage_memory import BACKWARD, DEFERRED, EACH, FORWARD, IN_FLIGHT, SPARE, WEIGHT
+from chameleon_ft.search._kernels.records import (
+    BACKWARD,
+    DEFERRED,
+    EACH,
+    FORWARD,
+    IN_FLIGHT,
+    SPARE,
+    WEIGHT,
+    Bounds,
+    Pipeline,
+    Tables,
+)
 
-# As in `search.cuts.Choice`.
-_NEAREST: Final = 0
-_LATEST: Final = 1
-
-
-class Tables(NamedTuple):
-    """Stages of a model of L layers on each of C classes of workers.
-
-    Attributes:
-        forward_s, backward_s, weight_s: seconds of F, of B or I, and of W (zero with fused backward), without
-            recomputation; float64 [C, L + 1, L + 1], by class, start and stop.
-        message_s: seconds of the message over the boundary before a layer, float64 [L + 1].
-        forward_before_s, backward_before_s: least seconds of F, and of B or I, of all layers before a layer; float64
-            [L + 1].
-        first: the place of the stage's first option, int64 [C, L + 1, L + 2]; those of stop end where stop + 1 begins.
-        options: as in `stage_memory`, int64 [options, columns].
-        recompute_s: seconds of recomputation by option, float64 [options].
-        gradient_interval_s: seconds between two gradients that leave a last stage, at least.
-        split: whether backward is split in two.
-        in_flight_share: a stage needs room for this share of the micro-batches that 1F1B has in flight on it, or for as
-            many as fit if these are fewer. With 0 the times are bounds, otherwise estimates.
-    """
-
-    forward_s: Floats
-    backward_s: Floats
-    weight_s: Floats
-    message_s: Floats
-    forward_before_s: Floats
-    backward_before_s: Floats
-    first: Integers
-    options: Integers
-    recompute_s: Floats
-    gradient_interval_s: float
-    split: bool
-    in_flight_share: float
-
-
-class Pipeline(NamedTuple):
-    """A pipeline to be cut, and bounds on the stages after each of its stages.
-
-    Attributes:
-        shape: class of each worker, int64 [stages].
-        micro_batches: of the pipeline.
-        sync_s: seconds of gradient sync by start and stop, float64 [L + 1, L + 1].
-        first_s, returned_s, ended_s: as for `fill_bounds`, by stage, of the stages after it; float64 [stages, L + 1].
-    """
-
-    shape: Integers
-    micro_batches: int
-    sync_s: Floats
-    first_s: Floats
-    returned_s: Floats
-    ended_s: Floats
+# Rules of `greedy_cut`: of the layers where a stage may stop the nearest to the wanted one, the last, or the first.
+NEAREST: Final = 0
+LATEST: Final = 1
+EARLIEST: Final = 2
 
 
 class Stage(NamedTuple):

@@ -21,10 +21,10 @@ from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, defau
 from chameleon_ft.schedule.best import DEFAULT_EFFORT
 from chameleon_ft.schedule.program import KINDS
 from chameleon_ft.schedule.records import PROGRAM_RECORD
-from chameleon_ft.search.candidates import predicted
-from chameleon_ft.search.placement import PlacementSearch
+from chameleon_ft.search.placement.candidates import predicted
+from chameleon_ft.search.placement.hosts import PlacementSearch
 from chameleon_ft.search.result import FoundPlan
-from chameleon_ft.search.worker_classes import WorkerPool
+from chameleon_ft.search.pipelines.worker_classes import WorkerPool
 from chameleon_ft.workload import Workload
 
 __all__ = [

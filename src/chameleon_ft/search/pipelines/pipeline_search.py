@@ -8,11 +8,11 @@ from itertools import product
 from typing import Final
 
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.search.bounds import CutPoints, PipelineBounds, PipelineEstimates
-from chameleon_ft.search.gradient_sync import SyncCost
+from chameleon_ft.search.pipelines.bounds import CutPoints, PipelineBounds, PipelineEstimates
+from chameleon_ft.search.placement.gradient_sync import SyncCost
 from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
-from chameleon_ft.search.worker_classes import Shape
+from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.pipelines.worker_classes import Shape
 
 __all__ = ["PipelineSearch", "synced_s"]
 

@@ -44,10 +44,10 @@ import numpy as np
 
 from chameleon_ft.quantities import SUM_ROUNDING
 from chameleon_ft.schedule.records import Floats, Integers
-from chameleon_ft.search.cuts import Choice, Cuts
-from chameleon_ft.search.gradient_sync import SyncCost
-from chameleon_ft.search.stages import Stages, gradient_bytes, timeless_gradient_bytes
-from chameleon_ft.search.worker_classes import Shape
+from chameleon_ft.search.pipelines.cuts import Choice, Cuts
+from chameleon_ft.search.placement.gradient_sync import SyncCost
+from chameleon_ft.search.pipelines.stages import Stages, gradient_bytes, timeless_gradient_bytes
+from chameleon_ft.search.pipelines.worker_classes import Shape
 
 if TYPE_CHECKING:
     from chameleon_ft.search._kernels.pipeline_bounds import Pipeline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,14 +15,16 @@ from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.plan import RecomputedLayers
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule.records import Booleans, Floats, Integers
-from chameleon_ft.search.worker_classes import Shape, WorkerClass
+from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerClass
 from chameleon_ft.workload import LayerCost, Workload, is_recomputed
 
 if TYPE_CHECKING:
     from chameleon_ft.search._kernels.pipeline_bounds import Tables
     from chameleon_ft.search._kernels.stage_memory import LayerBytes
 
-__all__ = ["Stages", "gradient_bytes", "links_between", "timeless_gradient_bytes"]
+__all__ = ["Stages", "links_between", "sums_by_stage"]
+
+# Kernels are imported where they are called: importing them loads numba, and most importers of this module run none.
 
 
 class Stages:
@@ -41,11 +44,12 @@ class Stages:
         self.limited = any(own.memory_bytes is not None for own in self.classes)
         self.speeds = np.array([own.speed for own in self.classes], np.float64)
         self._capacities = [-1 if own.memory_bytes is None else own.memory_bytes for own in self.classes]
+        # Bytes of the message over the boundary before each layer, int64 [L + 1].
+        self._output_bytes = np.array([0, *(layer.output_bytes for layer in costs.workload.layers[:-1]), 0])
 
     @cached_property
     def tables(self) -> Tables:
-        """The stages as kernels read them, for bounds."""
-        # Here, as below, because to import a kernel loads numba, and most importers of this module run none.
+        """The stages as the kernels for bounds read them."""
         from chameleon_ft.search._kernels.pipeline_bounds import Tables
 
         first, options, recompute_s = self._options()
@@ -56,9 +60,11 @@ class Stages:
         backward_before_s = [
             min(layer.backward_s, layer.input_grad_s) if self.split_backward else layer.backward_s for layer in layers
         ]
+        links = links_between(self.costs.cluster)
+        messages_s = [min(link.message_s(size) for link in links) for size in self._output_bytes[1:-1].tolist()]
         return Tables(
             *seconds,
-            self.message_s,
+            message_s=np.array([0.0, *messages_s, 0.0]),
             forward_before_s=np.cumsum([0.0, *(layer.forward_s for layer in layers)]) / fastest,
             backward_before_s=np.cumsum([0.0, *backward_before_s]) / fastest,
             first=first,
@@ -81,21 +87,19 @@ class Stages:
                 return False
         return True
 
-    def tables_with_room(self, share: float) -> Tables:
-        """The stages as kernels read them, for estimates: with room for this share of 1F1B wherever possible."""
-        return self.tables._replace(in_flight_share=share)
+    def options(self, kind: int, start: int, stop: int) -> range:
+        """Return the options of one stage, which are rows of `tables.options`, the least recomputation first."""
+        first = self.tables.first
+        return range(int(first[kind, start, stop]), int(first[kind, start, stop + 1]))
 
-    @cached_property
-    def message_s(self) -> Floats:
-        """Seconds of the message over the boundary before each layer, on the fastest link; float64 [L + 1]."""
-        links = links_between(self.costs.cluster)
-        outputs = [layer.output_bytes for layer in self.costs.workload.layers[:-1]]
-        return np.array([0.0, *(min(link.message_s(size) for link in links) for size in outputs), 0.0])
+    def options_of(self, shape: Shape, cut_points: Sequence[int]) -> list[range]:
+        """Return the options of each stage of a cut."""
+        return [self.options(kind, *own) for kind, own in zip(shape, pairwise((0, *cut_points)), strict=True)]
 
     def recomputed_layers(
         self, cut_points: Sequence[int], options: Sequence[int]
     ) -> tuple[RecomputedLayers | None, ...]:
-        """The layers that each stage of a cut recomputes under these options: some from its first one on, or none."""
+        """Return the layers that each stage recomputes under these options: some from its first one on, or none."""
         from chameleon_ft.search._kernels.stage_memory import FULL, SELECTIVE
 
         counts = self.tables.options[list(options)][:, [FULL, SELECTIVE]].tolist()
@@ -104,18 +108,10 @@ class Stages:
             for start, (full, selective) in zip((0, *cut_points[:-1]), counts, strict=True)
         )
 
-    def options_of(self, shape: Shape, cut_points: Sequence[int]) -> list[range]:
-        """The options of each stage of a cut, the least recomputation first."""
-        first = self.tables.first
-        return [
-            range(int(first[kind, start, stop]), int(first[kind, start, stop + 1]))
-            for kind, start, stop in zip(shape, (0, *cut_points[:-1]), cut_points, strict=True)
-        ]
-
     def limits(
         self, shape: Shape, cut_points: Sequence[int], options: Sequence[int], micro_batches: int
     ) -> Integers | None:
-        """Limits of each stage by its memory; None if a stage has no room for one micro-batch.
+        """Return the limits of each stage by its memory; None if a stage has no room for one micro-batch.
 
         Returns:
             int64 [3, stages]: micro-batches in flight, micro-batches kept, and W that wait.
@@ -124,7 +120,6 @@ class Stages:
 
         found = np.empty((3, len(cut_points)), np.int64)
         fits = fill_limits(
-            np.array(cut_points),
             self.tables.options[list(options)],
             np.array([self._capacities[kind] for kind in shape]),
             self._message_bytes([0, *cut_points[:-1]], cut_points, micro_batches),
@@ -134,49 +129,46 @@ class Stages:
         )
         return found if fits else None
 
-    @cached_property
     def fits(self) -> Booleans:
-        """Whether a worker of each class holds a stage with one micro-batch at a time; bool [C, L + 1, L + 1]."""
-        found = np.zeros((len(self.classes), self.num_layers + 1, self.num_layers + 1), np.bool_)
-        for kind, capacity in enumerate(self._capacities):
-            needed = self.least_bytes(kind)
-            found[kind] = needed >= 0 if capacity < 0 else (needed >= 0) & (needed <= capacity)
+        """Return whether a worker of each class holds a stage, one micro-batch at a time; bool [C, L + 1, L + 1]."""
+        needed = np.stack([self.least_bytes(kind) for kind in range(len(self.classes))])
+        most = np.array([np.iinfo(np.int64).max if own < 0 else own for own in self._capacities])
+        found: Booleans = (needed >= 0) & (needed <= most[:, np.newaxis, np.newaxis])
         return found
 
     def smallest_option(self, kind: int, start: int, stop: int) -> int:
-        """The option of a stage that needs least memory with one micro-batch at a time."""
-        options = range(int(self.tables.first[kind, start, stop]), int(self.tables.first[kind, start, stop + 1]))
-        return min(options, key=self._needed)
+        """Return the option of a stage that needs least memory with one micro-batch at a time."""
+        return min(self.options(kind, start, stop), key=self._needed_bytes)
 
-    def _needed(self, option: int) -> int:
-        """Bytes that an option needs with one micro-batch at a time, without messages."""
+    def _needed_bytes(self, option: int) -> int:
+        """Return the bytes that an option needs with one micro-batch at a time, without messages."""
         from chameleon_ft.search._kernels.stage_memory import BACKWARD, FIXED, FORWARD, WEIGHT
 
         own = self.tables.options[option]
         return int(own[FIXED] + max(own[FORWARD], own[BACKWARD], own[WEIGHT]))
 
     def least_bytes(self, kind: int) -> Integers:
-        """Bytes that a worker of this class needs for a stage at least, message buffers included.
+        """Return the bytes that a worker of this class needs for a stage at least, message buffers included.
 
         Returns:
             int64 [L + 1, L + 1]; -1 where there is no stage, or not even the lower bound of the bytes fits.
         """
-        found = np.full((self.num_layers + 1, self.num_layers + 1), -1)
-        for start in range(self.num_layers):
-            for stop in range(start + 1, self.num_layers + 1):
-                if self.tables.first[kind, start, stop] < self.tables.first[kind, start, stop + 1]:
-                    found[start, stop] = self._needed(self.smallest_option(kind, start, stop))
-        starts, stops = np.indices(found.shape)
-        return np.where(found < 0, found, found + self._message_bytes(starts, stops, self.costs.workload.micro_batches))
+        starts, stops = np.indices((self.num_layers + 1, self.num_layers + 1))
+        messages = self._message_bytes(starts, stops, self.costs.workload.micro_batches)
+        found = np.full(messages.shape, -1)
+        for start, stop in zip(*np.triu_indices(self.num_layers + 1, 1), strict=True):
+            if self.options(kind, start, stop):
+                found[start, stop] = self._needed_bytes(self.smallest_option(kind, start, stop)) + messages[start, stop]
+        return found
 
     def _message_bytes(self, starts: ArrayLike, stops: ArrayLike, micro_batches: int) -> Integers:
-        """Bytes of the message buffers of stages, at most: messages asked for, and gradients that were sent.
+        """Return the bytes of message buffers of stages, at most: messages asked for, and gradients that were sent.
 
         Those of the micro-batch in hand are counted with its operations. Of each other one either its activation is
         asked for, or its gradient has been sent.
         """
-        buffers, outputs, others = MessageBuffers(), self._outputs, micro_batches - 1
-        below, above = outputs[np.asarray(starts)], outputs[np.asarray(stops)]
+        buffers, others = MessageBuffers(), micro_batches - 1
+        below, above = self._output_bytes[np.asarray(starts)], self._output_bytes[np.asarray(stops)]
         ahead = buffers.receives_ahead
         downwards, upwards = min(ahead, others), min(ahead, micro_batches)
         found: Integers = np.maximum(
@@ -185,18 +177,13 @@ class Stages:
         )
         return found
 
-    @cached_property
-    def _outputs(self) -> Integers:
-        """Bytes of the message over the boundary before each layer, int64 [L + 1]."""
-        return np.array([0, *(layer.output_bytes for layer in self.costs.workload.layers[:-1]), 0])
-
     def _seconds(self) -> tuple[Floats, Floats, Floats]:
-        """Of F, of B or I, and of W, by class, start and stop; infinite where a stage would have no layers."""
+        """Return the seconds of F, of B or I, and of W, by class, start and stop; infinite for stages without layers."""
         workload = self.costs.workload
         empty = np.tri(self.num_layers + 1, dtype=np.bool_)
 
         def spent(seconds: Callable[[LayerCost], float]) -> Floats:
-            sums: Floats = np.where(empty, np.inf, _range_sums([seconds(layer) for layer in workload.layers]))
+            sums: Floats = np.where(empty, np.inf, sums_by_stage([seconds(layer) for layer in workload.layers]))
             return sums / self.speeds[:, np.newaxis, np.newaxis] + workload.operation_overhead_s
 
         forward_s, backward_s = spent(lambda layer: layer.forward_s), spent(lambda layer: layer.backward_s)
@@ -209,6 +196,7 @@ class Stages:
         return forward_s, input_grad_s, weight_s
 
     def _options(self) -> tuple[Integers, Integers, Floats]:
+        """Return `first`, `options` and `recompute_s` of `Tables`."""
         from chameleon_ft.search._kernels.stage_memory import COLUMNS, fill_options
 
         layers, size = _layer_bytes(self.costs.workload), self.num_layers
@@ -230,7 +218,7 @@ class Stages:
 def _layer_bytes(workload: Workload) -> LayerBytes:
     from chameleon_ft.search._kernels.stage_memory import LayerBytes
 
-    layers, last = workload.layers, len(workload.layers) - 1
+    layers = workload.layers
     outputs = [layer.output_bytes for layer in layers]
     return LayerBytes(
         state=np.array([layer.param_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in layers]),
@@ -239,7 +227,7 @@ def _layer_bytes(workload: Workload) -> LayerBytes:
         boundary=np.array([0, *outputs[:-1]]),
         selective=np.array(workload.selective_bytes),
         recomputable=np.array([is_recomputed(layer, len(layers)) for layer in range(len(layers))]),
-        output=np.array([*outputs[:last], 0]),
+        output=np.array([*outputs[:-1], 0]),
         weight_grad=np.array([layer.weight_grad_bytes for layer in layers]),
         working=np.array([layer.working_bytes for layer in layers]),
         selective_s=np.array([layer.selective_s for layer in layers]),
@@ -247,32 +235,15 @@ def _layer_bytes(workload: Workload) -> LayerBytes:
     )
 
 
-def gradient_bytes(workload: Workload) -> Floats:
-    """Bytes of the gradients of every stage, those of tied parameters once; float64 [L + 1, L + 1]."""
-    found = _range_sums([float(layer.gradient_bytes) for layer in workload.layers])
-    for tied in workload.tied:
-        before = np.searchsorted(np.array(tied.layers), np.arange(len(found)))
-        copies = np.maximum(before[np.newaxis, :] - before[:, np.newaxis], 1)
-        found -= (copies - 1) * float(tied.gradient_bytes)
-    return found
-
-
-def timeless_gradient_bytes(workload: Workload) -> Floats:
-    """Bytes of the gradients of those layers of every stage that take no time; float64 [L + 1, L + 1]."""
-    return _range_sums(
-        [0.0 if layer.forward_s + layer.least_backward_s else float(layer.gradient_bytes) for layer in workload.layers]
-    )
-
-
 def links_between(cluster: Cluster) -> list[Link]:
-    """The kinds of link that join two of the workers; that inside a host if there is but one worker."""
+    """Return the kinds of link that join two of the workers; that inside a host if there is but one worker."""
     hosts = len(cluster.host_sizes)
     links = [cluster.intra_host] if hosts < len(cluster.workers) or hosts < 2 else []
     return links if hosts < 2 else [*links, cluster.inter_host]
 
 
-def _range_sums(values: Sequence[float]) -> Floats:
-    """Sums over the layers of every stage; float64 [L + 1, L + 1]."""
+def sums_by_stage(values: Sequence[float]) -> Floats:
+    """Return the sums of a value of each layer over the layers of every stage; float64 [L + 1, L + 1]."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     found: Floats = sums[np.newaxis, :] - sums[:, np.newaxis]
     return found

@@ -1,39 +1,32 @@
-"""Gradient sync of pipelines side by side: the least it takes, and what it takes on given workers."""
+"""Lower bounds on gradient sync, by the number of pipelines side by side."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import accumulate, pairwise
+from functools import cache
+from itertools import accumulate
 from typing import Final
 
-from chameleon_ft.cluster import Cluster
-from chameleon_ft.estimate import reduction_times
-from chameleon_ft.plan import LayerRange, Placement
+import numpy as np
+
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.schedules import TimedPipeline
-from chameleon_ft.search.stages import links_between
-from chameleon_ft.sync import gradient_rounds, segment_bytes
+from chameleon_ft.schedule.records import Floats
+from chameleon_ft.search.pipelines.stages import links_between, sums_by_stage
 from chameleon_ft.workload import Workload
 
-__all__ = ["GradientSync", "SyncCost", "SyncLowerBound", "has_gradients", "links_are_equal", "numbers_of_pipelines"]
+__all__ = ["SyncCost", "SyncLowerBound", "has_gradients", "numbers_of_pipelines"]
 
 # Numbers of pipelines that differ by up to this share have a common bound: their rings take nearly the same time.
 _ALIKE: Final = 0.1
 
 
 def has_gradients(workload: Workload) -> bool:
-    """Whether there is anything to reduce."""
+    """Return whether there is anything to reduce."""
     return any(layer.gradient_bytes for layer in workload.layers)
-
-
-def links_are_equal(cluster: Cluster) -> bool:
-    """Whether it does not matter which workers share a host."""
-    return cluster.intra_host == cluster.inter_host or len(cluster.host_sizes) in (1, len(cluster.workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +45,22 @@ class SyncCost:
     inside_bytes: float = math.inf
     beyond_s: float = 0.0
 
+    def of_stages(self, workload: Workload) -> Floats:
+        """Return the seconds of every stage by start and stop, zero without gradients; float64 [L + 1, L + 1]."""
+        layers = workload.layers
+        num_bytes = sums_by_stage([float(layer.gradient_bytes) for layer in layers])
+        for tied in workload.tied:
+            # Parameters that several layers of a stage share are reduced once.
+            before = np.searchsorted(np.array(tied.layers), np.arange(len(num_bytes)))
+            copies = np.maximum(before[np.newaxis, :] - before[:, np.newaxis], 1)
+            num_bytes -= (copies - 1) * float(tied.gradient_bytes)
+        timeless = sums_by_stage(
+            [0.0 if layer.forward_s + layer.least_backward_s else float(layer.gradient_bytes) for layer in layers]
+        )
+        beyond = np.maximum(0.0, num_bytes - timeless - self.inside_bytes)
+        sync_s = self.fixed_s + self.per_byte_s * num_bytes + self.beyond_s * beyond
+        return np.where(num_bytes > 0, sync_s, 0.0)
+
 
 class SyncLowerBound:
     """Lower bound of the gradient sync of a stage with holders in some number of pipelines, in steps up to `most_s`.
@@ -67,7 +76,7 @@ class SyncLowerBound:
         self.of = cache(self._of)
 
     def _of(self, pipelines: int) -> SyncCost:
-        """The least cost with this number of pipelines."""
+        """Return the least cost with this number of pipelines."""
         cluster = self._costs.cluster
         if pipelines < 2 or not has_gradients(self._costs.workload):
             return SyncCost()
@@ -83,7 +92,10 @@ class SyncLowerBound:
         return SyncCost(least.fixed_s, least.per_byte_s, self._inside_bytes(pipelines), passes * slower_s)
 
     def _inside_bytes(self, pipelines: int) -> float:
-        """Bytes of gradients, of layers that take time, that a host with a worker for each pipeline makes at most."""
+        """Return the bytes of gradients that a host with a worker for each pipeline makes at most.
+
+        Layers that take no time are not counted.
+        """
         workload = self._costs.workload
         timed = ((layer.forward_s + layer.least_backward_s, float(layer.gradient_bytes)) for layer in workload.layers)
         busy = [(own_s, size) for own_s, size in timed if own_s > 0]
@@ -106,52 +118,9 @@ class SyncLowerBound:
 
 
 def numbers_of_pipelines(most: int) -> Iterator[tuple[int, int]]:
-    """Ranges (first, last) that cover 2 to `most`, each of numbers that are nearly the same."""
+    """Yield ranges (first, last) that cover 2 to `most`, each of numbers that are nearly the same."""
     first = 2
     while first <= most:
         last = min(most, int(first * (1 + _ALIKE)))
         yield first, last
         first = last + 1
-
-
-class GradientSync:
-    """Gradient sync of pipelines on workers of a cluster: `estimate_sync` without a plan or a program."""
-
-    def __init__(self, costs: CostModel) -> None:
-        self._costs = costs
-        self._is_free = not has_gradients(costs.workload)
-        self._known: dict[tuple[tuple[TimedPipeline, tuple[int, ...]], ...], float] = {}
-        self._reductions = cache(partial(_reductions, costs.workload))
-
-    def step_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
-        """Seconds until all operations have ended and all gradients are reduced, of pipelines with their workers."""
-        key = tuple(pipelines)
-        if key not in self._known:
-            program_s = max(timed.program_s for timed, _ in pipelines)
-            self._known[key] = program_s if self._is_free else max(program_s, self._reduced_s(pipelines))
-        return self._known[key]
-
-    def _reduced_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
-        """Seconds until the last gradients are reduced; zero if no two workers hold the same parameters."""
-        workers_of = [worker for _, workers in pipelines for worker in workers]
-        free_s = dict(enumerate(end_s for timed, _ in pipelines for end_s in timed.ends_s))
-        ring_s = self._costs.cluster.ring_all_reduce_s
-        reductions = (
-            (holders, 0.0, ring_s([workers_of[slot] for slot in holders], num_bytes))
-            for holders, num_bytes in self._reductions(tuple(timed.cut_points for timed, _ in pipelines))
-        )
-        return max((end_s for _, end_s in reduction_times(reductions, free_s)), default=0.0)
-
-
-def _reductions(workload: Workload, cut_points: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:
-    """(holders, bytes) of all reductions of pipelines with these cut points, in the order in which workers issue them.
-
-    Holders are stages, counted through all pipelines.
-    """
-    ranges = (LayerRange(start, stop) for own in cut_points for start, stop in pairwise((0, *own)))
-    placement = Placement(len(workload.layers), {slot: (layers,) for slot, layers in enumerate(ranges)})
-    return [
-        (segment.holders, num_bytes)
-        for segment in gradient_rounds(placement, workload.tied_layers).order
-        if (num_bytes := segment_bytes(segment, workload))
-    ]

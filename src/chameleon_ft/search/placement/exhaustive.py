@@ -17,11 +17,11 @@ from typing import Final, TypeAlias
 from chameleon_ft.estimate import total_work_bound_s
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.candidates import PlacedPipelines
-from chameleon_ft.search.gradient_sync import GradientSync, SyncCost, SyncLowerBound, links_are_equal
+from chameleon_ft.search.placement.candidates import PlacedPipelines
+from chameleon_ft.search.placement.gradient_sync import GradientSync, SyncCost, SyncLowerBound, links_are_equal
 from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.pipelines import PipelineSearch, synced_s
-from chameleon_ft.search.schedules import TimedPipeline
+from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch, synced_s
+from chameleon_ft.search.pipelines.schedules import TimedPipeline
 
 __all__ = ["ExhaustiveSearch"]
 

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.search.candidates import PlacedPipelines
-from chameleon_ft.search.gradient_sync import GradientSync, links_are_equal
+from chameleon_ft.search.placement.candidates import PlacedPipelines
+from chameleon_ft.search.placement.gradient_sync import GradientSync, links_are_equal
 from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.pipelines import PipelineSearch
-from chameleon_ft.search.schedules import PipelineSpec, TimedPipeline
+from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
+from chameleon_ft.search.pipelines.schedules import PipelineSpec, TimedPipeline
 
 __all__ = ["Polish"]
 

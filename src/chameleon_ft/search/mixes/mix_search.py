@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.search.gradient_sync import SyncCost
-from chameleon_ft.search.knapsack import BoundedMix, Size, best_mix
+from chameleon_ft.search.placement.gradient_sync import SyncCost
+from chameleon_ft.search.mixes.knapsack import BoundedMix, Size, best_mix
 from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.pipelines import PipelineSearch
-from chameleon_ft.search.schedules import TimedPipeline
-from chameleon_ft.search.shapes import shapes_of, size_of
-from chameleon_ft.search.worker_classes import Shape
+from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
+from chameleon_ft.search.pipelines.schedules import TimedPipeline
+from chameleon_ft.search.mixes.shapes import shapes_of, size_of
+from chameleon_ft.search.pipelines.worker_classes import Shape
 
 __all__ = ["MixSearch", "Share", "TimedMix"]
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 from itertools import permutations
 from typing import Final
 
-from chameleon_ft.search.knapsack import Size
-from chameleon_ft.search.worker_classes import Shape
+from chameleon_ft.search.mixes.knapsack import Size
+from chameleon_ft.search.pipelines.worker_classes import Shape
 
 __all__ = ["shapes_of", "size_of"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from chameleon_ft.search.gradient_sync import SyncCost, SyncLowerBound
+from chameleon_ft.search.placement.gradient_sync import SyncCost, SyncLowerBound
 from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.pipelines import PipelineSearch
+from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
 from chameleon_ft.workload import Workload
 
 __all__ = ["Layout", "promising_layouts"]

@@ -15,7 +15,7 @@ from chameleon_ft.schedule.best import DEFAULT_EFFORT as PROGRAM_EFFORT
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.schedule.list_scheduler import limits_of_array
 from chameleon_ft.search.result import FoundPlan
-from chameleon_ft.search.schedules import TimedPipeline, hops_of
+from chameleon_ft.search.pipelines.schedules import TimedPipeline, hops_of
 from chameleon_ft.transfer import moved_bytes
 
 __all__ = ["Candidate", "PlacedPipelines", "evaluated", "figures", "predicted"]

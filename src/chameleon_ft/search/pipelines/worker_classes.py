@@ -15,9 +15,9 @@ __all__ = ["Shape", "WorkerClass", "WorkerPool", "merged_clusters"]
 Shape: TypeAlias = tuple[int, ...]
 """The class of each worker of a pipeline, first stage to last, as an index into `WorkerPool.classes`."""
 
-# Up to this many classes are searched as they are, and more if there are few ways to choose workers from them.
+# A cluster is searched as it is with up to this many classes, or with up to this many numbers of workers of each.
 _MAX_CLASSES: Final = 3
-_FEW_WAYS: Final = 300
+_MAX_NUMBERS: Final = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class WorkerPool:
 
     @classmethod
     def of(cls, cluster: Cluster) -> WorkerPool:
-        """The pool of all workers of `cluster`."""
+        """Return the pool of all workers of `cluster`."""
         sizes = Counter(worker.host for worker in cluster.workers)
         order = {host: place for place, host in enumerate(sorted(sizes, key=sizes.__getitem__))}
         found: dict[WorkerClass, list[tuple[int, int]]] = defaultdict(list)
@@ -57,24 +57,20 @@ class WorkerPool:
         return tuple(map(len, self.members))
 
     def class_of(self) -> dict[int, int]:
-        """Worker -> index of its class."""
+        """Return the index of the class of each worker."""
         return {worker: number for number, members in enumerate(self.members) for worker in members}
 
     def sample(self, shape: Shape) -> tuple[int, ...]:
-        """The first workers of these classes; there must be enough of each."""
-        taken = [0] * len(self.classes)
-        workers: list[int] = []
-        for number in shape:
-            workers.append(self.members[number][taken[number]])
-            taken[number] += 1
-        return tuple(workers)
+        """Return the first workers of these classes; there must be enough of each."""
+        members = [iter(own) for own in self.members]
+        return tuple(next(members[number]) for number in shape)
 
 
 def merged_clusters(cluster: Cluster) -> Iterator[Cluster]:
-    """`cluster` with few classes of workers, and then with few sizes of memory, where all are as slow as the slowest.
+    """Yield `cluster` with few classes of workers; then with few sizes of memory, all workers as slow as the slowest.
 
-    The second one may hold a model for which the first one takes workers to be too small. There is none if nothing has
-    to be merged in the first one.
+    The second cluster may hold a model for which the first one takes workers to be too small. There is no second one if
+    the first one needs no merging.
     """
     merged = _merge_classes(cluster)
     yield merged
@@ -85,35 +81,32 @@ def merged_clusters(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _merge_classes(cluster: Cluster) -> Cluster:
-    """`cluster` with few classes of workers: each worker as slow and as small as the least of its group.
+    """Return `cluster` with few classes of workers: each worker as slow and as small as the least of its group.
 
     Classes whose speeds differ least are merged first, and of those with equal speeds the ones whose memory does. A
     plan that fits these workers fits the real ones and takes no longer on them.
     """
     pool = WorkerPool.of(cluster)
-    groups = [[number] for number in range(len(pool.classes))]
-    if math.prod(count + 1 for count in pool.counts) <= _FEW_WAYS:
+    if math.prod(count + 1 for count in pool.counts) <= _MAX_NUMBERS:
         return cluster
+    groups = [[own] for own in pool.classes]
     while len(groups) > _MAX_CLASSES:
-        ratios = [_ratio(pool, groups[place : place + 2]) for place in range(len(groups) - 1)]
-        nearest = min(range(len(ratios)), key=ratios.__getitem__)
+        nearest = min(range(len(groups) - 1), key=lambda place: _spread(groups[place] + groups[place + 1]))
         groups[nearest : nearest + 2] = [groups[nearest] + groups[nearest + 1]]
-    least: dict[int, WorkerClass] = {}
+    least: dict[WorkerClass, WorkerClass] = {}
     for group in groups:
-        known = [memory for number in group if (memory := pool.classes[number].memory_bytes) is not None]
-        own = WorkerClass(min(pool.classes[number].speed for number in group), min(known, default=None))
-        least.update((worker, own) for number in group for worker in pool.members[number])
-    workers = (
-        replace(worker, speed=least[worker.id].speed, memory_bytes=least[worker.id].memory_bytes)
-        for worker in cluster.workers
-    )
+        known = [own.memory_bytes for own in group if own.memory_bytes is not None]
+        least |= dict.fromkeys(group, WorkerClass(min(own.speed for own in group), min(known, default=None)))
+    workers = []
+    for worker in cluster.workers:
+        own = least[WorkerClass(worker.speed, worker.memory_bytes)]
+        workers.append(replace(worker, speed=own.speed, memory_bytes=own.memory_bytes))
     return Cluster(tuple(workers), cluster.intra_host, cluster.inter_host)
 
 
-def _ratio(pool: WorkerPool, groups: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """The fastest speed of two groups over their slowest, and their largest memory over their smallest."""
-    numbers = [number for group in groups for number in group]
-    speeds = [pool.classes[number].speed for number in numbers]
-    memory = [math.inf if (own := pool.classes[number].memory_bytes) is None else own for number in numbers]
+def _spread(classes: Sequence[WorkerClass]) -> tuple[float, float]:
+    """Return the fastest speed over the slowest, and the largest memory over the smallest."""
+    speeds = [own.speed for own in classes]
+    memory = [math.inf if own.memory_bytes is None else own.memory_bytes for own in classes]
     smallest = min(memory)
     return max(speeds) / min(speeds), 1.0 if smallest == math.inf else max(memory) / smallest

@@ -17,8 +17,8 @@ from chameleon_ft.schedule.components import components
 from chameleon_ft.schedule.costs import pipeline_times
 from chameleon_ft.schedule.records import Integers
 from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.stages import Stages
-from chameleon_ft.search.worker_classes import Shape, WorkerPool
+from chameleon_ft.search.pipelines.stages import Stages
+from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool
 
 __all__ = ["PipelineScheduler", "PipelineSpec", "TimedPipeline", "hops_of"]
 

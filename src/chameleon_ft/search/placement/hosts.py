@@ -10,9 +10,9 @@ from typing import Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.plan import Placement
-from chameleon_ft.search.gradient_sync import links_are_equal
-from chameleon_ft.search.schedules import hops_of
-from chameleon_ft.search.worker_classes import Shape, WorkerPool
+from chameleon_ft.search.placement.gradient_sync import links_are_equal
+from chameleon_ft.search.pipelines.schedules import hops_of
+from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool
 from chameleon_ft.transfer import Holding, assign_roles, holdings_of
 from chameleon_ft.workload import LayerCost
 

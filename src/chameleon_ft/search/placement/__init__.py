@@ -1,0 +1,1 @@
+"""Pipelines on given workers: hosts, gradient sync between pipelines, local search, and the plan they make."""
