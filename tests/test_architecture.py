@@ -149,7 +149,7 @@ def test_the_check_of_a_run_shares_no_code_with_what_ran_it() -> None:
 @pytest.mark.parametrize(("module", "path"), [m for m in MODULES if m[0].startswith("search.baselines")])
 def test_published_planners_share_only_what_places_and_predicts_plans_with_our_search(module: str, path: Path) -> None:
     ours = {name for name in imports(path) if name.startswith("chameleon_ft.search.")}
-    shared = ("baselines", "candidates", "placement", "result", "worker_classes")
+    shared = ("baselines", "placement.candidates", "placement.hosts", "result", "pipelines.worker_classes")
     allowed = tuple(f"chameleon_ft.search.{name}" for name in shared)
     assert all(name.startswith(allowed) for name in ours), module
 

@@ -19,11 +19,11 @@ from chameleon_ft.cluster import Worker
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, best_program
-from chameleon_ft.search.placement.gradient_sync import GradientSync
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
 from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.worker_classes import WorkerClass, WorkerPool
+from chameleon_ft.search.placement.gradient_sync import GradientSync
 
 Kind = tuple[float, int | None]
 

@@ -14,8 +14,8 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import InFlightLimit, Preference, list_schedule, replay
 from chameleon_ft.search.pipelines.bounds import PipelineBounds
-from chameleon_ft.search.placement.gradient_sync import SyncCost
 from chameleon_ft.search.pipelines.stages import Stages
+from chameleon_ft.search.pipelines.sync_bounds import SyncCost
 from chameleon_ft.search.pipelines.worker_classes import WorkerClass
 from tests.search.instances import instance
 from tests.search.oracle import cuts

@@ -15,12 +15,13 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.plan import Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search import find_plan
-from chameleon_ft.search.pipelines.bounds import PipelineBounds
-from chameleon_ft.search.placement.gradient_sync import GradientSync, SyncLowerBound
 from chameleon_ft.search.options import SearchOptions
+from chameleon_ft.search.pipelines.bounds import PipelineBounds
 from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline, hops_of
 from chameleon_ft.search.pipelines.stages import Stages
+from chameleon_ft.search.pipelines.sync_bounds import SyncLowerBound
 from chameleon_ft.search.pipelines.worker_classes import WorkerPool
+from chameleon_ft.search.placement.gradient_sync import GradientSync
 from chameleon_ft.sync import gradient_rounds, segment_bytes
 from chameleon_ft.workload import LayerCost, Workload
 from tests.estimate.programs import reduction_s

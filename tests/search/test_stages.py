@@ -13,7 +13,7 @@ from chameleon_ft.estimate import program_memory
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit, Preference, list_schedule
-from chameleon_ft.search._kernels.stage_memory import FULL, IN_FLIGHT, SELECTIVE
+from chameleon_ft.search._kernels.records import FULL, IN_FLIGHT, SELECTIVE
 from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.worker_classes import WorkerClass
 from tests.search.instances import instance

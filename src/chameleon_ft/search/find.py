@@ -10,12 +10,12 @@ from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.plan import Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, InFlightLimit
-from chameleon_ft.search.placement.candidates import Candidate, evaluated, figures
 from chameleon_ft.search.infeasible import InfeasibleError, infeasible_error
 from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
-from chameleon_ft.search.plan_search import PlanSearch, bound_of_best_workers_s
-from chameleon_ft.search.result import FoundPlan, SearchResult, SizeFigures, pareto_front
 from chameleon_ft.search.pipelines.worker_classes import merged_clusters
+from chameleon_ft.search.placement.candidates import evaluated, figures
+from chameleon_ft.search.plan_search import PlanSearch, bound_of_best_workers_s
+from chameleon_ft.search.result import SearchResult, SizeFigures, pareto_front
 
 __all__ = ["find_plan", "find_plan_of_sizes"]
 
@@ -29,11 +29,12 @@ def find_plan(
     two_holders: bool = False,
     effort: int | None = DEFAULT_EFFORT,
 ) -> SearchResult:
-    """The fastest plan that is found for the workers of `costs.cluster`: pipelines side by side, or one of `others`.
+    """Return the fastest plan that is found for the workers of `costs.cluster`: pipelines, or one of `others`.
 
-    Pipelines may have any depths, cuts and shares of the micro-batches, and their stages may recompute any number of
-    their layers; workers may stay idle. With `effort` None the search goes on until nothing of that kind can be faster
-    (see `SearchResult.complete`), which may not end in practice on large instances. Deterministic.
+    Pipelines stand side by side and may have any depths, cuts and shares of the micro-batches, and their stages may
+    recompute any number of their layers; workers may stay idle. With `effort` None the search goes on until nothing of
+    that kind can be faster (see `SearchResult.complete`), which may not end in practice on large instances.
+    Deterministic.
 
     Args:
         costs: costs of the workload on the live workers.
@@ -59,9 +60,9 @@ def find_plan(
         plans = search.plans()
         if plans:
             break
-    found: list[Candidate | FoundPlan] = sorted([*plans, *others_found], key=figures)
+    found = [*plans, *others_found]
     if two_holders:
-        found = [each for each in found if _has_two_holders(each)]
+        found = [each for each in found if _has_two_holders(each.plan.placement)]
         if not found:
             return find_plan(
                 costs, current=current, others=others, others_in_flight_limits=others_in_flight_limits, effort=effort
@@ -70,18 +71,18 @@ def find_plan(
         raise infeasible_error(CostModel(costs.workload, cluster))
     best, *alternatives = pareto_front(found, figures)
     return SearchResult(
-        best=_as_found_plan(best),
+        best=best,
         bound_s=search.bound_s,
         complete=search.complete,
         mixes=search.mixes,
-        alternatives=tuple(map(_as_found_plan, alternatives)),
-        recuts=tuple(_as_found_plan(each) for each in plans if each.name == "recut"),
+        alternatives=tuple(alternatives),
+        recuts=tuple(each for each in plans if each.name == "recut"),
         too_large=FrozenMap(too_large),
     )
 
 
 def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAULT_EFFORT) -> SearchResult:
-    """The fastest plan that is found for any of several micro-batch sizes of one global batch, by branch and bound.
+    """Return the fastest plan that is found for any of several micro-batch sizes of one global batch.
 
     Sizes are searched by `find_plan`, the one of least bound first. A size whose bound is not below the best step found
     so far is ruled out.
@@ -97,7 +98,12 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
     """
     workloads = [each.workload for each in costs]
     by_size = {each.workload.micro_batch_size: each for each in costs}
-    if len(set(map(_common, costs))) != 1 or len(by_size) < len(costs):
+    # Links may be measured anew for each size.
+    common = {
+        (own.samples, tuple(each.cluster.hosts.items()), tuple(layer.param_bytes for layer in own.layers))
+        for each, own in zip(costs, workloads, strict=True)
+    }
+    if len(common) != 1 or len(by_size) < len(costs):
         raise ConfigError(
             "micro-batch sizes are compared for one model, the same workers and the same samples in a step, each size "
             f"once; got {', '.join(f'{own.micro_batch_size} of {own.samples}' for own in workloads) or 'none'}"
@@ -116,7 +122,7 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
             bounds_s[size] = found[size].bound_s
             best_s = min(best_s, found[size].best.step_s)
     if not found:
-        return find_plan(by_size[min(by_size)], effort=effort)  # says what is missing
+        return find_plan(by_size[min(by_size)], effort=effort)  # raises InfeasibleError
     return replace(
         min(found.values(), key=lambda each: each.best.step_s),
         bound_s=min(bounds_s.values()),
@@ -129,21 +135,10 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
     )
 
 
-def _common(costs: CostModel) -> object:
-    """The part of the costs that several micro-batch sizes share. Links may be measured anew for each size."""
-    workload = costs.workload
-    return workload.samples, tuple(costs.cluster.hosts.items()), tuple(each.param_bytes for each in workload.layers)
-
-
 def _require_workers(costs: CostModel) -> None:
     if not costs.cluster.workers:
         raise PlanError("no worker is left to plan for; start at least one")
 
 
-def _as_found_plan(found: Candidate | FoundPlan) -> FoundPlan:
-    return found.found() if isinstance(found, Candidate) else found
-
-
-def _has_two_holders(found: Candidate | FoundPlan) -> bool:
-    placement = found.placement if isinstance(found, Candidate) else found.plan.placement
+def _has_two_holders(placement: Placement) -> bool:
     return all(len(placement.holders(layer)) > 1 for layer in range(placement.num_layers))

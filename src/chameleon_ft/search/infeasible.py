@@ -41,7 +41,7 @@ class InfeasibleError(PlanError):
 
 
 def infeasible_error(costs: CostModel) -> InfeasibleError:
-    """The error for a workload that the cluster's workers cannot hold; there must be workers, with known memory."""
+    """Return the error for a workload that the cluster's workers cannot hold; some worker's memory must be known."""
     cluster, layers = costs.cluster, costs.workload.layers
     capacity = max(worker.memory_bytes or 0 for worker in cluster.workers)
     # Bytes of each stage, by first layer and the one after the last, with a capacity that none exceeds.
@@ -79,7 +79,7 @@ def infeasible_error(costs: CostModel) -> InfeasibleError:
 
 
 def _missing_bytes(costs: CostModel, capacity: int, *, most: int) -> int:
-    """Bytes that every worker would need more for one pipeline, to the nearest 2^-20 of the capacity above.
+    """Return the bytes that every worker would need more for one pipeline, rounded up to 2^-20 of the capacity.
 
     `most` are the bytes of the whole model on one worker.
     """
@@ -97,10 +97,10 @@ def _missing_bytes(costs: CostModel, capacity: int, *, most: int) -> int:
 
 
 def fitting_pipeline(stages: Stages, counts: Sequence[int]) -> tuple[Shape, CutPoints] | None:
-    """A pipeline of the fewest workers that holds the model with one micro-batch at a time; None if there is none.
+    """Return a pipeline of the fewest workers that holds the model, one micro-batch at a time; None if there is none.
 
-    A worker that fits a stage fits it in every pipeline, and with any number of micro-batches. So by dynamic
-    programming over the workers of each class that are used, the layers up to which these hold the model.
+    A worker that fits a stage fits it in every pipeline, and with any number of micro-batches. So dynamic programming
+    over the workers of each class that are used finds the layers up to which these hold the model.
 
     Args:
         stages: of the model.
@@ -127,7 +127,7 @@ def fitting_pipeline(stages: Stages, counts: Sequence[int]) -> tuple[Shape, CutP
 def _traced(
     used: tuple[int, ...], reached: Mapping[tuple[int, ...], Booleans], fits: Booleans
 ) -> tuple[Shape, CutPoints]:
-    """The pipeline of these workers."""
+    """Return the pipeline of these workers, back from its last stage."""
     shape: list[int] = []
     cut_points = [fits.shape[-1] - 1]
     while any(used):

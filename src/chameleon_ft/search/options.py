@@ -18,14 +18,12 @@ DEFAULT_EFFORT: Final = 160_000
 _COMPLETE: Final = 250 * PROGRAM_EFFORT
 # A search is small if all its pipelines have at most this many hops for each operation that may be scheduled.
 _SMALL: Final = 100_000
-
 # A first look at a pipeline: the few list-scheduling heuristics that so many operations allow.
 _LOOK: Final = 20_000
 # With little effort, a schedule so close to its lower bound is good enough.
 _SLACK: Final = 5e-4
 # A pipeline with more operations than this share of the effort is too expensive to look at first.
 _EXPENSIVE: Final = 3 / 4
-_LEAST_EFFORT: Final = 160_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +34,17 @@ class SearchOptions:
         effort: operations to schedule, about.
         two_holders: whether every layer has to have two holders.
         complete: whether to go on until nothing can be better, as far as `effort` goes.
+        polish_effort: operations that may be scheduled for a pipeline that will be run.
     """
 
     effort: float = DEFAULT_EFFORT
     two_holders: bool = False
     complete: bool = False
+    polish_effort: int = PROGRAM_EFFORT
 
     @classmethod
     def of(cls, effort: float | None, *, two_holders: bool = False) -> SearchOptions:
-        """Options of a search with so much effort; complete, however long it takes, if that is None."""
+        """Return options of a search with so much effort; complete, however long it takes, if that is None."""
         return cls(math.inf if effort is None else effort, two_holders, complete=effort is None)
 
     @property
@@ -53,24 +53,19 @@ class SearchOptions:
         return self.effort * _SMALL
 
     def completed(self) -> SearchOptions:
-        """Options of the complete search that follows if a search is small."""
+        """Return options of the complete search that follows if a search is small."""
         return replace(self, effort=max(self.effort, _COMPLETE), complete=True)
 
     @property
     def slack(self) -> float:
-        """By which share a schedule may be longer than its lower bound to be good enough."""
+        """The share by which a schedule may be longer than its lower bound to be good enough."""
         return ROUNDING if self.complete else _SLACK
 
     @property
     def look_effort(self) -> int:
-        """Operations that may be scheduled to see what a pipeline is worth."""
+        """Operations that may be scheduled to estimate a pipeline."""
         return PROGRAM_EFFORT if self.complete else _LOOK
 
-    @property
-    def polish_effort(self) -> int:
-        """Operations that may be scheduled for a pipeline that will be run."""
-        return PROGRAM_EFFORT
-
     def is_expensive(self, depth: int, micro_batches: float) -> bool:
-        """Whether a schedule of such a pipeline takes too much of the effort to look at it first."""
-        return not self.complete and depth * micro_batches > max(self.effort, _LEAST_EFFORT) * _EXPENSIVE
+        """Return whether a schedule of such a pipeline takes too much of the effort to look at it first."""
+        return not self.complete and depth * micro_batches > max(self.effort, DEFAULT_EFFORT) * _EXPENSIVE

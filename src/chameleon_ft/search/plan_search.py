@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import islice, product
+from functools import partial
+from itertools import islice, pairwise, product
 from typing import Final
 
 from chameleon_ft.cluster import Cluster
@@ -14,29 +15,23 @@ from chameleon_ft.estimate import total_work_bound_s
 from chameleon_ft.plan import Placement
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.placement.candidates import Candidate, PlacedPipelines, figures
-from chameleon_ft.search.placement.exhaustive import ExhaustiveSearch
-from chameleon_ft.search.placement.gradient_sync import (
-    GradientSync,
-    SyncCost,
-    SyncLowerBound,
-    has_gradients,
-    links_are_equal,
-    numbers_of_pipelines,
-)
 from chameleon_ft.search.infeasible import fitting_pipeline
-from chameleon_ft.search.mixes.knapsack import is_exact
 from chameleon_ft.search.mixes.equal_depths import promising_layouts
-from chameleon_ft.search.mixes.mix_search import MixSearch, TimedMix
+from chameleon_ft.search.mixes.knapsack import is_exact
+from chameleon_ft.search.mixes.mix_search import MixSearch, TimedMix, shapes_of
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
-from chameleon_ft.search.placement.hosts import PlacementSearch, assigned_workers, smaller_clusters
+from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.pipelines.stages import Stages
+from chameleon_ft.search.pipelines.sync_bounds import SyncLowerBound, has_gradients, numbers_of_pipelines
+from chameleon_ft.search.pipelines.worker_classes import WorkerPool
+from chameleon_ft.search.placement.candidates import Candidate, figures
+from chameleon_ft.search.placement.exhaustive import ExhaustiveSearch
+from chameleon_ft.search.placement.gradient_sync import GradientSync, PlacedPipelines, links_are_equal
+from chameleon_ft.search.placement.hosts import assigned_workers, smaller_clusters, worker_choices
 from chameleon_ft.search.placement.polish import Polish
 from chameleon_ft.search.recut import recut
 from chameleon_ft.search.result import FoundPlan, pareto_front
-from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
-from chameleon_ft.search.pipelines.stages import Stages
-from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool
 
 __all__ = ["PlanSearch", "bound_of_best_workers_s"]
 
@@ -74,34 +69,43 @@ class PlanSearch:
         cluster: that of `costs` with few classes of workers, see `merged_clusters`.
         current: which layers the live workers hold now.
         options: of the search.
+
+    Attributes:
+        bound_s, complete, mixes: see `SearchResult`.
     """
 
     def __init__(self, costs: CostModel, cluster: Cluster, current: Placement | None, options: SearchOptions) -> None:
-        self._all_classes = cluster == costs.cluster
         self._real_costs = costs
-        self._costs = CostModel(costs.workload, cluster)
         self._current = current
         self._pool = WorkerPool.of(cluster)
-        stages = [Stages(self._costs, self._pool.classes, split_backward=split) for split in (True, False)]
+        merged = CostModel(costs.workload, cluster)
+        stages = [Stages(merged, self._pool.classes, split_backward=split) for split in (True, False)]
         self._is_small = not options.complete and all(each.has_fewer_hops(options.small) for each in stages)
         self._options = options
         self._searches = [PipelineSearch(PipelineScheduler(own, self._pool, options), options) for own in stages]
-        self._start(self._costs)
+        self._start(merged)
 
     def _start(self, costs: CostModel) -> None:
         self._costs = costs
         self._with_sync = has_gradients(costs.workload) and len(costs.cluster.workers) > 1
+        self._equal_links = links_are_equal(costs.cluster)
         self._sync = GradientSync(costs)
-        self._placement = PlacementSearch(self._pool, costs.cluster, with_sync=self._with_sync)
         self._polish = Polish(self._searches, self._sync, costs.cluster, self._options)
         self._work_s = total_work_bound_s(costs)
+        self._mix_search = partial(
+            MixSearch,
+            counts=self._pool.counts,
+            micro_batches=costs.workload.micro_batches,
+            work_s=self._work_s,
+            options=self._options,
+        )
         self.bound_s = math.inf
         self.mixes = 0
         self._placed_workers = 0
-        self.complete = self._options.complete and not self._with_sync and links_are_equal(costs.cluster)
+        self.complete = self._options.complete and not self._with_sync and self._equal_links
 
-    def plans(self) -> Sequence[Candidate | FoundPlan]:
-        """The fastest plans that were found, on the front of the figures that plans are chosen by."""
+    def plans(self) -> list[FoundPlan]:
+        """Return the fastest plans that were found, on the front of the figures that plans are chosen by."""
         found = self._found() or self._fitting()
         found += self._of_fewer_hosts(min((each.step_s for each in found), default=math.inf))
         found.sort(key=lambda each: each.step_s)
@@ -111,144 +115,110 @@ class PlanSearch:
         few = [self._polished(each) for each in _with_survivor(found[:_POLISHED], found)]
         few.sort(key=lambda each: each.step_s)
         front = pareto_front(self._assigned(few), figures)
-        chosen = self._with_programs([*front, *self._recut()])
         # Workers may be faster than the slowest of their group.
-        return chosen if self._all_classes else [each.found_on(self._real_costs) for each in chosen]
+        return [each.found_on(self._real_costs) for each in self._with_programs([*front, *self._recut()])]
 
     def bound(self, most_s: float) -> float:
-        """Seconds below which no pipelines can be that take no longer than `most_s`."""
-        searches = self._bounding_searches(most_s)
-        bound_s = most_s
-        for search in searches:
-            if search.reaches(bound_s):
-                bound_s = min(bound_s, search.bound_s())
-        return bound_s
+        """Return the seconds below which no pipelines can be that take no longer than `most_s`."""
+        self._bounded(self._bounding_searches(most_s), most_s)
+        return self.bound_s
 
     def _certify(self) -> None:
-        if not (self._all_classes and self._is_exact):
+        """Correct the bound where not every order of classes in a pipeline, or not every mix of them, is looked at."""
+        counts = self._pool.counts
+        _, all_shapes = shapes_of(counts, len(self._costs.workload.layers))
+        is_exact_search = all_shapes and (len(counts) == 1 or is_exact(counts, 1))
+        if not is_exact_search or self._costs.cluster != self._real_costs.cluster:
             self.complete = False
             self.bound_s = bound_of_best_workers_s(self._real_costs, self.bound_s)
         # Bounds are exact but for the rounding of sums.
         self.bound_s *= 1 - ROUNDING
 
-    @property
-    def _is_exact(self) -> bool:
-        """Whether every order of classes in a pipeline is looked at, and every mix of them."""
-        search = self._mix_search(self._searches)
-        return search.all_shapes and (len(self._pool.counts) == 1 or is_exact(self._pool.counts, 1))
-
     def _found(self, most_s: float = math.inf) -> list[Candidate]:
-        """Plans on workers that take less than `most_s`; the bound of plans up to that is known afterwards."""
-        if not self._with_sync:
-            search = self._mix_search(self._searches)
-            self.bound_s = search.bound_s()
-            return self._run([search], most_s)
-        found: list[Candidate] = []
-        if len(self._pool.classes) == 1:
-            found = self._of_layouts()
+        """Return plans on workers that take less than `most_s`, and set the bound of plans up to that."""
+        by_layout = self._with_sync and len(self._pool.classes) == 1
+        found = self._of_layouts() if by_layout else []
         best_s, number = min(((each.step_s, len(each.pipelines)) for each in found), default=(most_s, 1))
         best_s = min(best_s, most_s)
         # The least bound is likely that of about as many pipelines as the best layout has.
         searches = sorted(self._bounding_searches(best_s), key=lambda search: _distance(search, number))
         searches = self._bounded(searches, best_s)
-        if len(self._pool.classes) == 1:
+        if by_layout:
             searches = [each for search in searches for each in (self._alike(search), search)]
         return [*found, *self._run(searches, best_s)]
 
     def _alike(self, search: MixSearch) -> MixSearch:
-        """The search among pipelines that are not much deeper or shallower than the mean of so many.
+        """Return the search among pipelines that are not much deeper or shallower than the mean of so many.
 
         The more alike pipelines are, the more of their gradients can be reduced together, of which bounds know nothing.
         """
         (workers,), (fewest, most) = self._pool.counts, search.pipeline_range or (1, 1)
         shallow, deep = workers / most / _ALIKE - 1, workers / fewest * _ALIKE + 1
         shapes = [shape for shape in search.shapes if shallow <= len(shape) <= deep]
-        return self._mix_search(search.pipelines, search.sync, search.pipeline_range, shapes)
+        return self._mix_search(search.pipelines, sync=search.sync, pipeline_range=search.pipeline_range, shapes=shapes)
 
     def _bounding_searches(self, most_s: float) -> list[MixSearch]:
-        """Searches whose mixes are all pipelines that take no longer than `most_s`."""
+        """Return searches whose mixes are all pipelines that take no longer than `most_s`."""
         if not self._with_sync:
             return [self._mix_search(self._searches)]
         least = SyncLowerBound(self._costs, most_s)
         most = min(len(self._costs.cluster.workers), self._costs.workload.micro_batches)
-        pipeline_range = [(1, 1), *numbers_of_pipelines(most)]
+        ranges = list(numbers_of_pipelines(most))
         if len(self._pool.classes) > 1:
-            pipeline_range = [(1, 1), *([(2, most)] if most > 1 else [])]
-        return [self._mix_search(self._searches, least.of(own[0]), own) for own in pipeline_range]
+            ranges = [(2, most)] if most > 1 else []
+        return [
+            self._mix_search(self._searches, sync=least.of(own[0]), pipeline_range=own) for own in [(1, 1), *ranges]
+        ]
 
-    def _mix_search(
-        self,
-        pipelines: Sequence[PipelineSearch],
-        sync: SyncCost = SyncCost(),  # noqa: B008 - frozen
-        pipeline_range: tuple[int, int] | None = None,
-        shapes: Sequence[Shape] | None = None,
-    ) -> MixSearch:
-        micro_batches, counts = self._costs.workload.micro_batches, self._pool.counts
-        return MixSearch(
-            pipelines,
-            counts,
-            micro_batches,
-            self._work_s,
-            self._options,
-            sync=sync,
-            pipeline_range=pipeline_range,
-            shapes=shapes,
-        )
-
-    def _bounded(self, searches: Sequence[MixSearch], most_s: float = math.inf) -> list[MixSearch]:
-        """The searches, those of least bound first; bounds are worked out as far as the least of all needs it."""
+    def _bounded(self, searches: Iterable[MixSearch], most_s: float) -> list[MixSearch]:
+        """Return the searches, those of least bound first, and set `bound_s`; higher bounds need not be exact."""
         self.bound_s = most_s
-        bounds_s: list[float] = []
+        bounds_s: dict[MixSearch, float] = {}
         for search in searches:
-            bounds_s.append(search.bound_s() if search.reaches(self.bound_s) else math.inf)
-            self.bound_s = min(self.bound_s, bounds_s[-1])
-        by_bound = sorted(zip(bounds_s, range(len(searches)), strict=True))
-        return [searches[number] for _, number in by_bound]
+            bounds_s[search] = search.bound_s if search.reaches(self.bound_s) else math.inf
+            self.bound_s = min(self.bound_s, bounds_s[search])
+        return sorted(bounds_s, key=bounds_s.__getitem__)
 
     def _of_layouts(self) -> list[Candidate]:
-        """Plans of pipelines of about equal depth, those with the least estimates."""
-        micro_batches = self._costs.workload.micro_batches
+        """Return plans of pipelines of about equal depth, those with the least estimates."""
+        workload, workers = self._costs.workload, len(self._costs.cluster.workers)
         least = SyncLowerBound(self._costs, math.inf)
-        layouts = promising_layouts(self._searches, self._pool.counts, least, self._options, self._costs.workload)
         found: list[Candidate] = []
         best_s = math.inf
         tried = 0
-        for layout in layouts:
+        for layout in promising_layouts(self._searches, workers, least, self._options, workload):
             if tried == _LAYOUTS or (tried and layout.estimate_s > best_s * _WORSE) or self._placed_workers > _PLACED:
                 break
-            if self._options.is_expensive(layout.depth, micro_batches / layout.number) and tried:
+            if self._options.is_expensive(layout.depth, workload.micro_batches / layout.number) and tried:
                 continue
             tried += 1
-            for mixed in (False, True):
-                pipeline_range = layout.number, layout.number
-                search = self._mix_search([layout.pipelines], layout.sync, pipeline_range, layout.shapes(mixed=mixed))
-                if mixed and layout.depth * layout.number == len(self._costs.cluster.workers):
-                    break
+            for mixed in (False, True) if layout.depth * layout.number < workers else (False,):
+                numbers = layout.number, layout.number
+                search = self._mix_search(
+                    [layout.pipelines], sync=layout.sync, pipeline_range=numbers, shapes=layout.shapes(mixed=mixed)
+                )
                 found += self._run([search], best_s)
                 best_s = min([best_s, *(each.step_s for each in found)])
         return found
 
     def _fitting(self) -> list[Candidate]:
-        """One pipeline of as few workers as can hold the model, where nothing else fits."""
+        """Return one pipeline of as few workers as can hold the model, where nothing else fits."""
         found: list[Candidate] = []
         for search in self._searches:
             stages = search.scheduler.stages
             fitting = fitting_pipeline(stages, self._pool.counts)
             if fitting is not None:
                 shape, cut_points = fitting
-                options = tuple(
-                    stages.smallest_option(*own) for own in zip(shape, (0, *cut_points[:-1]), cut_points, strict=True)
-                )
-                timed = search.scheduler.scheduled(
-                    PipelineSpec(shape, cut_points, options, self._costs.workload.micro_batches),
-                    effort=self._options.look_effort,
-                )
+                ranges = pairwise((0, *cut_points))
+                options = tuple(stages.smallest_option(kind, *own) for kind, own in zip(shape, ranges, strict=True))
+                spec = PipelineSpec(shape, cut_points, options, self._costs.workload.micro_batches)
+                timed = search.scheduler.scheduled(spec, effort=self._options.look_effort)
                 if timed is not None:
                     found.append(self._candidate(((timed, self._pool.sample(shape)),)))
         return found
 
-    def _run(self, searches: Iterable[MixSearch], best_s: float = math.inf) -> list[Candidate]:
-        """Plans of the mixes that the searches find."""
+    def _run(self, searches: Iterable[MixSearch], best_s: float) -> list[Candidate]:
+        """Return plans of the mixes that the searches find."""
         found: list[Candidate] = []
         most = self._spent() + _EFFORT * self._options.effort
         for search in searches:
@@ -259,7 +229,7 @@ class PlanSearch:
             if (self._options.two_holders and search.pipeline_range == (1, 1)) or not search.reaches(best_s):
                 continue
             close_s = best_s * _CLOSE if self._with_sync else best_s
-            mixes = list(search.mixes(max(self._work_s, search.bound_s()), close_s))
+            mixes = list(search.mixes(max(self._work_s, search.bound_s), close_s))
             self.complete = self.complete and search.complete
             self.mixes += len(mixes)
             for mix in islice(sorted(mixes, key=lambda mix: mix.time_s), _MIXES_PLACED):
@@ -273,13 +243,14 @@ class PlanSearch:
         return sum(search.scheduler.spent for search in self._searches)
 
     def _placed(self, mix: TimedMix) -> list[Candidate]:
-        """The mix on workers that are chosen by how long gradient sync takes.
+        """Return the mix on workers that are chosen by how long gradient sync takes.
 
-        Where that would not survive the loss of some host, and another way to place it would, on these as well.
+        Where that would not survive the loss of some host, and another choice of workers would, on these as well.
         """
         fastest, *survivor = self._on_workers([each for each, count in mix.pipelines for _ in range(count)])
         if self._with_sync and len(mix.pipelines) <= _FEW_PROGRAMS and len(fastest.pipelines) > 1:
-            for cuts in product(*(self._search_of(each).similar(each) for each, _ in mix.pipelines)):
+            searches = {each.scheduler: each for each in self._searches}
+            for cuts in product(*(searches[each.scheduler].similar(each) for each, _ in mix.pipelines)):
                 counted = zip(cuts, mix.pipelines, strict=True)
                 other, *_ = self._on_workers([each for each, (_, count) in counted for _ in range(count)])
                 fastest = min(fastest, other, key=lambda each: each.step_s)
@@ -287,43 +258,42 @@ class PlanSearch:
         return [fastest if better is fastest.pipelines else self._candidate(better), *survivor]
 
     def _on_workers(self, timed: Sequence[TimedPipeline]) -> list[Candidate]:
-        """The pipelines on the workers that make the step shortest, and on others that survive the loss of any host."""
-        self._placed_workers += sum(len(each.cut_points) for each in timed)
-        ways = self._placement.ways([each.spec.shape for each in timed], [each.cut_points for each in timed])
-        placed = sorted(
-            (self._candidate(tuple(zip(timed, way, strict=True))) for way in ways), key=lambda each: each.step_s
+        """Return the pipelines on the workers of the shortest step, and on others that survive any host's loss."""
+        cuts = [each.cut_points for each in timed]
+        self._placed_workers += sum(map(len, cuts))
+        choices = worker_choices(
+            [each.spec.shape for each in timed], cuts, self._pool, self._costs.cluster, with_sync=self._with_sync
         )
-        return [
-            self._candidate(tuple((own.scheduler.replayed(own, workers), workers) for own, workers in each.pipelines))
-            for each in _with_survivor(placed[:1], placed)
-        ]
+        placed = [self._candidate(tuple(zip(timed, workers, strict=True))) for workers in choices]
+        placed.sort(key=lambda each: each.step_s)
+        return [self._replayed(each.pipelines) for each in _with_survivor(placed[:1], placed)]
 
     def _candidate(self, pipelines: PlacedPipelines, name: str = "pipelines") -> Candidate:
         return Candidate(name, pipelines, self._sync.step_s(pipelines), self._costs, self._current)
 
+    def _replayed(self, pipelines: PlacedPipelines) -> Candidate:
+        """Return the pipelines with the times that the links between their workers lead to."""
+        return self._candidate(tuple((timed.scheduler.replayed(timed, own), own) for timed, own in pipelines))
+
     def _of_fewer_hosts(self, best_s: float) -> list[Candidate]:
-        """Plans on the hosts with more workers alone, if the best plan so far is far from the bound."""
+        """Return plans on the hosts with more workers alone, if the best plan so far is far from the bound."""
         found: list[Candidate] = []
-        cluster = self._costs.cluster
-        if not self._with_sync or links_are_equal(cluster) or not _FAR * self.bound_s < best_s < math.inf:
+        if not self._with_sync or self._equal_links or not _FAR * self.bound_s < best_s < math.inf:
             return found
-        for part in smaller_clusters(cluster):
-            costs = CostModel(self._costs.workload, part)
+        for cluster in smaller_clusters(self._costs.cluster):
+            costs = CostModel(self._costs.workload, cluster)
             if total_work_bound_s(costs) < best_s:
-                found += [replace(each, costs=self._costs, current=self._current) for each in self._of(costs)._found()]
+                # A search over some of the workers that shares the schedules of this one.
+                part = copy(self)
+                members = (tuple(own for own in each if own in cluster.hosts) for each in self._pool.members)
+                part._pool = WorkerPool(self._pool.classes, tuple(members))
+                part._start(costs)
+                found += [replace(each, costs=self._costs) for each in part._found()]
                 best_s = min([best_s, *(each.step_s for each in found)])
         return found
 
-    def _of(self, costs: CostModel) -> PlanSearch:
-        """A search over some of the workers that shares the schedules of this one."""
-        part = copy(self)
-        members = ([worker for worker in own if worker in costs.cluster.hosts] for own in self._pool.members)
-        part._pool = WorkerPool(self._pool.classes, tuple(map(tuple, members)))
-        part._start(costs)
-        return part
-
     def _completed(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """The plans with their final programs, and with what a complete search finds."""
+        """Return the plans with their final programs, and with what a complete search finds."""
         finished = self._with_programs(found)
         search, options = copy(self), self._options.completed()
         search._options = options
@@ -336,15 +306,15 @@ class PlanSearch:
         self.mixes += search.mixes
         self.complete = search.complete and not any(each.cut_short for each in search._searches)
         self.bound_s = max(self.bound_s, search.bound_s)
-        if self._with_sync or not links_are_equal(self._costs.cluster):
+        if self._with_sync or not self._equal_links:
             best = min(finished, key=lambda each: each.step_s)
             exhaustive = ExhaustiveSearch(search._searches, self._sync, self._costs, options)
             finished.append(self._candidate(exhaustive.improved(best.pipelines)))
         self._polish = Polish([*self._searches, *search._searches], self._sync, self._costs.cluster, self._options)
         return sorted(finished, key=lambda each: each.step_s)
 
-    def _with_programs(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """The plans with the programs that will be run: orders made for other links may reduce gradients sooner."""
+    def _with_programs(self, found: Iterable[Candidate]) -> list[Candidate]:
+        """Return the plans with the programs that will be run; orders made for other links may be worse."""
         return [self._candidate(self._polish.with_best_programs(each.pipelines), each.name) for each in found]
 
     def _polished(self, found: Candidate) -> Candidate:
@@ -360,51 +330,38 @@ class PlanSearch:
             better = self._candidate(self._polish.improved(again.pipelines))
         return better
 
-    def _search_of(self, timed: TimedPipeline) -> PipelineSearch:
-        return self._searches[0 if timed.scheduler.split_backward else 1]
-
     def _assigned(self, few: Sequence[Candidate]) -> Iterator[Candidate]:
-        """The plans on the workers that hold most of them, with stages on their hosts and on any."""
+        """Yield the plans on the workers that hold most of them, with stages on their hosts and on any."""
         if self._current is None:
             yield from few
             return
+        cluster, layers = self._costs.cluster, self._costs.workload.layers
         for each in few:
-            for keep_hosts in (True, False):
-                workers = assigned_workers(
-                    [(timed.cut_points, own) for timed, own in each.pipelines],
-                    self._current,
-                    self._costs.cluster,
-                    self._costs.workload.layers,
-                    keep_hosts=keep_hosts,
+            stages = [(timed.cut_points, workers) for timed, workers in each.pipelines]
+            for keep_hosts in (True,) if self._equal_links else (True, False):
+                roles = assigned_workers(stages, self._current, cluster, layers, keep_hosts=keep_hosts)
+                yield self._replayed(
+                    tuple((timed, tuple(roles[own] for own in workers)) for timed, workers in each.pipelines)
                 )
-                yield self._candidate(
-                    tuple(
-                        (timed.scheduler.replayed(timed, own), own)
-                        for (timed, _), own in zip(each.pipelines, workers, strict=True)
-                    )
-                )
-                if links_are_equal(self._costs.cluster):
-                    break
 
     def _recut(self) -> Iterator[Candidate]:
-        """With the whole pipelines of the current placement as they are, with split and with fused backward."""
-        if self._current is None:
-            return
-        for search in self._searches:
-            pipelines = recut(self._current, search, self._costs, self._options)
-            if pipelines is not None:
-                yield self._candidate(pipelines, "recut")
+        """Yield plans that keep the whole pipelines of the current placement, with split and with fused backward."""
+        if self._current is not None:
+            for search in self._searches:
+                pipelines = recut(self._current, search, self._costs, self._options)
+                if pipelines is not None:
+                    yield self._candidate(pipelines, "recut")
 
 
 def _with_survivor(chosen: Sequence[Candidate], placed: Sequence[Candidate]) -> list[Candidate]:
-    """The chosen candidates and, if none of them survives the loss of any host, the first placed one that does."""
+    """Return the chosen candidates and, if none of them survives any host's loss, the first placed one that does."""
     if any(each.survives_hosts for each in chosen):
         return list(chosen)
     return [*chosen, *islice((each for each in placed if each.survives_hosts), 1)]
 
 
 def bound_of_best_workers_s(costs: CostModel, most_s: float = math.inf) -> float:
-    """A bound on all pipelines up to `most_s`, as if every worker had the speed and the memory of the best."""
+    """Return a bound on all pipelines up to `most_s`, as if every worker had the speed and the memory of the best."""
     workers = costs.cluster.workers
     speed = max(worker.speed for worker in workers)
     sizes = [worker.memory_bytes for worker in workers if worker.memory_bytes is not None]

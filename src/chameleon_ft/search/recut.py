@@ -10,24 +10,24 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from heapq import heapify, heapreplace
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.estimate import state_bytes
-from chameleon_ft.plan import Placement
+from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.pipelines.bounds import CutPoints
-from chameleon_ft.search.placement.candidates import Candidate, PlacedPipelines
-from chameleon_ft.search.placement.gradient_sync import GradientSync
 from chameleon_ft.search.options import DEFAULT_EFFORT, SearchOptions
+from chameleon_ft.search.pipelines.bounds import CutPoints
 from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
-from chameleon_ft.search.placement.polish import Polish
-from chameleon_ft.search.result import FoundPlan
 from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
 from chameleon_ft.search.pipelines.stages import Stages
 from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool, merged_clusters
+from chameleon_ft.search.placement.candidates import Candidate
+from chameleon_ft.search.placement.gradient_sync import GradientSync, PlacedPipelines
+from chameleon_ft.search.placement.polish import Polish
+from chameleon_ft.search.result import FoundPlan
 
 __all__ = ["recut", "recut_plan"]
 
@@ -36,24 +36,22 @@ _NEAR: Final = 0.02
 # How often a micro-batch goes from the pipeline that ends last to one that would then end earlier.
 _SHIFTS: Final = 8
 
-# First layer, and the one after the last.
-_Bounds = tuple[int, int]
-# A pipeline without its share: shape, cut_points.
-_Cut = tuple[Shape, CutPoints]
+_Cut: TypeAlias = tuple[Shape, CutPoints, tuple[int, ...]]
+"""A pipeline without its share: shape, cut points and workers."""
 
 
 def recut_plan(
     costs: CostModel, current: Placement, *, split_backward: bool, effort: int | None = DEFAULT_EFFORT
 ) -> FoundPlan | None:
-    """The plan in which whole pipelines of `current` stay and the rest of broken ones is cut anew, with idle workers.
+    """Return the plan in which whole pipelines of `current` stay, and the rest of broken ones is cut anew.
 
     Workers that hold nothing fill the gaps, first those of broken pipelines, then those of pipelines that have fewer
-    stages than others; what is left of them makes pipelines of its own. None where no pipeline is whole, a worker holds
-    several ranges, or memory or the number of micro-batches forbids it.
+    stages than others; the workers left over make pipelines of their own. None where no pipeline is whole, a worker
+    holds several ranges, or memory or the number of micro-batches forbids it.
 
     Args:
         costs: costs of the workload on the live workers.
-        current: which layers workers hold; those that are not left are passed over.
+        current: which layers workers hold; lost workers are passed over.
         split_backward: whether backward is split in two.
         effort: operations to schedule, about; see `find_plan`.
 
@@ -77,59 +75,54 @@ def recut_plan(
 def recut(
     current: Placement, search: PipelineSearch, costs: CostModel, options: SearchOptions
 ) -> PlacedPipelines | None:
-    """The pipelines of such a plan, as `search` schedules them."""
+    """Return the pipelines of such a plan, as `search` schedules them."""
     class_of = search.scheduler.pool.class_of()
     live = current.without([worker for worker in current.workers if worker not in class_of])
     if any(len(ranges) != 1 for ranges in live.ranges.values()):
         return None
-    held = {worker: (layers.start, layers.stop) for worker, (layers,) in live.ranges.items()}
+    held = {worker: layers for worker, (layers,) in live.ranges.items()}
     whole: list[tuple[int, ...]] = []
-    wishes: dict[int, _Bounds] = {}
+    # The layers of workers that are free for new pipelines, near to which their stages should be.
+    wanted: dict[int, LayerRange] = {}
     for chain in _chains(held, costs.cluster):
-        if held[chain[0]][0] == 0 and held[chain[-1]][1] == live.num_layers:
+        if held[chain[0]].start == 0 and held[chain[-1]].stop == live.num_layers:
             whole.append(chain)
         else:
-            wishes |= {worker: held[worker] for worker in chain}
+            wanted |= {worker: held[worker] for worker in chain}
     if not whole:
         return None
     depth = max(map(len, whole))
     idle = sorted(class_of.keys() - held.keys())
     # Pipelines that have become short grow again while more workers are idle than fill up the broken ones.
-    while len(idle) > -len(wishes) % depth and len(whole) > 1 and len(shortest := min(whole, key=len)) < depth:
+    while len(idle) > -len(wanted) % depth and len(whole) > 1 and len(shortest := min(whole, key=len)) < depth:
         whole.remove(shortest)
-        wishes |= {worker: held[worker] for worker in shortest}
-    wishes |= _filling(idle, wishes, [held[worker] for worker in max(whole, key=len)])
-    left = sorted(wishes, key=lambda worker: (sum(wishes[worker]), worker))
-    workers_used = len(left) + sum(map(len, whole))
-    number = max(1, round(len(left) * len(whole) / (workers_used - len(left)))) if left else 0
-    micro_batches = costs.workload.micro_batches
-    cuts: list[tuple[_Cut, tuple[int, ...]]] = [
-        ((tuple(class_of[worker] for worker in workers), tuple(held[worker][1] for worker in workers)), workers)
+        wanted |= {worker: held[worker] for worker in shortest}
+    # An idle worker takes the stage of a whole pipeline whose layers the fewest other workers are to hold.
+    holders = Counter(layer for layers in wanted.values() for layer in layers)
+    stages = [held[worker] for worker in max(whole, key=len)]
+    for worker in idle:
+        wanted[worker] = min(stages, key=lambda stage: (sum(holders[layer] for layer in stage), stage))
+        holders.update(wanted[worker])
+    left = sorted(wanted, key=lambda worker: (wanted[worker].start + wanted[worker].stop, worker))
+    kept = sum(map(len, whole))
+    number = max(1, round(len(left) * len(whole) / kept)) if left else 0
+    cuts: list[_Cut] = [
+        (tuple(class_of[worker] for worker in workers), tuple(held[worker].stop for worker in workers), workers)
         for workers in whole
     ]
     for first in range(number):
         workers = tuple(left[first::number])
         shape = tuple(class_of[worker] for worker in workers)
-        share = max(1, micro_batches * len(workers) // workers_used)
-        cut_points = _nearest_cut(held, wishes, workers, shape, share, search)
+        share = max(1, costs.workload.micro_batches * len(workers) // (len(left) + kept))
+        cut_points = _nearest_cut(held, wanted, workers, shape, share, search)
         # Workers that cannot hold a model together stay idle.
         if cut_points is not None:
-            cuts.append(((shape, cut_points), workers))
-    return _shared_out(cuts, micro_batches, search, options)
+            cuts.append((shape, cut_points, workers))
+    return _shared_out(cuts, costs.workload.micro_batches, search, options)
 
 
-def _filling(idle: Sequence[int], wishes: dict[int, _Bounds], stages: Sequence[_Bounds]) -> dict[int, _Bounds]:
-    """For each idle worker the stage of a whole pipeline whose layers the fewest other workers are to hold."""
-    layers = Counter(layer for start, stop in wishes.values() for layer in range(start, stop))
-    found: dict[int, _Bounds] = {}
-    for worker in idle:
-        found[worker] = min(stages, key=lambda stage: (sum(layers[each] for each in range(*stage)), stage))
-        layers.update(range(*found[worker]))
-    return found
-
-
-def _chains(held: Mapping[int, _Bounds], cluster: Cluster) -> list[tuple[int, ...]]:
-    """Workers whose layers follow each other, each in one chain.
+def _chains(held: Mapping[int, LayerRange], cluster: Cluster) -> list[tuple[int, ...]]:
+    """Return chains of workers whose layers follow each other, each worker in one.
 
     Chains from the first layer on go before others, so that as many as can be are whole; where there is a choice,
     neighbours by host and by number are joined.
@@ -139,9 +132,9 @@ def _chains(held: Mapping[int, _Bounds], cluster: Cluster) -> list[tuple[int, ..
 
     starts: dict[int, list[int]] = defaultdict(list)
     ends: dict[int, list[int]] = defaultdict(list)
-    for worker, (start, stop) in held.items():
-        starts[start].append(worker)
-        ends[stop].append(worker)
+    for worker, layers in held.items():
+        starts[layers.start].append(worker)
+        ends[layers.stop].append(worker)
     hosts = cluster.hosts
     after: dict[int, int] = {}
     from_first = set(starts[0])
@@ -168,14 +161,14 @@ def _chains(held: Mapping[int, _Bounds], cluster: Cluster) -> list[tuple[int, ..
 
 
 def _nearest_cut(
-    held: Mapping[int, _Bounds],
-    wishes: Mapping[int, _Bounds],
+    held: Mapping[int, LayerRange],
+    wanted: Mapping[int, LayerRange],
     workers: Sequence[int],
     shape: Shape,
     micro_batches: int,
     search: PipelineSearch,
 ) -> CutPoints | None:
-    """Of a few cuts that are nearly as fast as can be, the one for which these workers lack the least."""
+    """Return, of a few cuts that are nearly as fast as can be, the one for which these workers lack the least."""
     layers = search.scheduler.stages.costs.workload.layers
     if len(shape) > len(layers):
         return None
@@ -184,12 +177,13 @@ def _nearest_cut(
         return sum(
             state_bytes(layers[layer])
             for worker, start, stop in zip(workers, (0, *cut_points), cut_points, strict=False)
-            for layer in set(range(start, stop)) - set(range(*held.get(worker, (0, 0))))
+            for layer in range(start, stop)
+            if worker not in held or layer not in held[worker]
         )
 
     cuts = list(search.estimates.candidates(shape, micro_batches))
-    ends = [wishes[worker][1] for worker in workers]
-    as_now = search.estimates.nearest(shape, micro_batches, ends, slack=_NEAR)
+    stops = [wanted[worker].stop for worker in workers]
+    as_now = search.estimates.nearest(shape, micro_batches, stops, slack=_NEAR)
     return min(
         cuts if as_now is None else [*cuts, as_now],
         key=lambda cut_points: (lacking(cut_points), cut_points),
@@ -198,38 +192,41 @@ def _nearest_cut(
 
 
 def _shared_out(
-    cuts: Sequence[tuple[_Cut, tuple[int, ...]]], micro_batches: int, search: PipelineSearch, options: SearchOptions
+    cuts: Sequence[_Cut], micro_batches: int, search: PipelineSearch, options: SearchOptions
 ) -> PlacedPipelines | None:
-    """The pipelines with shares for which the last of them ends first, by estimates and then by schedules.
+    """Return the pipelines with shares for which the last of them ends first, by estimates and then by schedules.
 
     None where they do not fit.
     """
 
     @cache
-    def estimate(cut: _Cut, count: int) -> tuple[float, tuple[int, ...]]:
-        """Seconds, infinite if a stage does not fit, and the options of the stages."""
-        return min(search.estimates.chosen(*cut, count), default=(math.inf, ()))
+    def estimate(shape: Shape, cut_points: CutPoints, share: int) -> tuple[float, tuple[int, ...]]:
+        """Return the seconds, infinite if a stage does not fit, and the options of the stages."""
+        return min(search.estimates.chosen(shape, cut_points, share), default=(math.inf, ()))
 
-    def scheduled(place: int, count: int) -> TimedPipeline | None:
-        cut, workers = cuts[place]
-        own_s, recompute = estimate(cut, count)
+    def scheduled(place: int, share: int) -> TimedPipeline | None:
+        shape, cut_points, workers = cuts[place]
+        own_s, recompute = estimate(shape, cut_points, share)
         if own_s == math.inf:
             return None
-        spec = PipelineSpec(*cut, recompute, count)
+        spec = PipelineSpec(shape, cut_points, recompute, share)
         return search.scheduler.scheduled(spec, effort=options.look_effort, workers=workers)
 
     # Each micro-batch goes to the pipeline that would end first with it.
     shares = [0] * len(cuts)
-    ends = [(estimate(cut, 1)[0], place) for place, (cut, _) in enumerate(cuts)]
+    ends = [(estimate(shape, cut_points, 1)[0], place) for place, (shape, cut_points, _) in enumerate(cuts)]
     heapify(ends)
     for _ in range(micro_batches):
         _, place = ends[0]
         shares[place] += 1
-        heapreplace(ends, (estimate(cuts[place][0], shares[place] + 1)[0], place))
-    timed = {place: scheduled(place, count) for place, count in enumerate(shares) if count}
-    found = {place: each for place, each in timed.items() if each is not None}
-    if len(found) < len(timed):
-        return None
+        heapreplace(ends, (estimate(*cuts[place][:2], shares[place] + 1)[0], place))
+    found: dict[int, TimedPipeline] = {}
+    for place, share in enumerate(shares):
+        timed = scheduled(place, share) if share else None
+        if timed is not None:
+            found[place] = timed
+        elif share:
+            return None
     # Then one at a time from the pipeline that ends last to the one that ends first, as long as both end earlier.
     for _ in range(_SHIFTS):
         slowest = max(found, key=lambda place: found[place].program_s)
@@ -242,4 +239,4 @@ def _shared_out(
         found |= {slowest: fewer, quickest: more}
         shares[slowest] -= 1
         shares[quickest] += 1
-    return tuple((each, cuts[place][1]) for place, each in found.items())
+    return tuple((each, cuts[place][2]) for place, each in found.items())

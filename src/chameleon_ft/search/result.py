@@ -29,17 +29,17 @@ class BoundFamily(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPlan:
-    """A plan with what is predicted of it.
+    """A plan with its predictions.
 
     Attributes:
         name: its origin: "pipelines" for the search itself, "recut" where whole pipelines are kept as they are, else
-            the name it was handed in with.
+            the name it was passed with.
         plan: the plan.
         in_flight_limits: the most that each worker may keep, by its memory. `best_program` with it takes `program_s`.
         step_s: seconds until all operations have ended and all gradients are reduced; vote and update come on top.
         program_s: seconds until the last operation has ended. Pipelines have the best program each.
-        peak_bytes: what the worker that needs most holds at its worst moment, if its pipelines run `schedules`.
-        moved_bytes: parameters and optimizer state that its workers lack, of what they hold now.
+        peak_bytes: of the worker that needs most memory, at its worst moment, if its pipelines run `schedules`.
+        moved_bytes: parameters and optimizer state that its workers lack now.
         host_single_points_of_failure: hosts whose workers are the only ones to hold some layer.
         schedules: of its pipelines, for `best_parts`.
     """
@@ -72,19 +72,19 @@ class SizeFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best plan that was found, how good that is, and what else there is.
+    """The best plan that was found, how good that is, and its alternatives.
 
     Attributes:
         best: the plan of least step time.
         bound_s: seconds below which no plan of `family` can be; infinite where none fits.
-        family: which plans that is true of.
+        family: the plans that the bound holds for.
         complete: whether the search has looked at everything, so that no pipelines side by side are faster than `best`
             with programs by `best_program` for each; never where links differ or there is gradient sync.
-        mixes: how many different ways to make pipelines have been replayed.
+        mixes: how many different mixes of pipelines have been replayed.
         alternatives: the other plans on the Pareto front of step time, bytes to move and
             `host_single_points_of_failure`, by step time.
-        too_large: bytes that are missing on some worker, for plans handed in that do not fit, by name.
-        recuts: what `recut_plan` gives, with split and with fused backward, as far as that was looked at.
+        too_large: bytes that are missing on some worker, for each of the other plans that does not fit, by name.
+        recuts: plans of `recut_plan`, with split and with fused backward, as far as that was looked at.
         sizes: the micro-batch sizes that were compared, ascending; empty for a search with one. `bound_s`, `family` and
             `complete` are of all of them, and the plans are of the size of `best`.
     """
@@ -106,9 +106,9 @@ class SearchResult:
 
 
 def pareto_front(items: Iterable[T], figures: Callable[[T], tuple[float, ...]]) -> list[T]:
-    """Those that no other equals or beats in all their figures, of which less is better; least in the first one first.
+    """Return the items that no other equals or beats in all figures, of which less is better, by their first figure.
 
-    Of items with equal figures, the first.
+    Of items with equal figures, the first is returned.
     """
     front: list[tuple[tuple[float, ...], T]] = []
     for own, item in sorted(((figures(item), item) for item in items), key=lambda each: each[0]):

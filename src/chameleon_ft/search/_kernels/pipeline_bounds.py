@@ -33,7 +33,7 @@ class Stage(NamedTuple):
         kind: class of its worker.
         start, stop: its layers.
         micro_batches: of the pipeline.
-        to_end: stages from it to the last, itself included.
+        to_end: stages from it to the last, itself included; no more than micro-batches.
         first_s, rest_s: until the gradient of one micro-batch, and of all, is back from the stages after it.
     """
 
@@ -47,13 +47,7 @@ class Stage(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of a stage and those after it.
-
-    Attributes:
-        first_s: until the gradient of a single micro-batch has gone out again.
-        returned_s: until the last gradient has.
-        ended_s: until the stage's worker has ended.
-    """
+    """Seconds of a stage and those after it: `Bounds` for one stage, without gradient sync."""
 
     first_s: float
     returned_s: float
@@ -65,15 +59,7 @@ _ANY: Final = Times(math.inf, math.inf, math.inf)
 
 @no_refcount_kernel
 def fill_bounds(
-    tables: Tables,
-    kind: int,
-    following: int,
-    count: int,
-    limit_s: float,
-    sync_s: Floats,
-    first_s: Floats,
-    returned_s: Floats,
-    ended_s: Floats,
+    tables: Tables, kind: int, following: int, micro_batches: int, limit_s: float, sync_s: Floats, bounds: Bounds
 ) -> None:
     """Fill in the bounds of one stage after the other, on workers of one class, each in front of those before it.
 
@@ -83,57 +69,61 @@ def fill_bounds(
         tables: of all classes.
         kind: class of these workers.
         following: stages that follow all of them.
-        count: micro-batches.
-        limit_s: what the step may take.
+        micro_batches: of the pipeline.
+        limit_s: seconds that the step may take.
         sync_s: seconds of gradient sync by start and stop, float64 [L + 1, L + 1].
-        first_s: until the gradient of a single micro-batch has gone out again, by number of stages and first layer,
-            float64 [stages + 1, L + 1]. Row 0, of the stages that follow, is given; the other rows are filled in.
-        returned_s: until the last gradient of all micro-batches has gone out again; likewise.
-        ended_s: until all workers have ended and have reduced their gradients; likewise.
+        bounds: by number of stages, float64 [stages + 1, L + 1]. Row 0, of the stages that follow, is given; the other
+            rows are filled in.
     """
     size = sync_s.shape[0]
-    for row in range(1, returned_s.shape[0]):
-        to_end = min(following + row, count)
+    for row in range(1, bounds.returned_s.shape[0]):
+        to_end = min(following + row, micro_batches)
         for start in range(size):
+            # The least over all layers where the stage may stop, each of the three times for itself.
             least_first_s = least_s = least_end_s = math.inf
             for stop in range(start + 1, size):
-                forward = tables.forward_s[kind, start, stop]
-                work_s = forward + tables.backward_s[kind, start, stop]
+                forward_s = tables.forward_s[kind, start, stop]
+                work_s = forward_s + tables.backward_s[kind, start, stop]
                 all_s = work_s + tables.weight_s[kind, start, stop]
                 # With more layers it takes longer still.
-                if work_s >= least_first_s and count * work_s >= least_s and count * all_s >= least_end_s:
+                if (
+                    work_s >= least_first_s
+                    and micro_batches * work_s >= least_s
+                    and micro_batches * all_s >= least_end_s
+                ):
                     break
-                if returned_s[row - 1, stop] == math.inf:
+                rest_s = bounds.returned_s[row - 1, stop]
+                if rest_s == math.inf:
                     continue
-                stage = Stage(kind, start, stop, count, to_end, first_s[row - 1, stop], returned_s[row - 1, stop])
+                stage = Stage(kind, start, stop, micro_batches, to_end, bounds.first_s[row - 1, stop], rest_s)
                 enough = Times(least_first_s, least_s, least_end_s - sync_s[start, stop])
                 limit = _limit(tables, limit_s, tables.forward_before_s[start], start, sync_s[start, stop])
                 found, _ = _stage_s(tables, stage, enough, limit)
-                down_s = forward + tables.message_s[stop] + ended_s[row - 1, stop]
+                down_s = forward_s + tables.message_s[stop] + bounds.ended_s[row - 1, stop]
                 least_first_s, least_s = min(least_first_s, found.first_s), min(least_s, found.returned_s)
                 least_end_s = min(least_end_s, max(found.ended_s + sync_s[start, stop], down_s))
-            first_s[row, start], returned_s[row, start], ended_s[row, start] = least_first_s, least_s, least_end_s
+            bounds.first_s[row, start] = least_first_s
+            bounds.returned_s[row, start] = least_s
+            bounds.ended_s[row, start] = least_end_s
 
 
 @no_refcount_inline
 def _limit(tables: Tables, limit_s: float, before_s: float, start: int, sync_s: float) -> Times:
-    """Seconds that a stage from layer `start` on may take if its first activation arrives after `before_s`."""
+    """Return the seconds that a stage from layer `start` on may take if its first activation arrives at `before_s`."""
     return Times(math.inf, limit_s - before_s - tables.backward_before_s[start], limit_s - before_s - sync_s)
 
 
 @no_refcount_inline
 def _stage_s(tables: Tables, stage: Stage, enough: Times, limit: Times) -> tuple[Times, int]:
-    """The least times of a stage, each for itself, over its options within a limit; and one of these options.
+    """Return the least times of a stage, each for itself, over its options within a limit; and one of these options.
 
-    That is the one of them that recomputes least, or without a limit the one that ends first. Infinite, and a negative
-    option, where there is none. Options that are below none of the times that are enough are left out.
+    That is the option that recomputes least, or without a limit the one that ends first. The times are infinite and the
+    option is negative if there is none. Options that improve on none of the times that are `enough` are left out.
     """
     first_s = returned_s = ended_s = math.inf
     best = -1
-    begin, end = (
-        tables.first[stage.kind, stage.start, stage.stop],
-        tables.first[stage.kind, stage.start, stage.stop + 1],
-    )
+    begin = tables.first[stage.kind, stage.start, stage.stop]
+    end = tables.first[stage.kind, stage.start, stage.stop + 1]
     for option in range(begin, end):
         if option + 1 < end and tables.options[option, IN_FLIGHT] < tables.in_flight_share * stage.to_end:
             continue
@@ -156,7 +146,7 @@ def _stage_s(tables: Tables, stage: Stage, enough: Times, limit: Times) -> tuple
 
 @no_refcount_inline
 def _seconds(tables: Tables, stage: Stage, option: int) -> tuple[float, float, float]:
-    """Seconds of F, of B or I, and of W."""
+    """Return the seconds of F, of B or I, and of W, recomputation included."""
     at = stage.kind, stage.start, stage.stop
     forward, backward, weight = tables.forward_s[at], tables.backward_s[at], tables.weight_s[at]
     # A first hop has no input gradient to make: its W is the backward in one go.
@@ -167,7 +157,7 @@ def _seconds(tables: Tables, stage: Stage, option: int) -> tuple[float, float, f
 
 @no_refcount_inline
 def _unlimited_s(tables: Tables, stage: Stage, option: int) -> Times:
-    """The times of a stage with an option, if memory held all micro-batches at once."""
+    """Return the times of a stage with an option, if memory held all micro-batches at once."""
     forward, backward, weight = _seconds(tables, stage, option)
     through_s = forward + 2 * tables.message_s[stage.stop] + backward
     own_s = max(stage.micro_batches * (forward + backward), through_s + stage.rest_s)
@@ -178,11 +168,12 @@ def _unlimited_s(tables: Tables, stage: Stage, option: int) -> Times:
 
 @no_refcount_inline
 def _option_s(tables: Tables, stage: Stage, option: int) -> Times:
-    """The times of a stage with an option."""
+    """Return the times of a stage with an option."""
     once_s, own_s, done_s = _unlimited_s(tables, stage, option)
     forward, backward, weight = _seconds(tables, stage, option)
     count, bytes_of = stage.micro_batches, tables.options[option]
     whole_in_weight = tables.split and stage.start == 0
+    # Until the first gradient is back, the stage runs no more forwards than there is room for.
     room = min(bytes_of[IN_FLIGHT], count)
     idle_s = max(0.0, once_s - backward - room * forward)
     waited = max(0, count - bytes_of[DEFERRED])
@@ -205,15 +196,21 @@ def _option_s(tables: Tables, stage: Stage, option: int) -> Times:
 
 @no_refcount_kernel
 def cut_s(
-    tables: Tables, shape: Integers, cut_points: Integers, count: int, limit_s: float, sync_s: Floats, options: Integers
+    tables: Tables,
+    shape: Integers,
+    cut_points: Integers,
+    micro_batches: int,
+    limit_s: float,
+    sync_s: Floats,
+    options: Integers,
 ) -> float:
-    """Seconds that no order of operations beats on this cut; infinite where a stage does not fit.
+    """Return the seconds that no order of operations beats on this cut; infinite where a stage does not fit.
 
     Args:
         tables: of all classes.
         shape, cut_points: class of each worker and end of each stage, int64 [stages].
-        count: micro-batches.
-        limit_s: what the step may take where options are chosen.
+        micro_batches: of the pipeline.
+        limit_s: seconds that the step may take where options are chosen.
         sync_s: seconds of gradient sync by start and stop, float64 [L + 1, L + 1].
         options: the option of each stage, int64 [stages]. Negative ones are replaced by those that recompute least of
             the ones within the limit, or without a limit by those that end first.
@@ -221,8 +218,8 @@ def cut_s(
     first_s = returned_s = ended_s = 0.0
     for position in range(len(shape) - 1, -1, -1):
         start = cut_points[position - 1] if position else 0
-        to_end = min(len(shape) - position, count)
-        stage = Stage(shape[position], start, cut_points[position], count, to_end, first_s, returned_s)
+        to_end = min(len(shape) - position, micro_batches)
+        stage = Stage(shape[position], start, cut_points[position], micro_batches, to_end, first_s, returned_s)
         sync = sync_s[start, stage.stop]
         if options[position] < 0:
             limit = _limit(tables, limit_s, tables.forward_before_s[start], start, sync)
@@ -236,122 +233,122 @@ def cut_s(
 
 
 def _fill_allowed(
-    tables: Tables,
-    wanted: Pipeline,
-    limit_s: float,
-    position: int,
-    start: int,
-    before_s: float,
-    after_s: float,
-    allowed: Integers,
+    tables: Tables, pipeline: Pipeline, position: int, start: int, before_s: float, after_s: float, allowed: Integers
 ) -> int:
-    """Fill in where a stage may stop so that the bound on all that is decided is within a limit; return how many.
+    """Fill in where a stage may stop so that the bound on all that is decided is within the limit; return how many.
 
     Args:
         tables: of all classes.
-        wanted: what is cut.
-        limit_s: what the bound may be.
-        position, start: of the stage.
-        before_s: until its first activation comes in.
-        after_s: from when its last gradient has gone out, until all workers before it have ended.
-        allowed: int64 [L], ascending.
+        pipeline: is cut.
+        position, start: of the stage, and its first layer.
+        before_s: seconds until its first activation arrives.
+        after_s: seconds from when its last gradient has gone out until all workers before it have ended.
+        allowed: layers after the last one of the stage, ascending; int64 [L], filled in.
     """
-    kind, count, found = wanted.shape[position], wanted.micro_batches, 0
-    to_end = min(len(wanted.shape) - position, count)
-    for stop in range(start + 1, wanted.sync_s.shape[0]):
-        if wanted.returned_s[position, stop] == math.inf:
+    kind, count, found = pipeline.shape[position], pipeline.micro_batches, 0
+    to_end = min(len(pipeline.shape) - position, count)
+    left_s = pipeline.limit_s - before_s
+    for stop in range(start + 1, pipeline.sync_s.shape[0]):
+        rest_s = pipeline.after.returned_s[position, stop]
+        if rest_s == math.inf:
             continue
-        after = wanted.first_s[position, stop], wanted.returned_s[position, stop]
-        limit = _limit(tables, limit_s, before_s, start, wanted.sync_s[start, stop])
-        own, _ = _stage_s(tables, Stage(kind, start, stop, count, to_end, *after), _ANY, limit)
-        down_s = tables.forward_s[kind, start, stop] + tables.message_s[stop] + wanted.ended_s[position, stop]
-        done_s = max(own.ended_s + wanted.sync_s[start, stop], down_s, own.returned_s + after_s)
-        if done_s < math.inf and done_s <= limit_s - before_s:
+        sync_s = pipeline.sync_s[start, stop]
+        stage = Stage(kind, start, stop, count, to_end, pipeline.after.first_s[position, stop], rest_s)
+        own, _ = _stage_s(tables, stage, _ANY, _limit(tables, pipeline.limit_s, before_s, start, sync_s))
+        down_s = tables.forward_s[kind, start, stop] + tables.message_s[stop] + pipeline.after.ended_s[position, stop]
+        done_s = max(own.ended_s + sync_s, down_s, own.returned_s + after_s)
+        if done_s < math.inf and done_s <= left_s:
             allowed[found] = stop
             found += 1
     return found
 
 
-def _passed(
-    tables: Tables, wanted: Pipeline, position: int, start: int, stop: int, before_s: float, after_s: float
+def _next_stage(
+    tables: Tables, pipeline: Pipeline, position: int, start: int, stop: int, before_s: float, after_s: float
 ) -> tuple[float, float]:
-    """`before_s` and `after_s` of the stage after this one, see `fill_allowed`."""
-    kind = wanted.shape[position]
+    """Return `before_s` and `after_s` of the stage after this one, see `fill_allowed`."""
+    kind = pipeline.shape[position]
     message_s = tables.message_s[stop]
-    done_s = max(tables.weight_s[kind, start, stop] + wanted.sync_s[start, stop], after_s)
+    done_s = max(tables.weight_s[kind, start, stop] + pipeline.sync_s[start, stop], after_s)
     return (
         before_s + (tables.forward_s[kind, start, stop] + message_s),
         message_s + tables.backward_s[kind, start, stop] + done_s,
     )
 
 
-fill_allowed, _allowed_part = no_refcount_kernel(_fill_allowed), no_refcount_inline(_fill_allowed)
-passed, _passed_part = no_refcount_kernel(_passed), no_refcount_inline(_passed)
+fill_allowed, _inline_fill_allowed = no_refcount_kernel(_fill_allowed), no_refcount_inline(_fill_allowed)
+next_stage, _inline_next_stage = no_refcount_kernel(_next_stage), no_refcount_inline(_next_stage)
 
 
 @no_refcount_kernel
 def greedy_cut(
     tables: Tables,
-    wanted: Pipeline,
-    limit_s: float,
+    pipeline: Pipeline,
     speeds: Floats,
-    wishes: Floats,
-    choice: int,
+    wanted: Floats,
+    rule: int,
     allowed: Integers,
     cut_points: Integers,
 ) -> bool:
-    """Fill in the cut of a choice at every stage; return whether there is one.
+    """Fill in the cut that one rule makes, stage by stage; return False if it leads to a dead end.
 
     Args:
-        tables, wanted, limit_s: as for `fill_allowed`.
+        tables, pipeline: as for `fill_allowed`.
         speeds: of the classes, float64 [C].
-        wishes: where stages are wished to stop, float64 [stages]; none for where they would if all layers that are left
+        wanted: where stages are to stop, float64 [stages]; empty for where they would stop if all layers that are left
             were shared out evenly.
-        choice: `Choice`.
+        rule: `NEAREST`, `LATEST` or `EARLIEST`.
         allowed: int64 [L], to work in.
         cut_points: int64 [stages], filled in.
     """
     start = 0
     before_s = after_s = 0.0
-    for position in range(len(wanted.shape)):
-        count = _allowed_part(tables, wanted, limit_s, position, start, before_s, after_s, allowed)
+    for position in range(len(pipeline.shape)):
+        count = _inline_fill_allowed(tables, pipeline, position, start, before_s, after_s, allowed)
         if not count:
             return False
-        stop = allowed[count - 1] if choice == _LATEST else allowed[0]
-        if choice == _NEAREST:
-            wish = wishes[position] if len(wishes) else _even(tables, wanted, speeds, position, start)
+        stop = allowed[count - 1] if rule == LATEST else allowed[0]
+        if rule == NEAREST:
+            aim = wanted[position] if len(wanted) else _even_stop(tables, pipeline.shape[position:], speeds, start)
             for place in range(1, count):
-                if abs(allowed[place] - wish) <= abs(stop - wish):
+                if abs(allowed[place] - aim) <= abs(stop - aim):
                     stop = allowed[place]
-        before_s, after_s = _passed_part(tables, wanted, position, start, stop, before_s, after_s)
+        before_s, after_s = _inline_next_stage(tables, pipeline, position, start, stop, before_s, after_s)
         cut_points[position] = start = stop
     return True
 
 
 @no_refcount_inline
-def _even(tables: Tables, wanted: Pipeline, speeds: Floats, position: int, start: int) -> float:
-    """Where a stage would stop, in layers and parts, if all left had equal work for their speed."""
-    last = wanted.sync_s.shape[0] - 1
-    if position == len(wanted.shape) - 1:
+def _even_stop(tables: Tables, shape: Integers, speeds: Floats, start: int) -> float:
+    """Return where the first of the stages left would stop, in layers and parts, if all had equal work for their speed.
+
+    Args:
+        tables: of all classes.
+        shape: class of each worker of the stages left, int64 [stages].
+        speeds: of the classes, float64 [C].
+        start: the first layer left.
+    """
+    last = tables.message_s.shape[0] - 1
+    if len(shape) == 1:
         return float(last)
-    kind = wanted.shape[position]
+    kind = shape[0]
     speed = 0.0
-    for rest in wanted.shape[position:]:
-        speed += speeds[rest]
-    wanted_s = speeds[kind] / speed * stage_work_s(tables, kind, start, last)
+    for each in shape:
+        speed += speeds[each]
+    wanted_s = speeds[kind] / speed * _stage_work_s(tables, kind, start, last)
     stop = start + 1
     below_s = 0.0
-    while stop < last and stage_work_s(tables, kind, start, stop) < wanted_s:
-        below_s = stage_work_s(tables, kind, start, stop)
+    while stop < last and _stage_work_s(tables, kind, start, stop) < wanted_s:
+        below_s = _stage_work_s(tables, kind, start, stop)
         stop += 1
-    work_s = stage_work_s(tables, kind, start, stop)
+    work_s = _stage_work_s(tables, kind, start, stop)
     part = (wanted_s - below_s) / (work_s - below_s) if work_s > below_s else 1.0
     return stop - 1 + part
 
 
 @no_refcount_inline
-def stage_work_s(tables: Tables, kind: int, start: int, stop: int) -> float:
-    """Seconds that a stage computes for one micro-batch, without recomputation."""
+def _stage_work_s(tables: Tables, kind: int, start: int, stop: int) -> float:
+    """Return the seconds that a stage computes for one micro-batch, without recomputation."""
     work_s: float = tables.forward_s[kind, start, stop] + tables.backward_s[kind, start, stop]
     work_s += tables.weight_s[kind, start, stop]
     return work_s

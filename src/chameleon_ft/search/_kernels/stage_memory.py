@@ -5,82 +5,48 @@ The moments are those that `chameleon_ft.estimate.memory` describes, for one sta
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 from chameleon_ft.schedule.jit import no_refcount_inline, no_refcount_kernel
-from chameleon_ft.schedule.records import Booleans, Floats, Integers
+from chameleon_ft.schedule.records import Floats, Integers
+from chameleon_ft.search._kernels.records import (
+    BACKWARD,
+    COLUMNS,
+    DEFERRED,
+    EACH,
+    FIXED,
+    FORWARD,
+    FULL,
+    IN_FLIGHT,
+    SELECTIVE,
+    SPARE,
+    WAITING,
+    WEIGHT,
+    LayerBytes,
+)
 
-UNLIMITED: Final = 2**40
-"""More micro-batches than any step has."""
-
-# Columns of `options`.
-FULL: Final = 0
-IN_FLIGHT: Final = 1
-DEFERRED: Final = 2
-EACH: Final = 3
-WAITING: Final = 4
-FORWARD: Final = 5
-BACKWARD: Final = 6
-WEIGHT: Final = 7
-FIXED: Final = 8
-SPARE: Final = 9
-SELECTIVE: Final = 10
-COLUMNS: Final = 11
-"""How many layers are recomputed in full; how many micro-batches can be in flight, and how many W can wait when nothing
-is in flight; bytes of a micro-batch in flight, and of one whose W waits; the most bytes that F, B or I, and W need,
-those of their own micro-batch included; bytes of state and samples, and those that they leave of the worker's memory;
-how many layers, after those in full, are recomputed selectively.
-"""
-
-
-class LayerBytes(NamedTuple):
-    """Bytes by layer, int64 [layers] each.
-
-    Attributes:
-        state: parameters, gradients and optimizer state.
-        sample: samples kept at hand.
-        activation: activations from F to B.
-        boundary: what stays of these when the layer is recomputed in full: its input.
-        selective: what stays of these when the layer is recomputed selectively; as much if that is not possible.
-        recomputable: whether the layer may be recomputed, bool [layers].
-        output: message to the next layer; zero for the last.
-        weight_grad: what I leaves for W.
-        working: needed only while the layer runs.
-        selective_s, forward_s: seconds of recomputation, selective and in full, at speed 1; float64 [layers].
-    """
-
-    state: Integers
-    sample: Integers
-    activation: Integers
-    boundary: Integers
-    selective: Integers
-    recomputable: Booleans
-    output: Integers
-    weight_grad: Integers
-    working: Integers
-    selective_s: Floats
-    forward_s: Floats
+# More micro-batches than any step has.
+_UNLIMITED: Final = 2**40
 
 
 @no_refcount_kernel
 def fill_options(
     layers: LayerBytes, capacity: int, split: bool, most: int, first: Integers, options: Integers, recompute_s: Floats
 ) -> int:
-    """Fill in the ways to recompute that a stage of a worker with `capacity` bytes has; return how many there are.
+    """Fill in the options of every stage of a worker with `capacity` bytes: what to recompute; return how many.
 
     Some layers from the first one on are recomputed selectively; or in full, and all others selectively or not at all.
-    Of these options, by their seconds, those are kept that let more micro-batches be in flight, or let more W wait,
-    than all before, as long as at least one micro-batch fits.
+    Sorted by their seconds, the options are kept that let more micro-batches be in flight, or let more W wait, than all
+    before, as long as at least one micro-batch fits.
 
     Args:
         layers: of the model.
         capacity: bytes of the worker.
         split: whether backward is split in two.
-        most: micro-batches that more room is of no use for.
-        first: int64 [L + 1, L + 2], by start and stop: the place of the stage's first option; those of stop follow
-            those of stop - 1.
-        options: int64 [options, COLUMNS].
-        recompute_s: float64 [options], seconds of recomputation.
+        most: micro-batches in flight beyond which more room is of no use.
+        first: as in `Tables`, int64 [L + 1, L + 2], filled in.
+        options: int64 [options, COLUMNS], filled in; there must be room for 3 (stop - start) + 1 options of each stage.
+        recompute_s: seconds of recomputation at speed 1 by option, float64 [options], filled in.
     """
     num_layers = len(layers.state)
     found = 0
@@ -106,10 +72,15 @@ def _fill_stage(
     options: Integers,
     recompute_s: Floats,
 ) -> int:
-    """Fill in the options of a stage that hold a micro-batch, by their seconds, from a place on; return their end."""
+    """Fill in the options of a stage that hold a micro-batch, by their seconds, from row `begin` on; return their end.
+
+    Arguments are as for `fill_options`.
+    """
     end = begin
+    # Seconds with the first layers recomputed selectively or, up to `full`, in full; and with only those in full.
     selective_s = full_s = 0.0
     full = until = start
+    # First one layer after the other becomes selective; then, again from the first, each is recomputed in full.
     for step in range(2 * (stop - start) + 1):
         if step:
             layer = start + (step - 1) % (stop - start)
@@ -141,7 +112,7 @@ def _fill_stage(
 
 @no_refcount_inline
 def _sort_in(begin: int, place: int, options: Integers, recompute_s: Floats) -> None:
-    """Move an option to where it belongs among those before it, which are sorted by their seconds."""
+    """Move the option in row `place` to its place among those from row `begin` on, sorted by their seconds."""
     while place > begin and recompute_s[place - 1] > recompute_s[place]:
         recompute_s[place - 1], recompute_s[place] = recompute_s[place], recompute_s[place - 1]
         for column in range(COLUMNS):
@@ -153,7 +124,7 @@ def _sort_in(begin: int, place: int, options: Integers, recompute_s: Floats) -> 
 
 @no_refcount_inline
 def _keep_best(most: int, begin: int, end: int, options: Integers, recompute_s: Floats) -> int:
-    """Keep those of the options that make room for more than all before; return where they end."""
+    """Keep the options of rows `begin` to `end` that make room for more than all before; return where they end."""
     found = begin
     in_flight = deferred = 0
     for place in range(begin, end):
@@ -171,9 +142,9 @@ def _keep_best(most: int, begin: int, end: int, options: Integers, recompute_s: 
 
 @no_refcount_inline
 def _measure(layers: LayerBytes, split: bool, start: int, stop: int, full: int, until: int, row: Integers) -> None:
-    """Bytes of layers `start` to `stop`, into columns from `EACH` on.
+    """Fill in the bytes of layers `start` to `stop`: the columns `EACH` to `FIXED` of an option, int64 [COLUMNS].
 
-    Those before `full` are recomputed in full, and from there to `until` selectively.
+    Layers before `full` are recomputed in full, and from there to `until` selectively.
     """
     last = layers.output[stop - 1]
     # The graph of the last layer keeps the output, if there is one.
@@ -221,26 +192,25 @@ def _measure(layers: LayerBytes, split: bool, start: int, stop: int, full: int, 
 
 @no_refcount_inline
 def _kept(layers: LayerBytes, layer: int, until: int) -> int:
-    """Bytes of activations that a layer keeps if it is recomputed selectively, before `until`, or not at all."""
+    """Return the bytes of activations that a layer keeps; layers before `until` are recomputed selectively."""
     kept: int = layers.selective[layer] if layer < until else layers.activation[layer]
     return kept
 
 
 @no_refcount_inline
 def _count(row: Integers, capacity: int) -> None:
-    """How many micro-batches can be in flight, and how many W can wait when nothing is in flight, at most."""
+    """Fill in `SPARE`, `IN_FLIGHT` and `DEFERRED` of an option, int64 [COLUMNS], from its other columns."""
     row[SPARE] = spare = capacity - row[FIXED]
     row[IN_FLIGHT] = row[DEFERRED] = 0
     largest = max(row[FORWARD], row[BACKWARD], row[WEIGHT])
     if spare < largest:
         return
-    row[IN_FLIGHT] = 1 + ((spare - max(row[FORWARD], row[BACKWARD])) // row[EACH] if row[EACH] > 0 else UNLIMITED)
-    row[DEFERRED] = 1 + ((spare - row[WEIGHT]) // row[WAITING] if row[WAITING] > 0 else UNLIMITED)
+    row[IN_FLIGHT] = 1 + ((spare - max(row[FORWARD], row[BACKWARD])) // row[EACH] if row[EACH] > 0 else _UNLIMITED)
+    row[DEFERRED] = 1 + ((spare - row[WEIGHT]) // row[WAITING] if row[WAITING] > 0 else _UNLIMITED)
 
 
 @no_refcount_kernel
 def fill_limits(
-    cut_points: Integers,
     rows: Integers,
     capacities: Integers,
     messages: Integers,
@@ -250,38 +220,38 @@ def fill_limits(
 ) -> bool:
     """Fill in what each stage may keep; return False where a stage cannot keep even one micro-batch.
 
-    Of wishes from the most that schedules profit from, a pipeline depth beyond 1F1B and ZB-H1, down to one micro-batch
-    at a time, the first that fits. To let fewer W wait comes before fewer micro-batches in flight than 1F1B has. A
-    stage gets no more in flight than one beyond the stage after it: others would wait in the channel, which holds one.
+    Limits are tried from the most that schedules profit from, a pipeline depth beyond 1F1B and ZB-H1, down to one
+    micro-batch at a time, and the first that fit are taken. To let fewer W wait comes before fewer micro-batches in
+    flight than 1F1B has. A stage gets no more in flight than one beyond the stage after it: others would wait in the
+    channel, which holds one.
 
     Args:
-        cut_points: int64 [stages].
-        rows: int64 [stages, COLUMNS], the option of each stage.
-        capacities: int64 [stages], bytes; negative where memory is not checked.
-        messages: int64 [stages], bytes of buffers for messages.
+        rows: the option of each stage, int64 [stages, COLUMNS].
+        capacities: bytes of each worker, int64 [stages]; negative where memory is not checked.
+        messages: bytes of buffers for messages, int64 [stages].
         micro_batches: of the pipeline.
         split: whether backward is split in two.
-        limits: int64 [3, stages], filled in: micro-batches in flight, kept, and W that wait.
+        limits: micro-batches in flight, micro-batches kept, and W that wait; int64 [3, stages], filled in.
     """
-    depth = len(cut_points)
+    depth = len(rows)
     for stage in range(depth - 1, -1, -1):
         base = depth - stage
         spare = capacities[stage] - rows[stage, FIXED] - messages[stage]
         chosen = False
-        wish = 0
+        attempt = 0
         while not chosen:
-            if wish <= depth:
-                in_flight = base + depth - wish
-                kept = deferred = (depth if split else base) + depth - wish
-            elif split and wish <= 2 * depth:
-                in_flight, deferred = base, 2 * depth + 1 - wish
+            if attempt <= depth:
+                in_flight = base + depth - attempt
+                kept = deferred = (depth if split else base) + depth - attempt
+            elif split and attempt <= 2 * depth:
+                in_flight, deferred = base, 2 * depth + 1 - attempt
                 kept = max(base, min(depth, base + deferred - 1))
             else:
-                in_flight = base - (wish - (2 * depth if split else depth))
+                in_flight = base - (attempt - (2 * depth if split else depth))
                 kept, deferred = in_flight, 1
                 if in_flight < 1:
                     return False
-            wish += 1
+            attempt += 1
             flying, resting = min(in_flight, micro_batches), min(deferred, micro_batches)
             needed = _needs(rows[stage], split, split and stage == 0, flying, min(kept, micro_batches), resting)
             chosen = capacities[stage] < 0 or needed <= spare
@@ -293,7 +263,10 @@ def fill_limits(
 
 @no_refcount_inline
 def _needs(row: Integers, split: bool, first: bool, in_flight: int, kept: int, deferred: int) -> int:
-    """The most that a stage holds under these limits beside its state and messages."""
+    """Return the most bytes that a stage holds under these limits beside its state and messages.
+
+    `row` is its option, int64 [COLUMNS], and `first` says whether it is a first stage with split backward.
+    """
     if not split:
         # What B returned is there until the next operation begins.
         most: int = (in_flight - 1) * row[EACH] + max(row[FORWARD], row[BACKWARD], row[EACH])
@@ -309,7 +282,7 @@ def _needs(row: Integers, split: bool, first: bool, in_flight: int, kept: int, d
 
 @no_refcount_inline
 def _held(each: int, waiting: int, in_flight: int, deferred: int, kept: int) -> int:
-    """The most bytes of micro-batches in flight and of W that wait, so many of each and together at the most."""
+    """Return the most bytes of up to so many micro-batches in flight and W that wait, together up to `kept`."""
     if each >= waiting:
         flying = min(in_flight, kept)
         resting = min(deferred, kept - flying)

@@ -21,10 +21,10 @@ from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind, defau
 from chameleon_ft.schedule.best import DEFAULT_EFFORT
 from chameleon_ft.schedule.program import KINDS
 from chameleon_ft.schedule.records import PROGRAM_RECORD
-from chameleon_ft.search.placement.candidates import predicted
-from chameleon_ft.search.placement.hosts import PlacementSearch
-from chameleon_ft.search.result import FoundPlan
 from chameleon_ft.search.pipelines.worker_classes import WorkerPool
+from chameleon_ft.search.placement.candidates import predicted
+from chameleon_ft.search.placement.hosts import worker_choices
+from chameleon_ft.search.result import FoundPlan
 from chameleon_ft.workload import Workload
 
 __all__ = [
@@ -183,14 +183,15 @@ def fastest_layout(
     # Published planners take all workers to be alike.
     workers = tuple(replace(worker, speed=1.0, memory_bytes=None) for worker in costs.cluster.workers)
     alike = Cluster(workers, costs.cluster.intra_host, costs.cluster.inter_host)
-    placement = PlacementSearch(WorkerPool.of(alike), alike, with_sync=True)
+    pool = WorkerPool.of(alike)
     compared: list[tuple[float, Plan, Layout]] = []
     for layout in layouts:
         cuts = [cut_points for cut_points, _ in layout.pipelines]
-        for way in placement.usual_ways([(0,) * len(cut_points) for cut_points in cuts], cuts):
+        shapes = [(0,) * len(cut_points) for cut_points in cuts]
+        for workers_of in worker_choices(shapes, cuts, pool, alike, with_sync=True, usual=True):
             pipelines = [
                 PipelineLayout(cut_points, own, micro_batches)
-                for (cut_points, micro_batches), own in zip(layout.pipelines, way, strict=True)
+                for (cut_points, micro_batches), own in zip(layout.pipelines, workers_of, strict=True)
             ]
             plan = pipelines_plan(pipelines, split_backward=split_backward, recompute=layout.recompute)
             found = _fitting(name, plan, costs, current, effort=_COMPARE_EFFORT)

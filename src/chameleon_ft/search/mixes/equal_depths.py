@@ -7,19 +7,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from chameleon_ft.search.placement.gradient_sync import SyncCost, SyncLowerBound
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
+from chameleon_ft.search.pipelines.sync_bounds import SyncCost, SyncLowerBound
 from chameleon_ft.workload import Workload
 
-__all__ = ["Layout", "promising_layouts"]
+__all__ = ["EqualDepths", "promising_layouts"]
 
 # With up to this many workers, every depth is searched with every number of pipelines that there are workers for.
 _ALL_NUMBERS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class EqualDepths:
     """Pipelines of one depth; workers that are left over are idle or make some pipelines one stage deeper.
 
     Attributes:
@@ -37,24 +37,23 @@ class Layout:
     estimate_s: float
 
     def shapes(self, *, mixed: bool) -> list[tuple[int, ...]]:
-        """Shapes of the pipelines: of its depth, or also one stage deeper."""
+        """Return the shapes of the pipelines: of its depth, or also one stage deeper."""
         layers = self.pipelines.scheduler.stages.num_layers
         return [(0,) * depth for depth in range(self.depth, self.depth + (2 if mixed else 1)) if depth <= layers]
 
 
 def promising_layouts(
     searches: Iterable[PipelineSearch],
-    counts: tuple[int, ...],
+    workers: int,
     least_sync: SyncLowerBound,
     options: SearchOptions,
     workload: Workload,
-) -> list[Layout]:
-    """Layouts of workers of one class by their estimate, the best first; those that do not fit are left out."""
-    (workers,) = counts
+) -> list[EqualDepths]:
+    """Return layouts of workers of one class by their estimate, the best first, without those that do not fit."""
     num_bytes = sum(layer.gradient_bytes for layer in workload.layers)
-    found: list[Layout] = []
+    layers = len(workload.layers)
+    found: list[EqualDepths] = []
     for pipelines in searches:
-        layers = pipelines.scheduler.stages.num_layers
         for depth in range(1, min(workers, layers) + 1):
             for number in _numbers(workers, depth, layers, workload.micro_batches):
                 if options.two_holders and number < 2:
@@ -63,21 +62,24 @@ def promising_layouts(
                 estimate_s = _estimate_s(pipelines, depth, workload.micro_batches / number)
                 estimate_s += sync.fixed_s + sync.per_byte_s * num_bytes / depth
                 if estimate_s < math.inf:
-                    found.append(Layout(depth, number, sync, pipelines, estimate_s))
+                    found.append(EqualDepths(depth, number, sync, pipelines, estimate_s))
     return sorted(found, key=lambda layout: (layout.estimate_s, layout.depth, layout.number))
 
 
-def _numbers(workers: int, depth: int, layers: int, micro_batches: int) -> list[int]:
-    """Numbers of pipelines of this depth to look at; of many workers few are idle or in pipelines one stage deeper."""
+def _numbers(workers: int, depth: int, layers: int, micro_batches: int) -> range:
+    """Return the numbers of pipelines of this depth to look at.
+
+    If there are many workers, few of them are idle or in pipelines one stage deeper.
+    """
     most = min(workers // depth, micro_batches)
     if workers <= _ALL_NUMBERS:
-        return list(range(1, most + 1))
+        return range(1, most + 1)
     fewest = workers // (depth + 1) if depth < layers else most
-    return list(range(max(1, fewest, most - 1), most + 1))
+    return range(max(1, fewest, most - 1), most + 1)
 
 
 def _estimate_s(pipelines: PipelineSearch, depth: int, share: float) -> float:
-    """The estimate of the mean share, interpolated between whole numbers of micro-batches."""
+    """Return the estimate of the mean share, interpolated between whole numbers of micro-batches."""
     estimates, low = pipelines.estimates, math.floor(share)
     low_s = estimates.quick_s((0,) * depth, low)
     if share == low or low_s == math.inf:

@@ -44,7 +44,7 @@ _NOTHING: Final = BoundedMix(0, {}, ())
 
 
 def is_exact(counts: Sequence[int], items: int, pipeline_range: tuple[int, int] | None = None) -> bool:
-    """Whether `best_mix` of so many workers of each class and so many items fills in a table."""
+    """Return whether `best_mix` of so many workers of each class and so many items fills in a table."""
     states = math.prod(count + 1 for count in counts)
     if pipeline_range is not None:
         return states * items * pipeline_range[1] <= _NUMBERED_TABLE
@@ -52,48 +52,55 @@ def is_exact(counts: Sequence[int], items: int, pipeline_range: tuple[int, int] 
 
 
 def best_mix(
-    values: Mapping[Size, int], counts: Sequence[int], pipeline_range: tuple[int, int] | None = None
+    values: Mapping[Size, int],
+    counts: Sequence[int],
+    pipeline_range: tuple[int, int] | None = None,
+    *,
+    all_workers: bool = False,
 ) -> BoundedMix:
-    """The items that are worth most together.
+    """Return the items that are worth most together; none, and a bound of zero, if no items fit.
 
     Exact by dynamic programming where the table is small. Beyond that, with workers of one class and a number of items,
     a bound by the upper hull of the items and a mix that comes near to it; with several classes an integer program.
 
     Args:
-        values: worth of the items, one for each size.
+        values: worth of the items, one for each size; those of no worth are not used.
         counts: workers of each class.
         pipeline_range: fewest and most items; None for any number.
+        all_workers: whether no worker may be idle; always exact.
     """
     items = [(size, value) for size, value in sorted(values.items()) if value > 0 and all(map(le, size, counts))]
     if not items:
         return _NOTHING
-    if is_exact(counts, len(items), pipeline_range):
-        return _by_table(items, counts, pipeline_range)
+    if all_workers or is_exact(counts, len(items), pipeline_range):
+        return _by_table(items, counts, pipeline_range, all_workers)
     if pipeline_range is not None and len(counts) == 1:
         return _by_hull({size: value for (size,), value in items}, counts[0], *pipeline_range)
     return _by_program(items, counts, pipeline_range)
 
 
 def _by_table(
-    items: Sequence[tuple[Size, int]], counts: Sequence[int], pipeline_range: tuple[int, int] | None
+    items: Sequence[tuple[Size, int]],
+    counts: Sequence[int],
+    pipeline_range: tuple[int, int] | None,
+    all_workers: bool,
 ) -> BoundedMix:
     # Here, because to import a kernel loads numba, and most importers of this module run none.
     from chameleon_ft.search._kernels.knapsack import fill_table
 
-    states = math.prod(count + 1 for count in counts)
-    most = -1 if pipeline_range is None else min(pipeline_range[1], sum(counts))
-    best, chosen = np.empty((2, states, max(most, 0) + 1), np.int64)
-    sizes = np.array([size for size, _ in items])
-    fill_table(
-        np.array(counts), most, sizes, np.array([value for _, value in items]), np.zeros_like(counts), best, chosen
-    )
-    strides = np.cumprod([1, *(count + 1 for count in reversed(counts[1:]))])[::-1]
-    fewest = 0 if pipeline_range is None else pipeline_range[0]
-    number = fewest + int(best[-1, fewest:].argmax()) if fewest < best.shape[1] else 0
-    if best[-1, number] <= 0:
+    fewest, most = (0, -1) if pipeline_range is None else (pipeline_range[0], min(pipeline_range[1], sum(counts)))
+    if pipeline_range is not None and fewest > most:
         return _NOTHING
+    states = math.prod(count + 1 for count in counts)
+    best, chosen = np.empty((2, states, max(most, 0) + 1), np.int64)
+    sizes, values = np.array([size for size, _ in items]), np.array([value for _, value in items])
+    fill_table(np.array(counts), most, all_workers, sizes, values, np.zeros_like(counts), best, chosen)
+    number, state = fewest + int(best[-1, fewest:].argmax()), states - 1
+    bound = int(best[state, number])
+    if bound <= 0:
+        return _NOTHING
+    strides = np.cumprod([1, *(count + 1 for count in reversed(counts[1:]))])[::-1]
     mix: Mix = {}
-    state = states - 1
     while (taken := int(chosen[state, number])) < len(items):
         if taken < 0:
             state -= int(strides[-1 - taken])
@@ -102,23 +109,22 @@ def _by_table(
         mix[size] = mix.get(size, 0) + 1
         state -= int(np.dot(size, strides))
         number -= pipeline_range is not None
-    return BoundedMix(sum(value * mix.get(size, 0) for size, value in items), mix, tuple(mix))
+    return BoundedMix(bound, mix, tuple(mix))
 
 
 def _by_program(
     items: Sequence[tuple[Size, int]], counts: Sequence[int], pipeline_range: tuple[int, int] | None
 ) -> BoundedMix:
-    """An integer program; its bound is that of the solver."""
+    """Solve an integer program; the bound is that of the solver."""
     # Here, because it takes long to import, and most searches do without.
     from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 
     sizes = np.array([size for size, _ in items], np.float64).T
-    values = np.array([value for _, value in items], np.float64)
     constraints = [LinearConstraint(sizes, ub=np.array(counts, np.float64))]
     if pipeline_range is not None:
         constraints.append(LinearConstraint(np.ones((1, len(items))), *pipeline_range))
     found = milp(
-        -values,
+        np.array([-value for _, value in items], np.float64),
         integrality=np.ones(len(items)),
         bounds=Bounds(0, np.inf),
         constraints=constraints,
@@ -127,13 +133,13 @@ def _by_program(
     bound = getattr(found, "mip_dual_bound", None)
     if found.x is None or bound is None:
         return _NOTHING
-    made = np.round(found.x).astype(int)
-    mix = {size: count for (size, _), count in zip(items, made.tolist(), strict=True) if count}
+    numbers = np.round(found.x).astype(int).tolist()
+    mix = {size: count for (size, _), count in zip(items, numbers, strict=True) if count}
     return BoundedMix(math.floor(-bound * (1 + ROUNDING) + ROUNDING), mix, tuple(mix))
 
 
 def _by_hull(values: Mapping[int, int], count: int, fewest: int, most: int) -> BoundedMix:
-    """Of items that take workers of one class, from `fewest` to `most` items.
+    """Bound items that take workers of one class, from `fewest` to `most` items.
 
     The bound is that of parts of items, which two neighbouring corners of the upper hull of all items meet. The mix is
     made of those two; it is worth as much as the bound says where their sizes differ by one.
@@ -144,11 +150,12 @@ def _by_hull(values: Mapping[int, int], count: int, fewest: int, most: int) -> B
     corners = _hull(values)
     # More items are worth more until all are of the size that is worth most for each worker; the bound is concave.
     size, _ = max(corners, key=lambda corner: corner[1] / corner[0])
-    pipeline_range = {min(max(number, fewest), most) for number in (count // size, count // size + 1)}
-    return max((_of_number(corners, count, number) for number in sorted(pipeline_range)), key=lambda found: found.bound)
+    numbers = sorted({min(max(number, fewest), most) for number in (count // size, count // size + 1)})
+    return max((_of_number(corners, count, number) for number in numbers), key=lambda found: found.bound)
 
 
 def _of_number(corners: Sequence[tuple[int, int]], count: int, number: int) -> BoundedMix:
+    """Bound exactly `number` items, where the hull is at their mean size."""
     mean = count / number
     above = next((place for place, (size, _) in enumerate(corners) if size >= mean), len(corners) - 1)
     high, worth_high = corners[above]
@@ -163,7 +170,7 @@ def _of_number(corners: Sequence[tuple[int, int]], count: int, number: int) -> B
 
 
 def _hull(values: Mapping[int, int]) -> list[tuple[int, int]]:
-    """The corners of the upper hull of the items from the smallest to the first of the most worth, by size."""
+    """Return the corners of the upper hull of the items from the smallest to the first of the most worth, by size."""
     corners: list[tuple[int, int]] = []
     for size, value in sorted(values.items()):
         if corners and value <= corners[-1][1]:

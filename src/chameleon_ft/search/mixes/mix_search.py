@@ -10,20 +10,21 @@ as in A*: when the best mix has scheduled pipelines only, none is better.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import cached_property, lru_cache
+from itertools import permutations
+from typing import Final, TypeAlias
 
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.search.placement.gradient_sync import SyncCost
-from chameleon_ft.search.mixes.knapsack import BoundedMix, Size, best_mix
+from chameleon_ft.search.mixes.knapsack import Size, best_mix
 from chameleon_ft.search.options import SearchOptions
-from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
+from chameleon_ft.search.pipelines.pipeline_search import BestPipeline, PipelineSearch
 from chameleon_ft.search.pipelines.schedules import TimedPipeline
-from chameleon_ft.search.mixes.shapes import shapes_of, size_of
-from chameleon_ft.search.pipelines.worker_classes import Shape
+from chameleon_ft.search.pipelines.sync_bounds import SyncCost
+from chameleon_ft.search.pipelines.worker_classes import Shape, arrangements
 
-__all__ = ["MixSearch", "Share", "TimedMix"]
+__all__ = ["MixSearch", "TimedMix", "shapes_of"]
 
 # Relative precision of a bisection when the search is not to be complete.
 _COARSE_PRECISION: Final = 2e-4
@@ -35,15 +36,13 @@ _SMALLEST_STEP_S: Final = 1e-9
 _TOLERATED_SLOWDOWN: Final = 1.02
 # With limited effort, mixes in a row without an improvement that end a search.
 _PATIENCE: Final = 2
+# Up to this many orders of classes in a pipeline, all are searched.
+_ALL_SHAPES: Final = 3_000
+# Beyond that, only pipelines of one class, and of two classes one after the other up to this depth.
+_MIXED_DEPTH: Final = 6
 
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """`count` pipelines of a shape, each with `micro_batches`."""
-
-    shape: Shape
-    micro_batches: int
-    count: int
+_Shares: TypeAlias = dict[tuple[Shape, int], int]
+"""How many pipelines there are of a shape and a share of the micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,46 +93,52 @@ class MixSearch:
         self._options = options
         self._precision = ROUNDING / 10 if options.complete else _COARSE_PRECISION
         self._counts = counts
-        self.shapes, self.all_shapes = shapes_of(self._counts, pipelines[0].scheduler.stages.num_layers)
+        self.shapes, self.all_shapes = shapes_of(counts, pipelines[0].scheduler.stages.num_layers)
         if shapes is not None:
             self.shapes, self.all_shapes = tuple(shapes), False
         elif pipeline_range is not None:
             # Every other pipeline has a worker at least.
             self.shapes = tuple(shape for shape in self.shapes if len(shape) <= sum(counts) - pipeline_range[0] + 1)
-        self._sizes = {shape: size_of(shape, len(counts)) for shape in self.shapes}
-        self._known: dict[tuple[Shape, int], tuple[float, TimedPipeline | None]] = {}
-        self._scheduled_s: dict[Shape, dict[int, float]] = {}
-        self._bound: tuple[float, list[Share]] | None = None
+        self._sizes: dict[Shape, Size] = {
+            shape: tuple(shape.count(kind) for kind in range(len(counts))) for shape in self.shapes
+        }
+        self._scheduled: dict[Shape, dict[int, BestPipeline]] = {shape: {} for shape in self.shapes}
 
+    @cached_property
     def bound_s(self) -> float:
         """Seconds below which no mix can be; infinite if memory allows none. To be asked before `mixes`."""
-        return self._bounded()[0]
+        found = self._least(self._work_s, math.inf, bounding=True)
+        return math.inf if found is None else found[0]
 
     def reaches(self, time_s: float) -> bool:
-        """Whether a mix may take less than `time_s`."""
+        """Return whether a mix may take less than `time_s`."""
         if time_s == math.inf:
-            return self.bound_s() < math.inf
-        return self._at(time_s * (1 - ROUNDING), bounding=True)[0] >= self._micro_batches
+            return self.bound_s < math.inf
+        return self._at(time_s * (1 - ROUNDING), bounding=True) is not None
 
     def mixes(self, bound_s: float, upper_s: float = math.inf) -> Iterator[TimedMix]:
-        """Mixes whose times are between a bound and a time that is to be beaten, each better than nearly all before."""
+        """Yield mixes with times between a bound and a time that is to be beaten, each better than nearly all before.
+
+        Each mix is the best by what is known so far: schedules of some pipelines, and bounds on the others.
+        """
         if not self._options.complete:
             self.shapes = self._affordable_shapes(bound_s)
-        low, best_s, without_gain = bound_s, upper_s, 0
+        low_s, best_s, without_gain = bound_s, upper_s, 0
         most = self._spent() + self._options.effort
         first = True
         while first or self._spent() < most:
-            found = self._next(low, best_s)
+            found = self._least(low_s, best_s * (1 - ROUNDING))
             if found is None:
                 self.complete = self._options.complete
                 return
-            low, mix = found
-            is_new, timed = self._timed(mix)
+            low_s, shares = found[0], self._trimmed(found[1])
+            is_new = any(share not in self._scheduled[shape] for shape, share in shares)
+            timed = self._timed(shares)
             if timed is None:
                 continue
             first = False
             yield timed
-            if not is_new or timed.time_s <= low * (1 + ROUNDING):
+            if not is_new or timed.time_s <= low_s * (1 + ROUNDING):
                 self.complete = self._options.complete
                 return
             without_gain = 0 if timed.time_s < best_s else without_gain + 1
@@ -144,43 +149,33 @@ class MixSearch:
     def _spent(self) -> int:
         return sum(each.scheduler.spent for each in self.pipelines)
 
-    def _bounded(self) -> tuple[float, list[Share]]:
-        if self._bound is None:
-            self._bound = self._least(self._work_s, math.inf, bounding=True) or (math.inf, [])
-        return self._bound
+    def _least(self, low_s: float, high_s: float, *, bounding: bool = False) -> tuple[float, _Shares] | None:
+        """Return the least time from `low_s` to `high_s` in which all can be finished, from below, and the mix.
 
-    def _next(self, low: float, best_s: float) -> tuple[float, list[Share]] | None:
-        """A lower bound on all mixes by what is known so far, and the best mix; None if not below `best_s`."""
-        found = self._least(low, best_s * (1 - ROUNDING), bounding=False)
-        return None if found is None else (found[0], self._trimmed(found[1]))
-
-    def _least(self, low: float, high: float, *, bounding: bool) -> tuple[float, list[Share]] | None:
-        """The least time from `low` to `high` in which all can be finished, from below, and the mix.
-
-        By galloping and bisection; None where there is none.
+        By galloping and bisection; None where there is no such time.
         """
-        total, mix = self._at(low, bounding=bounding)
-        if total >= self._micro_batches:
-            return low, mix
-        if high == math.inf:
-            if self._at(_LONGEST_STEP_S, bounding=bounding)[0] < self._micro_batches:
+        shares = self._at(low_s, bounding=bounding)
+        if shares is not None:
+            return low_s, shares
+        if high_s == math.inf:
+            if self._at(_LONGEST_STEP_S, bounding=bounding) is None:
                 return None
-            high, share = low, 0.02
-            while total < self._micro_batches:
-                low, high, share = high, high * (1 + share) or _SMALLEST_STEP_S, min(1.0, 2 * share)
-                total, mix = self._at(high, bounding=bounding)
+            high_s, share = low_s, 0.02
+            while shares is None:
+                low_s, high_s, share = high_s, high_s * (1 + share) or _SMALLEST_STEP_S, min(1.0, 2 * share)
+                shares = self._at(high_s, bounding=bounding)
         else:
-            total, mix = self._at(high, bounding=bounding)
-            if total < self._micro_batches:
+            shares = self._at(high_s, bounding=bounding)
+            if shares is None:
                 return None
-        while high - low > self._precision * high:
-            middle = (low + high) / 2
-            total, found = self._at(middle, bounding=bounding)
-            if total >= self._micro_batches:
-                high, mix = middle, found
+        while high_s - low_s > self._precision * high_s:
+            middle_s = (low_s + high_s) / 2
+            found = self._at(middle_s, bounding=bounding)
+            if found is None:
+                low_s = middle_s
             else:
-                low = middle
-        return low, mix
+                high_s, shares = middle_s, found
+        return low_s, shares
 
     def _affordable_shapes(self, time_s: float) -> tuple[Shape, ...]:
         """Return the shapes that are cheap to schedule, or all shapes if the cheap ones are not fast enough."""
@@ -189,46 +184,38 @@ class MixSearch:
             for shape in self.shapes
             if not self._options.is_expensive(len(shape), self._most(shape, time_s, quick=True))
         )
-        if affordable == self.shapes or self._at(time_s * _TOLERATED_SLOWDOWN, affordable)[0] < self._micro_batches:
+        if affordable == self.shapes or self._at(time_s * _TOLERATED_SLOWDOWN, affordable) is None:
             return self.shapes
         return affordable
 
-    def _at(
-        self, time_s: float, shapes: Sequence[Shape] | None = None, *, bounding: bool = False
-    ) -> tuple[int, list[Share]]:
-        """The most micro-batches that a mix may finish in `time_s`, and the mix.
+    def _at(self, time_s: float, shapes: Sequence[Shape] | None = None, *, bounding: bool = False) -> _Shares | None:
+        """Return a mix that may finish all micro-batches in `time_s`, or more; None if there is none.
 
-        With `bounding`, a number that no mix passes, and a mix that comes close to it.
+        With `bounding`, None only if no mix may, and else a mix that comes close to it.
         """
-        counts = {shape: self._most(shape, time_s, quick=True) for shape in (self.shapes if shapes is None else shapes)}
+        most = {shape: self._most(shape, time_s, quick=True) for shape in (self.shapes if shapes is None else shapes)}
         # Bounds that take longer to work out are needed only of shapes that a best mix is made of.
-        known: set[Shape] = set()
+        checked: set[Shape] = set()
         while True:
             best: dict[Size, Shape] = {}
-            for shape, count in counts.items():
+            for shape, count in most.items():
                 size = self._sizes[shape]
-                if count > (counts[best[size]] if size in best else 0):
+                if count > (most[best[size]] if size in best else 0):
                     best[size] = shape
-            found = best_mix({size: counts[shape] for size, shape in best.items()}, self._counts, self.pipeline_range)
-            total = found.bound if bounding else self._num_finished(found, best, counts)
-            if total < self._micro_batches:
-                return total, []
-            unknown = {best[size] for size in found.made_of} - known
-            if not unknown:
-                return total, [Share(best[size], counts[best[size]], number) for size, number in found.mix.items()]
-            known |= unknown
-            counts.update({shape: self._most(shape, time_s, quick=False) for shape in unknown})
-
-    @staticmethod
-    def _num_finished(found: BoundedMix, best: dict[Size, Shape], counts: dict[Shape, int]) -> int:
-        return sum(counts[best[size]] * number for size, number in found.mix.items())
+            found = best_mix({size: most[shape] for size, shape in best.items()}, self._counts, self.pipeline_range)
+            finished = sum(most[best[size]] * number for size, number in found.mix.items())
+            if (found.bound if bounding else finished) < self._micro_batches:
+                return None
+            unchecked = {best[size] for size in found.made_of} - checked
+            if not unchecked:
+                return {(best[size], most[best[size]]): number for size, number in found.mix.items()}
+            checked |= unchecked
+            most.update({shape: self._most(shape, time_s, quick=False) for shape in unchecked})
 
     def _most(self, shape: Shape, time_s: float, *, quick: bool) -> int:
-        """The most micro-batches that a pipeline may finish: fewer than one that was scheduled and took longer."""
-        enough = self._micro_batches
-        for count, own_s in self._scheduled_s.get(shape, {}).items():
-            if own_s > time_s:
-                enough = min(enough, count - 1)
+        """Return the most micro-batches that a pipeline may finish: fewer than any scheduled one that took longer."""
+        slow = (count - 1 for count, (own_s, _) in self._scheduled[shape].items() if own_s > time_s)
+        enough = min(slow, default=self._micro_batches)
         most = 0
         for each in self.pipelines:
             if most == enough or (most and each.bounds.quick_s(shape, most + 1) > time_s * (1 + ROUNDING)):
@@ -239,52 +226,65 @@ class MixSearch:
             most = max(most, own)
         return most
 
-    def _trimmed(self, mix: Sequence[Share]) -> list[Share]:
-        """The mix without the micro-batches that are too many; the pipelines that would end last give them up."""
-        surplus = sum(share.micro_batches * share.count for share in mix) - self._micro_batches
-        shares = {(share.shape, share.micro_batches): share.count for share in mix}
+    def _trimmed(self, mix: Mapping[tuple[Shape, int], int]) -> _Shares:
+        """Return the mix without the micro-batches that are too many; the pipelines that end last give them up."""
+        shares = dict(mix)
+        surplus = sum(share * count for (_, share), count in shares.items()) - self._micro_batches
         while surplus > 0:
-            shape, count = max(shares, key=lambda key: (self._time_s(*key), key))
-            pipelines = shares.pop((shape, count))
-            fewer = min(pipelines, surplus)
-            if pipelines > fewer:
-                shares[shape, count] = pipelines - fewer
-            if count > 1:
-                shares[shape, count - 1] = shares.get((shape, count - 1), 0) + fewer
+            shape, share = max(shares, key=lambda key: (self._time_s(*key), key))
+            count = shares.pop((shape, share))
+            fewer = min(count, surplus)
+            if count > fewer:
+                shares[shape, share] = count - fewer
+            if share > 1:
+                shares[shape, share - 1] = shares.get((shape, share - 1), 0) + fewer
             surplus -= fewer
-        return [Share(shape, count, pipelines) for (shape, count), pipelines in sorted(shares.items())]
+        return dict(sorted(shares.items()))
 
-    def _time_s(self, shape: Shape, micro_batches: int) -> float:
-        known = self._known.get((shape, micro_batches))
-        return self._quick_s(shape, micro_batches)[0][0] if known is None else known[0]
+    def _time_s(self, shape: Shape, share: int) -> float:
+        """Return the seconds of the schedule if there is one, else a bound."""
+        known = self._scheduled[shape].get(share)
+        return self._quick_s(shape, share)[0][0] if known is None else known[0]
 
-    def _quick_s(self, shape: Shape, micro_batches: int) -> list[tuple[float, int]]:
-        """Quick bounds with split and with fused backward, by number of `pipelines`, the least first."""
+    def _quick_s(self, shape: Shape, share: int) -> list[tuple[float, int]]:
+        """Return quick bounds with split and with fused backward, by number of `pipelines`, the least first."""
         bounds = (each.bounds_with(self.sync) for each in self.pipelines)
-        return sorted((own.quick_s(shape, micro_batches), number) for number, own in enumerate(bounds))
+        return sorted((own.quick_s(shape, share), number) for number, own in enumerate(bounds))
 
-    def _best(self, shape: Shape, micro_batches: int) -> tuple[float, TimedPipeline | None]:
-        best: tuple[float, TimedPipeline | None] = math.inf, None
-        for bound_s, number in self._quick_s(shape, micro_batches):
-            if bound_s < best[0]:
-                best = min(best, self.pipelines[number].best(shape, micro_batches, self.sync), key=lambda own: own[0])
-        return best
-
-    def _timed(self, mix: Sequence[Share]) -> tuple[bool, TimedMix | None]:
-        """Whether any of the mix was not scheduled before, and the mix with schedules; None where it does not fit."""
-        is_new, fits = False, True
-        pipelines: list[tuple[TimedPipeline, int]] = []
+    def _timed(self, shares: _Shares) -> TimedMix | None:
+        """Return the mix with schedules; None where it does not fit."""
+        pipelines: list[tuple[TimedPipeline | None, int]] = []
         time_s = 0.0
-        for share in mix:
-            key = share.shape, share.micro_batches
-            if key not in self._known:
-                is_new = True
-                self._known[key] = self._best(*key)
-                self._scheduled_s.setdefault(share.shape, {})[share.micro_batches] = self._known[key][0]
-            own_s, pipeline = self._known[key]
-            if pipeline is None:
-                fits = False
-                continue
-            time_s = max(time_s, own_s)
-            pipelines.append((pipeline, share.count))
-        return is_new, TimedMix(tuple(pipelines), time_s) if fits else None
+        for (shape, share), count in shares.items():
+            known = self._scheduled[shape]
+            if share not in known:
+                best: BestPipeline = math.inf, None
+                for bound_s, number in self._quick_s(shape, share):
+                    if bound_s < best[0]:
+                        own = self.pipelines[number].best(shape, share, self.sync)
+                        best = min(best, own, key=lambda each: each[0])
+                known[share] = best
+            time_s = max(time_s, known[share][0])
+            pipelines.append((known[share][1], count))
+        fitting = tuple((timed, count) for timed, count in pipelines if timed is not None)
+        return TimedMix(fitting, time_s) if len(fitting) == len(pipelines) else None
+
+
+# A search asks for them once for every number of pipelines.
+@lru_cache(maxsize=4)
+def shapes_of(counts: tuple[int, ...], layers: int) -> tuple[tuple[Shape, ...], bool]:
+    """Return the shapes to search for workers of each class, by depth, and whether these are all."""
+    depths, by_class = range(1, min(sum(counts), layers) + 1), dict(enumerate(counts))
+    if len(counts) == 1:
+        return tuple((0,) * depth for depth in depths), True
+    if sum(len(counts) ** depth for depth in depths) <= _ALL_SHAPES:
+        return tuple(shape for depth in depths for shape in arrangements(by_class, depth)), True
+    shapes = [(kind,) * depth for kind, count in enumerate(counts) for depth in range(1, min(count, layers) + 1)]
+    for first, second in permutations(range(len(counts)), 2):
+        for depth in range(2, min(layers, _MIXED_DEPTH) + 1):
+            shapes += [
+                (first,) * own + (second,) * (depth - own)
+                for own in range(1, depth)
+                if own <= counts[first] and depth - own <= counts[second]
+            ]
+    return tuple(shapes), False

@@ -38,21 +38,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from chameleon_ft.quantities import SUM_ROUNDING
 from chameleon_ft.schedule.records import Floats, Integers
-from chameleon_ft.search.pipelines.cuts import Choice, Cuts
-from chameleon_ft.search.placement.gradient_sync import SyncCost
-from chameleon_ft.search.pipelines.stages import Stages, gradient_bytes, timeless_gradient_bytes
+from chameleon_ft.search._kernels.records import Bounds, Pipeline
+from chameleon_ft.search.pipelines.stages import Stages
+from chameleon_ft.search.pipelines.sync_bounds import SyncCost
 from chameleon_ft.search.pipelines.worker_classes import Shape
 
-if TYPE_CHECKING:
-    from chameleon_ft.search._kernels.pipeline_bounds import Pipeline
+__all__ = ["CutPoints", "PipelineBounds"]
 
-__all__ = ["CutPoints", "PipelineBounds", "PipelineEstimates"]
+# Kernels are imported where they are called: importing them loads numba, and most importers of this module run none.
 
 CutPoints: TypeAlias = tuple[int, ...]
 """The layer after the last one of each stage of a pipeline, first stage to last."""
@@ -69,104 +68,97 @@ _LIMITS: Final = tuple(0.01 * 1.5**step for step in range(12))
 _REMEMBERED: Final = 8_000_000
 
 
-class _Rows(NamedTuple):
-    """Arrays that `fill_bounds` fills in: float64 [stages + 1, L + 1] each."""
-
-    first_s: Floats
-    returned_s: Floats
-    ended_s: Floats
-
-
 class PipelineBounds:
-    """Lower bounds on pipelines of `stages`, gradient sync included."""
+    """Lower bounds on pipelines of `stages`, gradient sync included; or with an `in_flight_share` estimates.
 
-    def __init__(self, stages: Stages, sync: SyncCost) -> None:
+    Estimates are the bounds of pipelines whose stages have room for at least that share of the micro-batches that 1F1B
+    has in flight on them, where they can. Some pipelines violate that and are faster, so an estimate is no bound.
+    """
+
+    def __init__(self, stages: Stages, sync: SyncCost, in_flight_share: float = 0.0) -> None:
         self.stages = stages
         self.sync = sync
-        self.tables = stages.tables
-        self._rows: dict[tuple[Shape, int, int], _Rows] = {}
-        self._limited_rows: dict[tuple[Shape, int, int], _Rows] = {}
+        self.tables = stages.tables._replace(in_flight_share=in_flight_share)
+        self._bounds: dict[tuple[Shape, int, int], Bounds] = {}
+        self._limited_bounds: dict[tuple[Shape, int, int], Bounds] = {}
         self._limit_s = math.inf
         self._remembered = 0
         self._quick_s: dict[tuple[Shape, int, int], list[float]] = {}
-        self._known_s: dict[tuple[Shape, int], tuple[float, float]] = {}
+        self._ranges_s: dict[tuple[Shape, int], tuple[float, float]] = {}
         self._last_most: dict[tuple[Shape, bool], int] = {}
         edge = np.full(stages.num_layers + 1, np.inf)
         edge[-1] = 0.0
-        self._end = _Rows(edge, edge, edge)
+        self._end = Bounds(edge, edge, edge)
 
     @cached_property
     def sync_s(self) -> Floats:
-        """Seconds of gradient sync by start and stop; a stage without gradients has nothing to wait for."""
-        sync, workload = self.sync, self.stages.costs.workload
-        num_bytes = gradient_bytes(workload)
-        beyond = np.maximum(0.0, num_bytes - timeless_gradient_bytes(workload) - sync.inside_bytes)
-        sync_s = sync.fixed_s + sync.per_byte_s * num_bytes + sync.beyond_s * beyond
-        return np.where(num_bytes > 0, sync_s, 0.0)
+        """Seconds of gradient sync by start and stop, float64 [L + 1, L + 1]."""
+        return self.sync.of_stages(self.stages.costs.workload)
+
+    def sync_s_of(self, cut_points: CutPoints) -> Floats:
+        """Return the seconds of gradient sync of each stage, float64 [stages]."""
+        found: Floats = self.sync_s[[0, *cut_points[:-1]], list(cut_points)]
+        return found
 
     def quick_s(self, shape: Shape, micro_batches: int) -> float:
-        """As `least_s`, or less, and known much sooner: each time is minimized for itself."""
+        """Return `least_s`, or less, much sooner: each time is minimized for itself."""
         kind, count, after = _front(shape)
         known = self._quick_s.setdefault((after, kind, micro_batches), [])
         if count >= len(known):
-            known[:] = self._rows_of(after, kind, count, micro_batches).ended_s[:, 0].tolist()
+            known[:] = self._bounds_of(after, kind, count, micro_batches).ended_s[:, 0].tolist()
         return known[count]
 
     def least_s(self, shape: Shape, micro_batches: int) -> float:
-        """Seconds below which no pipeline of this shape can be; infinite if none fits."""
+        """Return the seconds below which no pipeline of this shape can be; infinite if none fits."""
         high_s = self.quick_s(shape, micro_batches)
         share = _PRECISION
         while high_s < math.inf and not self.holds(shape, micro_batches, high_s):
             high_s, share = high_s * (1 + share), 2 * share
-        low_s, high_s = self._known_range_s(shape, micro_batches)
+        low_s, high_s = self._range_s(shape, micro_batches)
         while low_s * (1 + _PRECISION) < high_s < math.inf:
             self.holds(shape, micro_batches, (low_s + high_s) / 2)
-            low_s, high_s = self._known_range_s(shape, micro_batches)
+            low_s, high_s = self._range_s(shape, micro_batches)
         return low_s
 
     def holds(self, shape: Shape, micro_batches: int, limit_s: float) -> bool:
-        """Whether there may be a pipeline of this shape that takes no longer than a limit."""
-        low_s, high_s = self._known_range_s(shape, micro_batches)
+        """Return whether there may be a pipeline of this shape that takes no longer than a limit."""
+        low_s, high_s = self._range_s(shape, micro_batches)
         if limit_s < low_s:
             return False
-        # Of times that differ by less, it is not worth while to know which can be reached.
+        # Closer than that, the two times are not told apart.
         if limit_s >= high_s or (low_s * (1 + _PRECISION) >= high_s and limit_s > low_s):
             return True
         kind, count, after = _front(shape)
-        rows = self._rows_of(after, kind, count, micro_batches, limit_s)
-        found = bool(rows.ended_s[count, 0] <= limit_s)
-        self._known_s[shape, micro_batches] = (low_s, limit_s) if found else (limit_s, high_s)
+        found = bool(self._bounds_of(after, kind, count, micro_batches, limit_s).ended_s[count, 0] <= limit_s)
+        self._ranges_s[shape, micro_batches] = (low_s, limit_s) if found else (limit_s, high_s)
         return found
 
-    def _known_range_s(self, shape: Shape, micro_batches: int) -> tuple[float, float]:
-        """The longest time that is known to be too short, and the shortest one that is known to hold a pipeline."""
+    def _range_s(self, shape: Shape, micro_batches: int) -> tuple[float, float]:
+        """Return the longest time known to be too short, and the shortest one known to hold a pipeline."""
         key = shape, micro_batches
-        if key not in self._known_s:
+        if key not in self._ranges_s:
             quick_s = self.quick_s(*key)
-            self._known_s[key] = quick_s, math.inf if self.stages.limited else quick_s
-        return self._known_s[key]
+            self._ranges_s[key] = quick_s, math.inf if self.stages.limited else quick_s
+        return self._ranges_s[key]
 
     def most(self, shape: Shape, time_s: float, enough: int, *, quick: bool) -> int:
-        """The most micro-batches, up to `enough`, that the bound, or the quick one, does not rule out; zero if it rules
-        out one."""
+        """Return the most micro-batches, up to `enough`, that the bound, or the quick one, does not rule out."""
         # Where memory forbids it, it takes infinitely long.
         limit_s = min(time_s * (1 + SUM_ROUNDING), sys.float_info.max)
-        at = self._last_most.get((shape, quick), enough)
         found = _last_fitting(
             lambda count: self.quick_s(shape, count) <= limit_s if quick else self.holds(shape, count, limit_s),
             enough,
-            at,
+            self._last_most.get((shape, quick), enough),
         )
         self._last_most[shape, quick] = found
         return found
 
     def bound_s(self, shape: Shape, cut_points: CutPoints, micro_batches: int, options: Sequence[int]) -> float:
-        """Seconds below which no order of operations can be on this cut with these options; infinite if one is
-        negative."""
+        """Return the seconds below which no order of operations can be on this cut with these options."""
         return self._cut_s(shape, cut_points, micro_batches, math.inf, np.array(options))
 
     def chosen(self, shape: Shape, cut_points: CutPoints, micro_batches: int) -> list[tuple[float, tuple[int, ...]]]:
-        """Options of the stages of this cut for which the bound is about the least, and the bound for these.
+        """Return options of the stages of this cut for which the bound is about the least, and the bound for these.
 
         In a step that may take longer stages recompute less, so that those in front need to hold fewer micro-batches,
         but their gradients take longer. No schedule comes near to the bound with as little recomputation as that, so
@@ -174,7 +166,7 @@ class PipelineBounds:
         """
 
         def within(limit_s: float) -> tuple[int, ...] | None:
-            """The options chosen in a step up to a limit; None if a stage has none."""
+            """Return the options chosen in a step up to a limit; None if a stage has none."""
             options = np.full(len(shape), -1)
             own_s = self._cut_s(shape, cut_points, micro_batches, limit_s, options)
             return tuple(options.tolist()) if own_s < math.inf else None
@@ -199,62 +191,78 @@ class PipelineBounds:
 
         return cut_s(self.tables, np.array(shape), np.array(cut_points), micro_batches, limit_s, self.sync_s, options)
 
+    def cuts(self, shape: Shape, micro_batches: int, *, limit_s: float) -> Iterator[CutPoints]:
+        """Yield all cuts whose bound is within a limit, and some whose bound is a little larger."""
+        from chameleon_ft.search._kernels.pipeline_bounds import fill_allowed, next_stage
+
+        pipeline = self._pipeline(shape, micro_batches, limit_s)
+        allowed = np.empty(self.stages.num_layers, np.int64)
+
+        def from_stage(position: int, start: int, before_s: float, after_s: float) -> Iterator[CutPoints]:
+            """Yield the cuts of the stages from this one on; times are those of `fill_allowed`."""
+            if position == len(shape):
+                if start == self.stages.num_layers:
+                    yield ()
+                return
+            count = fill_allowed(self.tables, pipeline, position, start, before_s, after_s, allowed)
+            for stop in allowed[:count].tolist():
+                times_s = next_stage(self.tables, pipeline, position, start, stop, before_s, after_s)
+                for cut_points in from_stage(position + 1, stop, *times_s):
+                    yield (stop, *cut_points)
+
+        return from_stage(0, 0, 0.0, 0.0)
+
     def candidates(self, shape: Shape, micro_batches: int, *, far: bool = False) -> Iterator[CutPoints]:
-        """Cuts of the least bound, or of one little larger: with stages as equal as can be, or filled.
+        """Yield cuts of the least bound, or of one little larger: with stages as equal as can be, or filled.
 
         Some of any bound come last if no schedule may come near to the least one, `far`.
         """
+        from chameleon_ft.search._kernels.pipeline_bounds import EARLIEST, LATEST, NEAREST
+
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
             return
         found: list[CutPoints] = []
         for slack in _SLACKS:
-            cuts = self.cuts(shape, micro_batches, limit_s=least_s * (1 + slack))
+            pipeline = self._pipeline(shape, micro_batches, least_s * (1 + slack))
             # Nearly equal stages, or small ones first, have room in memory where the least bound would have them full.
-            for choice in (Choice.NEAREST, Choice.EARLIEST) if found else Choice:
-                cut_points = cuts.greedy(choice)
+            for rule in (NEAREST, EARLIEST) if found else (NEAREST, LATEST, EARLIEST):
+                cut_points = self._greedy_cut(pipeline, rule)
                 if cut_points is not None and cut_points not in found:
                     found.append(cut_points)
                     yield cut_points
             if slack >= _BALANCED_SLACK and found and not far:
                 return
 
-    def nearest(self, shape: Shape, micro_batches: int, wishes: Sequence[int], *, slack: float) -> CutPoints | None:
-        """A cut whose stages stop near to where it is wished, with a bound that is little above the least."""
+    def nearest(self, shape: Shape, micro_batches: int, wanted: Sequence[int], *, slack: float) -> CutPoints | None:
+        """Return a cut whose stages stop near to the wanted layers, with a bound that is little above the least."""
+        from chameleon_ft.search._kernels.pipeline_bounds import NEAREST
+
         least_s = self.least_s(shape, micro_batches)
         if least_s == math.inf:
             return None
-        return self.cuts(shape, micro_batches, wishes, limit_s=least_s * (1 + slack)).greedy(Choice.NEAREST)
+        return self._greedy_cut(self._pipeline(shape, micro_batches, least_s * (1 + slack)), NEAREST, wanted)
 
-    def cuts(self, shape: Shape, micro_batches: int, wishes: Sequence[int] = (), *, limit_s: float) -> Cuts:
-        """The cuts of a shape whose bounds are within a limit."""
+    def _greedy_cut(self, pipeline: Pipeline, rule: int, wanted: Sequence[int] = ()) -> CutPoints | None:
+        from chameleon_ft.search._kernels.pipeline_bounds import greedy_cut
+
+        allowed, cut_points = np.empty(self.stages.num_layers, np.int64), np.empty(len(pipeline.shape), np.int64)
+        aims = np.array(wanted, np.float64)
+        found = greedy_cut(self.tables, pipeline, self.stages.speeds, aims, rule, allowed, cut_points)
+        return tuple(cut_points.tolist()) if found else None
+
+    def _pipeline(self, shape: Shape, micro_batches: int, limit_s: float) -> Pipeline:
         limit_s = min(limit_s * (1 + SUM_ROUNDING), sys.float_info.max)
-        return Cuts(
-            self.tables, self._kernel_pipeline(shape, micro_batches, limit_s), limit_s, self.stages.speeds, wishes
-        )
-
-    def sync_s_of(self, cut_points: CutPoints) -> Floats:
-        """Seconds of gradient sync of each stage, as the bounds have it."""
-        found: Floats = self.sync_s[[0, *cut_points[:-1]], list(cut_points)]
-        return found
-
-    def _kernel_pipeline(self, shape: Shape, micro_batches: int, limit_s: float) -> Pipeline:
-        from chameleon_ft.search._kernels.pipeline_bounds import Pipeline
-
-        after: list[_Rows] = []
-        for position in range(1, len(shape) + 1):
-            if position == len(shape):
-                after.append(self._end)
-                continue
+        after: list[Bounds] = []
+        for position in range(1, len(shape)):
             kind, count, behind = _front(shape[position:])
-            rows = self._rows_of(behind, kind, count, micro_batches, limit_s)
-            after.append(_Rows(*(each[count] for each in rows)))
-        return Pipeline(
-            np.array(shape), micro_batches, self.sync_s, *(np.stack(own) for own in zip(*after, strict=True))
-        )
+            bounds = self._bounds_of(behind, kind, count, micro_batches, limit_s)
+            after.append(Bounds(*(each[count] for each in bounds)))
+        stacked = Bounds(*(np.stack(own) for own in zip(*after, self._end, strict=True)))
+        return Pipeline(np.array(shape), micro_batches, limit_s, self.sync_s, stacked)
 
-    def _rows_of(self, after: Shape, kind: int, count: int, micro_batches: int, limit_s: float = math.inf) -> _Rows:
-        """The times of 0, 1, ... and at least `count` stages on workers of a class in front of others.
+    def _bounds_of(self, after: Shape, kind: int, count: int, micro_batches: int, limit_s: float = math.inf) -> Bounds:
+        """Return the bounds of 0, 1, ... and at least `count` stages on workers of a class in front of others.
 
         Those within a limit are remembered until the next limit.
         """
@@ -263,47 +271,34 @@ class PipelineBounds:
         limit_s = limit_s if self.stages.limited else math.inf
         if limit_s < math.inf and limit_s != self._limit_s:
             self._limit_s = limit_s
-            self._limited_rows.clear()
-        known = self._rows if limit_s == math.inf else self._limited_rows
+            self._limited_bounds.clear()
+        known = self._bounds if limit_s == math.inf else self._limited_bounds
         key = after, kind, micro_batches
         found = known.get(key)
         if found is None or len(found.ended_s) <= count:
             last = self._end
             if after:
                 own_kind, own_count, behind = _front(after)
-                rows = self._rows_of(behind, own_kind, own_count, micro_batches, limit_s)
-                last = _Rows(*(each[own_count] for each in rows))
+                bounds = self._bounds_of(behind, own_kind, own_count, micro_batches, limit_s)
+                last = Bounds(*(each[own_count] for each in bounds))
             size = self.stages.num_layers + 1
             # Deeper pipelines are likely to be asked for next.
             more = 0 if found is None or limit_s < math.inf else 2 * len(found.ended_s)
-            number = min(max(count + 1, more), size - len(after))
-            found = _Rows(*np.empty((3, number, size)))
+            found = Bounds(*np.empty((3, min(max(count + 1, more), size - len(after)), size)))
             for own, given in zip(found, last, strict=True):
                 own[0] = given
-            fill_bounds(self.tables, kind, len(after), micro_batches, limit_s, self.sync_s, *found)
+            fill_bounds(self.tables, kind, len(after), micro_batches, limit_s, self.sync_s, found)
             if limit_s == math.inf:
                 self._remembered += 3 * found.ended_s.size
                 if self._remembered > _REMEMBERED:
-                    self._rows.clear()
+                    self._bounds.clear()
                     self._remembered = 3 * found.ended_s.size
             known[key] = found
         return found
 
 
-class PipelineEstimates(PipelineBounds):
-    """Estimates of pipelines: the bounds under the restriction that stages have room for many micro-batches.
-
-    A stage has room for at least `in_flight_share` of the micro-batches that 1F1B has in flight on it, where it can.
-    Some pipelines violate that and are faster, so an estimate is no bound.
-    """
-
-    def __init__(self, stages: Stages, sync: SyncCost, *, in_flight_share: float) -> None:
-        super().__init__(stages, sync)
-        self.tables = stages.tables_with_room(in_flight_share)
-
-
 def _last_fitting(fits: Callable[[int], bool], most: int, at: int) -> int:
-    """The last number from 1 to `most` that fits, as all below it do; 0 if none does. By galloping from `at`."""
+    """Return the last number from 1 to `most` that fits, as all below it do; 0 if none does. By galloping from `at`."""
     low, high, step = 0, most, 1
     at = min(max(at, 1), most)
     passed = failed = False
@@ -320,7 +315,6 @@ def _last_fitting(fits: Callable[[int], bool], most: int, at: int) -> int:
 # The shapes of a search are asked for over and over.
 @lru_cache(maxsize=20_000)
 def _front(shape: Shape) -> tuple[int, int, Shape]:
-    """Of the neighbours of one class at the front of a pipeline: the class, how many they are, and those behind."""
-    kind, own = next(iter(groupby(shape)))
-    count = len(list(own))
-    return kind, count, shape[count:]
+    """Return the class of the first workers of a pipeline, how many of that class come first, and those behind."""
+    count = len(list(next(groupby(shape))[1]))
+    return shape[0], count, shape[count:]

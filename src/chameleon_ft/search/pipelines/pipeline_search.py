@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cache, partial
 from itertools import product
-from typing import Final
+from typing import Final, TypeAlias
 
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.search.pipelines.bounds import CutPoints, PipelineBounds, PipelineEstimates
-from chameleon_ft.search.placement.gradient_sync import SyncCost
 from chameleon_ft.search.options import SearchOptions
+from chameleon_ft.search.pipelines.bounds import CutPoints, PipelineBounds
 from chameleon_ft.search.pipelines.schedules import PipelineScheduler, PipelineSpec, TimedPipeline
+from chameleon_ft.search.pipelines.sync_bounds import SyncCost
 from chameleon_ft.search.pipelines.worker_classes import Shape
 
-__all__ = ["PipelineSearch", "synced_s"]
+__all__ = ["BestPipeline", "PipelineSearch", "synced_s"]
+
+BestPipeline: TypeAlias = tuple[float, TimedPipeline | None]
+"""Seconds, gradient sync included, and the pipeline; infinite and None if none fits."""
 
 # How close to its bound a pipeline is good enough in a search that is not complete.
 _GOOD_ENOUGH_GAP: Final = 0.005
@@ -30,6 +34,7 @@ _EFFORT: Final = 4
 # Pipelines that take longer by no more than this share are similar; so many of them are kept.
 _SIMILAR: Final = 0.01
 _MAX_SIMILAR: Final = 3
+_NO_SYNC: Final = SyncCost()
 
 
 class PipelineSearch:
@@ -46,39 +51,37 @@ class PipelineSearch:
         self.scheduler = scheduler
         self.cut_short = False
         self._options = options
-        self._models: dict[tuple[SyncCost, float], PipelineBounds] = {}
+        self._bounds = cache(partial(PipelineBounds, scheduler.stages))
         self._scheduled: dict[tuple[Shape, int], dict[PipelineSpec, TimedPipeline]] = {}
-        self.bounds = self.bounds_with(SyncCost())
-        self.estimates, *_ = self.estimates_with(SyncCost())
+        self.bounds = self.bounds_with(_NO_SYNC)
+        self.estimates, *_ = self._estimates_with(_NO_SYNC)
 
     def bounds_with(self, sync: SyncCost) -> PipelineBounds:
-        """Bounds on pipelines that then reduce their gradients."""
-        return self._model(sync, 0.0)
+        """Return bounds on pipelines that then reduce their gradients."""
+        return self._bounds(sync, 0.0)
 
-    def estimates_with(self, sync: SyncCost) -> list[PipelineBounds]:
-        """Estimates of pipelines that then reduce their gradients, with more room and less; bounds come last."""
-        return [
-            self._model(sync, in_flight_share)
-            for in_flight_share in (_IN_FLIGHT_SHARES if self.scheduler.stages.limited else (0.0,))
-        ]
+    def _estimates_with(self, sync: SyncCost) -> list[PipelineBounds]:
+        """Return estimates of pipelines that then reduce their gradients, with more room and less; bounds come last."""
+        shares = _IN_FLIGHT_SHARES if self.scheduler.stages.limited else (0.0,)
+        return [self._bounds(sync, share) for share in shares]
 
-    def best(self, shape: Shape, micro_batches: int, sync: SyncCost = SyncCost()) -> tuple[float, TimedPipeline | None]:  # noqa: B008 - frozen
-        """Seconds, gradient sync included, and the pipeline of least time over its cuts and options; None if none fits.
+    def best(self, shape: Shape, micro_batches: int, sync: SyncCost = _NO_SYNC) -> BestPipeline:
+        """Return the pipeline of least time over its cuts and options.
 
         A complete search tries all of them, others the few with the least estimates.
         """
         most = self.scheduler.spent + _EFFORT * self._options.effort
         if self._options.complete:
             return self._best_of_all(shape, micro_batches, self.bounds_with(sync), most)
-        best: tuple[float, TimedPipeline | None] = math.inf, None
-        for bounds in self.estimates_with(sync):
+        best: BestPipeline = math.inf, None
+        for bounds in self._estimates_with(sync):
             is_spent = best[1] is not None and self.scheduler.spent > most
             if is_spent or best[0] <= bounds.least_s(shape, micro_batches) * (1 + _GOOD_ENOUGH_GAP):
                 break
             without_gain = 0
-            for cut_points, (estimate_s, options) in self._candidates(shape, micro_batches, bounds):
-                if estimate_s < best[0] * (1 - (_LEAST_GAIN if sync == SyncCost() else -_SIMILAR)):
-                    found = self._better(best, PipelineSpec(shape, cut_points, options, micro_batches), bounds)
+            for estimate_s, spec in self._candidates(shape, micro_batches, bounds):
+                if estimate_s < best[0] * (1 - (_LEAST_GAIN if sync == _NO_SYNC else -_SIMILAR)):
+                    found = self._better(best, spec, bounds)
                     without_gain = 0 if found is not best else without_gain + 1
                     best = found
                 if without_gain == _PATIENCE or (best[1] is not None and self.scheduler.spent > most):
@@ -88,34 +91,30 @@ class PipelineSearch:
     @staticmethod
     def specs(
         shape: Shape, micro_batches: int, bounds: PipelineBounds, limit_s: float
-    ) -> Iterator[tuple[float, PipelineSpec]]:
-        """All cuts with all options, and their bounds up to a limit, the least first."""
+    ) -> list[tuple[float, PipelineSpec]]:
+        """Return all cuts with all options, and their bounds up to a limit, the least first."""
         found: list[tuple[float, CutPoints, tuple[int, ...]]] = []
-        for cut_points in bounds.cuts(shape, micro_batches, limit_s=limit_s).each():
+        for cut_points in bounds.cuts(shape, micro_batches, limit_s=limit_s):
             for options in product(*bounds.stages.options_of(shape, cut_points)):
                 own_s = bounds.bound_s(shape, cut_points, micro_batches, options)
                 if own_s <= limit_s * (1 + ROUNDING):
                     found.append((own_s, cut_points, options))
-        for own_s, cut_points, options in sorted(found):
-            yield own_s, PipelineSpec(shape, cut_points, options, micro_batches)
+        return [(own_s, PipelineSpec(shape, cut, options, micro_batches)) for own_s, cut, options in sorted(found)]
 
     def similar(self, timed: TimedPipeline) -> list[TimedPipeline]:
-        """The pipeline, and others of its shape and share with other cuts that take hardly longer, fastest first.
+        """Return the pipeline, and others of its shape and share with other cuts that take hardly longer.
 
-        Of those that were scheduled; gradient sync may make one of them the better choice.
+        These were scheduled before, and the fastest come first; gradient sync may make one of them the better choice.
         """
-        spec = timed.spec
-        known = self._scheduled.get((spec.shape, spec.micro_batches), {})
+        known = self._scheduled.get((timed.spec.shape, timed.spec.micro_batches), {})
         others = [each for each in known.values() if each.cut_points != timed.cut_points]
         close = (each for each in others if each.program_s <= timed.program_s * (1 + _SIMILAR))
         return [timed, *sorted(close, key=lambda each: each.program_s)[: _MAX_SIMILAR - 1]]
 
-    def _best_of_all(
-        self, shape: Shape, micro_batches: int, bounds: PipelineBounds, most: float
-    ) -> tuple[float, TimedPipeline | None]:
-        best: tuple[float, TimedPipeline | None] = math.inf, None
-        for cut_points, (_, options) in self._candidates(shape, micro_batches, bounds):
-            best = self._better(best, PipelineSpec(shape, cut_points, options, micro_batches), bounds)
+    def _best_of_all(self, shape: Shape, micro_batches: int, bounds: PipelineBounds, most: float) -> BestPipeline:
+        best: BestPipeline = math.inf, None
+        for _, spec in self._candidates(shape, micro_batches, bounds):
+            best = self._better(best, spec, bounds)
         if best[0] > bounds.least_s(shape, micro_batches) * (1 + ROUNDING):
             for bound_s, spec in self.specs(shape, micro_batches, bounds, best[0]):
                 if bound_s >= best[0] * (1 - ROUNDING):
@@ -127,16 +126,13 @@ class PipelineSearch:
         return best
 
     @staticmethod
-    def _candidates(
-        shape: Shape, micro_batches: int, bounds: PipelineBounds
-    ) -> Iterator[tuple[CutPoints, tuple[float, tuple[int, ...]]]]:
-        """Cuts, each with some choices of options and their estimates."""
+    def _candidates(shape: Shape, micro_batches: int, bounds: PipelineBounds) -> Iterator[tuple[float, PipelineSpec]]:
+        """Yield cuts, each with some choices of options, and their estimates."""
         for cut_points in bounds.candidates(shape, micro_batches, far=True):
-            yield from ((cut_points, chosen) for chosen in bounds.chosen(shape, cut_points, micro_batches))
+            for estimate_s, options in bounds.chosen(shape, cut_points, micro_batches):
+                yield estimate_s, PipelineSpec(shape, cut_points, options, micro_batches)
 
-    def _better(
-        self, best: tuple[float, TimedPipeline | None], spec: PipelineSpec, bounds: PipelineBounds
-    ) -> tuple[float, TimedPipeline | None]:
+    def _better(self, best: BestPipeline, spec: PipelineSpec, bounds: PipelineBounds) -> BestPipeline:
         timed = self.scheduler.scheduled(spec, effort=self._options.look_effort)
         if timed is None:
             return best
@@ -144,17 +140,7 @@ class PipelineSearch:
         own_s = synced_s(timed, bounds)
         return (own_s, timed) if own_s < best[0] else best
 
-    def _model(self, sync: SyncCost, in_flight_share: float) -> PipelineBounds:
-        if (sync, in_flight_share) not in self._models:
-            stages = self.scheduler.stages
-            self._models[sync, in_flight_share] = (
-                PipelineEstimates(stages, sync, in_flight_share=in_flight_share)
-                if in_flight_share
-                else PipelineBounds(stages, sync)
-            )
-        return self._models[sync, in_flight_share]
-
 
 def synced_s(timed: TimedPipeline, bounds: PipelineBounds) -> float:
-    """Seconds until the program has ended and every stage has reduced its gradients as `bounds` has it."""
+    """Return the seconds until the program has ended and every stage has reduced its gradients as `bounds` has it."""
     return max(timed.program_s, float((bounds.sync_s_of(timed.cut_points) + timed.ends_s).max()))

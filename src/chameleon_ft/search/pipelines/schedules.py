@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Final
 
 from chameleon_ft.estimate import peak_bytes_of
-from chameleon_ft.plan import Hop, LayerRange, PipelineLayout, Plan, RecomputedLayers, pipelines_plan
+from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import PipelineTimes
 from chameleon_ft.schedule.best import PipelineSchedule, ScheduledPart, pipeline_schedule
@@ -83,52 +83,44 @@ class PipelineScheduler:
     Attributes:
         stages: of the model.
         pool: the live workers.
+        split_backward: whether backward is split in two.
+        limits: by `PipelineSpec` the limits of its stages, see `Stages.limits`.
+        peak_bytes: by `TimedPipeline` the bytes that its worker of most need holds at its worst moment.
         spent: the effort so far, in operations that may have been scheduled.
     """
 
     def __init__(self, stages: Stages, pool: WorkerPool, options: SearchOptions) -> None:
         self.stages = stages
         self.pool = pool
+        self.split_backward = stages.split_backward
+        self.limits = cache(self._limits)
+        self.peak_bytes = cache(self._peak_bytes)
         self.spent = 0
-        self._costs = stages.costs
         self._options = options
-        self._hosts = self._costs.cluster.hosts
-        self._limits: dict[PipelineSpec, Integers | None] = {}
-        self._known: dict[tuple[PipelineSpec, tuple[bool, ...]], tuple[int, TimedPipeline]] = {}
+        self._hosts = stages.costs.cluster.hosts
+        self._scheduled: dict[tuple[PipelineSpec, tuple[bool, ...]], tuple[int, TimedPipeline]] = {}
         self._replayed: dict[tuple[TimedPipeline, tuple[bool, ...]], TimedPipeline] = {}
-        self._peaks: dict[TimedPipeline, int] = {}
-
-    @property
-    def split_backward(self) -> bool:
-        """Whether backward is split in two."""
-        return self.stages.split_backward
-
-    def limits(self, spec: PipelineSpec) -> Integers | None:
-        """Limits of each stage, int64 [3, stages], see `Stages.limits`; None if a stage does not fit."""
-        if spec not in self._limits:
-            self._limits[spec] = self.stages.limits(spec.shape, spec.cut_points, spec.options, spec.micro_batches)
-        return self._limits[spec]
 
     def scheduled(
         self, spec: PipelineSpec, *, effort: int, workers: Sequence[int] | None = None
     ) -> TimedPipeline | None:
-        """The pipeline with the best schedule that so much effort finds, or a better one that is known.
+        """Return the pipeline with the best schedule that so much effort finds; None where it does not fit.
 
-        None where it does not fit. On the first workers of its classes unless `workers` are given; what counts of them
-        is which neighbours share a host.
+        It is on the first workers of its classes unless `workers` are given, of which only counts which neighbours
+        share a host. A schedule found with more effort before is returned instead.
         """
         limits = self.limits(spec)
         if limits is None:
             return None
         workers = self.pool.sample(spec.shape) if workers is None else workers
-        key = spec, self._neighbours(workers)
-        known = self._known.get(key)
-        if known is None or known[0] < effort:
-            self.spent += max(
-                effort, _LEAST_SCHEDULES * (3 if self.split_backward else 2) * len(workers) * spec.micro_batches
-            )
+        key = spec, self._share_hosts(workers)
+        found = self._scheduled.get(key)
+        if found is None or found[0] < effort:
+            least = _LEAST_SCHEDULES * (3 if self.split_backward else 2) * len(workers) * spec.micro_batches
+            self.spent += max(effort, least)
+            recomputed = self.stages.recomputed_layers(spec.cut_points, spec.options)
             schedule = pipeline_schedule(
-                self._times(spec, workers),
+                self._times(spec.cut_points, recomputed, workers),
                 spec.micro_batches,
                 split_backward=self.split_backward,
                 in_flight_limits=limits,
@@ -136,44 +128,44 @@ class PipelineScheduler:
                 # The program that will be run is not given up early.
                 slack=self._options.slack if effort < self._options.polish_effort else ROUNDING,
             )
-            recomputed = self.stages.recomputed_layers(spec.cut_points, spec.options)
-            known = self._known[key] = effort, TimedPipeline(spec, recomputed, schedule, self)
-        return known[1]
+            found = self._scheduled[key] = effort, TimedPipeline(spec, recomputed, schedule, self)
+        return found[1]
 
     def replayed(self, timed: TimedPipeline, workers: Sequence[int]) -> TimedPipeline:
-        """The pipeline with the same orders of operations on these workers."""
-        key = timed, self._neighbours(workers)
+        """Return the pipeline with the same orders of operations on these workers."""
+        key = timed, self._share_hosts(workers)
         if key not in self._replayed:
-            schedule = timed.schedule.replayed(self._times(timed.spec, workers))
+            schedule = timed.schedule.replayed(self._times(timed.cut_points, timed.recomputed, workers))
             self._replayed[key] = TimedPipeline(timed.spec, timed.recomputed, schedule, self)
         return self._replayed[key]
 
-    def peak_bytes(self, timed: TimedPipeline) -> int:
-        """Bytes that the worker that needs most memory holds at its worst moment."""
-        if timed not in self._peaks:
-            stages = range(len(timed.cut_points))
-            layout = PipelineLayout(timed.cut_points, tuple(stages), timed.spec.micro_batches)
-            recompute = {stage: own for stage, own in zip(stages, timed.recomputed, strict=True) if own is not None}
-            plan = pipelines_plan([layout], split_backward=self.split_backward)
-            plan = Plan(plan.placement, plan.routes, plan.split_backward, recompute)
-            parts = [ScheduledPart(component, timed.schedule) for component in components(plan.routes)]
-            self._peaks[timed] = max(peak_bytes_of(plan, parts, self._costs).values())
-        return self._peaks[timed]
+    def _limits(self, spec: PipelineSpec) -> Integers | None:
+        return self.stages.limits(spec.shape, spec.cut_points, spec.options, spec.micro_batches)
 
-    def _neighbours(self, workers: Sequence[int]) -> tuple[bool, ...]:
-        """Which neighbours share a host."""
+    def _peak_bytes(self, timed: TimedPipeline) -> int:
+        hops = hops_of(range(len(timed.cut_points)), timed.cut_points)
+        placement = Placement(self.stages.num_layers, {hop.worker: (hop.layers,) for hop in hops})
+        routes = tuple(Route(number, hops) for number in range(timed.spec.micro_batches))
+        recompute = {stage: own for stage, own in enumerate(timed.recomputed) if own is not None}
+        plan = Plan(placement, routes, self.split_backward, recompute)
+        parts = [ScheduledPart(component, timed.schedule) for component in components(routes)]
+        return max(peak_bytes_of(plan, parts, self.stages.costs).values())
+
+    def _share_hosts(self, workers: Sequence[int]) -> tuple[bool, ...]:
+        """Return for each two neighbours whether they share a host."""
         return tuple(self._hosts[one] == self._hosts[other] for one, other in pairwise(workers))
 
-    def _times(self, spec: PipelineSpec, workers: Sequence[int]) -> PipelineTimes:
-        recomputed = self.stages.recomputed_layers(spec.cut_points, spec.options)
+    def _times(
+        self, cut_points: Sequence[int], recomputed: Sequence[RecomputedLayers | None], workers: Sequence[int]
+    ) -> PipelineTimes:
         return pipeline_times(
-            hops_of(workers, spec.cut_points),
-            self._costs,
+            hops_of(workers, cut_points),
+            self.stages.costs,
             split_backward=self.split_backward,
             recompute={worker: own for worker, own in zip(workers, recomputed, strict=True) if own is not None},
         )
 
 
 def hops_of(workers: Sequence[int], cut_points: Sequence[int]) -> tuple[Hop, ...]:
-    """The route through these workers."""
+    """Return the route through these workers."""
     return tuple(map(Hop, workers, map(_layers, (0, *cut_points[:-1]), cut_points)))

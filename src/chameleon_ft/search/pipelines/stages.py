@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,12 +14,19 @@ from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.plan import RecomputedLayers
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule.records import Booleans, Floats, Integers
+from chameleon_ft.search._kernels.records import (
+    BACKWARD,
+    COLUMNS,
+    FIXED,
+    FORWARD,
+    FULL,
+    SELECTIVE,
+    WEIGHT,
+    LayerBytes,
+    Tables,
+)
 from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerClass
 from chameleon_ft.workload import LayerCost, Workload, is_recomputed
-
-if TYPE_CHECKING:
-    from chameleon_ft.search._kernels.pipeline_bounds import Tables
-    from chameleon_ft.search._kernels.stage_memory import LayerBytes
 
 __all__ = ["Stages", "links_between", "sums_by_stage"]
 
@@ -50,8 +56,6 @@ class Stages:
     @cached_property
     def tables(self) -> Tables:
         """The stages as the kernels for bounds read them."""
-        from chameleon_ft.search._kernels.pipeline_bounds import Tables
-
         first, options, recompute_s = self._options()
         seconds = self._seconds()
         forward_s, backward_s, _ = (own[:, -2, -1].min() for own in seconds)
@@ -100,8 +104,6 @@ class Stages:
         self, cut_points: Sequence[int], options: Sequence[int]
     ) -> tuple[RecomputedLayers | None, ...]:
         """Return the layers that each stage recomputes under these options: some from its first one on, or none."""
-        from chameleon_ft.search._kernels.stage_memory import FULL, SELECTIVE
-
         counts = self.tables.options[list(options)][:, [FULL, SELECTIVE]].tolist()
         return tuple(
             RecomputedLayers(start, start + full + selective, selective) if full + selective else None
@@ -129,8 +131,9 @@ class Stages:
         )
         return found if fits else None
 
+    @cached_property
     def fits(self) -> Booleans:
-        """Return whether a worker of each class holds a stage, one micro-batch at a time; bool [C, L + 1, L + 1]."""
+        """Whether a worker of each class holds a stage, one micro-batch at a time; bool [C, L + 1, L + 1]."""
         needed = np.stack([self.least_bytes(kind) for kind in range(len(self.classes))])
         most = np.array([np.iinfo(np.int64).max if own < 0 else own for own in self._capacities])
         found: Booleans = (needed >= 0) & (needed <= most[:, np.newaxis, np.newaxis])
@@ -142,8 +145,6 @@ class Stages:
 
     def _needed_bytes(self, option: int) -> int:
         """Return the bytes that an option needs with one micro-batch at a time, without messages."""
-        from chameleon_ft.search._kernels.stage_memory import BACKWARD, FIXED, FORWARD, WEIGHT
-
         own = self.tables.options[option]
         return int(own[FIXED] + max(own[FORWARD], own[BACKWARD], own[WEIGHT]))
 
@@ -156,7 +157,7 @@ class Stages:
         starts, stops = np.indices((self.num_layers + 1, self.num_layers + 1))
         messages = self._message_bytes(starts, stops, self.costs.workload.micro_batches)
         found = np.full(messages.shape, -1)
-        for start, stop in zip(*np.triu_indices(self.num_layers + 1, 1), strict=True):
+        for start, stop in combinations(range(self.num_layers + 1), 2):
             if self.options(kind, start, stop):
                 found[start, stop] = self._needed_bytes(self.smallest_option(kind, start, stop)) + messages[start, stop]
         return found
@@ -178,7 +179,7 @@ class Stages:
         return found
 
     def _seconds(self) -> tuple[Floats, Floats, Floats]:
-        """Return the seconds of F, of B or I, and of W, by class, start and stop; infinite for stages without layers."""
+        """Return the seconds of F, of B or I, and of W, by class, start and stop; infinite where there is no stage."""
         workload = self.costs.workload
         empty = np.tri(self.num_layers + 1, dtype=np.bool_)
 
@@ -197,10 +198,10 @@ class Stages:
 
     def _options(self) -> tuple[Integers, Integers, Floats]:
         """Return `first`, `options` and `recompute_s` of `Tables`."""
-        from chameleon_ft.search._kernels.stage_memory import COLUMNS, fill_options
+        from chameleon_ft.search._kernels.stage_memory import fill_options
 
         layers, size = _layer_bytes(self.costs.workload), self.num_layers
-        room = sum(3 * (stop - start) + 1 for start in range(size) for stop in range(start + 1, size + 1))
+        room = sum(3 * (stop - start) + 1 for start, stop in combinations(range(size + 1), 2))
         first = np.empty((len(self.classes), size + 1, size + 2), np.int64)
         found: list[Integers] = []
         recompute_s: list[Floats] = []
@@ -216,8 +217,6 @@ class Stages:
 
 
 def _layer_bytes(workload: Workload) -> LayerBytes:
-    from chameleon_ft.search._kernels.stage_memory import LayerBytes
-
     layers = workload.layers
     outputs = [layer.output_bytes for layer in layers]
     return LayerBytes(

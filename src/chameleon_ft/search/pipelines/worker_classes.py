@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 from chameleon_ft.cluster import Cluster
 
-__all__ = ["Shape", "WorkerClass", "WorkerPool", "merged_clusters"]
+__all__ = ["Shape", "WorkerClass", "WorkerPool", "arrangements", "merged_clusters"]
+
+T = TypeVar("T")
 
 Shape: TypeAlias = tuple[int, ...]
 """The class of each worker of a pipeline, first stage to last, as an index into `WorkerPool.classes`."""
@@ -110,3 +112,14 @@ def _spread(classes: Sequence[WorkerClass]) -> tuple[float, float]:
     memory = [math.inf if own.memory_bytes is None else own.memory_bytes for own in classes]
     smallest = min(memory)
     return max(speeds) / min(speeds), 1.0 if smallest == math.inf else max(memory) / smallest
+
+
+def arrangements(counts: Mapping[T, int], length: int) -> Iterator[tuple[T, ...]]:
+    """Yield all sequences of so many items, of which each occurs up to its count."""
+    if not length:
+        yield ()
+        return
+    for item, count in counts.items():
+        if count:
+            for rest in arrangements({**counts, item: count - 1}, length - 1):
+                yield (item, *rest)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 from chameleon_ft.estimate import estimate_parts
 from chameleon_ft.plan import Placement, Plan, RecomputedLayers, Route
@@ -14,14 +13,12 @@ from chameleon_ft.schedule import CostModel, InFlightLimit, PipelineSchedule, de
 from chameleon_ft.schedule.best import DEFAULT_EFFORT as PROGRAM_EFFORT
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.schedule.list_scheduler import limits_of_array
+from chameleon_ft.search.pipelines.schedules import hops_of
+from chameleon_ft.search.placement.gradient_sync import PlacedPipelines
 from chameleon_ft.search.result import FoundPlan
-from chameleon_ft.search.pipelines.schedules import TimedPipeline, hops_of
 from chameleon_ft.transfer import moved_bytes
 
-__all__ = ["Candidate", "PlacedPipelines", "evaluated", "figures", "predicted"]
-
-PlacedPipelines: TypeAlias = tuple[tuple[TimedPipeline, tuple[int, ...]], ...]
-"""Pipelines, each with its workers."""
+__all__ = ["Candidate", "evaluated", "figures", "predicted"]
 
 
 @dataclass(frozen=True)
@@ -65,31 +62,33 @@ class Candidate:
         return len(self.pipelines) > self.costs.cluster.host_sizes[0] or not self.host_single_points_of_failure
 
     def found_on(self, costs: CostModel) -> FoundPlan:
-        """The plan with its predictions for `costs`, whose workers may be faster than those of `self.costs`."""
+        """Return the plan with its predictions for `costs`, whose workers may be faster than those of `self.costs`."""
         found = self.found()
         if costs.cluster == self.costs.cluster:
             return found
         return predicted(found.name, found.plan, costs, self.current, found.in_flight_limits)[0]
 
     def found(self) -> FoundPlan:
-        """The plan, with all that is predicted of it."""
+        """Return the plan, with all that is predicted of it."""
         routes: list[Route] = []
         in_flight_limits: dict[int, InFlightLimit] = {}
         recompute: dict[int, RecomputedLayers] = {}
+        fused: set[int] = set()
         for timed, workers in self.pipelines:
-            hops = hops_of(workers, timed.cut_points)
             limits = timed.scheduler.limits(timed.spec)
             assert limits is not None
             in_flight_limits.update(zip(workers, limits_of_array(limits), strict=True))
             recompute.update((worker, own) for worker, own in zip(workers, timed.recomputed, strict=True) if own)
-            first = len(routes)
+            hops, first = hops_of(workers, timed.cut_points), len(routes)
             routes += [Route(number, hops) for number in range(first, first + timed.spec.micro_batches)]
-        different = list({id(timed): timed for timed, _ in self.pipelines}.values())
-        fused = frozenset(w for timed, own in self.pipelines if not timed.scheduler.split_backward for w in own)
+            if not timed.scheduler.split_backward:
+                fused.update(workers)
+        different = list(dict.fromkeys(timed for timed, _ in self.pipelines))
         split = any(timed.scheduler.split_backward for timed in different)
+        fused_workers = frozenset(fused) if split else frozenset()
         return FoundPlan(
             name=self.name,
-            plan=Plan(self.placement, tuple(routes), split, FrozenMap(recompute), fused if split else frozenset()),
+            plan=Plan(self.placement, tuple(routes), split, FrozenMap(recompute), fused_workers),
             in_flight_limits=FrozenMap(in_flight_limits),
             step_s=self.step_s,
             program_s=max(timed.program_s for timed in different),
@@ -101,7 +100,7 @@ class Candidate:
 
 
 def figures(found: Candidate | FoundPlan) -> tuple[float, ...]:
-    """The figures that plans are chosen by, the most important one first."""
+    """Return the figures that plans are chosen by, the most important one first."""
     return found.step_s, found.moved_bytes, found.host_single_points_of_failure
 
 
@@ -111,7 +110,7 @@ def evaluated(
     current: Placement | None,
     given: Mapping[int, InFlightLimit] | None,
 ) -> tuple[list[FoundPlan], dict[str, int]]:
-    """Plans that were made elsewhere, and for those that do not fit the bytes that are missing.
+    """Return plans that were made elsewhere, and for those that do not fit the bytes that are missing.
 
     A plan may keep as much as there is memory for, and where that does not hold it, what `default_limits` says; or what
     the `given` limits say.
@@ -119,8 +118,9 @@ def evaluated(
     found: list[FoundPlan] = []
     too_large: dict[str, int] = {}
     for name, plan in others.items():
-        for in_flight_limits in (None, default_limits(plan)) if given is None else (_of_workers(given, plan.workers),):
-            other, missing = predicted(name, plan, costs, current, in_flight_limits or {})
+        given_here = None if given is None else {own: given[own] for own in plan.workers if own in given}
+        for in_flight_limits in ({}, default_limits(plan)) if given_here is None else (given_here,):
+            other, missing = predicted(name, plan, costs, current, in_flight_limits)
             if not missing:
                 too_large.pop(name, None)
                 found.append(other)
@@ -138,7 +138,7 @@ def predicted(
     *,
     effort: float = PROGRAM_EFFORT,
 ) -> tuple[FoundPlan, Mapping[int, int]]:
-    """The plan with its predictions, and the bytes that workers lack for it, by worker."""
+    """Return the plan with its predictions, and the bytes that workers lack for it, by worker."""
     parts = best_parts(plan, costs, in_flight_limits=in_flight_limits, effort=effort)
     estimate = estimate_parts(plan, parts, costs)
     found = FoundPlan(
@@ -153,7 +153,3 @@ def predicted(
         schedules=tuple(part.schedule for part in parts if isinstance(part.schedule, PipelineSchedule)),
     )
     return found, estimate.over_capacity(costs)
-
-
-def _of_workers(in_flight_limits: Mapping[int, InFlightLimit], workers: Sequence[int]) -> dict[int, InFlightLimit]:
-    return {worker: in_flight_limits[worker] for worker in workers if worker in in_flight_limits}

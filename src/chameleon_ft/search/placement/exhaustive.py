@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import islice, pairwise, product
 from typing import Final, TypeAlias
 
 from chameleon_ft.estimate import total_work_bound_s
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.placement.candidates import PlacedPipelines
-from chameleon_ft.search.placement.gradient_sync import GradientSync, SyncCost, SyncLowerBound, links_are_equal
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch, synced_s
 from chameleon_ft.search.pipelines.schedules import TimedPipeline
+from chameleon_ft.search.pipelines.sync_bounds import SyncCost, SyncLowerBound
+from chameleon_ft.search.pipelines.worker_classes import arrangements
+from chameleon_ft.search.placement.gradient_sync import GradientSync, PlacedPipelines, links_are_equal
 
 __all__ = ["ExhaustiveSearch"]
 
@@ -36,22 +36,10 @@ _SCHEDULE: Final = 1_000
 
 _Group: TypeAlias = tuple[int, str]
 """Class and host: workers of one group are interchangeable."""
-
 _Route: TypeAlias = tuple[_Group, ...]
 """The groups of the workers of a pipeline, first stage to last."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A pipeline before it is cut.
-
-    Attributes:
-        route: groups of its workers.
-        share: its micro-batches.
-    """
-
-    route: _Route
-    share: int
+_Part: TypeAlias = tuple[_Route, int]
+"""A pipeline before it is cut: its route and its micro-batches."""
 
 
 class ExhaustiveSearch:
@@ -94,7 +82,7 @@ class ExhaustiveSearch:
         self._least_sync = SyncLowerBound(self._costs, self._best_s).of(2)
         free = Counter({group: len(own) for group, own in self._members.items()})
         deepest = min(free.total(), len(self._costs.workload.layers))
-        every = (route for depth in range(1, deepest + 1) for route in _routes(free, depth))
+        every = (route for depth in range(1, deepest + 1) for route in arrangements(free, depth))
         routes = [(route, Counter(route)) for route in islice(every, _MOST_ROUTES + 1)]
         if len(routes) <= _MOST_ROUTES:
             self._extend((), routes, free, self._costs.workload.micro_batches)
@@ -117,7 +105,7 @@ class ExhaustiveSearch:
                 # The workers that are left have to finish the others in less time than the best plan.
                 if (left - share) * self._work_s > self._best_s * speed:
                     continue
-                part = _Part(route, share)
+                part = route, share
                 self._spent += _ADD
                 if self._spent > _MOST or not self._timed(part):
                     break
@@ -139,16 +127,17 @@ class ExhaustiveSearch:
                 self._best, self._best_s = placed, own_s
 
     def _timed(self, part: _Part) -> list[TimedPipeline]:
-        """The pipeline with every cut and option with which it may take less time than the best plan."""
-        shape = tuple(kind for kind, _ in part.route)
-        key = shape, tuple(one == other for (_, one), (_, other) in pairwise(part.route)), part.share
+        """Return the pipeline with every cut and option with which it may take less time than the best plan."""
+        route, share = part
+        shape = tuple(kind for kind, _ in route)
+        key = shape, tuple(one == other for (_, one), (_, other) in pairwise(route)), share
         if key not in self._known:
             (workers,) = self._workers([part])
-            alone = part.share == self._costs.workload.micro_batches
+            alone = share == self._costs.workload.micro_batches
             found: list[tuple[float, TimedPipeline]] = []
             for search in self._searches:
                 bounds = search.bounds_with(SyncCost() if alone else self._least_sync)
-                for _, spec in search.specs(shape, part.share, bounds, self._best_s):
+                for _, spec in search.specs(shape, share, bounds, self._best_s):
                     self._spent += _SCHEDULE
                     timed = search.scheduler.scheduled(spec, effort=self._options.polish_effort, workers=workers)
                     if timed is not None:
@@ -157,23 +146,13 @@ class ExhaustiveSearch:
         return [timed for least_s, timed in self._known[key] if least_s < self._best_s * (1 - ROUNDING)]
 
     def _workers(self, parts: Sequence[_Part]) -> list[tuple[int, ...]]:
-        """The first workers of the groups of each pipeline that are left by those before it."""
+        """Return the first workers of the groups of each pipeline that are left by those before it."""
         free = {group: iter(own) for group, own in self._members.items()}
-        return [tuple(next(free[group]) for group in part.route) for part in parts]
-
-
-def _routes(free: Counter[_Group], depth: int) -> Iterator[_Route]:
-    """All sequences of so many of the free workers, by their groups."""
-    if not depth:
-        yield ()
-        return
-    for group in free:
-        for rest in _routes(free - Counter([group]), depth - 1):
-            yield (group, *rest)
+        return [tuple(next(free[group]) for group in route) for route, _ in parts]
 
 
 def _undominated(found: Sequence[tuple[float, TimedPipeline]]) -> list[tuple[float, TimedPipeline]]:
-    """The pipelines of which none with the same cut ends sooner at every stage, those of least time first."""
+    """Return the pipelines of which none with the same cut ends sooner at every stage, those of least time first."""
     kept: list[tuple[float, TimedPipeline]] = []
     for least_s, timed in sorted(found, key=lambda own: (own[0], sum(own[1].ends_s))):
         alike = (each.ends_s for _, each in kept if each.cut_points == timed.cut_points)

@@ -31,11 +31,14 @@ class GradientSync:
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
         self._is_free = not has_gradients(costs.workload)
-        self.step_s = cache(self._step_s)
+        self._cached_step_s = cache(self._uncached_step_s)
         self._reductions = cache(self._ordered_reductions)
 
-    def _step_s(self, pipelines: PlacedPipelines) -> float:
+    def step_s(self, pipelines: Sequence[tuple[TimedPipeline, tuple[int, ...]]]) -> float:
         """Return the seconds until all operations of the pipelines have ended and all gradients are reduced."""
+        return self._cached_step_s(tuple(pipelines))
+
+    def _uncached_step_s(self, pipelines: PlacedPipelines) -> float:
         program_s = max(timed.program_s for timed, _ in pipelines)
         if self._is_free:
             return program_s

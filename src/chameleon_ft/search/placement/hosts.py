@@ -6,61 +6,60 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice, pairwise
-from typing import Final
+from typing import Final, TypeAlias
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.plan import Placement
-from chameleon_ft.search.placement.gradient_sync import links_are_equal
 from chameleon_ft.search.pipelines.schedules import hops_of
-from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool
+from chameleon_ft.search.pipelines.worker_classes import Shape, WorkerPool, arrangements
+from chameleon_ft.search.placement.gradient_sync import links_are_equal
 from chameleon_ft.transfer import Holding, assign_roles, holdings_of
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["PlacementSearch", "assigned_workers", "smaller_clusters"]
+__all__ = ["assigned_workers", "smaller_clusters", "worker_choices"]
 
 # Hosts that are tried as the first of an order.
 _ORDERS: Final = 4
 # Up to this many assignments of stages to hosts, all are tried.
-_FEW_WAYS: Final = 300
+_FEW_ASSIGNMENTS: Final = 300
+
+_Workers: TypeAlias = list[tuple[int, ...]]
+"""The workers of each pipeline."""
 
 
-class PlacementSearch:
-    """Ways to place pipelines on the workers of a pool.
+def worker_choices(
+    shapes: Sequence[Shape],
+    cuts: Sequence[Sequence[int]],
+    pool: WorkerPool,
+    cluster: Cluster,
+    *,
+    with_sync: bool,
+    usual: bool = False,
+) -> list[_Workers]:
+    """Return several choices of workers for pipelines, given by their shapes and cut points.
 
-    Args:
-        with_sync: whether gradients are reduced, so that it matters which workers hold the same layers.
+    All choices if links matter and there are few. Otherwise, or if `usual`, neighbours share a host; and where
+    gradients are reduced (`with_sync`) there are also choices in which holders of the same layers do.
     """
-
-    def __init__(self, pool: WorkerPool, cluster: Cluster, *, with_sync: bool) -> None:
-        self._pool = pool
-        self._cluster = cluster
-        self._with_sync = with_sync
-
-    def ways(self, shapes: Sequence[Shape], cuts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
-        """Workers for each pipeline: all ways if links matter and there are few, else the usual ones."""
-        links_matter = self._with_sync and not links_are_equal(self._cluster)
-        every = _every_way(shapes, self._pool, self._cluster) if links_matter else []
-        return every or self.usual_ways(shapes, cuts)
-
-    def usual_ways(self, shapes: Sequence[Shape], cuts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
-        """Workers for each pipeline: with neighbours on one host; and where gradients are reduced, also with holders of
-        the same layers on one host, in several ways where a host has room for them."""
-        ways = [_by_pipeline(shapes, self._pool, self._cluster)]
-        if len(shapes) > 1 and self._with_sync:
-            most = _ORDERS if len(shapes) <= self._cluster.host_sizes[0] else 1
-            ways += _by_stage(shapes, cuts, _orders_of_hosts(self._pool, self._cluster, most=most))
-        return [way for number, way in enumerate(ways) if way not in ways[:number]]
+    every = [] if usual or not with_sync or links_are_equal(cluster) else _every_choice(shapes, pool, cluster)
+    if every:
+        return every
+    found = [_by_pipeline(shapes, pool, cluster)]
+    if len(shapes) > 1 and with_sync:
+        most = _ORDERS if len(shapes) <= cluster.host_sizes[0] else 1
+        found += _by_stage(shapes, cuts, _orders_of_hosts(pool, cluster, most=most))
+    return [workers for number, workers in enumerate(found) if workers not in found[:number]]
 
 
 def assigned_workers(
-    pipelines: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    pipelines: Iterable[tuple[tuple[int, ...], tuple[int, ...]]],
     current: Placement,
     cluster: Cluster,
     layers: Sequence[LayerCost],
     *,
     keep_hosts: bool,
-) -> list[tuple[int, ...]]:
-    """For each pipeline, given by its cut points and its workers, equal workers that hold most of its stages already.
+) -> dict[int, int]:
+    """Return for each worker of pipelines, given as (cut points, workers), the equal one that holds most of its stage.
 
     With `keep_hosts` a stage stays on its host, so that links, and with them times, stay as they are.
     """
@@ -73,12 +72,11 @@ def assigned_workers(
         for cut_points, workers in pipelines
         for hop in hops_of(workers, cut_points)
     }
-    roles = assign_roles(holdings_of(current, classes), places, layers)
-    return [tuple(roles[worker] for worker in workers) for _, workers in pipelines]
+    return assign_roles(holdings_of(current, classes), places, layers)
 
 
 def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster without its hosts with the fewest workers, and so on; at last only one of those that have most.
+    """Yield the cluster without its hosts with the fewest workers, and so on; at last only one with the most.
 
     A worker alone on its host, on a slow link, slows down every ring that it is in, and may better be idle.
     """
@@ -88,8 +86,8 @@ def smaller_clusters(cluster: Cluster) -> Iterator[Cluster]:
         yield cluster.without([worker.id for worker in cluster.workers if worker.host not in hosts])
 
 
-def _by_pipeline(shapes: Sequence[Shape], pool: WorkerPool, cluster: Cluster) -> list[tuple[int, ...]]:
-    """For each shape, in order, workers of its classes, so that neighbours share a host.
+def _by_pipeline(shapes: Sequence[Shape], pool: WorkerPool, cluster: Cluster) -> _Workers:
+    """Return workers of the classes of each shape, so that neighbours share a host.
 
     Deep pipelines choose first: of the hosts with room for all workers of a class that they need, the fullest; if there
     is none, the emptiest, and the next one for the rest. Not proven to cross hosts the fewest times.
@@ -109,7 +107,7 @@ def _by_pipeline(shapes: Sequence[Shape], pool: WorkerPool, cluster: Cluster) ->
         del own[:count]
         return taken if len(taken) == count else [*taken, *take(by_host, count - len(taken))]
 
-    found: list[tuple[int, ...]] = [()] * len(shapes)
+    found: _Workers = [()] * len(shapes)
     for index in sorted(range(len(shapes)), key=lambda index: (-len(shapes[index]), shapes[index], index)):
         runs = [(kind, len(list(run))) for kind, run in groupby(shapes[index])]
         found[index] = tuple(worker for kind, count in runs for worker in take(free[kind], count))
@@ -118,8 +116,8 @@ def _by_pipeline(shapes: Sequence[Shape], pool: WorkerPool, cluster: Cluster) ->
 
 def _by_stage(
     shapes: Sequence[Shape], cuts: Sequence[Sequence[int]], orders: Iterable[Sequence[Sequence[int]]]
-) -> list[list[tuple[int, ...]]]:
-    """For several orders of the members, workers such that holders of the same layers share a host.
+) -> list[_Workers]:
+    """Return, for several orders of the members, workers such that holders of the same layers share a host.
 
     Stages take workers of their class in the order of the members, in the order of the middles of their layers.
     """
@@ -129,18 +127,18 @@ def _by_stage(
         for index, cut_points in enumerate(cuts)
         for position, (start, stop) in enumerate(pairwise((0, *cut_points)))
     )
-    ways: list[list[tuple[int, ...]]] = []
+    choices: list[_Workers] = []
     for members in orders:
         left = [iter(own) for own in members]
         found = [[0] * len(shape) for shape in shapes]
         for _, index, position in slots:
             found[index][position] = next(left[shapes[index][position]])
-        ways.append(list(map(tuple, found)))
-    return ways
+        choices.append(list(map(tuple, found)))
+    return choices
 
 
 def _orders_of_hosts(pool: WorkerPool, cluster: Cluster, *, most: int) -> list[list[list[int]]]:
-    """The members of the pool, host by host, beginning with up to `most` different hosts; the order goes round.
+    """Return the members of the pool, host by host, beginning with up to `most` different hosts; the order goes round.
 
     Which stages share a host depends on where the hosts with fewer workers are in it. Where all have as many, there is
     one order.
@@ -157,29 +155,18 @@ def _orders_of_hosts(pool: WorkerPool, cluster: Cluster, *, most: int) -> list[l
     return found
 
 
-def _every_way(shapes: Sequence[Shape], pool: WorkerPool, cluster: Cluster) -> list[list[tuple[int, ...]]]:
-    """Every way to choose the host of each stage, if the workers are of one class and there are few ways; else none."""
+def _every_choice(shapes: Sequence[Shape], pool: WorkerPool, cluster: Cluster) -> list[_Workers]:
+    """Return every choice of the host of each stage, if all workers are of one class and there are few; else none."""
     sizes = cluster.host_sizes
-    ways = math.factorial(sum(sizes)) // math.prod(map(math.factorial, sizes))
-    if len(pool.classes) > 1 or ways > _FEW_WAYS:
+    choices = math.factorial(sum(sizes)) // math.prod(map(math.factorial, sizes))
+    if len(pool.classes) > 1 or choices > _FEW_ASSIGNMENTS:
         return []
-    hosts_of = cluster.hosts
-    by_host = [[worker for worker in hosts_of if hosts_of[worker] == host] for host in dict.fromkeys(hosts_of.values())]
-    found: list[list[tuple[int, ...]]] = []
-    for hosts in _host_orders([len(own) for own in by_host], sum(map(len, shapes))):
-        left = [iter(own) for own in by_host]
+    members: dict[str, list[int]] = defaultdict(list)
+    for worker, host in cluster.hosts.items():
+        members[host].append(worker)
+    found: list[_Workers] = []
+    for hosts in arrangements({host: len(own) for host, own in members.items()}, sum(map(len, shapes))):
+        left = {host: iter(own) for host, own in members.items()}
         workers = iter([next(left[host]) for host in hosts])
         found.append([tuple(islice(workers, len(shape))) for shape in shapes])
     return found
-
-
-def _host_orders(free: list[int], slots: int) -> Iterator[tuple[int, ...]]:
-    """All ways to give each slot a host that has a free worker."""
-    if not slots:
-        yield ()
-        return
-    for host, count in enumerate(free):
-        if count:
-            rest = [*free[:host], count - 1, *free[host + 1 :]]
-            for order in _host_orders(rest, slots - 1):
-                yield (host, *order)

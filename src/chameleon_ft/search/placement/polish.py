@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
-from typing import Any, Final
+from itertools import chain, combinations, pairwise
+from typing import Final
 
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.search.placement.candidates import PlacedPipelines
-from chameleon_ft.search.placement.gradient_sync import GradientSync, links_are_equal
 from chameleon_ft.search.options import SearchOptions
 from chameleon_ft.search.pipelines.pipeline_search import PipelineSearch
 from chameleon_ft.search.pipelines.schedules import PipelineSpec, TimedPipeline
+from chameleon_ft.search.placement.gradient_sync import GradientSync, PlacedPipelines, links_are_equal
 
 __all__ = ["Polish"]
 
@@ -45,15 +45,15 @@ class Polish:
 
     def with_best_programs(self, pipelines: PlacedPipelines) -> PlacedPipelines:
         """Give every pipeline the program that `best_program` makes of it."""
-        best: dict[int, TimedPipeline] = {}
-        for timed, workers in {id(timed): (timed, workers) for timed, workers in pipelines}.values():
+        best: dict[TimedPipeline, TimedPipeline] = {}
+        # Of equal pipelines, the last one's workers count.
+        for timed, workers in dict(pipelines).items():
             found = timed.scheduler.scheduled(timed.spec, effort=self._options.polish_effort, workers=workers)
-            if found is not None:
-                best[id(timed)] = found
-        return tuple((best.get(id(timed), timed), workers) for timed, workers in pipelines)
+            best[timed] = timed if found is None else found
+        return tuple((best[timed], workers) for timed, workers in pipelines)
 
     def improved(self, pipelines: PlacedPipelines, *, exchange: bool = True) -> PlacedPipelines:
-        """Pipelines with neighbouring cuts, recomputation and shares, by steepest descent.
+        """Give pipelines neighbouring cuts, recomputation and shares, by steepest descent.
 
         With `exchange`, workers may take each other's place too.
 
@@ -62,11 +62,11 @@ class Polish:
         """
         if not exchange:
             return self._descended(pipelines, self._recut_or_shifted)
-        return self._descended(pipelines, lambda own: chain(self._recut_or_shifted(own), self._swapped(own)))
+        return self._descended(pipelines, lambda own: chain(self._recut_or_shifted(own), self._exchanges(own)))
 
     def exchanged(self, pipelines: PlacedPipelines) -> PlacedPipelines:
         """Exchange workers, by steepest descent."""
-        return self._descended(pipelines, self._swapped)
+        return self._descended(pipelines, self._exchanges)
 
     def _descended(
         self, pipelines: PlacedPipelines, neighbours: Callable[[PlacedPipelines], Iterator[PlacedPipelines]]
@@ -87,56 +87,61 @@ class Polish:
         return sum(each.spent for each in self._searches)
 
     def _recut_or_shifted(self, pipelines: PlacedPipelines) -> Iterator[PlacedPipelines]:
-        different = {id(timed): timed for timed, _ in pipelines}
+        """Yield pipelines of which some of the slowest are cut otherwise, or give up a micro-batch."""
+        different = dict.fromkeys(timed for timed, _ in pipelines)
         # Others than the slowest may hold up gradient sync.
-        slowest, *others = sorted(different.values(), key=lambda timed: -timed.program_s)[:_PIPELINES]
-        for timed in (slowest, *others):
-            recut = self._recut(timed)
-            by_estimate = sorted(recut, key=lambda found: (found[0], found[1].cut_points, found[1].options))
-            for _, other in by_estimate[:_TRIES]:
+        by_time = sorted(different, key=lambda timed: -timed.program_s)
+        for timed in by_time[:_PIPELINES]:
+            by_estimate = sorted(self._recut(timed), key=lambda own: (own[0], own[1].cut_points, own[1].options))
+            for _, spec in by_estimate[:_TRIES]:
                 # All pipelines that are cut alike, so that they go on to reduce gradients together; or this one alone.
-                for alone in (False, True):
-                    changed = self._changed(pipelines, timed, other, alone=alone)
+                alike = [each for each, _ in pipelines if _cut_alike(each, timed)]
+                for changing in (alike, [timed]):
+                    cut, options = spec.cut_points, spec.options
+                    specs = [(each, replace(each.spec, cut_points=cut, options=options)) for each in changing]
+                    changed = self._changed(pipelines, specs)
                     if changed is not None:
                         yield changed
-        shifted = self._shifted(pipelines, slowest)
+        shifted = self._shifted(pipelines, by_time[0])
         if shifted is not None:
             yield shifted
 
-    def _swapped(self, pipelines: PlacedPipelines) -> Iterator[PlacedPipelines]:
-        """Two workers of a class on different hosts take each other's place; one of them may be idle."""
+    def _exchanges(self, pipelines: PlacedPipelines) -> Iterator[PlacedPipelines]:
+        """Yield pipelines of which two workers of a class, on different hosts, take each other's place.
+
+        One of the two may be idle.
+        """
         used = [worker for _, workers in pipelines for worker in workers]
         if self._equal_links or len(used) > _FEW_WORKERS:
             return
-        workers = [*used, *sorted(self._hosts.keys() - set(used))]
-        for place, one in enumerate(used):
-            for other in workers[place + 1 :]:
-                if self._class_of[one] == self._class_of[other] and self._hosts[one] != self._hosts[other]:
-                    exchange = {one: other, other: one}
-                    placed = [(timed, tuple(exchange.get(own, own) for own in each)) for timed, each in pipelines]
-                    yield tuple((timed.scheduler.replayed(timed, each), each) for timed, each in placed)
+        idle = self._hosts.keys() - set(used)
+        for one, other in combinations([*used, *sorted(idle)], 2):
+            if one in idle:
+                return
+            if self._class_of[one] == self._class_of[other] and self._hosts[one] != self._hosts[other]:
+                exchange = {one: other, other: one}
+                placed = [(timed, tuple(exchange.get(own, own) for own in workers)) for timed, workers in pipelines]
+                yield tuple((timed.scheduler.replayed(timed, workers), workers) for timed, workers in placed)
 
     def _recut(self, timed: TimedPipeline) -> Iterator[tuple[float, PipelineSpec]]:
-        """Cuts with a layer moved from a slow stage to another one, and other options of a stage, with estimates."""
+        """Yield cuts with a layer moved from a slow stage to another one, and other options of a stage, with estimates.
+
+        If the stages are not neighbours, all stages between them shift by a layer.
+        """
         spec, estimates = timed.spec, self._searches[timed.scheduler].estimates
-        starts = (0, *spec.cut_points[:-1])
-        work_s = [
-            float(estimates.tables.forward_s[kind, start, stop] + estimates.tables.backward_s[kind, start, stop])
-            + float(estimates.tables.weight_s[kind, start, stop] + estimates.tables.recompute_s[option])
-            for kind, start, stop, option in zip(spec.shape, starts, spec.cut_points, spec.options, strict=True)
-        ]
-        slow = sorted(range(len(work_s)), key=lambda stage: -work_s[stage])[:_SLOW_STAGES]
-        for less in slow:
-            for more in range(len(work_s)):
-                if less == more:
-                    continue
+        tables = estimates.tables
+        work_s: list[float] = []
+        for kind, layers, option in zip(spec.shape, pairwise((0, *spec.cut_points)), spec.options, strict=True):
+            at = kind, *layers
+            seconds = tables.forward_s[at] + tables.backward_s[at] + (tables.weight_s[at] + tables.recompute_s[option])
+            work_s.append(float(seconds))
+        stages = range(len(work_s))
+        for less in sorted(stages, key=lambda stage: -work_s[stage])[:_SLOW_STAGES]:
+            for more in stages:
                 low, high, shift = min(less, more), max(less, more), 1 if more < less else -1
-                cut_points = (
-                    *spec.cut_points[:low],
-                    *(stop + shift for stop in spec.cut_points[low:high]),
-                    *spec.cut_points[high:],
-                )
-                if all(start < stop for start, stop in pairwise((0, *cut_points))):
+                shifted = tuple(stop + shift for stop in spec.cut_points[low:high])
+                cut_points = (*spec.cut_points[:low], *shifted, *spec.cut_points[high:])
+                if less != more and all(start < stop for start, stop in pairwise((0, *cut_points))):
                     for own_s, options in estimates.chosen(spec.shape, cut_points, spec.micro_batches):
                         yield own_s, replace(spec, cut_points=cut_points, options=options)
         for stage, options_of in enumerate(estimates.stages.options_of(spec.shape, spec.cut_points)):
@@ -147,53 +152,35 @@ class Polish:
                     yield own_s, replace(spec, options=options)
 
     def _shifted(self, pipelines: PlacedPipelines, slowest: TimedPipeline) -> PlacedPipelines | None:
-        """A micro-batch goes from each of the slowest pipelines to one of those that end first."""
-        quickest = min((timed for timed, _ in pipelines), key=lambda timed: timed.program_s)
-        counts = [sum(timed is each for timed, _ in pipelines) for each in (slowest, quickest)]
+        """Return the pipelines with a micro-batch less on the slowest ones, and one more on those that end first."""
+        every = [timed for timed, _ in pipelines]
+        quickest = min(every, key=lambda timed: timed.program_s)
         if slowest is quickest or slowest.spec.micro_batches < 2:
             return None
-        fewer, more = slowest.spec.micro_batches - 1, quickest.spec.micro_batches + 1
-        left = {id(slowest): (min(counts), fewer), id(quickest): (min(counts), more)}
-        found: list[tuple[TimedPipeline, tuple[int, ...]]] = []
-        for timed, workers in pipelines:
-            number, share = left.get(id(timed), (0, 0))
-            if not number:
-                found.append((timed, workers))
-                continue
-            left[id(timed)] = number - 1, share
-            other = self._scheduled(timed, workers, micro_batches=share)
-            if other is None:
-                return None
-            found.append((other, workers))
-        return tuple(found)
+        fewer = replace(slowest.spec, micro_batches=slowest.spec.micro_batches - 1)
+        more = replace(quickest.spec, micro_batches=quickest.spec.micro_batches + 1)
+        number = min(every.count(slowest), every.count(quickest))
+        return self._changed(pipelines, [(slowest, fewer), (quickest, more)] * number)
 
     def _changed(
-        self,
-        pipelines: PlacedPipelines,
-        like: TimedPipeline,
-        other: PipelineSpec,
-        *,
-        alone: bool,
+        self, pipelines: PlacedPipelines, specs: Iterable[tuple[TimedPipeline, PipelineSpec]]
     ) -> PlacedPipelines | None:
-        """All pipelines cut like one, or the first of those that are it, cut like `other` instead; None if one of them
-        does not fit then."""
-        spec = like.spec
-        left = 1 if alone else len(pipelines)
+        """Return the pipelines with other specs for some, the first of equals; None if one of these does not fit."""
+        left: dict[TimedPipeline, list[PipelineSpec]] = defaultdict(list)
+        for timed, spec in specs:
+            left[timed].append(spec)
         found: list[tuple[TimedPipeline, tuple[int, ...]]] = []
         for timed, workers in pipelines:
-            own = timed.spec
-            is_alike = (own.shape, own.cut_points, own.options) == (spec.shape, spec.cut_points, spec.options)
-            is_alike = is_alike and timed.scheduler is like.scheduler
-            if left and (timed is like if alone else is_alike):
-                left -= 1
-                changed = self._scheduled(timed, workers, cut_points=other.cut_points, options=other.options)
-                if changed is None:
-                    return None
-                timed = changed
-            found.append((timed, workers))
+            changed: TimedPipeline | None = timed
+            if left[timed]:
+                spec = left[timed].pop()
+                changed = timed.scheduler.scheduled(spec, effort=self._options.look_effort, workers=workers)
+            if changed is None:
+                return None
+            found.append((changed, workers))
         return tuple(found)
 
-    def _scheduled(self, timed: TimedPipeline, workers: Iterable[int], **changes: Any) -> TimedPipeline | None:
-        """A pipeline with these changes of what it is; None if it does not fit then."""
-        spec = replace(timed.spec, **changes)
-        return timed.scheduler.scheduled(spec, effort=self._options.look_effort, workers=tuple(workers))
+
+def _cut_alike(one: TimedPipeline, other: TimedPipeline) -> bool:
+    """Return whether two pipelines differ in their shares at most."""
+    return one.scheduler is other.scheduler and replace(one.spec, micro_batches=other.spec.micro_batches) == other.spec
