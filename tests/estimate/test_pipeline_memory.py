@@ -15,7 +15,7 @@ from chameleon_ft.presets import derive_workload, device, model_shape
 from chameleon_ft.schedule import CostModel, Program, pipeline_schedule
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
 from chameleon_ft.schedule.components import components
-from chameleon_ft.search.baselines.layouts import one_f_one_b_bytes
+from chameleon_ft.search.baselines.planned_layouts import one_f_one_b_bytes
 from tests.search.baselines.one_f_one_b import one_f_one_b
 from tests.strategies import Planned, Shape, pipelines, planned, recomputing, some_recompute
 

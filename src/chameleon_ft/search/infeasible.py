@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.quantities import data_size
+from chameleon_ft.quantities import counted, data_size
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.schedule.records import Booleans
 from chameleon_ft.search.pipelines.bounds import CutPoints
@@ -64,14 +64,13 @@ def infeasible_error(costs: CostModel) -> InfeasibleError:
         fitting_pipeline(Stages(costs, largest, split_backward=split), [len(layers)]) for split in (False, True)
     )
     needed = next((len(shape) for shape, _ in filter(None, pipelines)), None)
-    count = len(cluster.workers)
     remedy = (
         f"{needed} workers with {data_size(capacity)} each would do"
         if needed is not None
         else "no number of such workers would do, even if they recompute; use smaller micro-batches"
     )
     return InfeasibleError(
-        f"the model does not fit the memory of {count} worker{'s' if count > 1 else ''}: each needs "
+        f"the model does not fit the memory of {counted(len(cluster.workers), 'worker')}: each needs "
         f"{data_size(missing)} more; {remedy}",
         missing_bytes=missing,
         workers_needed=needed,

@@ -224,5 +224,8 @@ def test_reconfigured_pipelines_are_templates_of_their_new_sizes(seed: int, data
 
 def test_bad_input() -> None:
     workload = Workload((LayerCost("layer", 1.0, 1.0, 1.0),), 2, 1)
+    costs = CostModel(workload, Cluster((Worker(0, "host"),), FREE, FREE))
     with pytest.raises(ConfigError, match="fault_tolerance must be zero or more"):
-        oobleck_plan(CostModel(workload, Cluster((Worker(0, "host"),), FREE, FREE)), fault_tolerance=-1)
+        oobleck_plan(costs, fault_tolerance=-1)
+    with pytest.raises(ConfigError, match=r"live_nodes has 3 nodes \(1, 2\), but the cluster only 1 worker;"):
+        oobleck_plan(costs, live_nodes=[1, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from chameleon_ft.search.baselines.layouts import BaselinePlan, equal_layouts
 from chameleon_ft.search.baselines.oobleck import (
     PipelineTemplate,
     oobleck_plan,
@@ -10,6 +9,7 @@ from chameleon_ft.search.baselines.oobleck import (
     reconfigured_pipelines,
 )
 from chameleon_ft.search.baselines.paper import paper_plan
+from chameleon_ft.search.baselines.planned_layouts import BaselinePlan, equal_layouts
 
 __all__ = [
     "BaselinePlan",

@@ -12,10 +12,10 @@ from chameleon_ft.cluster import Link
 from chameleon_ft.errors import ConfigError, PlanError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Placement
-from chameleon_ft.quantities import SUM_ROUNDING
+from chameleon_ft.quantities import SUM_ROUNDING, counted
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.baselines.knapsack import LeastMix, Mix, shared_out
-from chameleon_ft.search.baselines.layouts import (
+from chameleon_ft.search.baselines.least_mix import LeastMix, Mix, shared_out
+from chameleon_ft.search.baselines.planned_layouts import (
     BaselinePlan,
     CutPoints,
     Layout,
@@ -40,7 +40,7 @@ def oobleck_plan(
     with_room: bool = False,
     current: Placement | None = None,
 ) -> BaselinePlan | None:
-    """The pipelines that Oobleck makes of all workers of the cluster; None if none fit or none use up the workers.
+    """Return the pipelines that Oobleck makes of all workers; None if none fit or none use up the workers.
 
     Oobleck's, by section of its paper: templates for n_0, n_0 + 1, ... N - f n_0 nodes, n_0 the fewest that hold the
     model (4.1.1); the stages of each so that T1 + T2 + T3 is least for N_b = 4 S (4.1.2); of all combinations of at
@@ -79,12 +79,12 @@ def oobleck_plan(
     a few ways, and the fastest plan is taken.
 
     Args:
-        costs: what is to be computed, and the live workers.
+        costs: costs of the workload on the live workers.
         fault_tolerance: f, losses that leave a copy of every layer; there are at least f + 1 pipelines.
         split_backward: whether the plan runs our programs with split backward (`best_program`) and not 1F1B, Oobleck's
             own. It does not change the choice of templates.
-        live_nodes: of each pipeline that was running, the nodes that are left; None to choose the best combination. The
-            released code chooses a combination only once. After a loss it keeps the pipelines and replaces the
+        live_nodes: nodes left of each pipeline that was running; None to choose the best combination. The released
+            code chooses a combination only once. After a loss it keeps the pipelines and replaces the
             templates of those that have lost nodes (see `reconfigured_pipelines`), then shares micro-batches anew.
         with_room: whether n_0 leaves nodes room to be reconfigured, see `pipeline_templates`: for a planner that has to
             go on after losses. The released code takes 6 times the bytes of the parameters for it.
@@ -92,15 +92,20 @@ def oobleck_plan(
 
     Raises:
         PlanError: no worker is left.
-        ConfigError: negative `fault_tolerance`.
+        ConfigError: negative `fault_tolerance`, or more `live_nodes` than the cluster has workers.
     """
     if not costs.cluster.workers:
         raise PlanError("no worker is left to plan for; start at least one")
     cluster = costs.cluster
+    if live_nodes is not None and sum(live_nodes) > len(cluster.workers):
+        raise ConfigError(
+            f"live_nodes has {counted(sum(live_nodes), 'node')} ({', '.join(map(str, live_nodes))}), but the cluster "
+            f"only {counted(len(cluster.workers), 'worker')}; give the nodes that are left of each pipeline"
+        )
     link = cluster.inter_host if len(cluster.host_sizes) > 1 else cluster.intra_host
 
     def layouts() -> Iterator[Layout]:
-        """The best choices by Oobleck's estimate, with and without recomputation."""
+        """Yield the best choices by Oobleck's estimate, with and without recomputation."""
         for recompute in (True, False):
             templates = pipeline_templates(
                 costs, fault_tolerance=fault_tolerance, recompute=recompute, with_room=with_room
@@ -123,7 +128,7 @@ def oobleck_plan(
 
 
 def reconfigured_pipelines(pipelines: Iterable[Sequence[int]], fewest: int) -> list[list[int]]:
-    """Workers of each pipeline after losses, as Oobleck reconfigures them; empty if there are too few for one.
+    """Return the workers of each pipeline after losses, as Oobleck reconfigures them; none if there are too few.
 
     A pipeline that has lost workers takes the template of its new size. One with fewer than `fewest` (n_0) borrows from
     the largest pipeline, and if none can spare any, it is merged with the next smallest: `on_reconfigure` and
@@ -156,7 +161,7 @@ def _mixes(
     least_pipelines: int,
     depths: tuple[int, ...] | None,
 ) -> list[Mix]:
-    """The combinations of least estimate, or that of `depths` if there are templates, micro-batches and memory for it.
+    """Return the combinations of least estimate, or that of `depths` if templates, micro-batches and memory allow it.
 
     The estimate is that of the slowest pipeline, and the all-reduce of the first layer on `link`.
     """
@@ -216,7 +221,7 @@ class PipelineTemplate:
 def pipeline_templates(
     costs: CostModel, *, fault_tolerance: int = 0, recompute: bool = False, with_room: bool = False
 ) -> dict[int, PipelineTemplate]:
-    """Templates by number of nodes, ascending, for n_0, n_0 + 1, ... N - f n_0 nodes.
+    """Return templates by number of nodes, ascending, for n_0, n_0 + 1, ... N - f n_0 nodes.
 
     n_0 is the fewest nodes that hold the model under 1F1B, with 4 S micro-batches or the step's if those are fewer. See
     `oobleck_plan`.
@@ -225,7 +230,7 @@ def pipeline_templates(
     `with_room`, n_0 is the fewest nodes of which each can receive any stage beside its own, if there are any.
 
     Args:
-        costs: what is to be computed, and the live workers.
+        costs: costs of the workload on the live workers.
         fault_tolerance: f, losses that leave a copy of every layer.
         recompute: whether all stages recompute activations.
         with_room: whether nodes have room to be reconfigured.
@@ -252,7 +257,7 @@ def pipeline_templates(
 
 
 def _exchange_bytes(cut_points: CutPoints, workload: Workload) -> int:
-    """Bytes of the largest stage between two steps, gradients included, and of the state of another such beside it."""
+    """Return the bytes of the largest stage between two steps, gradients included, and another's state beside it."""
     held = list(accumulate((2 * state_bytes(layer) + layer.gradient_bytes for layer in workload.layers), initial=0))
     return max(held[stop] - held[start] for start, stop in pairwise((0, *cut_points)))
 
@@ -277,7 +282,7 @@ class _Cutter:
         self._by_time = sorted((self._stage_s(*stage), *stage) for stage in stages)
 
     def _template(self, nodes: int) -> PipelineTemplate | None:
-        """The best cut for so many nodes; None if none fits."""
+        """Return the best cut for so many nodes; None if none fits."""
         best: PipelineTemplate | None = None
         best_s = math.inf
         whole_s = self._until_s[-1] + nodes * self._overhead_s
@@ -314,7 +319,7 @@ class _Cutter:
         )
 
     def _around(self, nodes: int, position: int, start: int, stop: int) -> CutPoints | None:
-        """A cut with this stage at this position and none slower; None if there is none that fits."""
+        """Return a cut with this stage at this position and none slower; None if none fits."""
         if not self._fits(nodes, position, start, stop):
             return None
         most_s = self._stage_s(start, stop) * (1 + SUM_ROUNDING)
@@ -323,8 +328,7 @@ class _Cutter:
         return None if ahead is None or after is None else (*ahead, stop, *after)
 
     def _cut(self, nodes: int, positions: range, first: int, last: int, most_s: float) -> CutPoints | None:
-        """Stages at these positions for layers `first` to `last`, each as large as can be, or smaller where memory
-        makes that a dead end."""
+        """Return stages at these positions for layers `first` to `last`, each as large as memory and the rest allow."""
 
         @cache
         def cut(position: int, start: int) -> CutPoints | None:

@@ -11,8 +11,8 @@ from chameleon_ft.estimate.paper import pipeline_step_s
 from chameleon_ft.plan import Placement
 from chameleon_ft.quantities import SUM_ROUNDING
 from chameleon_ft.schedule import CostModel
-from chameleon_ft.search.baselines.knapsack import LeastMix
-from chameleon_ft.search.baselines.layouts import (
+from chameleon_ft.search.baselines.least_mix import LeastMix
+from chameleon_ft.search.baselines.planned_layouts import (
     BaselinePlan,
     CutPoints,
     Layout,
@@ -27,9 +27,9 @@ __all__ = ["paper_plan"]
 def paper_plan(
     costs: CostModel, *, split_backward: bool = False, current: Placement | None = None
 ) -> BaselinePlan | None:
-    """The pipelines that the paper's search chooses for all workers of the cluster; None if it finds none that fit.
+    """Return the pipelines that the paper's search chooses for all workers; None if it finds none that fit.
 
-    The paper's, as it is reported (DESIGN section 12): for each number of pipelines, every partition of the workers
+    The paper's, as it is reported: for each number of pipelines, every partition of the workers
     into depths; micro-batches by the floor of the proportional share, then every placement of the remainder; layers
     equally, then every placement of the remainder; what L_i (m_p + m_g + m_opt) + (N_pp - i) L_i m_act does not let
     fit is dropped; the least time by dynamic programming over 1F1B (`estimate.paper.unequal_step_s`) is chosen. Workers
@@ -45,7 +45,7 @@ def paper_plan(
     of trying all.
 
     Args:
-        costs: what is to be computed, and the live workers.
+        costs: costs of the workload on the live workers.
         split_backward: whether the plan runs our programs with split backward, and not 1F1B; it does not change the
             choice.
         current: which layers the live workers hold now, for the bytes to move.
@@ -83,7 +83,7 @@ class _EqualCuts:
         self.best = cache(self._best)
 
     def _best(self, depth: int, micro_batches: int) -> tuple[float, CutPoints]:
-        """Seconds and cut points of the best placement of the layers; infinite if none fits.
+        """Return the seconds and cut points of the best placement of the layers; infinite if none fits.
 
         Branch and bound over the stages, the most promising next stage first.
         """
@@ -91,7 +91,7 @@ class _EqualCuts:
         best: tuple[float, CutPoints] = (math.inf, ())
 
         def nexts(position: int, start: int) -> list[tuple[float, int]]:
-            """Lower bounds with each possible stop of the stage, the least first."""
+            """Return lower bounds with each possible stop of the stage, the least first."""
             left = spare - (start - position * share)
             stops = range(start + share, start + share + left + 1)
             return sorted((max(bound_s(position, start, stop), rest_s(position + 1, stop)), stop) for stop in stops)
@@ -102,7 +102,7 @@ class _EqualCuts:
 
         @cache
         def rest_s(position: int, start: int) -> float:
-            """A lower bound of any placement from here on."""
+            """Return a lower bound of any placement from here on."""
             if position == depth:
                 return 0.0 if start == self._num_layers else math.inf
             return nexts(position, start)[0][0]
@@ -123,7 +123,7 @@ class _EqualCuts:
         return best
 
     def _bound_s(self, depth: int, micro_batches: int, position: int, start: int, stop: int) -> float:
-        """Seconds that a pipeline with this stage takes at the least; infinite where the stage does not fit.
+        """Return the seconds that a pipeline with this stage takes at least; infinite where the stage does not fit.
 
         Before a stage runs anything, its forward and its backward have to pass all stages ahead; and its first backward
         waits for the pipeline's others, while it runs no more than its warm-up and one forward.

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from chameleon_ft.cluster import Cluster
+from chameleon_ft.estimate import reduction_times
 from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.search.pipelines.schedules import TimedPipeline
@@ -43,15 +44,13 @@ class GradientSync:
         if self._is_free:
             return program_s
         workers_of = [worker for _, workers in pipelines for worker in workers]
-        free_s = [end_s for timed, _ in pipelines for end_s in timed.ends_s]
-        last_s = program_s
-        for holders, num_bytes in self._reductions(tuple(timed.cut_points for timed, _ in pipelines)):
-            ring_s = self._costs.cluster.ring_all_reduce_s([workers_of[slot] for slot in holders], num_bytes)
-            end_s = max(free_s[slot] for slot in holders) + ring_s
-            for slot in holders:
-                free_s[slot] = end_s
-            last_s = max(last_s, end_s)
-        return last_s
+        free_s = dict(enumerate(end_s for timed, _ in pipelines for end_s in timed.ends_s))
+        ring_s = self._costs.cluster.ring_all_reduce_s
+        reductions = (
+            (holders, 0.0, ring_s([workers_of[slot] for slot in holders], num_bytes))
+            for holders, num_bytes in self._reductions(tuple(timed.cut_points for timed, _ in pipelines))
+        )
+        return max([program_s, *(end_s for _, end_s in reduction_times(reductions, free_s))])
 
     def _ordered_reductions(self, cut_points: Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], int]]:
         """Return (holders, bytes) of all reductions of pipelines with these cuts, in the order of their issue.

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Final, TypeAlias
 
@@ -35,6 +35,7 @@ __all__ = [
     "equal_layouts",
     "fastest_layout",
     "memory_of",
+    "one_f_one_b_bytes",
 ]
 
 CutPoints: TypeAlias = tuple[int, ...]
@@ -44,8 +45,6 @@ CutPoints: TypeAlias = tuple[int, ...]
 _COMPARE_EFFORT: Final = 10_000
 # Steady 1F1B repeats itself, so a stage holds no more with more micro-batches than it has in flight and in buffers.
 _BUFFERED: Final = MessageBuffers().receives_ahead + MessageBuffers().sends_kept
-
-
 # So that there is a choice of depths where the number of workers is a prime, some workers stay idle.
 _LEAST_DEPTHS: Final = 2
 
@@ -91,29 +90,32 @@ class OneFOneBMemory:
         self.workload = workload
         self.capacity_bytes = capacity_bytes
         self.recompute = recompute
-        self._needed_bytes = cache(partial(one_f_one_b_bytes, workload, recompute=recompute))
+        self._needed_bytes = cache(one_f_one_b_bytes)
         layers = (workload.recomputed() if recompute else workload).layers
-        self._held = list(accumulate((state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
-        self._activations = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
+        self._state_bytes = list(accumulate((state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
+        self._activation_bytes = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
 
     def fits_without_messages(self, start: int, stop: int, *, in_flight: int) -> bool:
-        """Whether the state of layers `start` to `stop` fits, with the activations of so many micro-batches."""
-        activations = in_flight * (self._activations[stop] - self._activations[start])
-        held = self._held[stop] - self._held[start]
+        """Return whether the state of layers `start` to `stop` fits, with activations of so many micro-batches."""
+        activations = in_flight * (self._activation_bytes[stop] - self._activation_bytes[start])
+        held = self._state_bytes[stop] - self._state_bytes[start]
         return self.capacity_bytes is None or held + activations <= self.capacity_bytes
 
     def fits(self, start: int, stop: int, *, to_end: int, micro_batches: int) -> bool:
-        """Whether layers `start` to `stop` do, `to_end` stages from the end of the pipeline, 1 at the last one."""
+        """Return whether a stage of layers `start` to `stop` fits, `to_end` stages from the end, 1 at the last one."""
         if self.capacity_bytes is None:
             return True
         # Less than that, without messages and work space, no stage needs when its warm-up has ended.
         if not self.fits_without_messages(start, stop, in_flight=min(to_end, micro_batches)):
             return False
-        share = min(micro_batches, to_end + _BUFFERED)
-        return self._needed_bytes(LayerRange(start, stop), to_end=to_end, micro_batches=share) <= self.capacity_bytes
+        share, layers = min(micro_batches, to_end + _BUFFERED), LayerRange(start, stop)
+        needed_bytes = self._needed_bytes(
+            self.workload, layers, to_end=to_end, micro_batches=share, recompute=self.recompute
+        )
+        return needed_bytes <= self.capacity_bytes
 
     def most_in_flight(self, layers: LayerRange, *, at_most: int, micro_batches: int) -> int:
-        """Micro-batches that a stage can keep in flight, up to `at_most`; 1 at the least."""
+        """Return how many micro-batches a stage can keep in flight, up to `at_most`; 1 at the least."""
         return 1 + bisect_left(
             range(2, at_most + 1),
             True,
@@ -121,7 +123,7 @@ class OneFOneBMemory:
         )
 
     def fits_all(self, cut_points: CutPoints, micro_batches: int) -> bool:
-        """Whether all stages of a pipeline do."""
+        """Return whether all stages of a pipeline fit."""
         return all(
             self.fits(*stage, to_end=len(cut_points) - position, micro_batches=micro_batches)
             for position, stage in enumerate(pairwise((0, *cut_points)))
@@ -131,7 +133,7 @@ class OneFOneBMemory:
 def one_f_one_b_bytes(
     workload: Workload, layers: LayerRange, *, to_end: int, micro_batches: int, recompute: bool
 ) -> int:
-    """Peak bytes of one stage of a pipeline under 1F1B with fused backward; it does not depend on the other stages.
+    """Return the peak bytes of one stage of a pipeline under 1F1B with fused backward, whatever its other stages are.
 
     Args:
         workload: of all layers.
@@ -152,9 +154,9 @@ def one_f_one_b_bytes(
     if recompute:
         records["recompute_start"], records["recompute_stop"] = layers.start, layers.stop
     memory = workload_memory(workload)
-    (state_bytes,) = memory.state_bytes(Placement(len(workload.layers), {0: (layers,)})).values()
+    (held_bytes,) = memory.state_bytes(Placement(len(workload.layers), {0: (layers,)})).values()
     (moving_bytes,) = memory.moving_bytes(records, [0, len(records)])
-    return state_bytes + moving_bytes
+    return held_bytes + moving_bytes
 
 
 # Shared by all plans for a workload: a policy asks again after each loss.
@@ -162,7 +164,7 @@ _shared_memory = lru_cache(maxsize=8)(OneFOneBMemory)
 
 
 def memory_of(costs: CostModel, *, recompute: bool) -> OneFOneBMemory:
-    """The memory of the workload's stages on the cluster; the least known capacity counts."""
+    """Return the memory of the workload's stages on the cluster; the least known capacity counts."""
     known = [each.memory_bytes for each in costs.cluster.workers if each.memory_bytes is not None]
     return _shared_memory(costs.workload, min(known, default=None), recompute=recompute)
 
@@ -175,7 +177,7 @@ def fastest_layout(
     split_backward: bool,
     current: Placement | None,
 ) -> BaselinePlan | None:
-    """The layout that a replay finds fastest, on the workers that suit it best; None if no layout fits their memory.
+    """Return the layout that a replay finds fastest, on the workers that suit it best; None if none fits their memory.
 
     With fused backward, programs are 1F1B. With split backward, they are by `best_program`, with as many micro-batches
     in flight as fit the memory, and those of 1F1B at the least.
@@ -205,10 +207,16 @@ def fastest_layout(
 
 
 def _fitting(name: str, plan: Plan, costs: CostModel, current: Placement | None, *, effort: float) -> FoundPlan | None:
-    """The plan with the most micro-batches in flight that fit; None if not even those of 1F1B do."""
+    """Return the plan with the most micro-batches in flight that fit; None if not even those of 1F1B do."""
     least = {worker: limit.in_flight for worker, limit in default_limits(plan).items()}
-    most = _by_memory(plan, costs) if plan.split_backward else least
-    in_flight = {worker: max(count, most[worker]) for worker, count in least.items()}
+    in_flight = dict(least)
+    if plan.split_backward:
+        # As many as would fit each worker under 1F1B, up to twice the depth of its pipeline.
+        memory = memory_of(costs, recompute=bool(plan.recompute))
+        for hops, share in Counter(route.hops for route in plan.routes).items():
+            for hop in hops:
+                most = memory.most_in_flight(hop.layers, at_most=2 * len(hops), micro_batches=share)
+                in_flight[hop.worker] = max(least[hop.worker], most)
     while True:
         in_flight_limits = {worker: InFlightLimit(count, count) for worker, count in in_flight.items()}
         found, missing = predicted(name, plan, costs, current, in_flight_limits, effort=effort)
@@ -222,28 +230,16 @@ def _fitting(name: str, plan: Plan, costs: CostModel, current: Placement | None,
         in_flight |= fewer
 
 
-def _by_memory(plan: Plan, costs: CostModel) -> dict[int, int]:
-    """As many micro-batches as would fit each worker under 1F1B, up to twice the depth of its pipeline."""
-    memory = memory_of(costs, recompute=bool(plan.recompute))
-    shares = Counter(route.hops for route in plan.routes)
-    return {
-        hop.worker: memory.most_in_flight(hop.layers, at_most=2 * len(hops), micro_batches=share)
-        for hops, share in shares.items()
-        for hop in hops
-    }
-
-
 def equal_layouts(costs: CostModel, *, split_backward: bool) -> list[FoundPlan]:
-    """The fastest plan of equal pipelines for each depth that fits the memory, the shallowest first.
+    """Return the fastest plan of equal pipelines for each depth that fits the memory, the shallowest first.
 
-    A policy that never changes the depth of its pipelines depends on the depth that it begins with, and that which is
-    fastest is not always that which is best with detours. Pipelines of one depth use up the workers; if fewer than two
-    such depths fit, one worker stays idle, and so on. Workers recompute activations where that is faster or where
-    nothing else fits, and backward is fused where split backward does not fit. Shares of the micro-batches differ by
-    one at most.
+    A policy that never changes the depth of its pipelines depends on the depth that it begins with, and the fastest one
+    is not always the best with detours. Pipelines of one depth use up the workers; if fewer than two such depths fit,
+    one worker stays idle, and so on. Workers recompute activations where that is faster or where nothing else fits, and
+    backward is fused where split backward does not fit. Shares of the micro-batches differ by one at most.
 
     Args:
-        costs: what is to be computed, and the live workers.
+        costs: costs of the workload on the live workers.
         split_backward: whether plans run our programs with split backward, and not 1F1B.
     """
     found: dict[int, FoundPlan] = {}

@@ -32,7 +32,8 @@ class LeastMix:
 
     The time of a mix is that of its slowest pipeline, and `sync_s` of the number of pipelines on top. Whether there is
     a mix by a given time is a knapsack, and the least such time is found by bisection. Exact if `sync_s` does not fall
-    with more pipelines, nor the time of a pipeline with more micro-batches.
+    with more pipelines, nor the time of a pipeline with more micro-batches. Other than in `mixes.knapsack`, a pipeline
+    does not only finish up to so many micro-batches, but also takes at least its `least_share`.
     """
 
     depths: Sequence[int]
@@ -44,103 +45,102 @@ class LeastMix:
     sync_s: Callable[[int], float] = lambda _: 0.0
 
     @cached_property
-    def _shares(self) -> dict[int, int]:
+    def _least_shares(self) -> dict[int, int]:
         """The least share of each depth."""
         return {depth: max(1, self.least_share(depth)) for depth in self.depths}
 
     def mixes(self) -> list[Mix]:
-        """Mixes of least time with different numbers of pipelines, the two fewest and the two most; none if there is no
-        mix at all.
+        """Return mixes of least time with different numbers of pipelines, the two fewest and the two most.
+
+        None if there is no mix at all.
         """
-        largest = {depth: self._most(depth, _FOREVER_S) for depth in self._shares}
+        largest = {depth: self._most(depth, _FOREVER_S) for depth in self.depths}
         longest_s = max(
-            (self.time_s(depth, share) for depth, share in largest.items() if share >= self._shares[depth]),
+            (self.time_s(depth, share) for depth, share in largest.items() if share >= self._least_shares[depth]),
             default=0.0,
         )
         pipelines_s = self._least_s(0.0, longest_s, self.least_pipelines, or_more=True)
         if pipelines_s == math.inf:
             return []
         most = min(self.workers, self.micro_batches)
-        table = self._table(pipelines_s, most, or_more=False)
+        table = self._table(pipelines_s, most)
         numbers = [n for n in range(self.least_pipelines, most + 1) if self._is_whole(table[n])]
         found = [self._mix(table, number, pipelines_s) for number in numbers]
         least_s = min(mix.time_s for mix in found)
         # Fewer pipelines take longer, but may gain as much in gradient sync; most do not, which one table shows.
         fewer = range(self.least_pipelines, numbers[0])
-        table = self._table(least_s - self.sync_s(fewer[0]), fewer[-1], or_more=False) if fewer else []
+        table = self._table(least_s - self.sync_s(fewer[0]), fewer[-1]) if fewer else []
         for number in reversed(fewer):
             if self._is_whole(table[number]):
-                own_s = self._least_s(pipelines_s, least_s - self.sync_s(number), number, or_more=False)
+                own_s = self._least_s(pipelines_s, least_s - self.sync_s(number), number)
                 if own_s < math.inf:
-                    found.append(self._mix(self._table(own_s, number, or_more=False), number, own_s))
+                    found.append(self._mix(self._table(own_s, number), number, own_s))
                     least_s = min(least_s, found[-1].time_s)
         fastest = [mix for mix in found if mix.time_s <= least_s * (1 + SUM_ROUNDING)]
         fastest.sort(key=lambda mix: len(mix.pipelines))
         return [mix for place, mix in enumerate(fastest) if min(place, len(fastest) - 1 - place) < _FROM_EACH_END]
 
-    def _least_s(self, low: float, high: float, pipelines: int, *, or_more: bool) -> float:
-        """The least time up to `high` at which there is a mix of so many pipelines; infinite if there is none."""
+    def _least_s(self, low_s: float, high_s: float, pipelines: int, *, or_more: bool = False) -> float:
+        """Return the least time up to `high_s` at which there is a mix of so many pipelines; infinite if none is."""
 
         def reached(time_s: float) -> bool:
             return self._is_whole(self._table(time_s, pipelines, or_more=or_more)[-1])
 
-        if high <= low or not reached(high):
+        if high_s <= low_s or not reached(high_s):
             return math.inf
-        while high - low > SUM_ROUNDING * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if reached(middle) else (middle, high)
-        return high
+        while high_s - low_s > SUM_ROUNDING * high_s:
+            middle_s = (low_s + high_s) / 2
+            low_s, high_s = (low_s, middle_s) if reached(middle_s) else (middle_s, high_s)
+        return high_s
 
     def _most(self, depth: int, time_s: float) -> int:
-        """The most micro-batches by then, or one less than the least share."""
-        least = self._shares[depth]
-        shares = range(least, self.micro_batches + 1)
-        return least - 1 + bisect_right(shares, time_s, key=lambda share: self.time_s(depth, share))
+        """Return the most micro-batches of a pipeline by then, or one less than its least share."""
+        shares = range(self._least_shares[depth], self.micro_batches + 1)
+        return shares.start - 1 + bisect_right(shares, time_s, key=lambda share: self.time_s(depth, share))
 
-    def _is_whole(self, row: list[int]) -> bool:
-        """Whether a row of the table has all micro-batches on all workers."""
+    def _is_whole(self, row: Sequence[int]) -> bool:
+        """Return whether a row of the table has all micro-batches on all workers."""
         return bool(row[self.workers] >> self.micro_batches & 1)
 
-    def _table(self, time_s: float, pipelines: int, *, or_more: bool) -> list[list[int]]:
-        """Which numbers of micro-batches (bits) can be done by then, by number of pipelines and of workers.
+    def _table(self, time_s: float, pipelines: int, *, or_more: bool = False) -> list[list[int]]:
+        """Return which numbers of micro-batches can be done by then: bits, by number of pipelines and of workers.
 
         With `or_more` the last row is for that many pipelines or more.
         """
-        ranges = {depth: (share, self._most(depth, time_s)) for depth, share in self._shares.items()}
-        able = {depth: (low, high) for depth, (low, high) in ranges.items() if high >= low}
+        ranges = {depth: (low, self._most(depth, time_s)) for depth, low in self._least_shares.items()}
+        able = {depth: own for depth, own in ranges.items() if own[1] >= own[0]}
         everything = (1 << self.micro_batches + 1) - 1
         table = [[1] + [0] * self.workers]
         for number in range(1, pipelines + 1):
             row = [0] * (self.workers + 1)
             for workers in range(1, self.workers + 1):
                 for depth, (low, high) in able.items():
-                    if depth > workers:
-                        continue
-                    before = table[-1][workers - depth]
-                    if or_more and number == pipelines:
-                        before |= row[workers - depth]
-                    if before:
-                        row[workers] |= _shifted(before, low, high) & everything
+                    if depth <= workers:
+                        before = table[-1][workers - depth]
+                        if or_more and number == pipelines:
+                            before |= row[workers - depth]
+                        if before:
+                            row[workers] |= _shifted(before, low, high) & everything
             table.append(row)
         return table
 
-    def _mix(self, table: list[list[int]], pipelines: int, time_s: float) -> Mix:
-        """So many pipelines that end by then, back through the table."""
+    def _mix(self, table: Sequence[Sequence[int]], pipelines: int, time_s: float) -> Mix:
+        """Return so many pipelines that end by then, back through the table."""
         workers, left = self.workers, self.micro_batches
         depths: list[int] = []
         for number in reversed(range(pipelines)):
             depth, share = next(
                 (depth, share)
-                for depth, low in self._shares.items()
+                for depth, low in self._least_shares.items()
                 if depth <= workers
                 for share in range(low, min(left, self._most(depth, time_s)) + 1)
                 if table[number][workers - depth] >> left - share & 1
             )
             depths.append(depth)
             workers, left = workers - depth, left - share
-        depths.sort(reverse=True)
+        least = self._least_shares.__getitem__
         return shared_out(
-            depths, self.micro_batches, self.time_s, least_share=self._shares.__getitem__, sync_s=self.sync_s
+            sorted(depths, reverse=True), self.micro_batches, self.time_s, least_share=least, sync_s=self.sync_s
         )
 
 
@@ -152,7 +152,7 @@ def shared_out(
     least_share: Callable[[int], int] = lambda _: 1,
     sync_s: Callable[[int], float] = lambda _: 0.0,
 ) -> Mix:
-    """Pipelines of these depths, with shares of the micro-batches so that the slowest ends as early as can be.
+    """Return pipelines of these depths, with shares of the micro-batches for which the slowest ends earliest.
 
     The micro-batches left after the least shares go, one by one, to the pipeline that ends earliest with one more.
     """
@@ -164,7 +164,7 @@ def shared_out(
 
 
 def _shifted(bits: int, low: int, high: int) -> int:
-    """All of `bits` shifted left by any number from `low` to `high`."""
+    """Return all of `bits` shifted left by any number from `low` to `high`."""
     found, width, wanted = bits, 1, high - low + 1
     while width < wanted:
         step = min(width, wanted - width)
