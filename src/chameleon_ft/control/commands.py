@@ -41,9 +41,6 @@ class Command:
     __slots__ = ()
 
 
-# --- connections -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Send(Command):
     """Send a message, if the connection is still there."""
@@ -65,9 +62,6 @@ class Drop(Command):
     """Close a connection without waiting for the other end, which may not answer."""
 
     connection: int
-
-
-# --- records ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +106,6 @@ class Finish(Command):
     reason: str
 
 
-# --- decisions -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Decide(Command):
     """Choose the first plan, or how to continue while every survivor waits. Answer: `Decided` or `DecisionFailed`."""
@@ -141,9 +132,6 @@ class PrepareDecisions(Command):
 @dataclass(frozen=True, slots=True)
 class ForgetDecisions(Command):
     """Discard the prepared decisions."""
-
-
-# --- calibration -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

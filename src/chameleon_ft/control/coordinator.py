@@ -43,6 +43,7 @@ from chameleon_ft.profiles import Profile
 
 __all__ = ["Coordinator"]
 
+_ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two
 _NO_CHECKPOINT: Final = "; there is no complete checkpoint in this run: set checkpoint.every to have some"
 
 
@@ -85,6 +86,7 @@ class Coordinator:
         self._ids: WeakKeyDictionary[Peer, int] = WeakKeyDictionary()
         self._peers: dict[int, Peer] = {}
         self._next_id = 0
+        self._rejected = 0
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
         settings = Settings.of(config, run, num_layers=job.num_layers)
@@ -137,8 +139,11 @@ class Coordinator:
             self._handle(events.Disconnected(at=_now(), connection=connection, how=how))
 
     def refused(self, address: str, reason: str) -> None:
-        """Record that a connection was turned away."""
-        self._handle(events.Rejected(at=_now(), address=address, reason=reason))
+        """Record that a connection was turned away; of very many, ever fewer are recorded."""
+        self._rejected += 1
+        is_recorded = self._rejected <= _ALL_REJECTED or self._rejected.bit_count() == 1
+        if is_recorded and self.state.phase is not Phase.OVER:
+            self._recorder.event("refused", address=address, reason=reason, count=self._rejected)
 
     def broken(self, error: Exception) -> None:
         """End the run because of a mistake of the coordinator itself, and write it down."""
@@ -309,7 +314,8 @@ class Coordinator:
         self._handle(answer)
 
     def _on_prepared(self, losses: int, prepare_s: float, error: str | None) -> None:
-        self._handle(events.DecisionsPrepared(at=_now(), losses=losses, prepare_s=prepare_s, error=error))
+        generation = self.state.generation
+        self._recorder.event("prepared", generation=generation, losses=losses, prepare_s=prepare_s, error=error)
 
 
 def _now() -> events.Moment:

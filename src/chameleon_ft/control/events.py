@@ -15,7 +15,6 @@ __all__ = [
     "Considered",
     "Decided",
     "DecisionFailed",
-    "DecisionsPrepared",
     "Disconnected",
     "EndRequested",
     "Event",
@@ -24,7 +23,6 @@ __all__ = [
     "Launched",
     "Moment",
     "Received",
-    "Rejected",
     "Ticked",
 ]
 
@@ -58,14 +56,6 @@ class Disconnected(Event):
 
     connection: int
     how: Departure
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected(Event):
-    """A connection was turned away."""
-
-    address: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +110,6 @@ class Considered(Event):
     is_change: bool = False
     incoming: Mapping[int, LayerBytes]
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionsPrepared(Event):
-    """Decisions on the loss of each of `losses` single workers are prepared; or none will be, because of an error."""
-
-    losses: int
-    prepare_s: float
-    error: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,6 @@ __all__ = ["TICK_S", "step"]
 TICK_S: Final = 0.05
 """Seconds between two `Ticked` events, unless the coordinator is held up."""
 
-_ALL_REJECTED: Final = 100  # rejected connections are recorded; after that those at every power of two
 _OF_A_GENERATION: Final = (
     messages.Quiesced | messages.Switched | messages.Started | messages.PeerFailed | messages.Finished
 )
@@ -58,13 +57,6 @@ def step(state: State, event: events.Event) -> tuple[State, tuple[commands.Comma
             scale_up.considered(draft, event)
         case events.FaultsInjected(faults=faults):
             draft.set(faults=faults)
-        case events.Rejected(address=address, reason=reason):
-            count = state.rejected + 1
-            draft.set(rejected=count)
-            if count <= _ALL_REJECTED or count.bit_count() == 1:
-                draft.record("refused", address=address, reason=reason, count=count)
-        case events.DecisionsPrepared(losses=losses, prepare_s=prepare_s, error=error):
-            draft.record("prepared", generation=state.generation, losses=losses, prepare_s=prepare_s, error=error)
         case events.Interrupted():
             _interrupt(draft)
         case events.EndRequested(status=status, reason=reason):

@@ -76,8 +76,6 @@ class Decisions:
         self._executor = executor
         self._scale_ups: dict[int, ScaleUpDecision] = {}
 
-    # --- beside training ---------------------------------------------------------------------------------------------
-
     def prepare(self, state: State) -> None:
         """Have decisions prepared for the next loss, after which half a step is repeated, on average."""
         if self._cache is not None:
@@ -106,8 +104,6 @@ class Decisions:
         found = self._scale_ups[state.scale_up.question]
         inputs = self._planner.inputs(state.committed, found.context, found.rate)
         return {"search_s": found.search_s, "prepared": True, **inputs, **found.decision.to_json()}
-
-    # --- after all workers have quiesced -----------------------------------------------------------------------------
 
     def decide(self, state: State, checkpoints: Sequence[int]) -> tuple[RecoveryPlan, float]:
         """Return the next plan and the Unix time of its choice, 0 if there was no choice; see `recovery_plan.decide`.

@@ -250,9 +250,6 @@ def _from_checkpoint(
     )
 
 
-# --- descriptions for people -----------------------------------------------------------------------------------------
-
-
 def _describe_transfer(transfer: Transfer) -> str:
     if not (messages := transfer.messages):
         return "no weights move"

@@ -19,11 +19,11 @@ __all__ = ["Draft"]
 class Draft:
     """Collects the changes and commands that one event leads to.
 
-    State is replaced, never changed, and a draft does not outlive the event: seen from outside, handling it is a pure
-    function. So the handlers read like ordinary code, and need not pass states and commands to each other.
+    It replaces states, never changes them, and does not outlive the event: seen from outside, handling an event is a
+    pure function. Handlers read like ordinary code, and need not pass states and commands to each other.
 
     Attributes:
-        state: as far as the event has been handled.
+        state: the state so far.
         at: the time of the event.
         commands: in the order in which they are to be carried out.
     """
@@ -37,16 +37,20 @@ class Draft:
         """Replace fields of the state."""
         self.state = replace(self.state, **changes)
 
+    def change_worker(self, worker: Worker, **changes: Any) -> None:
+        """Replace fields of one incarnation of a worker."""
+        self.set(members=self.state.members.changed(worker, **changes))
+
     def do(self, *commands: Command) -> None:
         """Add commands."""
         self.commands += commands
 
     def record(self, event: str, **fields: Any) -> None:
-        """Write down an event that has no record type of its own."""
+        """Record an event that has no record type of its own."""
         self.do(Record(OtherRecord(event, fields)))
 
     def record_outcome(self, outcome: OutcomeRecord | None) -> None:
-        """Write down the outcome of a decision, if there is one."""
+        """Record the outcome of a decision, if there is one."""
         if outcome is not None:
             self.do(Record(outcome))
 
@@ -57,24 +61,18 @@ class Draft:
 
     def tell_live(self, message: Message) -> None:
         """Send to every live worker."""
-        for worker in self.state.members:
-            if worker.is_live:
-                self.send(worker.id, message)
+        for worker in self.state.members.live():
+            self.send(worker, message)
 
     def tell_agents(self, message: Message) -> None:
         """Send to every agent."""
         self.do(*(Send(agent, message) for agent in self.state.members.agents))
 
     def tell_all(self, message: Message) -> None:
-        """Send to all that are connected: workers, those that do not take part yet included, and agents."""
+        """Send to every worker that is connected, spares and newcomers included, and to every agent."""
         for worker in self.state.members:
-            if not worker.lost:
-                self.send(worker.id, message)
+            self.send(worker.id, message)
         self.tell_agents(message)
-
-    def change_worker(self, worker: Worker, **changes: Any) -> None:
-        """Replace fields of one incarnation of a worker."""
-        self.set(members=self.state.members.changed(worker, **changes))
 
     def release_newcomers(self, ordered: Collection[int] = ()) -> None:
         """Tell newcomers that expect layers that none will come, except for those that have orders now."""

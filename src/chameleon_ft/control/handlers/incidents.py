@@ -1,4 +1,4 @@
-"""From one generation to the next: a worker is lost, all others quiesce, it is decided, the next one is launched."""
+"""From one generation to the next: a worker is lost, all others quiesce, a plan is chosen and launched."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from chameleon_ft.control.state.incident import Incident, Loss
 from chameleon_ft.control.state.state import Phase
 from chameleon_ft.control.wire import messages
 from chameleon_ft.observe import NoticedBy, RunStatus
+from chameleon_ft.quantities import counted
 
 __all__ = [
     "decided",
@@ -32,7 +33,7 @@ __all__ = [
 
 
 def detect(draft: Draft, signal: signals.Signal) -> None:
-    """Give a signal to all detectors, and act on what they find."""
+    """Give a signal to all detectors, and act on their findings."""
     detectors, findings = draft.state.detectors.observe(signal)
     draft.set(detectors=detectors)
     for finding in findings:
@@ -49,7 +50,7 @@ def detect(draft: Draft, signal: signals.Signal) -> None:
 
 
 def _lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
-    """Give up a worker: fence it, and go on without it."""
+    """Fence a worker, and continue without it."""
     worker = draft.state.members[number]
     if worker.lost or draft.state.phase is Phase.OVER:
         return
@@ -64,13 +65,9 @@ def _lose(draft: Draft, number: int, noticed_by: NoticedBy, cause: str) -> None:
         return
     _count_death(draft, number, steps=0 if worker.first_step is None else state.committed - worker.first_step)
     if not worker.takes_part:
-        draft.record(
-            "join_failed",
-            worker=number,
-            incarnation=worker.incarnation,
-            cause=(cause := worker.crash or cause),
-            message=f"worker {number} was lost before it took part: {cause}",
-        )
+        cause = worker.crash or cause
+        message = f"worker {number} was lost before it took part: {cause}"
+        draft.record("join_failed", worker=number, incarnation=worker.incarnation, cause=cause, message=message)
         return
     fault = state.fault_of(worker)
     loss = Loss(
@@ -97,55 +94,52 @@ def _count_death(draft: Draft, worker: int, *, steps: int) -> None:
     draft.set(respawns=after)
     if after.is_blocked(worker) and not before.is_blocked(worker):
         deaths = after.deaths[worker]
-        times = "once" if deaths == 1 else f"{deaths} times"
-        draft.record(
-            "blocklisted",
-            worker=worker,
-            deaths=deaths,
-            message=f"worker {worker} was lost {times} and is not taken again; see recovery.max_respawns",
-        )
+        times = "once" if deaths == 1 else counted(deaths, "time")
+        message = f"worker {worker} was lost {times} and is not taken again; see recovery.max_respawns"
+        draft.record("blocklisted", worker=worker, deaths=deaths, message=message)
 
 
 def _continue_without(draft: Draft, worker: int) -> None:
-    """Go on without a worker that is fenced and recorded."""
+    """Continue without a worker that is fenced and recorded."""
     state = draft.state
     if state.phase in (Phase.STOPPING, Phase.DECIDING):
-        # What is being decided is void: its survivors are not those that are left.
-        draft.set(
-            phase=Phase.STOPPING,
-            quiesced={each: report for each, report in state.quiesced.items() if each != worker},
-        )
+        # A decision under way is void: it counts on a worker that is lost.
+        quiesced = {each: report for each, report in state.quiesced.items() if each != worker}
+        draft.set(phase=Phase.STOPPING, quiesced=quiesced)
         _decide_if_quiesced(draft)
     elif state.is_needed(worker):
         if worker not in state.finished:
             _stop(draft)
     elif state.phase is Phase.TRAINING:
         assert state.active is not None
-        spared = replace(
-            state.active,
-            first_step=state.committed,
-            policy="none",
-            action="it was a spare: nothing changes",
-            transition=None,
-            lost_layers=(),
+        action = "it was a spare: nothing changes"
+        _record_incident(
+            draft,
+            replace(
+                state.active,
+                first_step=state.committed,
+                policy="none",
+                action=action,
+                transition=None,
+                lost_layers=(),
+            ),
         )
-        _record_incident(draft, spared)
 
 
-# --- stopping --------------------------------------------------------------------------------------------------------
+# --- the stop --------------------------------------------------------------------------------------------------------
 
 
 def peer_failed(draft: Draft, worker: int, message: messages.PeerFailed) -> None:
-    """A message of a worker has failed."""
+    """Stop the generation, in which a message of a worker has failed."""
     active = draft.state.active
-    known = active is not None and message.peer in active.participants
-    detect(draft, signals.MessageFailed(worker, message.peer if known else None, message.error))
+    peer = message.peer if active is not None and message.peer in active.participants else None
+    detect(draft, signals.MessageFailed(worker, peer, message.error))
     if draft.state.phase in (Phase.TRAINING, Phase.REGROUPING):
         _stop(draft)
 
 
 def paused(draft: Draft, message: messages.Committed) -> None:
-    """The step is over after which all were told to pause."""
+    """Stop the generation after the step at whose end all workers were told to pause."""
     state = draft.state
     if state.phase is Phase.TRAINING and message.generation == state.generation:
         draft.set(incident=replace(state.incident, paused=True), at_boundary=True)
@@ -153,7 +147,7 @@ def paused(draft: Draft, message: messages.Committed) -> None:
 
 
 def _stop(draft: Draft) -> None:
-    """End the generation: all workers leave what they are doing and report what they hold."""
+    """End the generation: all workers leave their operations and report what they hold."""
     state = draft.state
     draft.set(
         generation=state.generation + 1,
@@ -169,17 +163,17 @@ def _stop(draft: Draft) -> None:
 
 
 def quiesced(draft: Draft, worker: int, message: messages.Quiesced) -> None:
-    """A worker has left its operations and reports what it holds."""
+    """Take in the report of a worker that has left its operations."""
     if draft.state.phase is Phase.STOPPING:
         draft.set(quiesced={**draft.state.quiesced, worker: message})
         _decide_if_quiesced(draft)
 
 
-# --- deciding --------------------------------------------------------------------------------------------------------
+# --- the decision ----------------------------------------------------------------------------------------------------
 
 
 def _decide_if_quiesced(draft: Draft) -> None:
-    """Once all survivors have quiesced, ask for a decision."""
+    """Ask for a decision once all survivors have quiesced."""
     state = draft.state
     live = state.members.live()
     if state.phase is not Phase.STOPPING or not state.quiesced.keys() >= set(live):
@@ -193,16 +187,11 @@ def _decide_if_quiesced(draft: Draft) -> None:
     if not live:
         end(draft, "failed", "no worker is left")
         return
-    _decide(draft)
-
-
-def _decide(draft: Draft) -> None:
-    state = draft.state
     # If one worker has switched, all have confirmed; if none has, all have what they had before.
     has_switched = any(report.placed == state.generation - 1 for report in state.quiesced.values())
     draft.set(
         phase=Phase.DECIDING,
-        incident=replace(state.incident, stopped_at=draft.at.unix_s, switched=None, chosen_at=0.0),
+        incident=replace(draft.state.incident, stopped_at=draft.at.unix_s, switched=None, chosen_at=0.0),
         in_force=state.active if has_switched else state.in_force,
         question=state.question + 1,
     )
@@ -210,7 +199,7 @@ def _decide(draft: Draft) -> None:
 
 
 def decided(draft: Draft, event: events.Decided) -> None:
-    """It is decided how to start, or how to continue."""
+    """Record the decision and launch its plan."""
     state, plan = draft.state, event.plan
     if state.phase not in (Phase.GATHERING, Phase.DECIDING) or event.question != state.question:
         return  # a loss has overtaken it
@@ -239,7 +228,7 @@ def decided(draft: Draft, event: events.Decided) -> None:
 
 
 def decision_failed(draft: Draft, event: events.DecisionFailed) -> None:
-    """The run cannot continue."""
+    """End the run, which cannot continue."""
     if event.question == draft.state.question:
         end(draft, "failed", event.reason)
 
@@ -248,7 +237,7 @@ def decision_failed(draft: Draft, event: events.DecisionFailed) -> None:
 
 
 def _launch(draft: Draft, plan: RecoveryPlan) -> None:
-    """Give every member of the plan its orders for the current generation."""
+    """Give every participant of the plan its orders for the current generation."""
     state, active = draft.state, plan.active()
     draft.set(
         phase=Phase.REGROUPING,
@@ -264,9 +253,9 @@ def _launch(draft: Draft, plan: RecoveryPlan) -> None:
 
 
 def launched(draft: Draft, event: events.Launched) -> None:
-    """The orders of a generation have been handed out. What no worker waits for comes after that."""
+    """Do what no worker waits for, once the orders of a generation have been sent."""
     state = draft.state
-    if event.generation != state.generation or state.phase is Phase.OVER:
+    if event.generation != state.generation:
         return
     draft.set(
         incident=replace(state.incident, decided_at=draft.at.unix_s),
@@ -276,7 +265,7 @@ def launched(draft: Draft, event: events.Launched) -> None:
 
 
 def switched(draft: Draft, message: messages.Switched) -> None:
-    """A worker has seen that all hold their part of the new placement; the first report is recorded."""
+    """Record the transition, at the first report that all hold their part of the new placement."""
     state, active = draft.state, draft.state.active
     if state.phase is not Phase.REGROUPING or state.incident.switched is not None:
         return
@@ -298,7 +287,7 @@ def switched(draft: Draft, message: messages.Switched) -> None:
 
 
 def started(draft: Draft) -> None:
-    """A worker of this generation is about to run its first operation."""
+    """Record that training has resumed, at the first operation of a worker."""
     detect(draft, signals.Progressed(draft.at.monotonic_s))
     state = draft.state
     if state.phase is not Phase.REGROUPING:
@@ -308,15 +297,15 @@ def started(draft: Draft) -> None:
     draft.set(phase=Phase.TRAINING, outcomes=state.outcomes.resumed(now), scale_up=state.scale_up.settled())
     _record_incident(draft, state.active)
     if newcomers or (incident.paused and not incident.losses):
-        generation = state.generation
-        draft.do(commands.Record(incident.join_record(state.active, newcomers, generation=generation, resumed_at=now)))
+        record = incident.join_record(state.active, newcomers, generation=state.generation, resumed_at=now)
+        draft.do(commands.Record(record))
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
 def end(draft: Draft, status: RunStatus, reason: str) -> None:
-    """End the run, with records of the losses of workers that had done their part, or before it could go on."""
+    """End the run, and record losses that no generation has followed."""
     state = draft.state
     if state.phase is Phase.OVER:
         return
@@ -331,7 +320,7 @@ def end(draft: Draft, status: RunStatus, reason: str) -> None:
 
 
 def _record_incident(draft: Draft, active: ActivePlan | None, *, stop: str = "") -> None:
-    """Write down the losses of the incident, which is over, and learn from how long its phases took."""
+    """Record the losses of an incident that is over, and learn from the durations of its phases."""
     state, incident, now = draft.state, draft.state.incident, draft.at.unix_s
     was_a_stall = incident.stopped_at > 0  # no worker stops for a spare
     stopped_at = incident.stopped_at or now

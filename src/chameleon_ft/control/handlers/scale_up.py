@@ -1,6 +1,6 @@
-"""Newcomers: workers that are started again or join while the run goes on, until the plan has a place for them or not.
+"""Newcomers: workers that are started again or join while the run goes on, until they are in the plan or stay spares.
 
-Nothing here holds up training, and a worker that fails before it takes part changes nothing for those that do.
+None of this holds up training, and a worker that fails before it takes part changes nothing for the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def host_joined(draft: Draft, agent: int, hello: HostHello) -> None:
 
 
 def respawn_due(draft: Draft) -> None:
-    """Have lost workers started again once their delay is over."""
+    """Have lost workers started again whose delay is over."""
     respawns, due = draft.state.respawns.at(draft.at.monotonic_s)
     draft.set(respawns=respawns)
     for number in due:
@@ -41,47 +41,41 @@ def respawn_due(draft: Draft) -> None:
         draft.set(members=members)
         draft.do(Send(worker.agent, spawn))
         incarnation = members[number].incarnation
-        draft.record(
-            "respawn",
-            worker=number,
-            incarnation=incarnation,
-            message=f"worker {number} is started again, as incarnation {incarnation}",
-        )
+        message = f"worker {number} is started again, as incarnation {incarnation}"
+        draft.record("respawn", worker=number, incarnation=incarnation, message=message)
 
 
 def ready(draft: Draft, worker: Worker) -> None:
-    """A rank has loaded what it needs. Of those that were there from the beginning, that is no news."""
+    """Note that a newcomer has loaded what it needs."""
     scale_up = draft.state.scale_up
     if worker.takes_part or worker.id in scale_up.loaded:
         return
     draft.change_worker(worker, first_step=draft.state.committed)
     draft.set(scale_up=replace(scale_up, loaded=(*scale_up.loaded, worker.id)))
-    draft.record(
-        "joined",
-        worker=worker.id,
-        incarnation=worker.incarnation,
-        host=worker.host,
-        message=f"worker {worker.id} has joined as a spare",
-    )
+    message = f"worker {worker.id} has joined as a spare"
+    draft.record("joined", worker=worker.id, incarnation=worker.incarnation, host=worker.host, message=message)
 
 
 def advance(draft: Draft) -> None:
-    """Do what it is time for: make spares of newcomers, have a decision made on them, or pause for what it was."""
-    state = draft.state
+    """Take the next step that is due: make newcomers spares, have a decision made on them, or pause for it."""
+    state, now = draft.state, draft.at.monotonic_s
     if state.phase is not Phase.TRAINING or state.scale_up.is_pausing:
         return
     if state.scale_up.change is not None:
         _pause_for(draft, state.scale_up.change)
     elif state.scale_up.considering is None:
-        _admit(draft)
-        scale_up, is_loading = draft.state.scale_up, draft.state.members.is_loading()
-        if scale_up.is_complete(draft.at.monotonic_s, is_loading=is_loading):
-            draft.set(scale_up=replace(scale_up, considering=state.generation, question=scale_up.question + 1))
+        for number in state.scale_up.loaded:
+            draft.change_worker(draft.state.members[number], takes_part=True)
+            draft.set(history=draft.state.history.live(len(draft.state.members.live()), now))
+        scale_up = state.scale_up.admitted(now)
+        if scale_up.is_complete(now, is_loading=draft.state.members.is_loading()):
+            scale_up = replace(scale_up, considering=state.generation, question=scale_up.question + 1)
             draft.do(ConsiderScaleUp())
+        draft.set(scale_up=scale_up)
 
 
 def considered(draft: Draft, event: Considered) -> None:
-    """It is decided what to do with the newcomers: have them preallocate for a change, or continue as before."""
+    """Act on a decision on newcomers: have them preallocate for a change, or continue as before."""
     state, scale_up = draft.state, draft.state.scale_up
     if event.question != scale_up.question:
         return
@@ -120,22 +114,12 @@ def _pause_for(draft: Draft, change: PendingChange) -> None:
         draft.tell_live(Pause(generation=state.generation))
 
 
-def _admit(draft: Draft) -> None:
-    """Make spares of the workers that are ready."""
-    for number in draft.state.scale_up.loaded:
-        draft.change_worker(draft.state.members[number], takes_part=True)
-        live = len(draft.state.members.live())
-        draft.set(history=draft.state.history.live(live, draft.at.monotonic_s))
-    draft.set(scale_up=draft.state.scale_up.admitted(draft.at.monotonic_s))
-
-
 def _leave_as_spares(draft: Draft, error: str) -> None:
-    """The decision has failed, its process is gone perhaps. Training does not depend on it."""
+    """Record that the decision on the newcomers failed; training does not depend on it."""
     workers = sorted(draft.state.scale_up.newcomers)
     draft.set(scale_up=draft.state.scale_up.settled())
     if workers:
-        names = ", ".join(map(str, workers))
-        one = len(workers) == 1
+        names, one = ", ".join(map(str, workers)), len(workers) == 1
         subject = f"worker {names} stays a spare" if one else f"workers {names} stay spares"
         message = f"{subject}: the decision on {'it' if one else 'them'} failed: {error}"
         draft.record("decision_failed", workers=workers, error=error, message=message)

@@ -71,8 +71,6 @@ class Members:
         object.__setattr__(self, "workers", FrozenMap(self.workers))
         object.__setattr__(self, "agents", FrozenMap(self.agents))
 
-    # --- queries -----------------------------------------------------------------------------------------------------
-
     def __getitem__(self, worker: int) -> Worker:
         return self.workers[worker]
 
@@ -109,8 +107,6 @@ class Members:
         if found is None or found.agent != agent:
             raise ControlError(f"worker {worker} was not started by this agent")
         return found
-
-    # --- changes -----------------------------------------------------------------------------------------------------
 
     def changed(self, worker: Worker, **changes: Any) -> Self:
         """Return the members with changes to an incarnation, present or former."""

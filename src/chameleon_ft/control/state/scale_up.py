@@ -10,23 +10,23 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = ["PREALLOCATION_S", "LayerBytes", "PendingChange", "ScaleUp"]
 
-_QUIET_S: Final = 0.5  # without anyone new, before the newcomers are considered together
-_GATHERING_S: Final = 10.0  # for those that are still loading
+_QUIET_S: Final = 0.5  # after the last newcomer, before all are considered together
+_GATHERING_S: Final = 10.0  # after the first, for those that are still loading
 PREALLOCATION_S: Final = 10.0
-"""Seconds that are granted to newcomers to preallocate what comes to them."""
+"""Seconds for newcomers to preallocate memory for incoming layers."""
 
 LayerBytes: TypeAlias = tuple[tuple[int, int], ...]
-"""(layer, bytes of its state), in the order in which they come."""
+"""(layer, bytes of its state), in the order of arrival."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingChange:
-    """A plan with newcomers that pays, while they preallocate what comes to them.
+    """A better plan with newcomers, while they preallocate for it.
 
     Attributes:
         question: of the decision.
         live: workers that it was made for.
-        deadline_s: when to wait no longer, in monotonic seconds.
+        deadline_s: end of the wait, in monotonic seconds.
     """
 
     question: int
@@ -37,20 +37,20 @@ class PendingChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleUp:
-    """The newcomers, and how far the run is with taking them in. Times are monotonic seconds.
+    """The newcomers, and the progress of their admission. Times are monotonic seconds.
 
     Attributes:
-        loaded: workers that are ready, and do not take part yet, in the order in which they came.
-        newcomers: live workers that no decision has reckoned with yet.
+        loaded: workers that are ready and do not take part yet, in the order of their arrival.
+        newcomers: live workers that no decision has taken into account yet.
         first_at_s: when the first of them became a spare, and
         last_at_s: when the last did.
-        considering: generation for which it is being decided what to do with them; None if it is not.
-        question: number of that decision, and of the last one before.
-        change: what they preallocate for.
-        is_pausing: whether all were told to pause after the current step, for the change that `change` was.
+        considering: generation for which a decision on them is being made; None if there is none.
+        question: number of that decision, or of the last one.
+        change: the plan for which they preallocate.
+        is_pausing: whether all workers were told to pause after the current step for that plan.
         prepared: question of the decision that the pause is for.
-        expecting: workers that were told which layers will come to them, and have no orders yet.
-        preallocating: those of them that have not preallocated yet -> what they were told.
+        expecting: workers that were told of incoming layers and have no orders yet.
+        preallocating: those of them that have not preallocated yet -> the incoming layers.
     """
 
     loaded: tuple[int, ...] = ()
@@ -77,22 +77,22 @@ class ScaleUp:
         return replace(self, loaded=(), newcomers=newcomers, first_at_s=first_at_s, last_at_s=now)
 
     def without(self, worker: int) -> Self:
-        """A worker is lost."""
+        """Remove a lost worker."""
         loaded = tuple(each for each in self.loaded if each != worker)
         return replace(self, loaded=loaded, newcomers=self.newcomers - {worker})
 
     def is_complete(self, now: float, *, is_loading: bool) -> bool:
-        """Whether the newcomers are to be considered now, rather than wait for more that are loading."""
+        """Whether to consider the newcomers now, rather than wait for more that are loading."""
         if not self.newcomers or now < self.last_at_s + _QUIET_S:
             return False
         return not is_loading or now >= self.first_at_s + _GATHERING_S
 
     def expect(self, incoming: Mapping[int, LayerBytes]) -> Self:
-        """A change has been found in which these layers come to these newcomers."""
+        """Note that these layers will come to these newcomers."""
         return replace(self, expecting=frozenset(incoming), preallocating=incoming)
 
     def preallocated(self, worker: int, layers: LayerBytes) -> Self:
-        """A worker has room for these layers, which may be others than it was told of last."""
+        """Note that a worker has preallocated for these layers, which may be outdated."""
         if self.preallocating.get(worker) != layers:
             return self
         return replace(self, preallocating={w: each for w, each in self.preallocating.items() if w != worker})
@@ -102,5 +102,5 @@ class ScaleUp:
         return replace(self, expecting=frozenset(), preallocating={}), tuple(sorted(self.expecting - set(ordered)))
 
     def settled(self) -> Self:
-        """All newcomers have a place, or are spares."""
+        """Clear the newcomers: all are in the plan, or stay spares."""
         return replace(self, newcomers=frozenset(), is_pausing=False, prepared=None)

@@ -91,7 +91,6 @@ class State:
         at_boundary: whether the generation that is being stopped had paused after a step.
         question: number of the last decision that was asked for.
         faults: failures that were injected in this run, oldest first.
-        rejected: connections that were turned away.
         interrupted: whether the run is to end after the current step.
         ticked_at_s: when time was looked at last, in monotonic seconds; None before the first time.
         ended: how the run ended, and why; None until then.
@@ -117,7 +116,6 @@ class State:
     outcomes: Outcomes = field(default_factory=Outcomes)
     history: FailureHistory
     faults: tuple[Fault, ...] = ()
-    rejected: int = 0
     interrupted: bool = False
     ticked_at_s: float | None = None
     ended: tuple[RunStatus, str] | None = None
