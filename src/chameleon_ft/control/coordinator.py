@@ -50,12 +50,9 @@ _NO_CHECKPOINT: Final = "; there is no complete checkpoint in this run: set chec
 class Coordinator:
     """Takes a run from its first worker to its end.
 
-    All methods are called from the thread of the event loop; each event is handled, and its commands are carried out,
-    before the next one is looked at. `await wait()` returns how the run ended. In `executor`, decisions on the losses
-    that may come are made while training goes on; without it, each is made when the loss is there.
-
-    Attributes:
-        state: everything that is known of the run.
+    All methods are called from the thread of the event loop. The commands of an event are carried out before the next
+    event is handled. `executor` prepares decisions on losses while training goes on; without it, each is made after the
+    loss.
     """
 
     def __init__(

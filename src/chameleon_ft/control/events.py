@@ -96,20 +96,13 @@ class Launched(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Considered(Event):
-    """The answer to `ConsiderScaleUp`.
-
-    Attributes:
-        live: workers that the decision was made for.
-        is_change: whether it is better to stop for the newcomers than to continue as before.
-        incoming: worker -> layers that come to it in that case.
-        error: reason of a decision that failed.
-    """
+    """The answer to `ConsiderScaleUp`."""
 
     question: int
-    live: tuple[int, ...] = ()
-    is_change: bool = False
-    incoming: Mapping[int, LayerBytes]
-    error: str | None = None
+    live: tuple[int, ...] = ()  # workers that the decision was made for
+    is_change: bool = False  # whether it is better to stop for the newcomers than to continue as before
+    incoming: Mapping[int, LayerBytes]  # worker -> layers that come to it in that case
+    error: str | None = None  # reason of a decision that failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

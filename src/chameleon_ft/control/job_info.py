@@ -36,31 +36,18 @@ class OperationRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInfo:
-    """A job's layers in numbers.
+    """A job's layers in numbers."""
 
-    Attributes:
-        model: a short description, as is
-        data: likewise.
-        relative_costs: cost of each layer, in units that only compare layers.
-        boundaries: output of each layer for one micro-batch, and
-        boundary_bytes: its size.
-        param_bytes: bytes of each layer's parameters.
-        state_bytes: bytes that move with each layer: parameters, persistent buffers, and optimizer state.
-        tied: parameters that layers share.
-        device: name of the device, as it reports it; empty if this host has no such device.
-        versions: package -> version, of packages that influence the duration of operations.
-    """
-
-    model: str
-    data: str
-    relative_costs: tuple[float, ...]
-    boundaries: tuple[BoundaryMessage, ...]
-    boundary_bytes: tuple[int, ...]
-    param_bytes: tuple[int, ...]
-    state_bytes: tuple[int, ...]
-    tied: tuple[TiedParameters, ...] = ()
-    device: str = ""
-    versions: Mapping[str, str] = FrozenMap({})
+    model: str  # a short description
+    data: str  # likewise
+    relative_costs: tuple[float, ...]  # cost of each layer, in units that only compare layers
+    boundaries: tuple[BoundaryMessage, ...]  # output of each layer for one micro-batch
+    boundary_bytes: tuple[int, ...]  # its size
+    param_bytes: tuple[int, ...]  # bytes of each layer's parameters
+    state_bytes: tuple[int, ...]  # bytes that move with each layer: parameters, persistent buffers, and optimizer state
+    tied: tuple[TiedParameters, ...] = ()  # parameters that layers share
+    device: str = ""  # name of the device, as it reports it; empty if this host has no such device
+    versions: Mapping[str, str] = FrozenMap({})  # package -> version, of those that influence durations
 
     @property
     def num_layers(self) -> int:

@@ -33,20 +33,16 @@ _STEPS_NEEDED: Final = 3  # for a factor of the step: one may be a hiccup
 class Corrections:
     """Factors that bring predictions nearer to observations.
 
-    Attributes:
-        operations: for seconds of the profile's operations; 1 without a profile, when costs are observed anyway.
-        step: for seconds of a step, beyond its operations.
-        transfer: for seconds of a transfer.
-        slow: persistently slower worker -> its speed relative to the others.
-
     Raises:
         ConfigError: a factor is not positive and finite.
     """
 
-    operations: float = 1.0
-    step: float = 1.0
-    transfer: float = 1.0
-    slow: Mapping[int, float] = field(default_factory=lambda: FrozenMap({}))
+    operations: float = 1.0  # for seconds of the profile's operations; 1 without a profile
+    step: float = 1.0  # for seconds of a step, beyond its operations
+    transfer: float = 1.0  # for seconds of a transfer
+    slow: Mapping[int, float] = field(
+        default_factory=lambda: FrozenMap({})
+    )  # persistently slower worker -> its relative speed
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slow", FrozenMap(self.slow))
@@ -104,12 +100,10 @@ class Calibration:
 
     The first step after a change allocates buffers and opens connections, so it counts only for a worker without other
     observations. If a worker gets other layers, its old observations count until there are new ones.
-
-    Attributes:
-        knows_layers: whether the reference costs tell layers apart, as a profile's do. Otherwise only workers that run
-            the same layers can be compared with each other.
     """
 
+    # Whether the reference costs tell layers apart, as a profile's do; otherwise only workers that run equal layers can
+    # be compared with each other.
     knows_layers: bool
     _plan: Plan | None = None
     _program: Program | None = None

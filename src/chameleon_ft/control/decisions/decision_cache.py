@@ -70,14 +70,12 @@ class DecisionCache:
     All methods are called from the thread of the event loop, and keep it busy for a few milliseconds only.
 
     Attributes:
-        policy: name of the policy that decides.
-        executor: runs the searches; a process of its own, because they take seconds of processor time.
         prepared: called with (single losses that have a decision, seconds that it took, error) when all of these are
             there, or when an error ends the preparation for good. Decisions for hosts follow.
     """
 
-    policy: str
-    executor: Executor
+    policy: str  # name of the policy that decides
+    executor: Executor  # runs the searches; a process of its own, because they take seconds of processor time
     prepared: Callable[[int, float, str | None], None]
     _asked: _Question | None = None
     # Lost workers -> the decision, and the question that it answers; an older one stays until it is made anew.

@@ -27,19 +27,12 @@ __all__ = ["Decisions", "ScaleUpDecision"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleUpDecision:
-    """A decision on newcomers that was made while training went on.
-
-    Attributes:
-        context: from which it was made, with
-        rate: the model of the next failure.
-        decision: its program has been checked.
-        search_s: its duration in seconds.
-    """
+    """A decision on newcomers that was made while training went on."""
 
     context: recovery.DecisionContext
     rate: FailureModel
-    decision: recovery.Decision
-    search_s: float
+    decision: recovery.Decision  # its program has been checked
+    search_s: float  # its duration in seconds
 
     def is_for(self, context: recovery.DecisionContext) -> bool:
         """Whether the same plan runs on the same live workers."""

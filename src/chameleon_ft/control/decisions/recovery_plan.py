@@ -26,25 +26,15 @@ __all__ = ["ClusterState", "RecoveryPlan", "decide", "describe_pipelines"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """The part of the state of a run that a recovery plan depends on, once all survivors have quiesced.
+    """The part of the state of a run that a recovery plan depends on, once all survivors have quiesced."""
 
-    Attributes:
-        plan: the plan whose placement is in force.
-        live: available workers, spares included.
-        quiesced: the report of each of them.
-        committed: steps known to be applied by some worker, alive or not.
-        last_vote: the vote of step ``committed - 1``, if a worker has reported it.
-        checkpoints: steps that complete checkpoints resume at, ascending.
-        newcomers: live workers that have joined since the last decision.
-    """
-
-    plan: Plan
-    live: Collection[int]
-    quiesced: Mapping[int, Quiesced]
-    committed: int
-    last_vote: Vote | None
-    checkpoints: Sequence[int] = ()
-    newcomers: Collection[int] = ()
+    plan: Plan  # the plan whose placement is in force
+    live: Collection[int]  # available workers, spares included
+    quiesced: Mapping[int, Quiesced]  # the report of each of them
+    committed: int  # steps known to be applied by some worker, alive or not
+    last_vote: Vote | None  # the vote of step ``committed - 1``, if a worker has reported it
+    checkpoints: Sequence[int] = ()  # steps that complete checkpoints resume at, ascending
+    newcomers: Collection[int] = ()  # live workers that have joined since the last decision
 
     @classmethod
     def of(cls, state: State, checkpoints: Sequence[int]) -> Self:
@@ -68,23 +58,14 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan(ActivePlan):
-    """The next work of every worker, from which the orders are made.
+    """The next work of every worker, from which the orders are made."""
 
-    Attributes:
-        load: source of the layers' state: fresh weights, the state that workers hold, or the checkpoint of this step.
-        roll_forward: the vote with which workers that lack step ``first_step - 1`` apply it.
-        program: of the plan, if it is known already.
-        decision: all candidates; None if there was nothing to choose.
-        prepared: whether the decision was made before the workers quiesced, and `program` checked then.
-        inputs: what the decision was made from, in JSON values.
-    """
-
-    load: Literal["initial", "keep"] | int
-    roll_forward: Vote | None
-    program: Program | None = None
-    decision: recovery.Decision | None = None
-    prepared: bool = False
-    inputs: Mapping[str, object] = FrozenMap({})
+    load: Literal["initial", "keep"] | int  # fresh weights, state that workers hold, or checkpoint of this step
+    roll_forward: Vote | None  # the vote with which workers that lack step ``first_step - 1`` apply it
+    program: Program | None = None  # of the plan, if it is known already
+    decision: recovery.Decision | None = None  # all candidates; None if there was nothing to choose
+    prepared: bool = False  # whether the decision was made before the workers quiesced, and `program` checked then
+    inputs: Mapping[str, object] = FrozenMap({})  # what the decision was made from, in JSON values
 
     def active(self) -> ActivePlan:
         """Return the part that the state of the run keeps."""

@@ -1,4 +1,4 @@
-"""What a change of placement asks of each worker; docs/transition.md says why it is safe."""
+"""Each worker's part in a change of placement; docs/transition.md says why it is safe."""
 
 from __future__ import annotations
 
@@ -18,20 +18,14 @@ __all__ = ["PlannedTransition", "placement_of", "plan_transition"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTransition:
-    """The way from the placement in force to another one.
-
-    Attributes:
-        transfer: what moves.
-        participants: workers that take part, ascending.
-        keep: worker -> the layers that it must not give up before the switch, ascending.
-    """
+    """A change from the placement in force to another one."""
 
     transfer: Transfer
-    participants: tuple[int, ...]
-    keep: Mapping[int, tuple[int, ...]]
+    participants: tuple[int, ...]  # workers that take part, ascending
+    keep: Mapping[int, tuple[int, ...]]  # worker -> the layers that it must not give up before the switch, ascending
 
     def moves_of(self, worker: int, layers: Sequence[LayerCost]) -> tuple[tuple[int, int, int, int, int], ...]:
-        """(round, source, destination, layer, bytes) of all that `worker` sends and receives, by rounds."""
+        """Return (round, source, destination, layer, bytes) of all that `worker` sends and receives, by rounds."""
         return tuple(
             (number, message.source, message.destination, layer, state_bytes(layers[layer]))
             for number, messages in enumerate(self.transfer.rounds)
@@ -49,13 +43,13 @@ def plan_transition(
     layers: Sequence[LayerCost],
     transfer: Transfer | None = None,
 ) -> PlannedTransition | None:
-    """The transition to `new`; None where each worker holds in it what it holds in the placement in force.
+    """Return the transition to `new`; None if it equals the placement in force, without lost workers.
 
     Args:
-        in_force: the placement of which every worker holds its part; workers that are lost may be in it.
-        held: every live worker -> the layers whose state it holds, at the step to go on with.
+        in_force: the placement of which every worker holds its part; lost workers may be in it.
+        held: every live worker -> the layers whose state it holds, at the step to resume from.
         layers: costs of all layers.
-        transfer: from `held` to `new`, where it is known.
+        transfer: from `held` to `new`, if it is known.
 
     Raises:
         NoHolderError: layers are held by no live worker.
@@ -83,7 +77,7 @@ def plan_transition(
 
 
 def placement_of(held: Mapping[int, Collection[int]], num_layers: int) -> Placement:
-    """The placement in which each worker holds these layers; workers with none are left out."""
+    """Return the placement in which each worker holds these layers, without workers that hold none."""
     return Placement(num_layers, {worker: _ranges(layers) for worker, layers in held.items() if layers})
 
 

@@ -55,19 +55,13 @@ class ConnectionEnded(Signal):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReported(Signal):
-    """A rank ends itself because of an error in its own code.
-
-    Attributes:
-        step: the step that is being run.
-        since_step: steps that had been committed when the worker could take part; None if it does not yet.
-        log: the worker's log file.
-    """
+    """A rank ends itself because of an error in its own code."""
 
     worker: int
     error: str
-    step: int
-    since_step: int | None
-    log: str
+    step: int  # the step that is being run
+    since_step: int | None  # steps that had been committed when the worker could take part; None if it does not yet
+    log: str  # the worker's log file
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +120,11 @@ class AllQuiesced(Signal):
 
 @dataclass(frozen=True, slots=True)
 class Ticked(Signal):
-    """Time went on. For `held_up_s` seconds the coordinator itself did not run, for which no worker is to blame.
-
-    Attributes:
-        unquiesced: live workers that were told to quiesce and have not.
-    """
+    """Time went on. For `held_up_s` seconds the coordinator itself did not run, for which no worker is to blame."""
 
     at_s: float
     held_up_s: float
-    unquiesced: tuple[int, ...]
+    unquiesced: tuple[int, ...]  # live workers that were told to quiesce and have not
 
 
 class Finding:

@@ -14,13 +14,11 @@ __all__ = ["CrashDetector"]
 
 @dataclass(frozen=True, slots=True)
 class CrashDetector:
-    """Tells the error of one worker, which the run can do without, from one that every other worker would run into.
+    """Tells the error of one worker, which the run can do without, from one that every other worker would run into."""
 
-    Attributes:
-        known: step -> the last worker that was ended by an error in it, and that error.
-    """
-
-    known: Mapping[int, tuple[int, str]] = FrozenMap({})
+    known: Mapping[int, tuple[int, str]] = FrozenMap(
+        {}
+    )  # step -> the last worker that an error in it ended, and the error
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "known", FrozenMap(self.known))

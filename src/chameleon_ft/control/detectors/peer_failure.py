@@ -29,19 +29,14 @@ class PeerFailureDetector:
     """Gives up the worker at an end of most failed messages.
 
     A failed message counts against both its ends, until the run commits a step. So a bad worker is found that reports
-    first, and another peer each time.
+    first, and another peer each time."""
 
-    Attributes:
-        reports: of the generation that is ending.
-        against: worker -> failed messages with it at an end, over the generations since the last committed step.
-        unexplained: generations in a row that ended without a named peer.
-        last_error: the reason in the newest report.
-    """
-
-    reports: tuple[MessageFailed, ...] = ()
-    against: Mapping[int, int] = FrozenMap({})
-    unexplained: int = 0
-    last_error: str = ""
+    reports: tuple[MessageFailed, ...] = ()  # of the generation that is ending
+    against: Mapping[int, int] = FrozenMap(
+        {}
+    )  # worker -> failed messages with it at an end, since the last committed step
+    unexplained: int = 0  # generations in a row that ended without a named peer
+    last_error: str = ""  # the reason in the newest report
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "against", FrozenMap(self.against))

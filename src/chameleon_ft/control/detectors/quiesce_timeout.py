@@ -12,15 +12,10 @@ __all__ = ["QuiesceTimeout"]
 
 @dataclass(frozen=True, slots=True)
 class QuiesceTimeout:
-    """Gives up the workers that have not quiesced in time.
+    """Gives up the workers that have not quiesced in time."""
 
-    Attributes:
-        timeout_s: seconds from the request to quiesce.
-        deadline_s: when the last request runs out, in monotonic seconds.
-    """
-
-    timeout_s: float
-    deadline_s: float = 0.0
+    timeout_s: float  # seconds from the request to quiesce
+    deadline_s: float = 0.0  # when the last request runs out, in monotonic seconds
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
         """See `Detector`."""

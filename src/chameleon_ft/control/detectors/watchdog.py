@@ -38,22 +38,14 @@ _PROBE_EVERY: Final = 0.5  # steps between two probes
 
 @dataclass(frozen=True, slots=True)
 class Watchdog:
-    """Probes the workers when no progress is made, and gives up those whose answer shows that they are stuck.
-
-    Attributes:
-        steps_s: durations of recent steps, oldest first.
-        longest_operation_s: the longest recent operation; 0 before the first.
-        progress_at_s: when progress was made last, in monotonic seconds.
-        probed_at_s: when the last probe was sent; None since progress was made.
-        probe: its number.
-    """
+    """Probes the workers when no progress is made, and gives up those whose answer shows that they are stuck."""
 
     timeouts: Timeouts
-    steps_s: tuple[float, ...] = ()
-    longest_operation_s: float = 0.0
-    progress_at_s: float = 0.0
-    probed_at_s: float | None = None
-    probe: int = 0
+    steps_s: tuple[float, ...] = ()  # durations of recent steps, oldest first
+    longest_operation_s: float = 0.0  # the longest recent operation; 0 before the first
+    progress_at_s: float = 0.0  # when progress was made last, in monotonic seconds
+    probed_at_s: float | None = None  # when the last probe was sent; None since progress was made
+    probe: int = 0  # its number
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
         """See `Detector`."""

@@ -16,23 +16,15 @@ __all__ = ["ActivePlan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivePlan:
-    """A plan in force. `policy` and `action` describe it to people.
+    """A plan in force. `policy` and `action` describe it to people."""
 
-    Attributes:
-        plan: what is trained.
-        in_flight_limits: micro-batches that its workers can keep at most.
-        first_step: the step that it begins with.
-        transition: change of the placement; None if it stays.
-        lost_layers: layers that no worker held any more.
-    """
-
-    plan: Plan
-    in_flight_limits: Mapping[int, InFlightLimit] = FrozenMap({})
-    first_step: int
+    plan: Plan  # what is trained
+    in_flight_limits: Mapping[int, InFlightLimit] = FrozenMap({})  # micro-batches that its workers can keep at most
+    first_step: int  # the step that it begins with
     policy: str
     action: str
-    transition: PlannedTransition | None = None
-    lost_layers: tuple[int, ...] = ()
+    transition: PlannedTransition | None = None  # change of the placement; None if it stays
+    lost_layers: tuple[int, ...] = ()  # layers that no worker held any more
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))

@@ -14,33 +14,21 @@ __all__ = ["CheckpointEvents", "CheckpointParts"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointParts:
-    """The layers of a checkpoint that are on disk.
-
-    Attributes:
-        copy_s: seconds for which training stood still: the most that a rank took to copy its layers.
-        write_s: seconds that the slowest rank took to write its copy, beside training.
-    """
+    """The layers of a checkpoint that are on disk."""
 
     layers: frozenset[int] = frozenset()
-    copy_s: float = 0.0
-    write_s: float = 0.0
+    copy_s: float = 0.0  # seconds for which training stood still: the most that a rank took to copy its layers
+    write_s: float = 0.0  # seconds that the slowest rank took to write its copy, beside training
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEvents:
-    """Puts checkpoints together from the parts that ranks write, and remembers which reports were recorded.
+    """Puts checkpoints together from the parts that ranks write, and remembers which reports were recorded."""
 
-    Attributes:
-        parts: step that an incomplete checkpoint resumes at -> its parts.
-        first_generation: parts of earlier generations are void, because their state was given up.
-        failed: steps whose checkpoint could not be written.
-        slow: reports of slow disks.
-    """
-
-    parts: Mapping[int, CheckpointParts] = FrozenMap({})
-    first_generation: int = 0
-    failed: frozenset[int] = frozenset()
-    slow: frozenset[SlowIO] = frozenset()
+    parts: Mapping[int, CheckpointParts] = FrozenMap({})  # step that an incomplete checkpoint resumes at -> its parts
+    first_generation: int = 0  # parts of earlier generations are void, because their state was given up
+    failed: frozenset[int] = frozenset()  # steps whose checkpoint could not be written
+    slow: frozenset[SlowIO] = frozenset()  # reports of slow disks
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", FrozenMap(self.parts))

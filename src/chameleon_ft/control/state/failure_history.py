@@ -27,21 +27,13 @@ _TOGETHER_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class LatestIncident:
-    """Losses at about the same moment, to which further ones may belong.
+    """Losses at about the same moment, to which further ones may belong."""
 
-    Attributes:
-        gap_s: seconds since the incident before; None for the first.
-        lost_at: when the last worker was lost.
-        lost: host -> workers lost so far.
-        failures: hosts that lost workers; one that is lost as a whole, comes back and loses workers again counts again.
-        host_failures: hosts that lost all their workers, two or more.
-    """
-
-    gap_s: float | None
-    lost_at: float
-    lost: Mapping[str, int] = FrozenMap({})
-    failures: int = 0
-    host_failures: int = 0
+    gap_s: float | None  # seconds since the incident before; None for the first
+    lost_at: float  # when the last worker was lost
+    lost: Mapping[str, int] = FrozenMap({})  # host -> workers lost so far
+    failures: int = 0  # hosts that lost workers; a host that comes back and loses workers again counts again
+    host_failures: int = 0  # hosts that lost all their workers, two or more
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lost", FrozenMap(self.lost))
@@ -80,17 +72,11 @@ class PastDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureHistory:
-    """Counts failures and the time without them, and keeps durations of stalls and decisions. Times are in seconds.
+    """Counts failures and the time without them, and keeps durations of stalls and decisions. Times are in seconds."""
 
-    Attributes:
-        settled: the failure model of all but the latest incident, to which further losses may belong.
-        workers: number of live workers,
-        since: and the time of its last change.
-    """
-
-    settled: FailureModel
-    workers: int = 0
-    since: float | None = None
+    settled: FailureModel  # the failure model of all but the latest incident, to which further losses may belong
+    workers: int = 0  # number of live workers
+    since: float | None = None  # time of its last change
     latest: LatestIncident | None = None
     stalls: tuple[PastStall, ...] = ()
     decisions: tuple[PastDecision, ...] = ()

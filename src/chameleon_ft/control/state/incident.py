@@ -26,19 +26,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A worker that is lost. Times are Unix seconds.
-
-    Attributes:
-        step: the step that was running.
-        failed_at: None if the moment of the failure is not known.
-    """
+    """A worker that is lost. Times are Unix seconds."""
 
     worker: int
-    step: int
+    step: int  # the step that was running
     noticed_by: NoticedBy
     cause: str
     noticed_at: float
-    failed_at: float | None
+    failed_at: float | None  # None if the moment of the failure is not known
     incarnation: int = 1
 
     def describe_cause(self, *, crash: str | None, exit_code: int | None, fault: Fault | None) -> str:
@@ -59,26 +54,16 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """The losses between two stretches of training, and when its phases ended. Times are Unix seconds.
-
-    Attributes:
-        ended_at: when the workers were first told to quiesce; 0 if they were not.
-        paused: whether that was at the end of a step, as planned.
-        stopped_at: when the last survivor had quiesced.
-        chosen_at: when the choice was known; 0 if there was nothing to choose.
-        looked_up: whether the decision had been prepared.
-        decided_at: when all had their orders.
-        switched: the report of the first worker that saw the transition complete.
-    """
+    """The losses between two stretches of training, and when its phases ended. Times are Unix seconds."""
 
     losses: tuple[Loss, ...] = ()
-    ended_at: float = 0.0
-    paused: bool = False
-    stopped_at: float = 0.0
-    chosen_at: float = 0.0
-    looked_up: bool = False
-    decided_at: float = 0.0
-    switched: Switched | None = None
+    ended_at: float = 0.0  # when the workers were first told to quiesce; 0 if they were not
+    paused: bool = False  # whether that was at the end of a step, as planned
+    stopped_at: float = 0.0  # when the last survivor had quiesced
+    chosen_at: float = 0.0  # when the choice was known; 0 if there was nothing to choose
+    looked_up: bool = False  # whether the decision had been prepared
+    decided_at: float = 0.0  # when all had their orders
+    switched: Switched | None = None  # the report of the first worker that saw the transition complete
 
     def stall_so_far(self, since: float | None, expected: StallModel) -> tuple[StallModel, float]:
         """Return the phases of the stall, past ones as they were, and the seconds of work before it that is repeated.

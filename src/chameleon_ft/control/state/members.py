@@ -18,33 +18,19 @@ _SETTLED_STEPS: Final = 100  # an incarnation that lasts for so many steps was a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """One incarnation of a worker: after a loss, another process can take its number.
+    """One incarnation of a worker: after a loss, another process can take its number."""
 
-    Attributes:
-        id: number of the worker.
-        incarnation: counted from 1.
-        agent: connection of the agent that started it; None if a cluster's launcher did, or if that agent is gone.
-        connection: its control connection, from its first message until it closes.
-        host: address of its host; empty before its first message.
-        takes_part: whether the generations count on it, as one that trains or as a spare.
-        first_step: steps that had been committed when it could take part; None as long as it cannot.
-        lost: whether it was given up.
-        exit_code: how its process ended, as `subprocess` gives it.
-        crash: the error that it reported before it ended.
-        since: when this incarnation began, in Unix seconds.
-    """
-
-    id: int
-    incarnation: int = 1
-    agent: int | None = None
-    connection: int | None = None
-    host: str = ""
-    takes_part: bool = False
-    first_step: int | None = None
-    lost: bool = False
-    exit_code: int | None = None
-    crash: str | None = None
-    since: float = 0.0
+    id: int  # number of the worker
+    incarnation: int = 1  # counted from 1
+    agent: int | None = None  # connection of its agent; None if a launcher started it, or if the agent is gone
+    connection: int | None = None  # its control connection, from its first message until it closes
+    host: str = ""  # address; empty before its first message
+    takes_part: bool = False  # whether the generations count on it, as one that trains or as a spare
+    first_step: int | None = None  # steps that had been committed when it could take part; None as long as it cannot
+    lost: bool = False  # whether it was given up
+    exit_code: int | None = None  # how its process ended, as `subprocess` gives it
+    crash: str | None = None  # the error that it reported before it ended
+    since: float = 0.0  # when this incarnation began, in Unix seconds
 
     @property
     def is_live(self) -> bool:
@@ -53,19 +39,13 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """All workers of the run, by number. The first `count` train from the beginning; others may join later.
-
-    Attributes:
-        former: incarnations that others have followed, oldest first.
-        agents: connection -> host of every agent.
-        fenced: connections of lost workers; what is still read from them counts for nothing.
-    """
+    """All workers of the run, by number. The first `count` train from the beginning; others may join later."""
 
     count: int
     workers: Mapping[int, Worker] = FrozenMap({})
-    former: tuple[Worker, ...] = ()
-    agents: Mapping[int, str] = FrozenMap({})
-    fenced: frozenset[int] = frozenset()
+    former: tuple[Worker, ...] = ()  # incarnations that others have followed, oldest first
+    agents: Mapping[int, str] = FrozenMap({})  # connection -> host of every agent
+    fenced: frozenset[int] = frozenset()  # connections of lost workers; what is still read from them counts for nothing
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", FrozenMap(self.workers))
@@ -200,16 +180,11 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Respawns:
-    """Counts the recent deaths of each worker, and tells when to start it again and when not to.
-
-    Attributes:
-        deaths: worker -> deaths since an incarnation of it lasted for long.
-        due: worker -> when it is started again, in monotonic seconds.
-    """
+    """Counts the recent deaths of each worker, and tells when to start it again and when not to."""
 
     recovery: Recovery
-    deaths: Mapping[int, int] = FrozenMap({})
-    due: Mapping[int, float] = FrozenMap({})
+    deaths: Mapping[int, int] = FrozenMap({})  # worker -> deaths since an incarnation of it lasted for long
+    due: Mapping[int, float] = FrozenMap({})  # worker -> when it is started again, in monotonic seconds
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "deaths", FrozenMap(self.deaths))

@@ -15,23 +15,16 @@ _STEPS: Final = 10  # after which the outcome is reported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingOutcome:
-    """A decision that is being carried out.
-
-    Attributes:
-        since: Unix time of the last committed step that counts.
-        repeated_s: seconds of committed steps that are run again.
-        stall_s: None until training has resumed.
-        steps_s: durations of the steps so far.
-    """
+    """A decision that is being carried out."""
 
     generation: int
     policy: str
     predicted_step_s: float | None
     predicted_stall_s: float | None
-    since: float
-    repeated_s: float
-    stall_s: float | None = None
-    steps_s: tuple[float, ...] = ()
+    since: float  # Unix time of the last committed step that counts
+    repeated_s: float  # seconds of committed steps that are run again
+    stall_s: float | None = None  # None until training has resumed
+    steps_s: tuple[float, ...] = ()  # durations of the steps so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +37,11 @@ class Outcomes:
     ones. A decision that follows another before any step is only charged with the time after that one.
 
     A decision that is overtaken by another one, or by the end of the run, is reported with its steps so far, or not at
-    all if there are none.
-
-    Attributes:
-        since: when the last step was committed, training began or resumed, or the last decision was made: the latest.
-        recent_s: durations of recent steps.
-    """
+    all if there are none."""
 
     pending: PendingOutcome | None = None
-    since: float | None = None
-    recent_s: tuple[float, ...] = ()
+    since: float | None = None  # latest step, start, resumption or decision
+    recent_s: tuple[float, ...] = ()  # durations of recent steps
 
     def decided(
         self,

@@ -21,49 +21,29 @@ LayerBytes: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class PendingChange:
-    """A better plan with newcomers, while they preallocate for it.
+    """A better plan with newcomers, while they preallocate for it."""
 
-    Attributes:
-        question: of the decision.
-        live: workers that it was made for.
-        deadline_s: end of the wait, in monotonic seconds.
-    """
-
-    question: int
+    question: int  # of the decision
     generation: int
-    live: tuple[int, ...]
-    deadline_s: float
+    live: tuple[int, ...]  # workers that it was made for
+    deadline_s: float  # end of the wait, in monotonic seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleUp:
-    """The newcomers, and the progress of their admission. Times are monotonic seconds.
+    """The newcomers, and the progress of their admission. Times are monotonic seconds."""
 
-    Attributes:
-        loaded: workers that are ready and do not take part yet, in the order of their arrival.
-        newcomers: live workers that no decision has taken into account yet.
-        first_at_s: when the first of them became a spare, and
-        last_at_s: when the last did.
-        considering: generation for which a decision on them is being made; None if there is none.
-        question: number of that decision, or of the last one.
-        change: the plan for which they preallocate.
-        is_pausing: whether all workers were told to pause after the current step for that plan.
-        prepared: question of the decision that the pause is for.
-        expecting: workers that were told of incoming layers and have no orders yet.
-        preallocating: those of them that have not preallocated yet -> the incoming layers.
-    """
-
-    loaded: tuple[int, ...] = ()
-    newcomers: frozenset[int] = frozenset()
-    first_at_s: float = 0.0
-    last_at_s: float = 0.0
-    considering: int | None = None
-    question: int = 0
-    change: PendingChange | None = None
-    is_pausing: bool = False
-    prepared: int | None = None
-    expecting: frozenset[int] = frozenset()
-    preallocating: Mapping[int, LayerBytes] = FrozenMap({})
+    loaded: tuple[int, ...] = ()  # workers that are ready and do not take part yet, in the order of their arrival
+    newcomers: frozenset[int] = frozenset()  # live workers that no decision has taken into account yet
+    first_at_s: float = 0.0  # when the first of them became a spare
+    last_at_s: float = 0.0  # when the last did
+    considering: int | None = None  # generation for which a decision on them is being made; None if there is none
+    question: int = 0  # number of that decision, or of the last one
+    change: PendingChange | None = None  # the plan for which they preallocate
+    is_pausing: bool = False  # whether all workers were told to pause after the current step for that plan
+    prepared: int | None = None  # question of the decision that the pause is for
+    expecting: frozenset[int] = frozenset()  # workers that were told of incoming layers and have no orders yet
+    preallocating: Mapping[int, LayerBytes] = FrozenMap({})  # expecting worker -> layers, until it has preallocated
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "preallocating", FrozenMap(self.preallocating))

@@ -44,22 +44,16 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What does not change in a run.
-
-    Attributes:
-        workers_per_host: on emulated hosts; None if hosts are real.
-        logs: folder of the logs, for messages to people.
-        checkpoints: folder of the checkpoints, likewise.
-    """
+    """What does not change in a run."""
 
     workers: int
     steps: int
     num_layers: int
     recovery: Recovery
     timeouts: Timeouts
-    workers_per_host: int | None
-    logs: str
-    checkpoints: str
+    workers_per_host: int | None  # on emulated hosts; None if hosts are real
+    logs: str  # folder of the logs, for messages to people
+    checkpoints: str  # folder of the checkpoints, likewise
 
     @classmethod
     def of(cls, config: RunConfig, run: RunDirectory, *, num_layers: int) -> Self:
@@ -78,35 +72,19 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A run between two events.
-
-    Attributes:
-        generation: the one in force; while one is being stopped, the next.
-        committed: steps known to be applied by some worker, alive or not.
-        active: what the newest generation was begun with; None before the first.
-        in_force: the last plan whose placement all survivors hold their part of; None before the first.
-        last_vote: the vote of step ``committed - 1``, if a worker has reported it.
-        quiesced: worker -> what it reported, for the generation that is being stopped.
-        finished: workers that have reached the end of their training in this generation.
-        at_boundary: whether the generation that is being stopped had paused after a step.
-        question: number of the last decision that was asked for.
-        faults: failures that were injected in this run, oldest first.
-        interrupted: whether the run is to end after the current step.
-        ticked_at_s: when time was looked at last, in monotonic seconds; None before the first time.
-        ended: how the run ended, and why; None until then.
-    """
+    """A run between two events."""
 
     settings: Settings
     phase: Phase = Phase.GATHERING
-    generation: int
-    committed: int = 0
-    active: ActivePlan | None = None
-    in_force: ActivePlan | None = None
-    last_vote: Vote | None = None
-    quiesced: Mapping[int, Quiesced] = FrozenMap({})
-    finished: frozenset[int] = frozenset()
-    at_boundary: bool = False
-    question: int = 0
+    generation: int  # the one in force; while one is being stopped, the next
+    committed: int = 0  # steps known to be applied by some worker, alive or not
+    active: ActivePlan | None = None  # what the newest generation was begun with; None before the first
+    in_force: ActivePlan | None = None  # the last plan whose placement all survivors hold; None before the first
+    last_vote: Vote | None = None  # the vote of step ``committed - 1``, if a worker has reported it
+    quiesced: Mapping[int, Quiesced] = FrozenMap({})  # worker -> report, for the generation that is ending
+    finished: frozenset[int] = frozenset()  # workers that have reached the end of their training in this generation
+    at_boundary: bool = False  # whether the generation that is being stopped had paused after a step
+    question: int = 0  # number of the last decision that was asked for
     members: Members
     detectors: Detectors
     incident: Incident = field(default_factory=Incident)
@@ -115,10 +93,10 @@ class State:
     checkpoints: CheckpointEvents = field(default_factory=CheckpointEvents)
     outcomes: Outcomes = field(default_factory=Outcomes)
     history: FailureHistory
-    faults: tuple[Fault, ...] = ()
-    interrupted: bool = False
-    ticked_at_s: float | None = None
-    ended: tuple[RunStatus, str] | None = None
+    faults: tuple[Fault, ...] = ()  # failures that were injected in this run, oldest first
+    interrupted: bool = False  # whether the run is to end after the current step
+    ticked_at_s: float | None = None  # when time was looked at last, in monotonic seconds; None before the first time
+    ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "quiesced", FrozenMap(self.quiesced))

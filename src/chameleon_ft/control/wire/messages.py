@@ -1,7 +1,7 @@
 """The messages between coordinator, agents and ranks: one JSON object each.
 
-A rank is one process of the run. `generation` is the number of a membership with its plan; everything that refers to
-a generation which is over is dropped by its receiver.
+A rank is one process of the run. `generation` is the number of a membership with its plan; receivers drop messages of a
+generation that is over.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
 
 
 class MessagePart(BaseModel):
-    """Base of all that is sent: frozen, and refuses unknown fields."""
+    """Base of messages and their parts: frozen, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -77,16 +77,12 @@ class Message(MessagePart):
 class Vote(MessagePart):
     """The sums that the vote of a step carries; with them any rank can apply that step."""
 
-    grad_square_sum: float
-    """Squared L2 norm of the summed, not yet averaged, gradient of the whole model."""
+    grad_square_sum: float  # squared L2 norm of the summed, not yet averaged, gradient of the whole model
     loss_sum: float
-    terms: int
-    """Loss terms of the global batch; the gradient and the loss are divided by it."""
+    terms: int  # loss terms of the global batch; the gradient and the loss are divided by it
     samples: int
-    finish: bool
-    """Whether some rank was told to end the run after this step."""
-    pause: bool = False
-    """Whether some rank was told to pause after this step."""
+    finish: bool  # whether some rank was told to end the run after this step
+    pause: bool = False  # whether some rank was told to pause after this step
 
 
 class OperationTimes(MessagePart):
@@ -107,16 +103,13 @@ class BoundaryMessage(MessagePart):
 class Transition(MessagePart):
     """A worker's part in the change to another placement, before a generation trains; see docs/transition.md."""
 
-    participants: tuple[int, ...]
-    """Workers that take part, ascending: those of the placement in force and those of the new one."""
-    keep: tuple[int, ...]
-    """Layers that this worker holds and does not give up before the switch; if there are none, it begins anew."""
+    participants: tuple[int, ...]  # ascending: workers of the placement in force and of the new one
+    keep: tuple[int, ...]  # layers that this worker does not give up before the switch; if none, it begins anew
     moves: tuple[tuple[int, int, int, int, int], ...]
-    """(round, source, destination, layer, bytes) of what it sends and receives, in the order of the rounds. The bytes
-    are those that the plan was made with."""
+    """(round, source, destination, layer, bytes) of all that it sends and receives, by rounds; the plan's bytes."""
 
 
-# --- to the coordinator ----------------------------------------------------------------------------------------------
+# To the coordinator:
 
 
 class Hello(Message):
@@ -126,8 +119,7 @@ class Hello(Message):
     worker: int
     host: str
     pid: int
-    incarnation: int = 0
-    """The incarnation that `Spawn` told its agent; 0 if a cluster's launcher started it."""
+    incarnation: int = 0  # the incarnation that `Spawn` told its agent; 0 if a cluster's launcher started it
 
 
 class Ready(Message):
@@ -141,8 +133,7 @@ class HostHello(Message):
 
     type: Literal["host_hello"] = "host_hello"
     host: str
-    slots: int
-    """Workers it can run."""
+    slots: int  # workers it can run
     pid: int
 
 
@@ -170,16 +161,11 @@ class Quiesced(Message):
 
     type: Literal["quiesced"] = "quiesced"
     generation: int
-    committed: int
-    """Steps whose update it has applied: the next one is step `committed`."""
-    reduced: bool
-    """Whether it holds the fully reduced gradient of step `committed`."""
-    last_vote: Vote | None
-    """The vote of the last step it applied."""
-    placed: int
-    """The generation whose placement it has switched to; 0 before the first."""
-    layers: tuple[int, ...]
-    """Layers whose state after `committed` steps it holds, ascending."""
+    committed: int  # steps whose update it has applied: the next one is step `committed`
+    reduced: bool  # whether it holds the fully reduced gradient of step `committed`
+    last_vote: Vote | None  # the vote of the last step it applied
+    placed: int  # the generation whose placement it has switched to; 0 before the first
+    layers: tuple[int, ...]  # layers whose state after `committed` steps it holds, ascending
 
 
 class Switched(Message):
@@ -187,10 +173,8 @@ class Switched(Message):
 
     type: Literal["switched"] = "switched"
     generation: int
-    moved_bytes: int
-    """State that all workers together have received, in bytes."""
-    transfer_s: float
-    """Seconds from the time its communicators stood."""
+    moved_bytes: int  # state that all workers together have received, in bytes
+    transfer_s: float  # seconds from the time its communicators stood
 
 
 class Started(Message):
@@ -230,24 +214,19 @@ class Position(Message):
     probe: int
     generation: int
     doing: str
-    waiting: bool
-    """Whether it waits, for another rank or for memory or disk; otherwise it computes."""
-    since_s: float
-    """Seconds it has been doing so."""
+    waiting: bool  # whether it waits, for another rank or for memory or disk; otherwise it computes
+    since_s: float  # seconds it has been doing so
 
 
 class CheckpointSaved(Message):
     """A rank has written `layers` of the checkpoint that resumes at `step`; `error` where it could not."""
 
     type: Literal["checkpoint_saved"] = "checkpoint_saved"
-    generation: int
-    """In which the state was taken; what was taken before a return to a checkpoint is void."""
+    generation: int  # in which the state was taken; what was taken before a return to a checkpoint is void
     step: int
     layers: tuple[int, ...]
-    copy_s: float = 0.0
-    """Seconds that the rank's training stood still while the layers were copied."""
-    write_s: float = 0.0
-    """Seconds in which the copy was written to disk, beside training."""
+    copy_s: float = 0.0  # seconds that the rank's training stood still while the layers were copied
+    write_s: float = 0.0  # seconds in which the copy was written to disk, beside training
     error: str | None = None
 
 
@@ -264,8 +243,7 @@ class Preallocated(Message):
     """A rank has room for all layers that it was told to expect."""
 
     type: Literal["preallocated"] = "preallocated"
-    layers: tuple[tuple[int, int], ...]
-    """As `Preallocate` had them: it may have been told of others since."""
+    layers: tuple[tuple[int, int], ...]  # as `Preallocate` had them: it may have been told of others since
 
 
 class Finished(Message):
@@ -293,21 +271,17 @@ class Inject(Message):
     step: int | None = None
 
 
-# --- from the coordinator --------------------------------------------------------------------------------------------
+# From the coordinator:
 
 
 class Welcome(Message):
     """All that a rank needs to load what it trains."""
 
     type: Literal["welcome"] = "welcome"
-    config: str
-    """The run's resolved configuration as TOML."""
-    run: str
-    """The run directory."""
-    boundaries: tuple[BoundaryMessage, ...]
-    """What leaves each layer."""
-    incarnation: int = 1
-    """Which of the worker's incarnations this is, from 1."""
+    config: str  # the run's resolved configuration as TOML
+    run: str  # the run directory
+    boundaries: tuple[BoundaryMessage, ...]  # what leaves each layer
+    incarnation: int = 1  # which of the worker's incarnations this is, from 1
 
 
 class StartGeneration(Message):
@@ -315,22 +289,16 @@ class StartGeneration(Message):
 
     type: Literal["start_generation"] = "start_generation"
     generation: int
-    members: tuple[int, ...]
-    """Workers that train, ascending; one that is not among them only takes part in the transition."""
-    store_port: int
-    """Port of the rendezvous store, on the coordinator's host."""
+    members: tuple[int, ...]  # workers that train, ascending; any other only takes part in the transition
+    store_port: int  # port of the rendezvous store, on the coordinator's host
     first_step: int
-    operations: str
-    """This worker's program: its records, in base 64; see `pack_operations`."""
+    operations: str  # this worker's program: its records, in base 64; see `pack_operations`
     segments: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
     """(first layer, layer after the last, holders, layers that share it if it is tied) of every gradient segment, in
     the order all workers issue them; those with one holder, which need no message, come last."""
-    roll_forward: Vote | None = None
-    """The vote of step ``first_step - 1``: a rank that has not applied that step yet does so first."""
-    load: Literal["initial", "keep"] | int = "keep"
-    """Where the layers' state comes from: fresh weights, what the rank holds, or the checkpoint of this step."""
-    transition: Transition | None = None
-    """With "keep", where the placement changes."""
+    roll_forward: Vote | None = None  # of step ``first_step - 1``, for a rank that has to apply that step first
+    load: Literal["initial", "keep"] | int = "keep"  # fresh weights, the state it holds, or this step's checkpoint
+    transition: Transition | None = None  # with "keep", where the placement changes
 
     @property
     def participants(self) -> tuple[int, ...]:
@@ -375,8 +343,7 @@ class Preallocate(Message):
     """Layers will come to this rank: make room for them, and let go of room for any other; then say `Preallocated`."""
 
     type: Literal["preallocate"] = "preallocate"
-    layers: tuple[tuple[int, int], ...]
-    """(layer, bytes of its state), in the order in which they come; none if nothing comes after all."""
+    layers: tuple[tuple[int, int], ...]  # (layer, bytes of its state), in order of arrival; none to cancel
 
 
 class Probe(Message):
@@ -398,8 +365,7 @@ class Spawn(Message):
 
     type: Literal["spawn"] = "spawn"
     workers: tuple[int, ...]
-    incarnations: tuple[int, ...]
-    """Which of its incarnations each begins, from 1."""
+    incarnations: tuple[int, ...]  # which of its incarnations each begins, from 1
 
 
 class Kill(Message):
