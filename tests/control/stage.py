@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import selectors
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
@@ -53,7 +54,10 @@ Sent = TypeVar("Sent")
 class Puppet:
     """Stands in for the connection to a rank, an agent or a command."""
 
+    _numbers = itertools.count(1)
+
     def __init__(self, name: str) -> None:
+        self.number = next(self._numbers)
         self.address = name
         self.sent: list[Message] = []
         self.dropped = False

@@ -35,6 +35,12 @@ pytestmark = pytest.mark.multiprocess
 STEP = r"^\s+{}\s"  # the line of a step
 
 
+def _recovery(**changes: Any) -> Recovery:
+    """Workers come back at once. Failures are rare, so that taking in a worker pays even if stalls are long."""
+    fields = {"policy": "chameleon", "respawn": True, "respawn_delay_s": 0.0, "worker_mtbf_hours": 1e6}
+    return Recovery.model_validate({**fields, **changes})
+
+
 def endless(directory: Path, **changes: Any) -> TrainConfig:
     """Two pipelines of three stages whose workers come back when they are lost; it trains until it is ended."""
     fields: dict[str, Any] = {
@@ -45,7 +51,7 @@ def endless(directory: Path, **changes: Any) -> TrainConfig:
         "model": LlamaConfig(dim=32, num_layers=4, num_heads=2, num_kv_heads=1, ffn_dim=64, seq_len=32),
         # Small updates: a run may take some hundred steps, in which rounding must not grow.
         "optimizer": Optimizer(lr=2e-4, min_lr=1e-4, warmup_steps=2),
-        "recovery": Recovery(policy="chameleon", respawn=True, respawn_delay_s=0.0),
+        "recovery": _recovery(),
     }
     return small_config(directory, **{**fields, **changes})
 
@@ -115,7 +121,7 @@ def test_a_worker_that_keeps_dying_is_not_taken_again(tmp_path: Path) -> None:
     config = endless(
         tmp_path,
         failures=failures,
-        recovery=Recovery(policy="chameleon", respawn=True, respawn_delay_s=0.1, max_respawns=2),
+        recovery=_recovery(respawn_delay_s=0.1, max_respawns=2),
     )
     ended = train_until(
         config, tmp_path / "run", lambda ended: ended.events("blocklisted") and len(ended.failures) == 3

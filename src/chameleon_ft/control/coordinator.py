@@ -10,7 +10,6 @@ from collections import deque
 from concurrent.futures import Executor
 from functools import partial
 from typing import Final
-from weakref import WeakKeyDictionary
 
 from chameleon_ft.config import RunConfig, config_to_toml
 from chameleon_ft.control import commands, events
@@ -80,9 +79,7 @@ class Coordinator:
         self._decisions = Decisions(planner=self._planner, cache=cache, executor=executor)
         self._fault_log = FaultLog(run.faults_file)
         self._began_at = time.time()
-        self._ids: WeakKeyDictionary[Peer, int] = WeakKeyDictionary()
-        self._peers: dict[int, Peer] = {}
-        self._next_id = 0
+        self._peers: dict[int, Peer] = {}  # by number
         self._rejected = 0
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
         self._end: asyncio.Future[tuple[RunStatus, str]] = asyncio.get_running_loop().create_future()
@@ -124,16 +121,13 @@ class Coordinator:
 
     def message(self, peer: Peer, message: messages.Message) -> None:
         """Act on what a peer says. Raises ControlError if it may not say that."""
-        if peer not in self._ids:
-            self._next_id += 1
-            self._ids[peer], self._peers[self._next_id] = self._next_id, peer
-        self._handle(events.Received(at=_now(), connection=self._ids[peer], message=message))
+        self._peers[peer.number] = peer
+        self._handle(events.Received(at=_now(), connection=peer.number, message=message))
 
     def departed(self, peer: Peer, how: messages.Departure) -> None:
         """Act on the end of a connection."""
-        if (connection := self._ids.get(peer)) is not None:
-            self._peers.pop(connection, None)
-            self._handle(events.Disconnected(at=_now(), connection=connection, how=how))
+        if self._peers.pop(peer.number, None) is not None:
+            self._handle(events.Disconnected(at=_now(), connection=peer.number, how=how))
 
     def refused(self, address: str, reason: str) -> None:
         """Record that a connection was turned away; of very many, ever fewer are recorded."""

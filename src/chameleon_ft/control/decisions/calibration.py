@@ -40,9 +40,7 @@ class Corrections:
     operations: float = 1.0  # for seconds of the profile's operations; 1 without a profile
     step: float = 1.0  # for seconds of a step, beyond its operations
     transfer: float = 1.0  # for seconds of a transfer
-    slow: Mapping[int, float] = field(
-        default_factory=lambda: FrozenMap({})
-    )  # persistently slower worker -> its relative speed
+    slow: Mapping[int, float] = FrozenMap({})  # persistently slower worker -> its relative speed
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slow", FrozenMap(self.slow))

@@ -32,9 +32,8 @@ class PeerFailureDetector:
     first, and another peer each time."""
 
     reports: tuple[MessageFailed, ...] = ()  # of the generation that is ending
-    against: Mapping[int, int] = FrozenMap(
-        {}
-    )  # worker -> failed messages with it at an end, since the last committed step
+    # Worker -> failed messages with it at an end, since the last committed step.
+    against: Mapping[int, int] = FrozenMap({})
     unexplained: int = 0  # generations in a row that ended without a named peer
     last_error: str = ""  # the reason in the newest report
 

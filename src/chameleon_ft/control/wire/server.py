@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import http
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
@@ -24,9 +25,12 @@ _PING_TIMEOUT_CODE = 1011
 
 
 class Peer:
-    """One connection: a rank, an agent or a command."""
+    """One connection: a rank, an agent or a command. Each has a number of its own."""
+
+    _numbers = itertools.count(1)
 
     def __init__(self, connection: ServerConnection) -> None:
+        self.number = next(self._numbers)
         self._connection = connection
 
     @property
