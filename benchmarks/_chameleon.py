@@ -1,4 +1,4 @@
-"""Runs of Chameleon for the benchmarks, started as a user does, and what their files say."""
+"""Runs of Chameleon for the benchmarks, started as by a user, and their recoveries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def train(
     policy: PolicyName = "reroute",
     timeout_s: float,
 ) -> RunDirectory:
-    """Run ``chameleon train`` to its end in the directory `run` and return it. Ends the benchmark where that fails."""
+    """Run ``chameleon train`` to its end in the directory `run` and return it. Exits if it fails."""
     run.parent.mkdir(parents=True, exist_ok=True)
     recovery = config.recovery.model_copy(update={"policy": policy})
     config = config.model_copy(update={"failures": tuple(failures), "recovery": recovery})
@@ -37,7 +37,7 @@ def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """One failure, by the records of the run and by the stamps of the model itself. Times are in seconds."""
+    """One failure, by the records of the run and by the stamps of the model. Times are in seconds."""
 
     worker: int
     phase: str
@@ -47,11 +47,11 @@ class Recovery:
     decide_s: float
     regroup_s: float
     stall_s: float
-    """From the failure to the first forward of layer 0 after it was dealt with, by the stamps."""
+    """From the failure to the first forward of layer 0 after the recovery, by the stamps."""
     reported_stall_s: float
-    """The same by the run's own record: to the first worker that was ready to run an operation."""
+    """From the failure to the first worker that was ready to run an operation, by the record of the run."""
     until_commit_s: float
-    """From the failure to the update of the step that training went on with, by its first worker."""
+    """From the failure to the first worker's update of the step with which training resumed."""
     lost_s: float
     """`until_commit_s` less one median step of the survivors."""
     step_before_s: float
@@ -62,7 +62,7 @@ class Recovery:
 
 
 def recovery_of(run: RunDirectory, failure: Failure) -> Recovery:
-    """Return how `run` dealt with `failure`, its only one."""
+    """Return the recovery of `run` from `failure`, its only one."""
     (record,) = run.failures()
     fault = FaultLog(run.faults_file).last(failure.worker)
     if fault is None or record.detect_s is None:
@@ -89,7 +89,7 @@ def recovery_of(run: RunDirectory, failure: Failure) -> Recovery:
 
 
 def _until_decided(record: FailureRecord) -> float:
-    # No survivor runs anything of the old generation once all have stopped.
+    # No survivor runs an operation of the old generation after all have stopped.
     return (record.detect_s or 0.0) + record.stop_s + record.decide_s
 
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: their flags, child processes, medians with spread, and reports."""
+"""Shared parts of the benchmarks: flags, child processes, medians with spread, reports."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What a benchmark has to reach."""
+    """A limit that a benchmark has to reach."""
 
     name: str
     value: float
     limit: float
     at_least: bool = False
-    """Whether the value must be no less than the limit, in place of no more."""
+    """Whether the value has to be at least the limit, and not at most."""
 
     @property
     def reached(self) -> bool:
@@ -101,7 +101,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The outcome of a benchmark: tables for people, everything as JSON."""
+    """The result of a benchmark: a table as text, everything as JSON."""
 
     benchmark: str
     columns: tuple[str, ...]
@@ -109,10 +109,10 @@ class Report:
     bars: tuple[Bar, ...]
     results: Mapping[str, Any]
     neighbours: Neighbours | None = None
-    """Who was there while times were taken; None where none were."""
+    """Load by other processes during the measurements; None if no times were taken."""
 
     def emit(self, folder: Path, *, as_json: bool) -> int:
-        """Write ``report.json`` to the raw data, print it, and return the exit code: 0 where every bar is reached."""
+        """Write ``report.json`` to the raw data, print it, and return the exit code: 0 if every bar is reached."""
         data = {
             "benchmark": self.benchmark,
             "measured_on": measured_on(),
@@ -147,7 +147,7 @@ class Report:
 
 
 def measured_on() -> dict[str, Any]:
-    """Say what the numbers of this process were measured on."""
+    """Return a description of this machine and its software."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "processor": _processor(),
@@ -167,7 +167,7 @@ def _processor() -> str:
 
 
 def report_arguments(description: str | None, *, name: str) -> argparse.ArgumentParser:
-    """Return a parser with the flags that all benchmarks have."""
+    """Return a parser with the flags of all benchmarks."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -184,7 +184,7 @@ def report_arguments(description: str | None, *, name: str) -> argparse.Argument
 
 
 def arguments(description: str | None, *, name: str) -> argparse.ArgumentParser:
-    """Return a parser with those and the flags of a benchmark that trains."""
+    """Return a parser with the flags of all benchmarks that train."""
     parser = report_arguments(description, name=name)
     parser.add_argument(
         "--config", type=Path, default=ROOT / "examples" / "quickstart.toml", help="model, layout and batch (TOML)"
@@ -204,7 +204,7 @@ def add_most_others(parser: argparse.ArgumentParser) -> None:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table for the docs, with a line for each row."""
+    """Return a table for the docs, with a line for each row."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -243,7 +243,7 @@ def worker_environment() -> dict[str, str]:
 def child(
     command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `command` inside the block, its output in `log`; at the end of the block it and all it started are gone."""
+    """Run `command` inside the block with its output in `log`, and kill its process group at the end of the block."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -264,7 +264,7 @@ def child(
 def run_child(
     command: Sequence[str], *, log: Path, timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Run `command` to its end. Ends the benchmark with the tail of its output where it fails or takes too long."""
+    """Run `command` to its end. Exits with the tail of its output if it fails or takes too long."""
     with child(command, log=log, environment=environment) as process:
         try:
             code = process.wait(timeout_s)

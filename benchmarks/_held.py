@@ -1,4 +1,4 @@
-"""What one worker of a plan really holds while it trains: all that a rank has, but no peers."""
+"""Memory of one worker of a plan while it trains: a complete rank without peers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from chameleon_ft.sync import gradient_segments
 
 __all__ = ["Alone", "peak_of_allocator", "peak_of_storages"]
 
-_STEPS = 2  # the optimizer's state is there from the first on
+_STEPS = 2  # the state of the optimizer exists from the first on
 _SEED = 0
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """A message that is there; as the runtime's own, it holds its tensor."""
+    """A message that is complete; like the runtime's own, it holds its tensor."""
 
     tensor: Tensor
 
@@ -47,7 +47,7 @@ class _Arrived:
 
 
 class _NoPeers:
-    """Communicators whose other ends are not there: what comes in is made up, what goes out goes nowhere."""
+    """Communicators without other ends: received messages are made up, sent ones are dropped."""
 
     def __init__(self, members: int) -> None:
         self._members = members
@@ -64,7 +64,7 @@ class _NoPeers:
         return _Arrived(tensor)
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> _Arrived:
-        # Gradients, loss, terms, samples, nobody finishes or pauses, all are well.
+        # Gradients, loss, terms, samples, no worker finished or quiesced, all healthy.
         return _Arrived(ballot.copy_(torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, self._members], dtype=ballot.dtype)))
 
     def interrupt(self) -> None: ...
@@ -84,7 +84,7 @@ class Alone:
     operations: tuple[Operation, ...]
 
     def train(self) -> None:
-        """Train some steps, from building the layers on, with as many samples at hand as there are in a long run."""
+        """Build the layers and train some steps, with as many samples prefetched as in a long run."""
         held = HeldLayers(
             self.job, [n for part in self.placement.ranges_of(self.worker) for n in part], seed=_SEED, device=_CPU
         )
@@ -122,13 +122,13 @@ class Alone:
                 sums.under_way.clear()  # the vote is complete
 
     def _load_earlier(self, batches: Batches) -> None:
-        """Ask for what the steps before have asked for, which is still at hand."""
+        """Request the samples that earlier steps have prefetched."""
         if any(operation.first or operation.last for operation in self.operations):
             for number in range(KEPT_MICRO_BATCHES):
                 batches.micro_batch(_STEPS + number // self.batch.micro_batches, number % self.batch.micro_batches)
 
     def likeness(self) -> object:
-        """Equal for workers that do the same with the same layers, only for other micro-batches and other peers."""
+        """Return a key that is equal for workers with equal work on the same layers, whatever their micro-batches."""
         numbers: dict[tuple[int, int], int] = {}
         return self.placement.ranges_of(self.worker), tuple(
             (
@@ -149,10 +149,10 @@ class _NoLog(FaultLog):
 
 
 def peak_of_allocator(alone: Alone) -> int:
-    """The most bytes that torch's allocator has given out, from every block that it gives out and takes back.
+    """Return the peak of bytes that torch's allocator has given out, from each of its allocations and frees.
 
-    The most independent count that there is: it knows nothing of tensors, graphs or this project, misses no buffer
-    inside of a kernel, and counts a block until it is really given back.
+    This is the most independent count: it does not depend on tensors, graphs or this project, includes buffers inside
+    kernels, and counts a block until it is freed.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     gc.collect()
@@ -167,9 +167,9 @@ def peak_of_allocator(alone: Alone) -> int:
 
 
 def peak_of_storages(alone: Alone) -> int:
-    """The most bytes of storages of tensors that were alive at once, by weak references to each that an operation made.
+    """Return the peak of bytes of live storages, by weak references to the outputs of every operation.
 
-    It does not see what a kernel takes for itself, and is there to check the other.
+    It does not see the buffers of kernels, and is there to check the other count.
     """
     storages = _Storages()
     with storages:
@@ -178,7 +178,7 @@ def peak_of_storages(alone: Alone) -> int:
 
 
 class _Storages(TorchDispatchMode):
-    """Counts every storage from the operation that makes it until it is gone."""
+    """Counts every storage from the operation that creates it until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""What other processes take of the machine while something is measured.
+"""Processor time that other processes take during a measurement.
 
-Two cores are soon shared: numbers count only beside what else was going on. A run that was disturbed is made again, and
-the report says how much the others took during those that count.
+Two cores are often shared, and times mean little without the load. A disturbed run is repeated, and the report states
+the load during the runs that count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 
 _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 _IDLE_COLUMNS = (3, 4)  # of the line `cpu` in /proc/stat: idle, and waiting for a disk
-_GUEST_COLUMN = 8  # from here on it counts twice what is in the columns before
+_GUEST_COLUMN = 8  # in this column and the next, time counts twice
 _TRIES = 8
 _QUIET_FOR_S = 1.0
 _LONGEST_WAIT_S = 300.0
@@ -30,21 +30,21 @@ _LAST_WORDS_S = 3.0
 
 
 class Neighbours:
-    """Runs measurements while the machine is quiet, and keeps the share that others took of its processor time.
+    """Runs measurements while the machine is quiet, and records the share of processor time that others took.
 
     Args:
-        most: share of all cores above which a run is made again, and before which it is waited for.
+        most: share of all cores above which a run is repeated, and that a run waits for before it starts.
     """
 
     def __init__(self, *, most: float) -> None:
         self._most = most
         self.shares: list[float] = []
         self.repeated = 0
-        # What outlives its own parent becomes our child, so that its processor time is counted as ours.
+        # A process that outlives its parent becomes our child, so that its processor time counts as ours.
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def undisturbed(self, measure: Callable[[Path], _Result], folder: Path) -> _Result:
-        """Return what `measure` gives for `folder`, or for one beside it where that run was disturbed.
+        """Return the result of `measure` for `folder`, or if the run was disturbed, for a new folder beside it.
 
         `measure` gets a path that does not exist yet. The last of several tries counts, however disturbed.
         """
@@ -75,7 +75,7 @@ class Neighbours:
         )
 
     def _wait(self) -> None:
-        """Wait for a moment of quiet, but not for ever."""
+        """Wait for a quiet moment, up to a limit."""
         deadline = time.monotonic() + _LONGEST_WAIT_S
         while time.monotonic() < deadline:
             busy = _busy_s()
@@ -85,30 +85,30 @@ class Neighbours:
 
 
 def progress(message: str) -> None:
-    """Say on standard error what is being measured."""
+    """Print the current measurement to standard error."""
     print(f"[load {os.getloadavg()[0]:.2f}] {message}", file=sys.stderr, flush=True)
 
 
 def _cores() -> int:
-    # All of them: /proc/stat does not know which of them we may use.
+    # All cores, because /proc/stat does not know which of them we may use.
     return os.cpu_count() or 1
 
 
 def _busy_s() -> float:
-    """Seconds that all cores together have been busy, or taken by the host of this machine, since it started."""
+    """Return the seconds that all cores together were busy, or used by the host of this machine, since it started."""
     columns = [int(column) for column in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]]
     busy = sum(value for index, value in enumerate(columns[:_GUEST_COLUMN]) if index not in _IDLE_COLUMNS)
     return busy / os.sysconf("SC_CLK_TCK")
 
 
 def _own_s() -> float:
-    """Processor seconds of this process and of all that have ended below it."""
+    """Return the processor seconds of this process and of all its descendants that have ended."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _reap() -> None:
-    """Collect what has been left to us, with a moment for its last words."""
+    """Reap orphaned descendants, after a moment for their last output."""
     deadline = time.monotonic() + _LAST_WORDS_S
     while time.monotonic() < deadline:
         try:

@@ -33,14 +33,14 @@ def draw(
     published: Mapping[str, float],
     published_loss: float,
 ) -> None:
-    """Draw throughput after losses, and Chameleon's average throughput by those of others.
+    """Draw the throughput after losses, and the ratios of Chameleon's average throughput to that of others.
 
     Args:
         path: file to write.
-        after: policy -> for each number of lost workers the throughputs, by the failure-free one.
+        after: policy -> for each number of lost workers the throughputs, relative to the failure-free one.
         ratios: (interval, whether workers come back) -> baseline -> ratios.
         published: baseline -> the largest ratio that the paper reports.
-        published_loss: what at most the paper reports to be missing after a recovery.
+        published_loss: the largest loss of throughput after a recovery that the paper reports.
     """
     figure = Figure(figsize=(10.5, 3.9), dpi=130)
     left, right = figure.add_axes((0.06, 0.14, 0.35, 0.7)), figure.add_axes((0.545, 0.2, 0.44, 0.64))

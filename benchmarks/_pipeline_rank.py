@@ -1,8 +1,8 @@
-"""One rank of the same training by torch alone: Schedule1F1B, an all-reduce of the gradients, checkpoints, AdamW.
+"""One rank of the training by torch alone: Schedule1F1B, an all-reduce of the gradients, checkpoints, AdamW.
 
-Started by torchrun. Same job, layout, micro-batches and sample order as a Chameleon run of the configuration, so the
-losses are the same too. It does no more than the training needs: gradients lie in one flat buffer, the norm for
-clipping is summed over the stages of one pipeline only, and the loss is written down where it arises.
+Started by torchrun. Job, layout, micro-batches and sample order are those of a Chameleon run of the configuration, so
+the losses are equal. It does only what the training needs: gradients are in one flat buffer, the norm for clipping is
+summed over the stages of one pipeline only, and the loss is written where it is computed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Stage(nn.Module):
 
 
 class _Rank:
-    """A rank in the middle of its training."""
+    """The training state of a rank."""
 
     def __init__(self, config: TrainConfig, out: Path) -> None:
         parallel, self._batch = config.parallel, config.batch
@@ -75,7 +75,7 @@ class _Rank:
         self._checkpoints = out / "checkpoints"
 
     def run_step(self, step: int) -> float:
-        """Run one step; return the sum of the loss over this pipeline's micro-batches, 0 but on its last stage."""
+        """Run one step; return the sum of the loss over this pipeline's micro-batches, 0 unless on its last stage."""
         self._gradient.zero_()
         inputs, targets = self._samples(step)
         losses: list[Tensor] = []
@@ -90,12 +90,12 @@ class _Rank:
         return float(torch.stack(losses).sum()) if losses else 0.0
 
     def save(self, step: int) -> None:
-        """Write a checkpoint from which training goes on with `step`."""
+        """Write a checkpoint from which training resumes with `step`."""
         save(self._state(), checkpoint_id=self._checkpoints / str(step))
 
     def restore(self) -> int:
-        """Load the newest complete checkpoint, if there is one, and return the step to go on with."""
-        # Its metadata is written last.
+        """Load the newest complete checkpoint, if there is one, and return the step to resume with."""
+        # The metadata is written last.
         steps = [int(file.parent.name) for file in self._checkpoints.glob("*/.metadata")]
         if not steps:
             return 0
@@ -111,7 +111,7 @@ class _Rank:
         return max(steps)
 
     def fail_in_forward(self) -> None:
-        """End this process by SIGKILL half-way through the forwards of the next step."""
+        """End this process by SIGKILL in the middle of the forwards of the next step."""
         left = [self._batch.micro_batches // self._config.parallel.dp // 2]
 
         def hook(*_: object) -> None:
@@ -125,7 +125,7 @@ class _Rank:
         self._module.register_forward_pre_hook(hook)
 
     def _samples(self, step: int) -> tuple[Tensor, Tensor]:
-        """The inputs and targets of this pipeline, its micro-batches one after the other."""
+        """Return the inputs and targets of this pipeline's micro-batches, concatenated."""
         share = self._batch.samples // self._config.parallel.dp
         ids = self._order.ids(step, self._batch.samples)[self._pipeline * share : (self._pipeline + 1) * share]
         return load_micro_batch(self._job.dataset, ids)
@@ -150,7 +150,7 @@ class _Rank:
         model, optimizer = get_state_dict(
             self._module, self._optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
         )
-        # Getting the optimizer's state makes it where there is none, and takes the gradients away.
+        # Getting the optimizer's state creates it if missing, and clears the gradients.
         _attach(self._gradient, list(self._module.parameters()))
         return {"model": model, "optimizer": optimizer}
 

@@ -1,8 +1,8 @@
-"""The messages of a transition, sent by torch.distributed alone: what the link gives to whoever adds nothing.
+"""The messages of a transition, sent by torch.distributed alone: the rate of the link without the runtime.
 
-Run as ``python -m benchmarks._plain_messages MESSAGES TIMES``: MESSAGES is what `Messages.write` wrote, and TIMES is
-written for `read_times`. No code of the runtime is in it. Everybody posts all tensors of a round, waits for them, and
-goes on to the next round; seconds are those from one barrier to the next.
+Run as ``python -m benchmarks._plain_messages MESSAGES TIMES``: MESSAGES is a file of `Messages.write`, and TIMES is
+written for `read_times`. No code of the runtime is in it. Each rank posts all tensors of a round, waits for them, and
+goes on to the next round; times are seconds between barriers.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class Messages:
 
     Attributes:
         ranks: processes, numbered from 0, that take part in the barriers.
-        rounds: in each, a rank sends to one other at most and receives from one at most.
-        repeats: how often all is sent.
-        reuse: whether tensors are received where others have been before; else into new memory, as layers are that
-            stay where they arrive.
+        rounds: in each, a rank sends to at most one other and receives from at most one.
+        repeats: how often all messages are sent.
+        reuse: whether tensors are received into memory used before, or into new memory, like layers that stay.
     """
 
     ranks: int
@@ -43,19 +42,19 @@ class Messages:
     reuse: bool
 
     def write(self, path: Path) -> None:
-        """Write them for the process that sends them."""
+        """Write the messages for the process that sends them."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Messages:
-        """Read what `write` wrote."""
+        """Read messages that `write` wrote."""
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         rounds = tuple(tuple((source, to, tuple(sizes)) for source, to, sizes in each) for each in data.pop("rounds"))
         return cls(rounds=rounds, **data)
 
     @property
     def busiest_bytes(self) -> int:
-        """The most bytes that a rank sends, or receives."""
+        """Return the most bytes that a rank sends, or receives."""
         loads: dict[tuple[int, int], int] = {}
         for messages in self.rounds:
             for *ends, sizes in messages:
@@ -65,7 +64,7 @@ class Messages:
 
 
 def read_times(path: Path) -> tuple[float, ...]:
-    """Seconds of each repeat."""
+    """Read the seconds of each repeat."""
     return tuple(json.loads(path.read_text(encoding="utf-8")))
 
 

@@ -1,4 +1,4 @@
-"""What was observed of one policy in one scenario, and what follows from it. Times are in seconds of the wall clock."""
+"""Observations of one policy in one scenario, and figures derived from them. Times are in seconds of the wall clock."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from chameleon_ft.observe import RunDirectory
 
 __all__ = ["Change", "Commit", "Observed", "Outage", "Outcome", "Stretch", "mean_size"]
 
-_NO_GAP = 0.05  # of a step: what lies between two of them when nothing happens
+_NO_GAP = 0.05  # of a step: the gap between two steps when nothing happens
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A committed step; `at_s` since the window began, like all times here."""
+    """A committed step; `at_s` is since the start of the window, like all times here."""
 
     at_s: float
     step: int
@@ -32,7 +32,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A worker that was killed, or is there again."""
+    """A worker that was killed, or has returned."""
 
     at_s: float
     worker: int
@@ -42,21 +42,21 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """What followed a loss; several losses at once have one."""
+    """The recovery from one loss, or from several at once."""
 
     at_s: float
-    """When training went on."""
+    """When training resumed."""
     generation: int
     policy: str
     stall_s: float
     moved_bytes: int
     charged_s: float
-    """What was added for a restart; see `Clock` in `_policies_run`."""
+    """Time added for a restart; see `Clock` in `_policies_run`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run said of one of its decisions: what it had predicted, and what came in the `steps` that followed."""
+    """The outcome that a run recorded for a decision: predictions, and measurements over the next `steps` steps."""
 
     generation: int
     steps: int
@@ -67,7 +67,7 @@ class Outcome:
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> Outcome | None:
-        """That of an event `outcome`; None where nothing had been predicted."""
+        """Return the outcome in an event `outcome`; None if there was no prediction."""
         if event["predicted_stall_s"] is None or event["predicted_step_s"] is None:
             return None
         return cls(**{each.name: event[each.name] for each in fields(cls)})
@@ -75,7 +75,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A time in which a step was trained that counts."""
+    """The time in which a committed step was trained."""
 
     begin_s: float
     end_s: float
@@ -86,23 +86,23 @@ class Stretch:
         return self.samples / (self.end_s - self.begin_s)
 
     def within(self, duration_s: float) -> float:
-        """Its samples inside the window."""
+        """Return its samples inside the window."""
         inside_s = min(self.end_s, duration_s) - max(self.begin_s, 0.0)
         return self.samples_per_s * max(0.0, inside_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """One run.
+    """Observations of one run.
 
     Attributes:
-        run: name of its directory, beside the file that this is written to.
+        run: name of its directory, beside the file of these observations.
         duration_s: length of the window.
-        workers: of the start.
-        skipped: workers that should have been killed and were not live.
+        workers: workers at the start.
+        skipped: workers that were to be killed and were not live.
         outcomes: of all decisions, also those on workers that had joined.
-        ended: why the run ended inside the window; None where it did not.
-        others_share: what other processes took of the machine.
+        ended: why the run ended inside the window; None if it did not.
+        others_share: share of the machine that other processes took.
     """
 
     run: str
@@ -117,14 +117,14 @@ class Observed:
     others_share: float = math.nan
 
     def write(self, path: Path) -> None:
-        """Write it for `read`."""
+        """Write the observations for `read`."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Observed:
-        """Read what `write` wrote.
+        """Read observations that `write` wrote.
 
-        Earlier versions did not keep what was predicted of steps: that is looked up in the run that lies beside it.
+        Earlier versions did not record predicted steps, which are then read from the run in the same folder.
         """
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if data.pop("predicted_s", None) is not None:
@@ -138,7 +138,7 @@ class Observed:
 
     @property
     def stretches(self) -> list[Stretch]:
-        """When steps were trained that count: not in stalls, and not in what was interrupted."""
+        """Times in which committed steps were trained, without stalls and interrupted steps."""
         found: list[Stretch] = []
         before: Commit | None = None
         for commit in self.commits:
@@ -153,12 +153,12 @@ class Observed:
 
     @property
     def samples_per_s(self) -> float:
-        """Average over the window; steps that are only partly inside count in part."""
+        """Average over the window; steps that are partly inside count in part."""
         return math.fsum(stretch.within(self.duration_s) for stretch in self.stretches) / self.duration_s
 
     @property
     def surviving(self) -> float:
-        """Live workers by those of the start, averaged over the window."""
+        """Share of the initial workers that were live, averaged over the window."""
         inside = [change for change in self.changes if change.at_s < self.duration_s]
         lost = math.fsum(-change.live * (self.duration_s - max(0.0, change.at_s)) for change in inside)
         return 1 - lost / (self.workers * self.duration_s)
@@ -169,7 +169,7 @@ class Observed:
 
     @property
     def stall_s(self) -> float:
-        """Of all outages together, restarts as they are charged; what is inside the window."""
+        """Total stall inside the window, with the charged time of restarts."""
         return math.fsum(
             max(0.0, min(each.stall_s + each.charged_s, self.duration_s - (each.at_s - each.stall_s - each.charged_s)))
             for each in self.outages
@@ -180,7 +180,7 @@ class Observed:
         return sum(outage.moved_bytes for outage in self.outages)
 
     def steps_s(self) -> dict[int, list[float]]:
-        """Generation -> from one commit to the next, but for its first step, in which everything is new."""
+        """Return generation -> times between commits, without its first step, which includes one-time work."""
         found: dict[int, list[float]] = defaultdict(list)
         for before, after in itertools.pairwise(self.commits):
             if before.generation == after.generation:
@@ -189,12 +189,12 @@ class Observed:
 
     @property
     def undisturbed_steps_s(self) -> list[float]:
-        """Of the generation that the run began with."""
+        """Step times of the first generation."""
         return self.steps_s().get(self.commits[0].generation, []) if self.commits else []
 
     @property
     def last_step_s(self) -> float | None:
-        """Median of the last generation; None before two of its steps, or where there was only one generation."""
+        """Median step of the last generation; None if it has fewer than two steps, or is the only generation."""
         if not self.commits or self.commits[-1].generation == self.commits[0].generation:
             return None
         last = self.steps_s().get(self.commits[-1].generation)
@@ -202,16 +202,16 @@ class Observed:
 
     @property
     def step_errors(self) -> list[float]:
-        """Predicted by measured seconds of a step, less one, of each decision that more steps followed than the first.
+        """predicted / measured - 1 of the step time, for each decision followed by more than one step.
 
-        In the first one, buffers and connections are made.
+        The first step includes the creation of buffers and connections.
         """
         known = [each for each in self.outcomes if each.steps > 1]
         return [each.predicted_step_s / each.measured_step_s - 1 for each in known]
 
     @property
     def stall_errors(self) -> list[float]:
-        """The same of the stall of decisions after a loss that no other one overtook; restarts as they are charged."""
+        """predicted / measured - 1 of the stall of carried out decisions after a loss; restarts as charged."""
         charged_s = {outage.generation: outage.charged_s for outage in self.outages}
         known = [each for each in self.outcomes if each.generation in charged_s and each.measured_stall_s > 0]
         return [each.predicted_stall_s / (each.measured_stall_s + charged_s[each.generation]) - 1 for each in known]
@@ -226,5 +226,5 @@ def _outcomes_of(run: Path, generations: Collection[int]) -> list[dict[str, Any]
 
 
 def mean_size(errors: Sequence[float]) -> float:
-    """Mean of their sizes; not a number where there are none."""
+    """Return the mean of the absolute errors; NaN if there are none."""
     return statistics.fmean(map(abs, errors)) if errors else math.nan

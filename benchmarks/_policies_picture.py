@@ -31,11 +31,11 @@ _LEFT: Final = 0.015  # of the width
 def draw(
     path: Path, *, title: str, about: str, runs: Mapping[str, Observed], undisturbed_per_s: float, scale: float
 ) -> None:
-    """Draw the throughput of each policy by that without a failure, in an SVG or PNG file.
+    """Draw the throughput of each policy relative to failure-free throughput, in an SVG or PNG file.
 
     Args:
-        undisturbed_per_s: samples per second of the wall clock before anything fails.
-        scale: seconds of the wall clock that a second of the time axis takes.
+        undisturbed_per_s: samples per second of the wall clock before the first failure.
+        scale: seconds of the wall clock per second of the time axis.
     """
     height = _TOP + _ROW * len(runs) + _BOTTOM
     figure = Figure(figsize=(_WIDTH, height), dpi=130)

@@ -1,4 +1,4 @@
-"""What the runs of `benchmarks.policies` come to: tables, pictures, and what has to be reached."""
+"""Results of `benchmarks.policies`: tables, pictures and bars."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["COLUMNS", "OURS", "PUBLISHED", "Found", "bars", "draw", "markdown", 
 
 OURS: Final = "chameleon"
 PUBLISHED: Final = {"oobleck": 1.229, "recycle": 1.355}
-"""By which the paper's system was faster on average, "up to"."""
+"""Largest average speed-up of the paper's system over each baseline."""
 COLUMNS: Final = (
     "scenario",
     "policy",
@@ -39,14 +39,14 @@ _STEP_ERROR, _STALL_ERROR = 0.02, 0.15
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was observed of a scenario, by policy."""
+    """Observations of a scenario, by policy."""
 
     scenario: Scenario
     runs: Mapping[str, Observed]
 
     @property
     def undisturbed_s(self) -> float:
-        """Median step before anything fails, of all policies: they begin alike."""
+        """Median step before the first failure, over all policies, which start with the same plan."""
         steps = [step_s for observed in self.runs.values() for step_s in observed.undisturbed_steps_s]
         if not steps:
             raise SystemExit(f"{self.scenario.name}: no step was measured before the first loss")
@@ -59,17 +59,17 @@ class Found:
         return samples / self.undisturbed_s
 
     def share(self, policy: str) -> float:
-        """Average throughput by that without a failure."""
+        """Return average throughput / failure-free throughput."""
         return self.runs[policy].samples_per_s / self.undisturbed_per_s
 
     def ahead_of(self, policy: str) -> float | None:
-        """Our average throughput by that of another policy; None where one of both was not run, or trained nothing."""
+        """Return our average throughput / another policy's; None if one of them was not run or trained nothing."""
         if not {OURS, policy} <= self.runs.keys() or not self.runs[policy].samples_per_s:
             return None
         return self.runs[OURS].samples_per_s / self.runs[policy].samples_per_s
 
     def kept(self, policy: str) -> float | None:
-        """Throughput after the last recovery by that without a failure; None where no step was measured after it."""
+        """Return throughput after the last recovery / failure-free throughput; None if it was not measured."""
         step_s = self.runs[policy].last_step_s
         return None if step_s is None else self.undisturbed_s / step_s
 
@@ -92,7 +92,7 @@ class Found:
         )
 
     def to_json(self, policy: str, scale: float) -> dict[str, Any]:
-        """All of it; seconds are those of the emulated devices."""
+        """Return all figures; seconds are those of the emulated devices."""
         observed = self.runs[policy]
         return {
             "scenario": self.scenario.name,
@@ -116,12 +116,12 @@ class Found:
 
 
 def rows(found: Iterable[Found], scale: float) -> tuple[tuple[str, ...], ...]:
-    """The table, by scenario and policy; seconds are those of the emulated devices."""
+    """Return the table by scenario and policy; seconds are those of the emulated devices."""
     return tuple(each.row(policy, scale) for each in found for policy in each.runs)
 
 
 def markdown(found: Sequence[Found]) -> str:
-    """A row for each scenario. Of ours, average throughput and that of the last plan; of others, ours by theirs."""
+    """Return a row per scenario: our average throughput, that of our last plan, and ours / each other policy's."""
     others = list(dict.fromkeys(policy for each in found for policy in each.runs if policy != OURS))
     return markdown_table(
         ["scenario", f"`{OURS}`", "after recovery", *(f"by `{policy}`" for policy in others)],
@@ -141,7 +141,7 @@ def _summary(each: Found, others: Iterable[str]) -> list[str]:
 
 
 def results(found: Sequence[Found], scale: float) -> dict[str, Any]:
-    """All that is in the table, and the scenarios in words."""
+    """Return all figures of the table, and the descriptions of the scenarios."""
     return {
         "emulated": True,
         "published_up_to": PUBLISHED,
@@ -164,7 +164,7 @@ def draw(found: Iterable[Found], folder: Path, scale: float) -> None:
 
 
 def bars(found: Sequence[Found]) -> tuple[Bar, ...]:
-    """What has to be reached, as far as there are runs to say so."""
+    """Return the bars for which there are runs."""
     ours = [each for each in found if OURS in each.runs]
     return (*_against_others(ours), *_after_one_loss(ours), *_published(ours), *_predictions(ours))
 
@@ -200,9 +200,9 @@ def _after_one_loss(ours: Sequence[Found]) -> Iterable[Bar]:
 
 
 def _published(ours: Sequence[Found]) -> Iterable[Bar]:
-    """Both in one realistic scenario: of the two, how far the lesser one reaches, in the best of these scenarios.
+    """Return the bar for both baselines: the smaller advantage over the two, in the best realistic scenario.
 
-    A run that could not go on does not count: the system that it stands for would have begun anew.
+    Runs that could not continue do not count, because the systems that they stand for would have restarted.
     """
     reached = []
     for each in ours:

@@ -1,4 +1,4 @@
-"""Runs one policy through one scenario: losses come by the clock, whatever step the run is in."""
+"""Runs one policy through one scenario; losses come at given times, whatever step the run is in."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _FROM_CHECKPOINT: Final = ("restart", "checkpoint")
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds since the window began, by the wall clock; a restart takes longer by it than it does in the run.
+    """Seconds of the wall clock since the window began, plus the charged time of restarts.
 
-    A run goes back to a checkpoint at once, for its processes are still there. What that would really cost is added
-    here, so that the run finds itself later, and what was to happen meanwhile happens when it goes on.
+    A run returns to a checkpoint at once, because its processes still exist. The assumed cost of a real restart is
+    added here, so events that were due in the meantime happen when the run resumes.
     """
 
     began_at: float
@@ -45,7 +45,7 @@ class Clock:
 
 @dataclass(slots=True)
 class _Tail:
-    """The lines of a file that is being written, as they come."""
+    """Yields the lines of a file while it is being written."""
 
     path: Path
     _rest: bytes = b""
@@ -62,7 +62,7 @@ class _Tail:
 
 @dataclass(slots=True, kw_only=True)
 class _Watch:
-    """Follows a live run through its files, and kills its workers when their time has come."""
+    """Follows a live run through its files, and kills its workers at the given times."""
 
     run: RunDirectory
     losses: list[Loss]
@@ -82,8 +82,8 @@ class _Watch:
         self.metrics, self.events = _Tail(self.run.metrics_file), _Tail(self.run.events_file)
 
     def look(self) -> float:
-        """Take in what is new and do what is due; return the seconds since the window began, less than 0 before."""
-        # Events first: what a restart is charged with comes before the steps that follow it.
+        """Read new records and kill workers that are due; return the seconds since the start of the window."""
+        # Events first, because the charge of a restart comes before the steps that follow it.
         for event in self.events.new():
             self._event(event)
         now = time.time()
@@ -147,12 +147,12 @@ def observe(
 ) -> Observed:
     """Run `config` in the directory `run` for a window of `duration_s`, which begins with its third commit.
 
-    After the window it goes on until the step in force is committed, and is interrupted.
+    After the window the current step is completed, and the run is interrupted.
 
     Args:
-        losses: who is killed when; who is not live then is skipped.
-        restart_s: what going back to a checkpoint is charged with; see `Clock`.
-        timeout_s: what may pass before the window begins, and between its end and the next commit.
+        losses: workers and times of the losses; workers that are not live then are skipped.
+        restart_s: charged time of a return to a checkpoint; see `Clock`.
+        timeout_s: limit of the time before the window, and between its end and the next commit.
     """
     run.parent.mkdir(parents=True, exist_ok=True)
     file, log = write_config(config, run.with_suffix(".toml")), run.with_suffix(".log")
@@ -180,7 +180,7 @@ def observe(
 
 
 def _watched(watch: _Watch, process: subprocess.Popen[bytes], *, timeout_s: float) -> str | None:
-    """Watch until the first commit after the window; return why the run ended before that, if it did."""
+    """Watch until the first commit after the window; return the reason if the run ended before that."""
     began = time.monotonic()
     over: float | None = None
     while True:
@@ -202,7 +202,7 @@ def _watched(watch: _Watch, process: subprocess.Popen[bytes], *, timeout_s: floa
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run at once, which is what a second Ctrl-C does."""
+    """End a run at once, as a second Ctrl-C does."""
     for _ in range(2):
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

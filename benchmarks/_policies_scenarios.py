@@ -1,4 +1,4 @@
-"""What happens to the workers in each scenario of `benchmarks.policies`, and on which cluster."""
+"""The losses and the cluster of each scenario of `benchmarks.policies`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BURSTS: Final = {"rare": 1, "medium": 2, "frequent": 4}
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Workers that are killed at once, in seconds after the window has begun."""
+    """Workers that are killed at once, in seconds after the start of the window."""
 
     at_s: float
     workers: tuple[int, ...]
@@ -29,19 +29,19 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Who is lost how often, and on which cluster.
+    """Frequency and kind of losses, and the cluster.
 
     Attributes:
-        about: it in words.
+        about: description.
         events: losses in a window, at times drawn uniformly from its first four fifths: a Poisson process, given the
             number of its events.
         burst: workers of one host that are lost in each of them.
-        returns: whether a lost worker is started again, a tenth of the window later.
+        returns: whether a lost worker is restarted, a tenth of the window later.
         fixed: the workers that are lost, all at once after a tenth of the window, if nothing is drawn.
-        hosts_hold: what the workers of a host have at the start: all stages of some pipelines, or one stage of all.
+        hosts_hold: the initial placement on a host: all stages of some pipelines, or one stage of all.
         inter_host_bytes_per_s: bandwidth between hosts; that of the profile if None.
-        split_backward: how the run begins.
-        realistic: whether it is one that the docs describe and justify.
+        split_backward: whether the run starts with split backward.
+        realistic: whether the docs describe and justify it.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Scenario:
     realistic: bool = False
 
     def back_after_s(self, duration_s: float) -> float:
-        """Seconds until a lost worker is started again, in a window of so many."""
+        """Return the seconds until a lost worker is restarted, in a window of `duration_s`."""
         return _BACK_AFTER * duration_s
 
     def worker_mtbf_s(self, *, workers: int, duration_s: float) -> float | None:
-        """The truth for runs to know: seconds between two failures of one worker; None for as many as are usual.
+        """Return the true seconds between two failures of one worker; None for the default.
 
         Workers of a host that are lost together are one failure.
         """
@@ -89,9 +89,9 @@ def _matrix() -> list[Scenario]:
 
 
 def _half_host(*, returns: bool) -> Scenario:
-    """Four of the eight workers of a host are lost, those behind one of its sockets.
+    """Return the scenario in which half of a host is lost: four of its eight workers, behind one socket.
 
-    Hosts hold one stage each where data-parallel ranks have successive numbers, as Megatron-LM gives them.
+    A host holds one stage if data-parallel ranks have successive numbers, as in Megatron-LM.
     """
     return Scenario(
         name=f"half-host{'-returning' if returns else ''}",
@@ -119,7 +119,7 @@ SCENARIOS: Final = {
 
 
 def pipelines(scenario: Scenario, workers: int) -> list[int]:
-    """The workers in the order of pipelines, and of stages in each; workers of a host have successive numbers."""
+    """Return the workers by pipeline and stage; workers of a host have successive numbers."""
     dp = workers // PP
     if scenario.hosts_hold == "pipelines":
         return list(range(workers))
@@ -127,9 +127,9 @@ def pipelines(scenario: Scenario, workers: int) -> list[int]:
 
 
 def schedule(scenario: Scenario, *, workers: int, duration_s: float, seed: int) -> tuple[Loss, ...]:
-    """Draw who is lost when, the same for equal arguments.
+    """Draw workers and times of the losses, deterministically.
 
-    Never more than half of the workers at a time: what is beyond that is left out.
+    At most half of the workers are lost at a time; further losses are omitted.
     """
     if scenario.fixed:
         return (Loss(_FIXED_AT * duration_s, tuple(worker % workers for worker in scenario.fixed)),)

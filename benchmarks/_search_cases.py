@@ -1,4 +1,4 @@
-"""What the parts of `benchmarks.search` share: what they hand back, and the clusters of the presets."""
+"""Shared parts of `benchmarks.search`: the result of a part, and the clusters of the presets."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["DEVICE", "MODELS", "PartReport", "preset_costs", "spread_losses"]
 
 DEVICE: Final = "h100-80g"
 MODELS: Final = ("llama2-7b", "llama2-13b", "llama3-8b", "qwen2.5-7b")
-"""Presets that a worker of one device can hold a few blocks of."""
+"""Presets of which a worker with one device can hold a few blocks."""
 
 _MICRO_BATCHES_PER_WORKER: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """What a part adds to the report: rows of (question, median and extremes, what else there is to say), and so on."""
+    """The result of a part: rows of (question, median and extremes, remarks), bars and raw data."""
 
     rows: tuple[tuple[str, str, str], ...]
     bars: tuple[Bar, ...]
@@ -30,12 +30,12 @@ class PartReport:
 
 
 def spread_losses(workers: int, count: int) -> tuple[int, ...]:
-    """`count` of the workers, evenly spread over hosts and stages."""
+    """Return `count` of the workers, evenly spread over hosts and stages."""
     return tuple(range(0, workers, max(1, workers // count)))[:count]
 
 
 def preset_costs(model: str, workers: int, lost: tuple[int, ...] = (), *, gradients: bool = True) -> CostModel:
-    """A preset on hosts of eight, less those that are lost; gradient sync is free without `gradients`."""
+    """Return a preset on hosts of eight without the lost workers; without `gradients`, gradient sync is free."""
     rates = device(DEVICE)
     workload = derive_workload(
         model_shape(model), rates, micro_batch_size=1, micro_batches=_MICRO_BATCHES_PER_WORKER * workers

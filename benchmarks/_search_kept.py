@@ -1,8 +1,8 @@
-"""What throughput a loss leaves, of a layout that every worker could hold any part of: part `kept` of the search.
+"""Throughput after a loss, for layouts of which every worker could hold any part: part `kept` of the search.
 
-Of the whole layout, and of what is left of it after a loss, the best program counts, in the better of both backward
-modes. Memory is unlimited. 1 is failure-free throughput times surviving capacity; more is possible where the search
-finds better pipelines than those of the layout.
+The layout before the loss and the plan after it each count with their best program, in the better backward mode. Memory
+is unlimited. 1 is failure-free throughput times surviving capacity; the ratio exceeds 1 where the search finds better
+pipelines than those of the layout.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _PROGRESS_EVERY: Final = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A loss, and the plan that was found for those who are left."""
+    """A loss, and the plan that was found for the survivors."""
 
     lost: tuple[int, ...]
     workers: int
-    """Before the loss."""
+    """Layout before the loss."""
     failure_free_s: float
     found: FoundPlan
 
     @property
     def share(self) -> float:
-        """Throughput after the loss, of surviving capacity times failure-free throughput."""
+        """Throughput after the loss / (surviving capacity * failure-free throughput)."""
         return self.of(self.failure_free_s)
 
     def of(self, failure_free_s: float) -> float:
-        """The same of another failure-free step."""
+        """Return `kept` relative to another failure-free step."""
         return failure_free_s / self.found.step_s / (1 - len(self.lost) / self.workers)
 
     def to_json(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Kept:
 
 
 def kept_throughput(*, singles: int, multiples: int, seed: int) -> PartReport:
-    """Measure as many single losses, from worker 0 on, and as many seeded losses of two to four workers."""
+    """Measure `count` single losses, from worker 0 on, and as many seeded losses of two to four workers."""
     costs = _costs()
     plan, failure_free_s = _whole_layout(costs)
     fused = _layout(costs, split_backward=False)
@@ -111,7 +111,7 @@ def _layout(costs: CostModel, *, split_backward: bool) -> Plan:
 
 
 def _whole_layout(costs: CostModel) -> tuple[Plan, float]:
-    """The layout in the faster of both backward modes, and what its step takes."""
+    """Return the layout in the faster backward mode, and its step time."""
     plans = [_layout(costs, split_backward=split) for split in (True, False)]
     timed = [(_step_s(plan, best_program(plan, costs).program, costs), plan) for plan in plans]
     step_s, plan = min(timed, key=lambda each: each[0])

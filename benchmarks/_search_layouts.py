@@ -1,7 +1,7 @@
-"""The part `layouts` of `benchmarks.search`: presets beside the best symmetric layout with any recomputation.
+"""Part `layouts` of `benchmarks.search`: presets beside the best symmetric layout with any recomputation.
 
-A symmetric layout is DP x PP with the layers cut evenly, 1F1B limits and split backward, its first stages recomputing:
-what an engineer writes down by hand.
+A symmetric layout is DP x PP with equal stages, 1F1B limits, split backward, and recomputation in its first stages: the
+layout that an engineer would write by hand.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["compared_layouts"]
 
 _WORKERS: Final = (8, 16, 24, 32, 40, 48, 64, 96, 128, 256, 512)
 _SHARES: Final = (1, 2, 3, 4, 6, 8)
-# Links between hosts, bytes per second: 100 Gbit/s, 400 Gbit/s, and as the preset has it.
+# Links between hosts, bytes per second: 100 Gbit/s, 400 Gbit/s, and the preset's own.
 _LINKS: Final = (12.5e9, 50e9, None)
 # A step with more operations than this is not scheduled for the comparison.
 _MOST_OPERATIONS: Final = 400_000
@@ -74,7 +74,7 @@ class Compared:
 
 
 def compared_layouts(*, seed: int, count: int) -> PartReport:
-    """So many drawn cases, each beside its best symmetric layout."""
+    """Measure drawn cases, each beside its best symmetric layout."""
     compared: list[Compared] = []
     for number, case in enumerate(layout_cases(seed, count)):
         progress(f"layouts: {number + 1} of {count}, {case.name}")
@@ -131,7 +131,7 @@ def _shown(values: Sequence[float], form: str) -> str:
 
 
 def layout_cases(seed: int, count: int) -> Iterator[LayoutCase]:
-    """Presets on 8 to 512 workers with 1 to 8 micro-batches for each; every other one has little memory."""
+    """Yield presets on 8 to 512 workers with 1 to 8 micro-batches per worker; every other one has little memory."""
     rng = random.Random(seed)
     number = 0
     while number < count:
@@ -143,7 +143,7 @@ def layout_cases(seed: int, count: int) -> Iterator[LayoutCase]:
         workload = derive_workload(model_shape(model), rates, micro_batch_size=1, micro_batches=micro_batches)
         state = sum(layer.param_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in workload.layers)
         most = rates.memory_bytes
-        # Half of them have to recompute: the state of the model takes most of what a few pipelines have.
+        # Half of them have to recompute: the state of the model takes most of the memory of a few pipelines.
         tight = state > 0.45 * workers * most
         if tight != bool(number % 2) or state > 0.93 * workers * most:
             continue
@@ -156,7 +156,7 @@ def layout_cases(seed: int, count: int) -> Iterator[LayoutCase]:
 
 
 def best_symmetric(costs: CostModel) -> Symmetric | None:
-    """The fastest DP x PP of split backward with the fewest first stages recomputing that fits; None if none does."""
+    """Return the fastest fitting DP x PP with split backward and fewest recomputing first stages, or None."""
     workers, layers = len(costs.cluster.workers), len(costs.workload.layers)
     best: Symmetric | None = None
     for pp in range(1, min(workers, layers) + 1):
@@ -176,7 +176,7 @@ def _divisor(number: int, most: int) -> int:
 
 
 def _fewest_recomputing(costs: CostModel, dp: int, pp: int, best_s: float) -> Symmetric | None:
-    """By bisection over how many of the first stages recompute; the more of them, the less memory is needed."""
+    """Find by bisection how many first stages have to recompute; the more, the less memory is needed."""
     weights = [layer.forward_s + layer.least_backward_s for layer in costs.workload.layers]
     ranges = split_layers(weights, pp)
     slowest_s = max(sum(weights[layer] for layer in own) for own in ranges)
@@ -191,7 +191,7 @@ def _fewest_recomputing(costs: CostModel, dp: int, pp: int, best_s: float) -> Sy
 
 
 def _placed_s(costs: CostModel, ranges: tuple[LayerRange, ...], dp: int, recomputing: int, *, by_stage: bool) -> float:
-    """With neighbours of a pipeline, or holders of a stage, on neighbouring workers."""
+    """Return the layout with neighbours of a pipeline, or holders of a stage, on neighbouring workers."""
     pp, workload = len(ranges), costs.workload
     ids = np.array([worker.id for worker in costs.cluster.workers][: dp * pp])
     grid = ids.reshape(pp, dp).T if by_stage else ids.reshape(dp, pp)

@@ -1,7 +1,7 @@
 """`find_plan` beside the published planners, with fused and with split backward: part `planners` of the search.
 
-Small generated instances (unequal layers, workers, memory, messages; no gradient sync), and presets that have lost
-workers, with gradient sync. Times are of this process' processor, so that neighbours count little.
+Cases are small generated instances (unequal layers, workers, memory, messages; no gradient sync), and presets after
+losses, with gradient sync. Times are processor times of this process, which other processes affect little.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RIVALS: Final = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versus:
-    """One instance and one rival: seconds of both steps, infinite where nothing was found, and of both searches."""
+    """One instance and one rival: seconds of both steps, infinite if no plan was found, and of both searches."""
 
     group: str
     instance: str
@@ -65,12 +65,12 @@ class Versus:
 
     @property
     def ratio(self) -> float:
-        """How many times as long as ours the rival's step takes; below 1 it is the better one."""
+        """The rival's step / ours; below 1 the rival is better."""
         return self.rival_s / self.found_s
 
     @property
     def worse(self) -> bool:
-        """Whether ours is the slower step."""
+        """Whether our step is slower."""
         return self.comparable and self.ratio < 1 - _ROUNDING
 
     def to_json(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Versus:
 def compared_planners(
     *, instances: int, models: Sequence[str], sizes: Sequence[int], losses: Sequence[int]
 ) -> PartReport:
-    """Compare on as many generated instances, and on the presets of these sizes after so many losses."""
+    """Compare on `count` generated instances, and on the presets of these sizes after losses."""
     every: list[Versus] = []
     for number, (name, costs) in enumerate(_generated(instances)):
         if number % _PROGRESS_EVERY == 0:
@@ -110,7 +110,7 @@ def compared_planners(
 
 
 def compare(costs: CostModel, rivals: Iterable[Rival], *, group: str, name: str) -> list[Versus]:
-    """Ask `find_plan` once, and each rival."""
+    """Run `find_plan` once, and each rival."""
     found_s, found_search_s = _timed(lambda: find_plan(costs).best.step_s)
     every = []
     for rival in rivals:
@@ -131,7 +131,7 @@ def compare(costs: CostModel, rivals: Iterable[Rival], *, group: str, name: str)
 
 
 def _timed(step_s: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of the step that is found, infinite if none is, and of looking for it."""
+    """Return the seconds of the step that is found, infinite if none is, and of the search."""
     start = time.process_time()
     try:
         found_s = step_s()

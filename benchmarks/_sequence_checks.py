@@ -1,4 +1,4 @@
-"""What must hold of a run whatever fails in it, looked up in the records that it leaves behind."""
+"""Properties that hold of a run whatever fails in it, checked in its records."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _NEEDS_MORE_THAN_HOLDERS: Final = ("restart", "drop-replica")  # a checkpoint, o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What became of a run.
+    """The result of a run.
 
     Attributes:
-        ended: "finished", or "stopped" where it had to end with an error.
-        problems: what does not hold, in words; empty for a run that passes.
+        ended: "finished", or "stopped" if it had to end with an error.
+        problems: violated properties; empty for a run that passes.
         worst_loss: largest relative deviation of a step's loss from that of the plain loop.
-        worst_grad_norm: the same of the gradient's norm.
-        fired: the failures that came to happen.
-        policies: what was done about them, in order.
-        transitions: changes of placement that were carried through.
-        repeated_steps: after a return to a checkpoint.
+        worst_grad_norm: largest relative deviation of the norm of a step's gradient.
+        fired: the failures that happened.
+        policies: policies that were carried out, in order.
+        transitions: changes of placement that were completed.
+        repeated_steps: steps repeated after a return to a checkpoint.
     """
 
     ended: str
@@ -65,7 +65,7 @@ class Findings:
 
 
 def look_at(run: RunDirectory, *, exit_code: int) -> Findings:
-    """Read all records of a run that has ended, train it once more in a plain loop, and compare."""
+    """Read all records of a run that has ended, repeat it in a plain loop, and compare."""
     records = _Records(run)
     verification = Verification.of(repeat_run(run), tolerance=LOSS_TOLERANCE)
     problems = [
@@ -91,7 +91,7 @@ def look_at(run: RunDirectory, *, exit_code: int) -> Findings:
 
 
 class _Records:
-    """What a run has left behind."""
+    """The records of a run."""
 
     def __init__(self, run: RunDirectory) -> None:
         config = run.config()
@@ -111,7 +111,7 @@ class _Records:
         return [event for event in self.events if event["event"] == name]
 
     def may_lack_a_holder(self, failure: FailureRecord) -> bool:
-        """Whether some layer had no live holder in a placement that may have been in force at this failure."""
+        """Return whether a layer had no live holder in a placement that may have been active at this failure."""
         since = max((step.generation for step in self.steps if step.generation < failure.generation), default=1)
         lost = {other.worker for other in self.failures if other.generation <= failure.generation}
         return any(
@@ -122,7 +122,7 @@ class _Records:
 
 
 def _end(records: _Records, exit_code: int) -> Iterator[str]:
-    """A run comes to its end, or says why it cannot; and then it is right."""
+    """A run completes or gives the reason why it cannot, and that reason is right."""
     summary, config = records.summary, records.config
     committed = {record.step for record in records.steps}
     if exit_code == 0:
@@ -139,7 +139,7 @@ def _end(records: _Records, exit_code: int) -> Iterator[str]:
 
 
 def _losses(records: _Records, verification: Verification) -> Iterator[str]:
-    """Every step is the plain loop's, also where it was trained a second time."""
+    """Every step equals the plain loop's, also if it was trained a second time."""
     if verification.first_step_outside is not None or verification.max_relative_grad_norm_deviation > (
         _GRAD_NORM_TOLERANCE
     ):
@@ -153,7 +153,7 @@ def _losses(records: _Records, verification: Verification) -> Iterator[str]:
 
 
 def _steps(records: _Records) -> Iterator[str]:
-    """No step is left out, and none is trained again but after a return to a checkpoint."""
+    """No step is omitted, and none is repeated except after a return to a checkpoint."""
     config, steps = records.config, records.steps
     for before, after in pairwise(steps):
         first = records.plans[after.generation].first_step
@@ -173,13 +173,13 @@ def _steps(records: _Records) -> Iterator[str]:
 
 
 def _lost_workers(records: _Records) -> Iterator[str]:
-    """Lost are those that were made to fail, and nobody plans with a lost one."""
+    """Lost workers are those that were made to fail, and no plan uses a lost worker."""
     failed = Counter(fault["worker"] for fault in records.faults)
     lost = Counter(failure.worker for failure in records.failures)
     if failed != lost:
         causes = [(f.worker, f.cause, f.noticed_by) for f in records.failures]
         yield f"made to fail were workers {sorted(failed)}, and lost are {causes}"
-    losses: Counter[int] = Counter()  # less the returns, of which one may be recorded first
+    losses: Counter[int] = Counter()  # less the returns, the first of which may be recorded before the loss
     for event in records.events:
         if event["event"] == "failure":
             losses[event["worker"]] += 1
@@ -196,7 +196,7 @@ def _lost_workers(records: _Records) -> Iterator[str]:
 
 
 def _decisions(records: _Records) -> Iterator[str]:
-    """What is chosen is feasible, the best of what is, and what is done."""
+    """The chosen candidate is feasible, the best of the feasible ones, and carried out."""
     for number, event in enumerate(records.events):
         if event["event"] != "decision":
             continue
@@ -219,7 +219,7 @@ def _decisions(records: _Records) -> Iterator[str]:
 
 
 def _returns(records: _Records) -> Iterator[str]:
-    """Who goes back to a checkpoint has to."""
+    """A run returns to a checkpoint only if it has to."""
     if records.config.recovery.policy in _NEEDS_MORE_THAN_HOLDERS:
         return
     for failure in records.failures:
@@ -228,7 +228,7 @@ def _returns(records: _Records) -> Iterator[str]:
 
 
 def _transitions(records: _Records) -> Iterator[str]:
-    """What has moved is what was planned: of every layer its parameters, and what the optimizer keeps of them."""
+    """The moved state is the planned one: the parameters of every layer and their optimizer state."""
     for event in records.of_kind("transition"):
         if event["moved_bytes"] != event["planned_bytes"]:
             yield f"what moved is not what was planned: {event}"

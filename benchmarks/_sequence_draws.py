@@ -1,4 +1,4 @@
-"""Sequences of failures, drawn: a number gives a run's layout, policy and batch, and who fails when, where and how."""
+"""Drawn sequences of failures: a number gives a run's layout, policy, batch and failures."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _MOST_LOSSES: Final = 4
 _KINDS: Final[tuple[FailureKind, ...]] = ("kill", "kill", "kill", "hang", "disconnect")
 _IN_A_STEP: Final[tuple[FailurePhase, ...]] = ("forward", "backward", "sync", "vote", "optimizer")
 _IN_A_RECOVERY: Final[tuple[FailurePhase, ...]] = ("recovery", "transfer", "confirm", "switch")
-_FIRST_HANG: Final = 2  # before a step is done, nothing but the heartbeats tells a hang
-_BY_CHECKPOINT: Final = "restart"  # the policy that begins anew after every loss
+_FIRST_HANG: Final = 2  # before the first step, only the heartbeats detect a hang
+_BY_CHECKPOINT: Final = "restart"  # the policy that restarts after every loss
 _WITHOUT_MOVES: Final = ("reroute", "recycle", _BY_CHECKPOINT)  # whose recoveries have no transition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnRun:
-    """One drawn run. `str` of it is one line that says all.
+    """One drawn run; `str` gives all of it in one line.
 
     Attributes:
-        seed: what it was drawn from; of the model's weights and the order of the samples, too.
-        blocks: of the model, beside embedding and head.
+        seed: of the draw, the model's weights and the order of samples.
+        blocks: blocks of the model, beside embedding and head.
         checkpoint_every: steps between two checkpoints; 0 for none.
-        failures: no worker twice, unless lost workers come back.
+        failures: at most one per worker, unless lost workers come back.
         respawn: whether they do.
     """
 
@@ -68,18 +68,18 @@ class DrawnRun:
 
 
 def draw(seed: int, *, joins: bool = False) -> DrawnRun:
-    """Draw a run; the same for the same arguments, on any machine.
+    """Draw a run deterministically, on any machine.
 
     Without checkpoints fewer workers fail than every layer has holders at first. Even so a policy may leave a layer
-    with fewer, and with checkpoints the first may not be there yet when it is needed: such a run has to end with an
-    error that says so.
+    with fewer, and with checkpoints the first one may be needed before it exists: such a run has to end with an error
+    that says so.
 
     Args:
         joins: whether lost workers may come back.
     """
     rng = random.Random(seed)
     layouts = [(d, p) for d in range(1, 5) for p in range(1, 5) if 2 <= d * p <= _MOST_WORKERS]
-    # The more workers and pipelines, the more can fail, and the more ways there are to go on.
+    # The more workers and pipelines, the more can fail, and the more kinds of recovery there are.
     (dp, pp), *_ = rng.choices(layouts, weights=[d * d * p for d, p in layouts])
     policy: PolicyName = rng.choice(get_args(PolicyName))
     checkpoint_every = rng.choice((1, 2, 3) if dp == 1 or policy == _BY_CHECKPOINT else (0, 1, 2, 3))
@@ -104,7 +104,7 @@ def draw(seed: int, *, joins: bool = False) -> DrawnRun:
 
 
 def _failures(rng: random.Random, run: DrawnRun, count: int) -> tuple[Failure, ...]:
-    """Spread `count` failures over a few steps; of those of one step, some are in the recovery from the others."""
+    """Spread `count` failures over a few steps; some happen during the recovery from others of their step."""
     everyone = range(run.workers)
     workers = rng.choices(everyone, k=count) if run.respawn else rng.sample(everyone, count)
     steps = sorted(rng.choice(range(1, run.steps - 1)) for _ in range(rng.randint(1, count)))

@@ -1,7 +1,7 @@
 """The Llama job, with a stamp at each forward of layer 0 and at each update.
 
-Every system that is compared trains this job, so the same clock, at the same two places of the user's own code, says
-what each of them did. A stamp is one write of a line, some microseconds.
+Every compared system trains this job, so one clock, at the same two places of the user's code, times all of them. A
+stamp is one write of a line, some microseconds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _FOLDER = "stamps"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stamp:
-    """One thing that a process did.
+    """One event of a process.
 
     Attributes:
         time: Unix seconds.
         process: its id.
         event: the first layer begins a micro-batch, or the optimizer is about to update.
-        step: of an update; a layer is not told its step.
+        step: of an update; a layer does not know its step.
     """
 
     time: float
@@ -64,7 +64,7 @@ def job(config: TrainConfig) -> Job:
 
 
 def read_stamps(run: Path) -> list[Stamp]:
-    """Return the stamps of all processes of a run, in the order of time."""
+    """Return the stamps of all processes of a run, ordered by time."""
     found = [
         Stamp(**json.loads(line))
         for file in (run / _FOLDER).glob("*.jsonl")
@@ -74,7 +74,7 @@ def read_stamps(run: Path) -> list[Stamp]:
 
 
 class _Stamper:
-    """Appends stamps to a file of the process that calls it; processes that are forked from it get their own."""
+    """Appends stamps to a file of the calling process; forked processes get their own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -94,5 +94,5 @@ class _Stamper:
 
 
 def _stamp_forward(stamp: Callable[[str], None], inputs: tuple[Tensor, ...]) -> None:
-    if not inputs[0].is_meta:  # shapes are found by running the layers on no data
+    if not inputs[0].is_meta:  # boundary shapes are found by running the layers on the meta device
         stamp("forward")

@@ -1,4 +1,4 @@
-"""The same training under torchft: a lighthouse and its replicas, and what they left."""
+"""Training under torchft: starting a lighthouse and its replicas, and reading their records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OF_A_REPLICA = ("heartbeat_ms", "timeout_ms")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How torchft looks for lost replicas; None leaves its own default."""
+    """Timeouts by which torchft detects lost replicas; None leaves its default."""
 
     heartbeat_ms: int | None = None
     """Interval of a replica's heartbeats."""
@@ -53,7 +53,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One try of a replica to make a step."""
+    """One attempt of a replica at a step."""
 
     time: float
     step: int
@@ -63,7 +63,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exclusion:
-    """How torchft dealt with a kill. Times are in seconds."""
+    """The recovery of torchft from a kill. Times are in seconds."""
 
     replica: int
     until_commit_s: float
@@ -110,14 +110,14 @@ def train(
 
 
 def attempts_of(out: Path, replica: int) -> list[Attempt]:
-    """Return what a replica tried, in order."""
+    """Return the attempts of a replica, in order."""
     file = out / f"replica-{replica}.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return [Attempt(**json.loads(line)) for line in lines]
 
 
 def exclusion_of(out: Path, *, replica: int) -> Exclusion | None:
-    """Return how the run in `out` dealt with the kill of `replica`; None where no step was made without it."""
+    """Return the recovery of the run in `out` from the kill of `replica`; None if no step was made without it."""
     fault = FaultLog(out / "faults.jsonl").last(replica)
     if fault is None:
         raise SystemExit(f"{out}: the kill was not recorded")

@@ -1,8 +1,8 @@
-"""One replica of the same training under torchft: the whole model in one process, its share of the micro-batches.
+"""One replica under torchft: the whole model in one process, with its share of the micro-batches.
 
-Runs in the environment that torchft is installed in. The gradients lie in one flat buffer and are averaged by the
-manager's fault tolerant all-reduce; the update is made where the manager commits. A replica that is lost takes its
-share of the batch with it, as torchft means it: the next steps are made of fewer samples.
+Runs in the environment that torchft is installed in. The gradients are in one flat buffer and are averaged by the
+manager's fault tolerant all-reduce; the update follows when the manager commits. The share of a lost replica is lost
+with it, by the design of torchft: the next steps have fewer samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOST = "localhost"
 
 
 class _Replica:
-    """A replica in the middle of its training."""
+    """The training state of a replica."""
 
     def __init__(self, config: TrainConfig, out: Path, *, number: int, of: int, times: dict[str, timedelta]) -> None:
         self._config, self._out, self._number = config, out, number
@@ -58,12 +58,12 @@ class _Replica:
             store_port=self._store.port,
             hostname=_HOST,
             replica_id=f"replica_{number}",
-            init_sync=False,  # all begin with the same weights
+            init_sync=False,  # all begin with equal weights
             **times,
         )
 
     def attempt(self, *, fail: bool = False) -> bool:
-        """Try to make the next step; return whether it was committed. With `fail`, end half-way by SIGKILL."""
+        """Attempt the next step; return whether it was committed. With `fail`, end by SIGKILL in its middle."""
         step = self.manager.current_step()
         size = self._config.batch.micro_batch_size
         ids = self._order.ids(step, self._config.batch.samples)
@@ -129,12 +129,12 @@ def main() -> None:
             participants = replica.manager.num_participants()
             record = {"time": time.time(), "step": step, "committed": committed, "participants": participants}
             records.write(json.dumps(record) + "\n")
-    # Its threads would keep the process from ending.
+    # Its threads would keep the process alive.
     os._exit(0)
 
 
 def _wait_for_all(out: Path, *, number: int, of: int) -> None:
-    """Wait until every replica sends heartbeats, so that the first quorum is of all."""
+    """Wait until every replica sends heartbeats, so that the first quorum has all of them."""
     (out / f"replica-{number}.ready").touch()
     while len(list(out.glob("replica-*.ready"))) < of:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The same training under torchrun: starting it and reading what it left."""
+"""Training under torchrun: starting it and reading its records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Kill", "Restart", "losses_of", "restart_of", "train"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A rank that ends itself by SIGKILL half-way through the forwards of a step."""
+    """A rank that ends itself by SIGKILL in the middle of the forwards of a step."""
 
     rank: int
     step: int
@@ -27,7 +27,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """How torchrun dealt with a kill. Times are in seconds."""
+    """The recovery of torchrun from a kill. Times are in seconds."""
 
     rank: int
     stall_s: float
@@ -40,7 +40,7 @@ class Restart:
 def train(
     config: TrainConfig, *, out: Path, timeout_s: float, checkpoint_every: int = 0, kill: Kill | None = None
 ) -> None:
-    """Train in the new directory `out` to the end. Ends the benchmark where that fails."""
+    """Train in the new directory `out` to the end. Exits if that fails."""
     out.mkdir(parents=True)
     prepare_data(config, out)
     command = [
@@ -58,7 +58,7 @@ def train(
 
 
 def restart_of(out: Path, kill: Kill) -> Restart:
-    """Return how the run in `out` dealt with its only kill."""
+    """Return the recovery of the run in `out` from its only kill."""
     fault = FaultLog(out / "faults.jsonl").last(kill.rank)
     if fault is None:
         raise SystemExit(f"{out}: the kill was not recorded")

@@ -1,4 +1,4 @@
-"""Runs whose placement changes, and what their files say of it."""
+"""Runs whose placement changes, and the transitions in their records."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _COUNTER_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """A transition that was carried out.
+    """A completed transition.
 
     Attributes:
         rounds: the messages, as (source, destination, bytes of each of its tensors).
-        moved_bytes: what the workers counted as it arrived.
-        least_bytes: the fewest that any assignment of workers to places moves.
+        moved_bytes: bytes received, as counted by the workers.
+        least_bytes: minimum over all assignments of workers to places.
         transfer_s: by the record of the run.
         regroup_s: by the record of the run.
     """
@@ -52,7 +52,7 @@ class Moved:
 def run_until(config: RunConfig, *, run: Path, event: str, count: int, timeout_s: float) -> RunDirectory:
     """Run `config` in the directory `run` until `count` generations have an event of this name, and the last a step.
 
-    Ends the benchmark where that does not come within `timeout_s`.
+    Exits if that takes longer than `timeout_s`.
     """
     run.parent.mkdir(parents=True, exist_ok=True)
     file, log = write_config(config, run.with_suffix(".toml")), run.with_suffix(".log")
@@ -75,7 +75,7 @@ def run_until(config: RunConfig, *, run: Path, event: str, count: int, timeout_s
 
 
 def moved_in(run: RunDirectory) -> list[Moved]:
-    """The transitions of a run in which something moved, in order. What moves is the state of AdamW."""
+    """Return the transitions of a run in which layers moved, in order. The moved state is that of AdamW."""
     plans = read_generation_plans(run.plans)
     tensors = layer_tensors(run.config())
     events = run.events()
@@ -90,7 +90,7 @@ def moved_in(run: RunDirectory) -> list[Moved]:
 
 
 def layer_tensors(config: RunConfig) -> list[tuple[int, ...]]:
-    """Bytes of each tensor of each layer's state under AdamW: parameters, two moments and a counter for each."""
+    """Return the bytes of each tensor of each layer's state: parameters, and two moments and a counter for each."""
     found = []
     with torch.device("meta"):
         for factory in load_job(config.job, config).layers:
@@ -102,7 +102,7 @@ def layer_tensors(config: RunConfig) -> list[tuple[int, ...]]:
 
 
 def least_bytes(old: Placement, new: Placement, *, live: Sequence[int], layer_bytes: Sequence[int]) -> int:
-    """The fewest bytes that live workers have to receive, whoever of them takes which place of the new placement."""
+    """Return the fewest bytes that live workers have to receive, over all assignments of workers to places."""
     missing = [
         [sum(layer_bytes[layer] for layer in _layers(new, place) - _layers(old, worker)) for place in new.workers]
         for worker in live
@@ -112,7 +112,7 @@ def least_bytes(old: Placement, new: Placement, *, live: Sequence[int], layer_by
 
 
 def _lost(events: Sequence[Mapping[str, Any]], transition: int) -> set[int]:
-    """Who is lost in the transition at this place, and has not joined again; losses are recorded when it is over."""
+    """Return the workers lost in this transition and not joined again; losses are recorded after it."""
     lost: set[int] = set()
     for place, event in enumerate(events):
         if event["event"] == "failure" and event["generation"] <= events[transition]["generation"]:
@@ -155,7 +155,7 @@ def _layers(placement: Placement, worker: int) -> set[int]:
 
 
 def _trained_after(run: Path, name: str, count: int) -> bool:
-    """Whether there are so many events of a name, and a step was committed in the generation of the last of them."""
+    """Return whether there are `count` events of a name, and a committed step in the generation of the last one."""
     directory = RunDirectory(run)
     if not directory.events_file.exists() or not directory.metrics_file.exists():
         return False

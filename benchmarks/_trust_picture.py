@@ -1,4 +1,4 @@
-"""Simulated over real throughput, a point for each run."""
+"""Simulated / real throughput, a point for each run."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from chameleon_ft.simulate.recorded import Change, RecordedRun, measured_paramet
 
 __all__ = ["Made", "Replayed", "constants", "made_in", "mean_error", "replayed"]
 
-_EVERY_STEP: Final = 1e-6  # seconds between checkpoints: work that is done again counts as trained, see `Clock`
+_EVERY_STEP: Final = 1e-6  # seconds between checkpoints: repeated work counts as trained, see `Clock`
 
 
 @dataclass(frozen=True)
 class Made:
-    """A run that was made: where, in which scenario, under which policy, and what was seen of it."""
+    """A recorded run: its folder, scenario, policy and observations."""
 
     folder: Path
     scenario: str
@@ -40,7 +40,7 @@ class Made:
 
     @cached_property
     def scale(self) -> float:
-        """Seconds of the wall clock that a second of the emulated devices takes."""
+        """Seconds of the wall clock per second of the emulated devices."""
         return self.run.config().emulation.time_scale
 
 
@@ -50,8 +50,8 @@ class Replayed:
 
     Attributes:
         made: the run.
-        simulated: the same policy through what the world did in it.
-        by_class: the same with pipelines counted by class; None where it was not asked for.
+        simulated: simulation of its policy with its failures and returns.
+        by_class: simulation with pipelines counted by class; None if not requested.
     """
 
     made: Made
@@ -111,7 +111,7 @@ class Replayed:
 
 
 def made_in(folders: Iterable[Path]) -> list[Made]:
-    """All runs that were made in these folders, in the order of scenarios and policies."""
+    """Return all runs in these folders, in the order of scenarios and policies."""
     return [
         Made(folder, scenario, policy)
         for folder in folders
@@ -122,9 +122,9 @@ def made_in(folders: Iterable[Path]) -> list[Made]:
 
 
 def constants(made: Made, runs: Sequence[Made]) -> Parameters:
-    """What stalls and steps take, from runs of other scenarios: of the same policy where these say it, else of all.
+    """Return stall phases and step overheads measured in other scenarios, with the same policy if possible.
 
-    What none of them says is what the simulator assumes.
+    Where there are none, the defaults of the simulator remain.
     """
     others = [other for other in runs if other.scenario != made.scenario]
     of_all = measured_parameters(other.run for other in others)
@@ -132,7 +132,7 @@ def constants(made: Made, runs: Sequence[Made]) -> Parameters:
 
 
 def replayed(made: Made, assumed: Parameters, *, by_class: bool) -> Replayed:
-    """Simulate what the world did in a run: who was killed when, and who was there again when."""
+    """Simulate a run with its recorded failures and returns."""
     known = recorded_run(made.run, assumed)
     parameters = replace(known.parameters, checkpoint_write_s=0.0)
     if parameters.has_checkpoints:
@@ -166,7 +166,7 @@ def _simulated(made: Made, known: RecordedRun, parameters: Parameters) -> Policy
 
 
 def mean_error(runs: Iterable[Replayed]) -> float:
-    """Mean size of the errors."""
+    """Return the mean of the absolute errors."""
     return statistics.fmean(abs(each.error) for each in runs)
 
 

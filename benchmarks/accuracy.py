@@ -1,10 +1,10 @@
-"""Does a step take as long as was predicted? Plans of many kinds on emulated devices, beside the wall clock.
+"""Does a step take as long as predicted? Plans of many kinds on emulated devices, beside the wall clock.
 
-Every plan is run by the real system: a process for each worker, real messages and reductions, commits and records. Only
-the devices and links are emulated: an operation lasts as long as the profile says. So what is compared is everything
-that a plan adds to the times of operations: who waits for whom, messages, sync, and the system's own work, which no
-prediction has in it. Predicted is a step of the program that was run, by the profile, before it ran; measured is the
-time from one step to the next, vote and update included.
+Every plan is run by the real system: a process per worker, real messages and reductions, commits and records. Only
+the devices and links are emulated: an operation lasts as long as the profile says. So the comparison covers what a
+plan adds to the times of operations: waiting for other workers, messages and sync, and the overhead of the system,
+which no prediction includes. Predicted is a step of the program, by the profile, before it ran; measured is the time
+from one step to the next, vote and update included.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MEAN, _WORST = 0.015, 0.04
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One plan to be run."""
+    """One plan to run."""
 
     name: str
     workers: int
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of it: seconds of a step."""
+    """The result: seconds of a step."""
 
     case: Case
     predicted_s: float
@@ -101,7 +101,7 @@ def main() -> int:
 
 
 def cases(config: RunConfig) -> Iterator[Case]:
-    """Plans of all kinds over the workers of `config`, fused and split in turn."""
+    """Yield plans of all kinds over the workers of `config`, fused and split in turn."""
     profile = profile_of_run(config)
     symmetric = {split: _symmetric(config, profile, split_backward=split) for split in (False, True)}
     yield Case("equal", config.workers, symmetric[False])
@@ -135,7 +135,7 @@ def _unequal_depths(config: RunConfig, profile: Profile, *, split_backward: bool
 
 
 def _unequal_layers(config: RunConfig, layers: int, *, split_backward: bool) -> Plan:
-    """Stages of a fifth, a fifth, two fifths and a fifth of the layers."""
+    """Cut the layers into stages of a fifth, a fifth, two fifths and a fifth."""
     cuts = [0, layers // 5, 2 * layers // 5, 4 * layers // 5, layers]
     part = [LayerRange(start, stop) for start, stop in pairwise(cuts)]
     pipelines = [part] * (config.workers // _PP)
@@ -148,7 +148,7 @@ def _pipeline(layer_costs: Sequence[float], depth: int) -> list[LayerRange]:
 
 
 def _of_pipelines(pipelines: Sequence[Sequence[LayerRange]], micro_batches: int, *, split_backward: bool) -> Plan:
-    """Pipelines of these stages, over workers 0, 1, ..., that take micro-batches in turn."""
+    """Return pipelines of these stages, over workers 0, 1, ..., that take micro-batches in turn."""
     chains: list[tuple[Hop, ...]] = []
     for stages in pipelines:
         first = sum(map(len, chains))
@@ -159,7 +159,7 @@ def _of_pipelines(pipelines: Sequence[Sequence[LayerRange]], micro_batches: int,
 
 
 def _spread_losses(workers: int, number: int) -> list[int]:
-    """Workers of different stages, and of different pipelines as long as there are enough."""
+    """Return workers of different stages, and of different pipelines if there are enough."""
     return [(index % (workers // _PP)) * _PP + index % _PP for index in range(number)]
 
 
@@ -175,7 +175,7 @@ def _run(given: argparse.Namespace, case: Case, path: Path) -> Outcome:
 
 
 def _measured(run: RunDirectory) -> Spread:
-    """From the first worker's start of a step to that of the next; not of the first, which does more than others."""
+    """Return the times between the first worker's starts of consecutive steps, without the first step."""
     starts: dict[int, float] = {}
     for recorded in read_recorded_steps(run.timelines):
         starts[recorded.step] = min(recorded.time, starts.get(recorded.step, recorded.time))

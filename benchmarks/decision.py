@@ -2,15 +2,15 @@
 
 Five parts; --parts picks some.
 
-  single    one worker is lost and nothing is prepared: all is weighed, and the program is checked, as a run does it
-  two       two are lost at once, for which nothing is ever prepared
-  prepared  one is lost after decisions were prepared, so that there is one to be looked up
+  single    one worker is lost and nothing is prepared: candidates are scored and the program is checked, as in a run
+  two       two are lost at once, for which no decision is ever prepared
+  prepared  one is lost after decisions were prepared, so that there is one to look up
   host      likewise, and a host is lost with all its workers
   run       32 emulated workers lose one, two at once, one, two and one: the time from the last answer of the survivors
-            until all have been told, as the run records it, where it was prepared and where it was not
+            until all have their orders, as recorded by the run, with and without a prepared decision
 
-In the first four, a decision is made in this process and nobody is told; kernels are loaded before, as in a run. In
-`run`, those who have been told begin at once, on the processors that the coordinator is still telling others from.
+In the first four, a decision is made in this process without sending orders; kernels are loaded before, as in a run. In
+`run`, workers that have their orders begin at once, on the processors that the coordinator still needs for the others.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ _MICRO_BATCHES: Final = 128
 _BETWEEN_HOSTS: Final = Link(latency_s=2e-5, bytes_per_s=12.5e9)
 _POLICY: Final = "chameleon"
 _POLL_S: Final = 0.05
-_ALWAYS: Final = 1_000_000  # steps: a run is ended when it has shown what it is for
+_ALWAYS: Final = 1_000_000  # steps: a run is ended after its last decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """Decisions of a part: milliseconds that passed, and of processor time where they were made in this process."""
+    """Decisions of a part: milliseconds elapsed, and of processor time if they were made in this process."""
 
     part: str
     passed_ms: Spread
@@ -129,7 +129,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def losses_of(part: str, number: int) -> tuple[int, ...]:
-    """Who is lost in the decision with this number."""
+    """Return the lost workers of the decision with this number."""
     if part == "host":
         first = _PER_HOST * number % _WORKERS
         return tuple(range(first, first + _PER_HOST))
@@ -138,7 +138,7 @@ def losses_of(part: str, number: int) -> tuple[int, ...]:
 
 
 def context(lost: Sequence[int]) -> DecisionContext:
-    """After the loss of these workers of a plan in which all are equal."""
+    """Return the context after the loss of these workers of a symmetric plan."""
     rates = device(DEVICE)
     workload = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=_MICRO_BATCHES)
     hosts = rates.cluster(_WORKERS, workers_per_host=_PER_HOST)
@@ -160,12 +160,12 @@ def context(lost: Sequence[int]) -> DecisionContext:
 
 
 def rate(failures: int) -> FailureModel:
-    """As expected after so many failures."""
+    """Return the failure model after `failures` failures."""
     return FailureModel(worker_mtbf_s=5000 * 3600.0, prior_failures=1, failures=failures)
 
 
 def _time(part: str, repeats: int, _: Path) -> Timed:
-    """Decide so many times; nothing is written."""
+    """Decide `count` times; nothing is written."""
     progress(_WORDS[part])
     decisions = asyncio.run(_looked_up(part, repeats)) if part in _PREPARED else _decided(part, repeats)
     passed_s, processor_s = zip(*decisions, strict=True)
@@ -177,7 +177,7 @@ def _time(part: str, repeats: int, _: Path) -> Timed:
 
 
 def _in_runs(given: argparse.Namespace, folder: Path, neighbours: Neighbours) -> list[Timed]:
-    """What decisions took in runs of the real system."""
+    """Return the times of decisions in runs of the real system."""
     config = RunConfig(
         job=STAND_IN_JOB,
         device="emulated",
@@ -201,7 +201,7 @@ def _in_runs(given: argparse.Namespace, folder: Path, neighbours: Neighbours) ->
 
 
 def _decisions_of(config: RunConfig, timeout_s: float, path: Path) -> list[tuple[str, float]]:
-    """What kind of decision each was, and its milliseconds."""
+    """Return the kind of each decision, and its milliseconds."""
     run = run_until(config, run=path, event="failure", count=len(_KILLS), timeout_s=timeout_s)
     decide_s = {record.generation: record.decide_s for record in run.failures()}
     return [
@@ -221,7 +221,7 @@ def _decided(part: str, repeats: int) -> list[tuple[float, float]]:
 
 
 async def _looked_up(part: str, repeats: int) -> list[tuple[float, float]]:
-    """By what a coordinator prepares them with, but for the process of its own."""
+    """Return the arguments with which a coordinator prepares decisions, which it does in another process."""
     with ThreadPoolExecutor(1) as executor:
         forethought = DecisionCache(_POLICY, executor, prepared=lambda *_: None)
         forethought.expect(lambda: (context(()), rate(0)))
@@ -234,7 +234,7 @@ async def _looked_up(part: str, repeats: int) -> list[tuple[float, float]]:
 
 
 def _seconds(decide: Callable[[], object]) -> tuple[float, float]:
-    """Seconds that passed, and of processor time."""
+    """Return the seconds elapsed, and of processor time."""
     began_s, processor_began_s = time.perf_counter(), time.process_time()
     decide()
     return time.perf_counter() - began_s, time.process_time() - processor_began_s

@@ -1,8 +1,8 @@
-"""Does a run through failures train what a run without them trains? Its losses beside the plain loop's.
+"""Does a run with failures train what a run without them trains? Its losses beside the plain loop's.
 
-Each run loses two workers, one in a backward and one while gradients are summed, at places that differ from run to
-run. `chameleon verify` then repeats all its steps in a plain, single-process PyTorch loop and compares the loss of
-every step; the run itself counts the samples of its committed steps.
+Each run loses two workers, one in a backward and one in a gradient sync, at places that differ from run to run.
+`chameleon verify` then repeats all its steps in a plain, single-process PyTorch loop and compares the loss of every
+step; the run itself counts the samples of its committed steps.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _LARGEST_DEVIATION = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which worker is lost when: first in a backward, then in a gradient sync."""
+    """Workers and steps of the losses: first in a backward, then in a gradient sync."""
 
     backward: tuple[int, int]
     sync: tuple[int, int]
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """Read ``WORKER@STEP,WORKER@STEP``."""
+        """Parse ``WORKER@STEP,WORKER@STEP``."""
         try:
             first, second = ((int(worker), int(step)) for worker, step in (part.split("@") for part in text.split(",")))
         except ValueError:
@@ -58,8 +58,8 @@ class Place:
         return f"backward {self.backward[0]}@{self.backward[1]}, sync {self.sync[0]}@{self.sync[1]}"
 
 
-# Of four pipelines of two stages each: different stages of different pipelines; twice the same stage; a whole pipeline;
-# the first and the last worker, in two steps that follow each other.
+# In four pipelines of two stages: different stages of different pipelines; twice the same stage; a whole pipeline;
+# the first and the last worker, in two consecutive steps.
 _PLACES = ("5@10,2@25", "1@8,7@30", "4@12,5@20", "0@15,7@16")
 
 
@@ -128,7 +128,7 @@ def _run(config: TrainConfig, path: Path, place: Place, given: argparse.Namespac
         capture_output=True,
         text=True,
         timeout=given.timeout,
-        check=False,  # its exit code says whether the losses agree, and so does what it prints
+        check=False,  # its exit code, like its output, says whether the losses agree
     )
     (path / "verification.json").write_text(verified.stdout, encoding="utf-8")
     if not verified.stdout:

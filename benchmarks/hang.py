@@ -1,7 +1,7 @@
 """How long does training stand still when a worker hangs (SIGSTOP): alive, connected, and doing nothing?
 
-Each run stops one worker, which nothing but the lack of progress gives away. Measured from the stop to the first
-forward of the first layer in the step that is run again, in units of the median step before it.
+Each run stops one worker, which only the lack of progress reveals. The stall is from the stop to the first forward of
+the first layer in the repeated step, in units of the median step before it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Does a worker hold what is predicted? Peak memory of plans of two models, predicted and counted on a CPU.
+"""Does a worker hold as much as predicted? Peak memory of plans of two models, predicted and counted on a CPU.
 
-Predicted: the replay of each worker's program with the bytes of a measured profile, each layer by itself. Counted:
-that worker's own executor, layers, gradients, optimizer and commit, in this process, with nobody at the other end of
-its messages, and every block that torch's allocator gives out and takes back meanwhile. Workers that do the same with
-the same layers are counted once.
+Predicted: the replay of each worker's program with the bytes of a measured profile, layer by layer. Counted: that
+worker's own executor, layers, gradients, optimizer and commit, in this process, without peers, and every allocation and
+free of torch's allocator meanwhile. Workers with equal work on the same layers are counted once.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _MEAN_ERROR: Final = 0.02
 _UNDERESTIMATE: Final = 0.01
 _LINK: Final = Link(1e-4, 1e9)
 _WORKERS: Final = 16
-# How much of its layers each worker recomputes, the lowest first.
+# Share of its layers that each worker recomputes, the lowest first.
 _RECOMPUTED: Final = {"": 0.0, ", lower half recomputed": 0.5, ", recomputed": 1.0}
 
 
@@ -57,7 +56,7 @@ class Model:
         return CostModel(workload, Cluster(tuple(Worker(w, "host") for w in range(_WORKERS)), _LINK, _LINK))
 
     def pipelines(self, dp: int, pp: int, micro_batches: int, *, skew: float = 0.0) -> Plan:
-        """Symmetric pipelines; with `skew` later layers count for more, so that stages get unequal ranges."""
+        """Return symmetric pipelines; with `skew` later layers cost more, so that stages get unequal ranges."""
         costs = [cost * (1 + skew * layer) for layer, cost in enumerate(self.job.relative_costs)]
         return data_pipeline_plan(layer_costs=costs, dp=dp, pp=pp, micro_batches=micro_batches)
 
@@ -67,7 +66,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """One worker of a plan, or several that do the same."""
+    """One worker of a plan, or several with equal work."""
 
     model: str
     plan: str
@@ -78,7 +77,7 @@ class Counted:
 
     @property
     def error(self) -> float:
-        """By which part of what is held the prediction is too high."""
+        """Relative error of the prediction, predicted / counted - 1."""
         return self.predicted / self.counted - 1
 
     def to_json(self) -> dict[str, Any]:
@@ -133,7 +132,7 @@ def _model(name: str, config: RunConfig) -> Model:
     layers = []
     for layer, cost in enumerate(job.relative_costs):
         sizes = layer_bytes(ResidentLayers(model, LayerRange(layer, layer + 1)))
-        # Of the times only the order of operations depends, so that those of the shape do.
+        # Times determine only the order of operations, so those of the shape serve.
         layers.append(LayerCost(f"layer {layer}", cost, cost, cost, **asdict(sizes)))
     return Model(name, job, config, model.boundaries, tuple(layers))
 
@@ -148,7 +147,7 @@ def _plans(model: Model) -> Iterator[tuple[str, Plan]]:
 
 
 def _lowest(placement: Placement, worker: int, part: float) -> RecomputedLayers:
-    """So large a part of the layers that `worker` holds."""
+    """Return this share of the layers that `worker` holds."""
     held = [layer for layers in placement.ranges_of(worker) for layer in layers]
     return RecomputedLayers(held[0], held[math.ceil(part * len(held)) - 1] + 1)
 
@@ -178,7 +177,7 @@ def _unequal_depths(model: Model, micro_batches: int) -> Plan:
 
 
 def _in_pieces(model: Model, micro_batches: int) -> Plan:
-    """A worker with two ranges, hops that follow each other on one worker, and detours in the middle of a range."""
+    """Return a plan with a worker of two ranges, consecutive hops on one worker, and detours within a range."""
     last = model.job.num_layers
     placement = Placement(
         last, {0: (LayerRange(0, 2), LayerRange(4, last)), 1: (LayerRange(1, 5),), 2: (LayerRange(0, last),)}
@@ -228,7 +227,7 @@ def _report(found: Sequence[Counted]) -> Report:
     by_plan: dict[tuple[str, str], list[Counted]] = {}
     for each in found:
         by_plan.setdefault((each.model, each.plan), []).append(each)
-    # Every worker counts, those that are like another one too.
+    # Every worker counts, also those equal to another one.
     errors = [each.error for each in found for _ in each.workers]
     return Report(
         benchmark="memory",

@@ -48,7 +48,7 @@ _Key = tuple[OperationKind, int, int]  # of an operation: kind, micro-batch, hop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A rerouted plan with its costs, all whole numbers of seconds, and the most that each worker may keep."""
+    """A rerouted plan with its costs, all whole numbers of seconds, and the in-flight limit of each worker."""
 
     name: str
     plan: Plan
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def limits(self) -> Mapping[int, InFlightLimit]:
-        """Return the limits of each worker: the given ones, or those that `best_program` keeps to without any."""
+        """Return the limits of each worker: the given ones, or the default limits of `best_program`."""
         if self.in_flight_limits is not None:
             return self.in_flight_limits
         return _raised(default_limits(self.plan), max(len(route.hops) for route in self.plan.routes))
@@ -69,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A case with the time of its program, and the least possible where CP-SAT has proven it."""
+    """A case with the time of its program, and the optimum if CP-SAT has proven it."""
 
     case: Case
     program_s: float
@@ -79,7 +79,7 @@ class Outcome:
 
     @property
     def gap(self) -> float | None:
-        """By which share of the optimum the program is longer."""
+        """Relative excess of the program over the optimum."""
         return None if self.optimum_s is None else self.program_s / self.optimum_s - 1
 
     def to_json(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Outcome:
 
 
 def cases(count: int, *, seed: int, most_operations: int) -> Iterator[Case]:
-    """`count` cases; the same for the same arguments."""
+    """Draw `count` cases, deterministically."""
     rng = random.Random(seed)
     number = 0
     while number < count:
@@ -105,7 +105,7 @@ def cases(count: int, *, seed: int, most_operations: int) -> Iterator[Case]:
 
 
 def _case(rng: random.Random, number: int) -> Case | None:
-    """A case, or None where the losses leave layers without a holder."""
+    """Return a case, or None if the losses leave layers without a holder."""
     dp, pp = rng.choice([2, 3, 3, 4]), rng.choice([2, 3, 3, 4])
     share = rng.randint(2, 5)
     lost = sorted(rng.sample(range(dp * pp), rng.choice([1, 1, 2])))
@@ -146,7 +146,7 @@ def _costs(rng: random.Random, pp: int, micro_batches: int, workers: int, latenc
     first = _layer(rng)
     layers = tuple(first if equal else _layer(rng) for _ in range(pp + (0 if equal else rng.randint(0, 2))))
     link = Link(float(latency_s), float("inf"))
-    # A slow worker now and then; half the speed keeps all times whole.
+    # Some workers are slow; half the speed keeps all times whole.
     slow = rng.randrange(workers) if rng.random() < 0.2 else None
     crew = tuple(Worker(worker, "host", 0.5 if worker == slow else 1.0) for worker in range(workers))
     return CostModel(Workload(layers, micro_batches, 1, float(rng.choice([0, 0, 1]))), Cluster(crew, link, link))
@@ -154,7 +154,7 @@ def _costs(rng: random.Random, pp: int, micro_batches: int, workers: int, latenc
 
 def _layer(rng: random.Random) -> LayerCost:
     forward_s, input_s, weight_s = rng.randint(4, 12), rng.randint(4, 14), rng.randint(3, 12)
-    # In one go a backward may take less than its halves, and now and then more.
+    # A fused backward may take less than its halves, and sometimes more.
     fused_s = rng.choice([None, None, input_s + weight_s - 2, input_s + weight_s + 1])
     return LayerCost(
         "layer", float(forward_s), float(input_s), float(weight_s), fused_backward_s=fused_s and float(fused_s)
@@ -166,7 +166,7 @@ def _raised(limits: Mapping[int, InFlightLimit], extra: int) -> dict[int, InFlig
 
 
 def compared(case: Case, *, timeout_s: float, threads: int) -> Outcome:
-    """The program that a run would take beside the optimum."""
+    """Return the program of a run beside the optimum."""
     best = best_program(case.plan, case.costs, in_flight_limits=case.in_flight_limits)
     check_program(best.program, case.plan)
     start = time.monotonic()
@@ -181,7 +181,7 @@ def compared(case: Case, *, timeout_s: float, threads: int) -> Outcome:
 
 
 def beyond(program: Program, limits: Mapping[int, InFlightLimit]) -> bool:
-    """Whether a worker keeps more than its limit says, counted in the order of its operations."""
+    """Return whether a worker exceeds its limit, counted in the order of its operations."""
     for worker, limit in limits.items():
         in_flight = kept = 0
         for operation in program.of(worker):
@@ -195,9 +195,9 @@ def beyond(program: Program, limits: Mapping[int, InFlightLimit]) -> bool:
 
 
 def optimum_s(case: Case, *, at_most_s: int, timeout_s: float, threads: int) -> int | None:
-    """The least time in which the case can be run, or None where it is not proven in time.
+    """Return the least time of the case, or None if it is not proven in time.
 
-    Raises RuntimeError when nothing takes `at_most_s` or less: then the model or the program that took it is wrong.
+    Raises RuntimeError if nothing takes `at_most_s` or less: then the model or the program that took it is wrong.
     """
     model = _Model(case, at_most_s)
     solver = cp_model.CpSolver()
@@ -210,7 +210,7 @@ def optimum_s(case: Case, *, at_most_s: int, timeout_s: float, threads: int) -> 
 
 
 class _Model:
-    """The case as CP-SAT sees it: an interval for each operation, and what must hold between them."""
+    """The case as a CP-SAT model: an interval for each operation, and constraints between them."""
 
     def __init__(self, case: Case, horizon: int) -> None:
         self.cp = cp_model.CpModel()
@@ -256,7 +256,7 @@ class _Model:
                     self._before((turn, m, index), (self._last, m, index))
 
     def _add_workers(self) -> None:
-        """One operation at a time, and no more micro-batches than a worker may keep."""
+        """Run one operation at a time, with no more micro-batches in flight than the limit."""
         limits = self._case.limits
         for worker, keys in self._on_worker.items():
             self.cp.add_no_overlap(
@@ -298,7 +298,7 @@ class _Model:
 
 
 def _whole(seconds: float) -> int:
-    """Times are whole here, so that nothing is lost when they become integers."""
+    """Convert to int; times are whole here."""
     if seconds != int(seconds):
         raise ValueError(f"{seconds} s is not a whole number of seconds")
     return int(seconds)

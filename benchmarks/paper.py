@@ -43,7 +43,7 @@ _POLICIES: Final = {
     "own": ("chameleon", "oobleck", "recycle", "reroute", "paper"),
     "ours": ("chameleon", "oobleck", "recycle", "paper"),
 }
-"""By whose programs the rivals run. `reroute` with their own is ReCycle without its decoupled backward."""
+"""Programs of the rivals. `reroute` with their own is ReCycle without its decoupled backward."""
 _LOSSES: Final = 6
 _INTERVALS_S: Final = {"10 minutes": 600.0, "1 hour": 3_600.0, "6 hours": 21_600.0}
 _BACK_AFTER: Final = 2.5  # intervals
@@ -55,16 +55,16 @@ _PUBLISHED_LOSS: Final = 0.1100
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was simulated: the results of all policies on one trace.
+    """The results of all policies on one trace.
 
     Attributes:
-        programs: "own" or "ours": whose programs the rivals run.
-        interval: between two losses, in words.
+        programs: "own" or "ours": the programs of the rivals.
+        interval: description of the time between two losses.
         returns: whether workers come back.
-        seed: by which the lost workers were drawn.
-        after: policy -> throughput with the plan after each loss, by the failure-free one.
-        average: policy -> samples per second, by the failure-free ones.
-        checkpoints: policy -> how often it had to go back to a checkpoint.
+        seed: of the lost workers.
+        after: policy -> throughput of the plan after each loss, relative to the failure-free one.
+        average: policy -> samples per second, relative to the failure-free ones.
+        checkpoints: policy -> number of returns to a checkpoint.
     """
 
     programs: str
@@ -123,9 +123,8 @@ def _simulated(programs: str, interval: str, seed: int, *, returns: bool) -> Fou
     profile = derived_profile(model_shape(_MODEL), device(_DEVICE), micro_batch_size=1)
     hosts = {worker: f"host{worker // _PER_HOST}" for worker in range(_WORKERS)}
     interval_s = _INTERVALS_S[interval]
-    # The rate is known to all policies that ask for it, as if it had been seen for long. Going back to a checkpoint,
-    # which only Oobleck has to where none of its templates fit the memory, is charged at most a minute of work and no
-    # restart.
+    # All policies know the rate of failures as if from long observation. A return to a checkpoint, which only Oobleck
+    # needs when none of its templates fits the memory, is charged at most a minute of work and no restart.
     parameters = Parameters(
         worker_mtbf_s=_WORKERS * interval_s,
         prior_failures=10.0,
@@ -159,7 +158,7 @@ def _simulated(programs: str, interval: str, seed: int, *, returns: bool) -> Fou
 
 @cache
 def _starts(programs: str, costs: CostModel) -> list[tuple[Plan, Mapping[int, InFlightLimit]]]:
-    """The starts of the rivals, each with the limits of its workers."""
+    """Return the starts of the rivals, each with the limits of its workers."""
     split = programs == "ours"
     found = equal_layouts(costs, split_backward=split)
     if (chosen := oobleck_plan(costs, split_backward=split)) is not None:
@@ -176,7 +175,7 @@ def _starts(programs: str, costs: CostModel) -> list[tuple[Plan, Mapping[int, In
 
 
 def _after_each(own: PolicyResult, trace: Trace, interval_s: float, failure_free: float) -> list[float]:
-    """The throughput in force just before the next loss, by the failure-free one."""
+    """Return the throughput just before the next loss, relative to the failure-free one."""
     ends_s = [(number + 1) * interval_s * (1 - 1e-9) for number in range(1, _LOSSES + 1)]
     return [_at(own, min(end_s, trace.duration_s)) / failure_free for end_s in ends_s]
 
@@ -186,7 +185,7 @@ def _at(own: PolicyResult, time_s: float) -> float:
 
 
 def _after(found: Sequence[Found]) -> dict[str, list[list[float]]]:
-    """Policy -> for each number of lost workers the values of all seeds, at the longest interval."""
+    """Return policy -> for each number of lost workers the values of all seeds, at the longest interval."""
     longest = max((each.interval for each in found), key=_INTERVALS_S.__getitem__)
     chosen = [each for each in found if not each.returns and each.interval == longest]
     return {
@@ -196,7 +195,7 @@ def _after(found: Sequence[Found]) -> dict[str, list[list[float]]]:
 
 
 def _ratios(found: Sequence[Found]) -> dict[tuple[str, bool], dict[str, list[float]]]:
-    """(interval, whether workers come back) -> baseline -> Chameleon's average throughput by its, of each seed."""
+    """Return (interval, whether workers return) -> baseline -> Chameleon's average throughput / its, by seed."""
     return {
         (interval, returns): {
             policy: [
@@ -238,7 +237,7 @@ def _average_table(found: Sequence[Found]) -> Iterable[str]:
 
 
 def _spread(values: Sequence[float], form: str) -> str:
-    """The mean, and the least and the most where they differ."""
+    """Return the mean, and the extremes if they differ."""
     mean, least, most = (form.format(value) for value in (statistics.fmean(values), min(values), max(values)))
     return mean if least == most else f"{mean} ({least} to {most})"
 

@@ -1,22 +1,22 @@
 """Which policy trains most? Every policy through the same failures, on 32 emulated workers.
 
-A run is watched for a window of `--duration-s`, and workers are killed when the clock says so, not in certain steps:
-who trains faster does not meet more failures. Times and workers are drawn from `--seed`, the same for all policies.
-Throughput is the samples of committed steps over the window; a step that is partly inside counts in part, one that was
-interrupted not at all. Each run knows the true rate of failures beforehand.
+A run is watched for a window of `--duration-s`, and workers are killed at given times, not in given steps, so a faster
+policy does not meet more failures. Times and workers are drawn from `--seed`, equally for all policies. Throughput is
+the samples of committed steps over the window; a step that is partly inside counts in part, an interrupted one not at
+all. Each run knows the true rate of failures.
 
   of failure-free   average throughput by that of the steps before the first loss, the median over all policies
   of surviving      that by the share of workers that were live, averaged over the window
-  after recovery    throughput of the last plan that was in force, by that of the steps before the first loss
+  after recovery    throughput of the last plan, by that of the steps before the first loss
   chameleon by it   average throughput of `chameleon` by that of the policy in the row
 
-A run that goes back to a checkpoint does so at once, for nobody has to be started again. What that would really cost,
-`--restart-s`, is charged: its clock is set forward by as much. Work that is done again is contained in that, and counts
-as trained. What a return to a checkpoint costs on top of it, writing them, is not charged.
+A run returns to a checkpoint at once, because no process has to be started. The real cost, `--restart-s`, is charged by
+setting its clock forward. It includes repeated work, which therefore counts as trained. The cost of writing checkpoints
+is not charged.
 
-Samples per second and seconds in the tables are those of the emulated devices: `--time-scale` is taken out. The suite
-takes hours, and can be made in parts: what is in --out already is not made again, and --report-only makes the report of
-what is there.
+Samples per second and seconds in the tables are those of the emulated devices, without `--time-scale`. The suite takes
+hours and can be run in parts: runs whose results are in --out are not repeated, and --report-only reports the results
+that are there.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.profiles import profile_of_run, read_profile, write_profile
 
 _POLICIES: Final[tuple[PolicyName, ...]] = ("chameleon", "recycle", "oobleck", "paper", "drop-replica", "restart")
-_SURE: Final = 10.0  # failures: what is known of the rate beforehand is the truth
-_ALWAYS: Final = 1_000_000  # steps, and lives: more than there are
+_SURE: Final = 10.0  # failures: the prior rate is the true one
+_ALWAYS: Final = 1_000_000  # more steps, and restarts of a worker, than there are
 _CHECKPOINTS_EVERY: Final = 2
 _SETTINGS: Final = ("workers", "share", "duration_s", "time_scale", "restart_s", "seed")
 
@@ -96,11 +96,11 @@ def _list(given: argparse.Namespace) -> int:
 def configured(
     scenario: Scenario, policy: PolicyName, *, given: argparse.Namespace, profile: Path, plan: Path
 ) -> RunConfig:
-    """The configuration of a run.
+    """Return the configuration of a run.
 
     Args:
-        profile: where that of the scenario's cluster is written to.
-        plan: where the plan to start with is written to.
+        profile: file to write with the profile of the scenario's cluster.
+        plan: file to write with the initial plan.
     """
     recovery: dict[str, Any] = {
         "policy": policy,
@@ -135,7 +135,7 @@ def configured(
 def _make(
     given: argparse.Namespace, folder: Path, scenario: Scenario, policy: PolicyName, neighbours: Neighbours
 ) -> None:
-    """Run a policy through a scenario, unless that has been done."""
+    """Run a policy through a scenario, unless its result exists."""
     result = folder / f"{policy}.json"
     if result.exists() and not given.fresh:
         return
@@ -159,13 +159,13 @@ def _make(
 
 
 def _free(folder: Path, name: str) -> Path:
-    """A run directory that does not exist: one that was given up, or is made afresh, stays where it is."""
+    """Return a new run directory, beside those of interrupted or repeated runs."""
     number = sum(1 for path in folder.glob(f"{name}*") if path.is_dir())
     return folder / (f"{name}-{number + 1}" if number else name)
 
 
 def _found(folder: Path) -> list[Found]:
-    """All results that are in a folder, in the order of scenarios and policies."""
+    """Return all results in a folder, in the order of scenarios and policies."""
     found = []
     for scenario in SCENARIOS.values():
         files = {policy: folder / scenario.name / f"{policy}.json" for policy in get_args(PolicyName)}
@@ -181,7 +181,7 @@ def _settings(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _same_settings(given: argparse.Namespace, folder: Path) -> None:
-    """Keep what the results of a folder were made with; end the benchmark where it is something else."""
+    """Record the settings of a folder's results; exit if they differ from the recorded ones."""
     file = folder / "settings.json"
     settings = _settings(given)
     if not file.exists():

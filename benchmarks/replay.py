@@ -1,9 +1,9 @@
-"""How long does a prediction take? The replay of programs, and what else is asked for every plan that is considered.
+"""How long does a prediction take? The replay of programs, and the other computations for every considered plan.
 
 Two programs, each with fused and with split backward: one pipeline of 16 stages with 64 micro-batches, and 8 pipelines
-of 4 stages with 128 micro-batches in all, some workers lost and their share detoured. Costs are those of Llama 2 13B on
-H100s, derived, so that stages are unequal and messages take time. Nothing is kept from one replay to the next. The
-replay has bars; the choice of the program, its check and its memory are reported for information.
+of 4 stages with 128 micro-batches in all, with some workers lost and their share detoured. Costs are those of Llama 2
+13B on H100s, derived, so stages are unequal and messages take time. Replays share no results. The replay has bars; the
+choice of the program, its check and its memory are reported for information.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _QUICK_EFFORT: Final = 1_000  # one or two list schedules of a pipeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A plan whose program is replayed, and the milliseconds that this may take."""
+    """A plan whose program is replayed, and the limit of the time in milliseconds."""
 
     name: str
     plan: Plan
@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def subjects(lost: list[int]) -> list[Subject]:
-    """What is timed."""
+    """Return the plans to time."""
     found = []
     for split_backward in (False, True):
         backward = "split" if split_backward else "fused"
@@ -91,7 +91,7 @@ def _planned(*, dp: int, pp: int, micro_batches: int, split_backward: bool) -> t
 
 
 def _actions(subject: Subject, repeats: int) -> list[tuple[str, int, Callable[[], object]]]:
-    """What is done with a subject, how many times, and how."""
+    """Return the name, the number of calls and the function of each timed computation."""
     plan, costs = subject.plan, subject.costs
     program = best_program(plan, costs).program
     fewer = max(3, repeats // 10)
@@ -105,7 +105,7 @@ def _actions(subject: Subject, repeats: int) -> list[tuple[str, int, Callable[[]
 
 
 def _times_ms(action: Callable[[], object], calls: int, _: Path) -> Spread:
-    """Milliseconds of each of so many calls; nothing is written."""
+    """Return the milliseconds of each of `calls` calls; nothing is written."""
     action()
     times: list[float] = []
     for _call in range(calls):

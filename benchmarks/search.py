@@ -1,8 +1,8 @@
 """Does the search find the best plan, how fast, and how much does it prove? Its parts, all by default:
 
-- suite: generated instances on which everything can be tried, against a complete search;
-- times: the re-partition after a loss, as `find_plan` makes it by default, for models on up to 100,000 workers; and the
-  same with the detours of the plan in force as a candidate, with everything that takes;
+- suite: generated instances that allow a complete search, against one;
+- times: the re-partition after a loss, as `find_plan` makes it by default, for models on up to 100,000 workers; and
+  with the detours of the active plan as a candidate, their computation included;
 - gaps: how far plans are above their certified bounds after losses of 1 to 8 workers;
 - kept: the throughput after a loss, as a share of surviving capacity times failure-free throughput;
 - planners: the step beside those of the published planners;
@@ -46,7 +46,7 @@ _SYNC_WORDS: Final = {False: "gradient sync free", True: "with gradient sync"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One instance of the suite: what was found, what there is, in seconds; infinite where nothing fits."""
+    """One instance of the suite: the found and the best step in seconds; infinite if nothing fits."""
 
     seed: int
     workers: int
@@ -66,7 +66,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The workers that are left, and the plan that was in force if its detours are to be looked at."""
+    """The survivors, and the active plan if its detours are a candidate."""
 
     name: str
     limit_ms: float
@@ -74,7 +74,7 @@ class Question:
     before: FoundPlan | None = None
 
     def ask(self) -> SearchResult:
-        """Make the detours, if wanted, and search."""
+        """Compute the detours, if requested, and search."""
         if self.before is None:
             return find_plan(self.costs)
         live = {worker.id for worker in self.costs.cluster.workers}
@@ -85,7 +85,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """A question that was asked several times."""
+    """A question with repeated measurements."""
 
     question: Question
     spread: Spread
@@ -94,7 +94,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gaps:
-    """Gaps after some losses, of those that leave enough memory."""
+    """Gaps after losses that leave enough memory."""
 
     model: str
     workers: int
@@ -246,7 +246,7 @@ def _questions(largest: int) -> Iterator[Question]:
 
 
 def _with_detours(workers: int, limit_ms: float, *, gradients: bool, words: str) -> Question:
-    """One that has layers is lost, of the plan that the search finds for all."""
+    """Lose one worker that has layers of the plan that the search finds for all."""
     before = find_plan(preset_costs(_MODEL, workers, gradients=gradients)).best
     lost = before.plan.workers[7]
     return Question(
@@ -258,7 +258,7 @@ def _with_detours(workers: int, limit_ms: float, *, gradients: bool, words: str)
 
 
 def _time(question: Question, repeats: int, _: Path) -> Timed:
-    """Ask so many times; nothing is written."""
+    """Measure `count` times; nothing is written."""
     progress(f"times: {question.name}")
     times: list[float] = []
     for _repeat in range(repeats):

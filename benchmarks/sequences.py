@@ -1,8 +1,8 @@
-"""Does training come out as if nothing had failed, whatever fails when? Runs with drawn failures, each checked.
+"""Does training succeed as if nothing had failed, whatever fails? Runs with drawn failures, each checked.
 
 Every run is drawn from a number: layout, policy, batch, and which workers are killed, hang or are cut off, in which
 phase of which step, at once or during the recovery from each other. Each is trained by real processes and compared
-with a plain loop, step by step. What was drawn is printed, and what came of it; ``--runs 1 --seed N`` repeats run N.
+with a plain loop, step by step. The draw and its result are printed; ``--runs 1 --seed N`` repeats run N.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["config_of", "run_drawn"]
 
 def main() -> int:
     given = _arguments()
-    torch.set_num_threads(1)  # the plain loop's threads would spin for work beside the workers of others
+    torch.set_num_threads(1)  # more threads of the plain loop would compete with the workers
     folder = new_folder(given.out)
     runs = []
     for seed in range(given.seed, given.seed + given.runs):
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
-    """The configuration of a drawn run, its text in `directory`."""
+    """Return the configuration of a drawn run, with its text in `directory`."""
     respawn = {"respawn": True, "respawn_delay_s": 0.2} if drawn.respawn else {}
     return small_config(
         directory,
@@ -70,7 +70,7 @@ def config_of(drawn: DrawnRun, directory: Path) -> TrainConfig:
 
 
 def run_drawn(drawn: DrawnRun, directory: Path) -> Findings:
-    """Train a drawn run in a new directory, and look at what it leaves behind."""
+    """Train a drawn run in a new directory, and check its records."""
     directory.mkdir()
     ended = train_here(config_of(drawn, directory), directory / "run")
     return look_at(ended.run, exit_code=ended.code)

@@ -40,7 +40,7 @@ _NEAR: Final = 0.995
 _OF_ORACLE: Final = 0.9
 _DAY_S: Final = 86_400.0
 _TRACE_DAYS: Final = 365.0
-# Of the memory of all workers, what the state of the model takes at most.
+# Largest share of the memory of all workers that the state of the model takes.
 _FULL: Final = 0.7
 _EXACT_SHARE: Final = 0.4
 
@@ -64,14 +64,14 @@ class DrawnSimulation:
 
     @property
     def workload(self) -> Workload:
-        """Four micro-batches of one sequence for each worker."""
+        """Return four micro-batches of one sequence per worker."""
         return derive_workload(
             model_shape(self.model), device(self.device), micro_batch_size=1, micro_batches=4 * self.workers
         )
 
 
 def draw(seed: int, number: int, traces: Sequence[Path] = ()) -> DrawnSimulation:
-    """Draw a simulation whose model fits; the same for the same arguments, on any machine."""
+    """Draw a simulation whose model fits, deterministically on any machine."""
     generator = random.Random(f"simulation {seed} {number}")
     hosts_of = {str(path): load_trace(path).hosts for path in traces}
     while True:
@@ -94,7 +94,7 @@ def draw(seed: int, number: int, traces: Sequence[Path] = ()) -> DrawnSimulation
 
 
 def trace_of(drawn: DrawnSimulation, incidents: int) -> Trace:
-    """The failures of a simulation, up to so many changes."""
+    """Return the failures of a simulation, up to this number of changes."""
     hosts, per_host = drawn.workers // drawn.workers_per_host, drawn.workers_per_host
     if drawn.failures in GENERATORS:
         # Spot instances change some thousand times as often as others fail.
@@ -147,7 +147,7 @@ def _simulated(drawn: DrawnSimulation, incidents: int) -> Results:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Finding:
-    """Samples of `chameleon` by those of the best other policy and of the oracle, and which of the bars hold."""
+    """Return the samples of `chameleon` / those of the best other policy and of the oracle, and the bars that hold."""
 
     by_first: float
     of_oracle: float

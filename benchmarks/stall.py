@@ -1,15 +1,15 @@
 """How long does training stand still when a worker is killed, beside a restart by torchrun and beside torchft?
 
-Every run trains the same model on the same number of cores and loses one process to SIGKILL in the middle. The moment
-of the kill is noted by the process itself, everything after it by stamps in the model: see _stamped_job.py. Measured:
+Every run trains the same model on the same number of cores and loses one process to SIGKILL. The process itself records
+the time of the kill, and stamps in the model everything after it: see _stamped_job.py. Measured:
 
-  stall         from the kill to the first forward of the first layer in the step that is run again
-  until commit  from the kill to the first update after it by those that go on
-  lost          `until commit` less the median of the steps that follow: what the failure cost
+  stall         from the kill to the first forward of the first layer in the repeated step
+  until commit  from the kill to the first update after it by a survivor
+  lost          `until commit` less the median of the steps that follow: the cost of the failure
 
-torchft computes the next step while it finds out with whom, so it has no stall in the first sense, and is compared by
-what is lost. Its shortest workable settings are searched: those of --torchft-timeouts-ms that lose least, among those
-with which, at every kill, all replicas stepped together until then, and all survivors at the end.
+torchft computes the next step while it forms a quorum, so it has no stall in the first sense, and is compared by what
+is lost. Its shortest workable settings are searched: those of --torchft-timeouts-ms that lose least, among those with
+which, at every kill, all replicas stepped together until then, and all survivors at the end.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Measured:
         return (self.name, str(len(self.kills)), *cells)
 
     def part_rows(self) -> list[tuple[str, ...]]:
-        """A row for each part of the stall, where they are known."""
+        """Return a row for each known part of the stall."""
         known = (part for part in _PARTS if part in self.kills[0])
         return [(f"  {part.removesuffix('_s')}", "", self.spread(part).shown(), "", "") for part in known]
 
@@ -67,7 +67,7 @@ class _Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Experiment:
-    """What all runs have in common."""
+    """Settings of all runs."""
 
     given: argparse.Namespace
     config: TrainConfig
@@ -85,7 +85,7 @@ class _Experiment:
         return _Measured("chameleon", tuple(kills))
 
     def torchrun(self) -> _Measured:
-        """Kill ranks of both stages, right after a checkpoint, so that hardly a step has to be repeated."""
+        """Kill ranks of both stages right after a checkpoint, so that hardly a step is repeated."""
         kills = []
         for number in range(self.given.torchrun_kills):
             kill = _torchrun.Kill(rank=(3 * number + 1) % self.config.workers, step=self.given.kill_step)
@@ -103,7 +103,7 @@ class _Experiment:
         return _Measured(f"torchft default (of {survivors} survivors reached the end: {ended})", kills)
 
     def torchft_shortest(self) -> _Measured:
-        """Return what was measured with the settings that lose least in the median, of those that work every time."""
+        """Return the results of the settings with the smallest median loss among those that work every time."""
         workable = []
         for settings in _candidates(self.given.torchft_timeouts_ms):
             name = f"torchft-{settings}".replace(",", "").replace(" ", "-")
@@ -223,7 +223,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _candidates(timeouts_ms: Sequence[int]) -> list[_torchft.Settings]:
-    """Every timeout as long, ten heartbeats in it; stragglers are waited for as long, or by torchft's default."""
+    """Return settings with one value for all timeouts, ten heartbeats in it, and optionally for stragglers."""
     return [
         _torchft.Settings(
             heartbeat_ms=max(1, timeout // 10),

@@ -1,10 +1,10 @@
 """What does fault tolerance cost while nothing fails? The step time beside torch's own pipeline schedule.
 
 Both systems train the same model in the same layout, with the same micro-batches, samples and optimizer, in as many
-processes over gloo, each with one compute thread: chameleon, and torch.distributed.pipelining's Schedule1F1B with
-an all-reduce of the gradients, started by torchrun. Their runs alternate. A step is timed from one update to the next,
-each taken when the last worker makes it, by stamps in the model that both train. The losses must agree: a system that
-computes something else is not compared.
+processes over gloo with one compute thread each: chameleon, and torch.distributed.pipelining's Schedule1F1B with an
+all-reduce of the gradients, started by torchrun. Their runs alternate. A step is timed from one update to the next,
+each taken at the last worker, by stamps in the model that both train. The losses must agree, or the comparison is
+refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Run:
     """One run of one system."""
 
     steps_s: tuple[float, ...]
-    """From each update to the next, the warm-up left out."""
+    """Times from each update to the next, without the warm-up."""
     losses: tuple[float, ...]
 
 
@@ -43,7 +43,7 @@ def main() -> int:
     systems = {"chameleon": _run_chameleon, "torch": _run_torch}
     runs: dict[str, list[_Run]] = {name: [] for name in systems}
     for number in range(given.rounds):
-        # Each goes first in every other round, so that neither gains from what the machine does over time.
+        # Each goes first in every other round, so that neither gains from slow changes of the machine.
         for name in list(systems)[:: 1 if number % 2 == 0 else -1]:
             progress(f"round {number + 1} of {given.rounds}: {name}")
             measure = partial(systems[name], config, given)
@@ -72,11 +72,11 @@ def _run_torch(config: TrainConfig, given: argparse.Namespace, path: Path) -> _R
 
 
 def _steps_s(run: Path, warmup: int) -> tuple[float, ...]:
-    """Return the time from each step's update to the next one's, each taken when the last worker makes it."""
+    """Return the time from each step's update to the next one's, each taken at the last worker."""
     updates: dict[int, float] = {}
     for stamp in read_stamps(run):
         if stamp.step is not None:
-            updates[stamp.step] = stamp.time  # stamps come in the order of time
+            updates[stamp.step] = stamp.time  # stamps are ordered by time
     return tuple(later - earlier for earlier, later in pairwise(updates[step] for step in sorted(updates)))[warmup:]
 
 

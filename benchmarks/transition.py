@@ -1,16 +1,16 @@
-"""How fast is a transition? Layers that move, beside what torch.distributed alone gives for the same messages.
+"""How fast is a transition? Layers that move, beside torch.distributed alone with the same messages.
 
 Three parts; --parts picks some.
 
   pair     a worker comes back, and receives the whole state from the other one: one message
-  several  one worker of eight is lost, and the model is divided anew: messages of several pairs at once
-  regroup  32 emulated workers lose one, then two at once, then one: how long until those that are left train again
+  several  one worker of eight is lost, and the model is divided again: messages of several pairs at once
+  regroup  32 emulated workers lose one, then two at once, then one: the time until the survivors train again
 
 For the first two, each repeat takes in turn: the link as `chameleon profile` measures it (messages of 16 MB at most,
-into memory that was used before); a run; and the messages of that run between fresh processes that run no code of this
-project, tensor by tensor, once into memory that was used before and once into new memory, which is where layers go that
-stay. A rate is the bytes of the worker that sends or receives most, over the time of all. Bytes that moved are held
-against the best assignment of workers to places, by scipy and the plans before and after.
+into memory used before); a run; and the messages of that run between fresh processes without code of this project,
+tensor by tensor, once into memory used before and once into new memory, like layers that stay. A rate is the bytes of
+the worker that sends or receives most, over the total time. Moved bytes are compared with the best assignment of
+workers to places, by scipy and the plans before and after.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from chameleon_ft.observe import RunDirectory
 from chameleon_ft.runtime.profiling.links import measure_local_links, message_sizes
 
 _PARTS: Final = ("pair", "several", "regroup")
-_ALWAYS: Final = 1_000_000  # steps: a run is ended when it has shown what it is for
+_ALWAYS: Final = 1_000_000  # steps: a run is ended after its last transition
 _LINK_REPEATS: Final = 20
 _LEAST_SHARE: Final = 0.8
-_REUSED: Final = "of torch.distributed, memory used before"  # for comparison: layers that stay need memory of their own
+_REUSED: Final = "of torch.distributed, memory used before"  # for comparison: layers that stay need their own memory
 _LONGEST_REGROUP_S: Final = 1.0
 _REGROUP_POLICIES: Final[tuple[PolicyName, ...]] = ("reroute", "repartition")
 _REGROUP_KILLS: Final = ((2, (5,)), (4, (14, 27)), (6, (9,)))
@@ -55,7 +55,7 @@ _REGROUP_KILLS: Final = ((2, (5,)), (4, (14, 27)), (6, (9,)))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Repeat:
-    """A transition, and what the link gave beside it."""
+    """A transition, and the rates of the link beside it."""
 
     moved: Moved
     busiest_bytes: int
@@ -73,7 +73,7 @@ class _Repeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What one part came to: rows of the table, bars, raw data."""
+    """The result of a part: rows of the table, bars, raw data."""
 
     rows: list[tuple[str, ...]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def pair_config(dim: int) -> TrainConfig:
-    """Two workers that hold the whole model; the second one is killed, started again and given the state."""
+    """Measure two workers that hold the whole model; the second one is killed, restarted and given the state."""
     return TrainConfig(
         workers=2,
         steps=_ALWAYS,
@@ -115,7 +115,7 @@ def pair_config(dim: int) -> TrainConfig:
 
 
 def several_config(dim: int) -> TrainConfig:
-    """Four pipelines of two stages, one of whose workers is killed."""
+    """Measure four pipelines of two stages, one of whose workers is killed."""
     return TrainConfig(
         workers=8,
         steps=_ALWAYS,
@@ -128,7 +128,7 @@ def several_config(dim: int) -> TrainConfig:
 
 
 def regroup_config(policy: PolicyName, profile: Path) -> RunConfig:
-    """Eight pipelines of four stages on emulated devices."""
+    """Measure eight pipelines of four stages on emulated devices."""
     return RunConfig(
         job=STAND_IN_JOB,
         device="emulated",
@@ -147,7 +147,7 @@ def regroup_config(policy: PolicyName, profile: Path) -> RunConfig:
 
 
 def _llama(dim: int, *, num_layers: int) -> LlamaConfig:
-    """A model of few tokens and many parameters."""
+    """Return a model of few tokens and many parameters."""
     return LlamaConfig(dim=dim, num_layers=num_layers, num_heads=8, num_kv_heads=8, ffn_dim=11 * dim // 4, seq_len=16)
 
 
@@ -245,7 +245,7 @@ def _outages(config: RunConfig, given: argparse.Namespace, path: Path) -> list[d
 
 
 def outages_of(run: RunDirectory) -> list[dict[str, Any]]:
-    """One record for each outage of a run; losses at once are one."""
+    """Return one record for each incident of a run; losses at once are one."""
     by_generation = {record.generation: record for record in run.failures()}
     return [record.to_json() for record in by_generation.values()]
 

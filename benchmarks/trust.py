@@ -1,18 +1,18 @@
-"""How true is the simulator? Every run of `benchmarks.policies` beside a simulation of the same failures.
+"""How true is the simulator? Every run of `benchmarks.policies` beside a simulation with the same failures.
 
-The simulator is given what the run knew beforehand (profile, cluster, configuration, the plan to begin with) and what
-the world did to it: who was killed when, and who was there again when. What the phases of a stall take, and a step
-beyond its estimate, are medians over the runs of the other scenarios, of the same policy where these say it. Nothing is
-taken from the run itself: no step, no stall, no decision.
+The simulator is given the prior knowledge of the run (profile, cluster, configuration, initial plan) and its events:
+the times at which workers were killed and returned. Stall phases and the overhead of a step are medians over the runs
+of other scenarios, of the same policy if they have them. Nothing is taken from the run itself: no step, stall or
+decision.
 
   real, simulated   samples per second over the window, as `benchmarks.policies` counts them
-  stalls            seconds of standing still in the window, both ways
-  others            what other processes took of the machine during the run; with --most-others 0.05 such runs are
+  stalls            seconds of stalls in the window, both ways
+  others            share of the machine that other processes took during the run; with --most-others 0.05 such runs are
                     left out, and give no constants
 
-Samples per second and seconds are those of the emulated devices. Going back to a checkpoint takes `--restart-s` of
-`benchmarks.policies` in both, and steps that are run again count as trained, as there. With --by-class every run is
-simulated a second time as clusters of more than 32 workers are, and the error of that stands in the last column.
+Samples per second and seconds are those of the emulated devices. A return to a checkpoint takes `--restart-s` of
+`benchmarks.policies` in both, and repeated steps count as trained, as there. With --by-class every run is simulated a
+second time like clusters of more than 32 workers, and the last column has the error of that.
 --markdown FILE writes the table of docs/simulator.md.
 """
 
@@ -81,7 +81,7 @@ def _report(found: Sequence[Replayed], *, by_class: bool) -> Report:
 
 
 def _markdown(found: Sequence[Replayed]) -> str:
-    """A row for each scenario, a column for each policy, and the mean of the errors' sizes below."""
+    """Return a row for each scenario, a column for each policy, and the mean absolute errors below."""
     policies = list(dict.fromkeys(each.made.policy for each in found))
     scenarios = list(dict.fromkeys(each.made.scenario for each in found))
     cells = {(each.made.scenario, each.made.policy): f"{each.real_per_s:.1f}, {each.error:+.1%}" for each in found}
