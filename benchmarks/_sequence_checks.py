@@ -192,7 +192,7 @@ def _lost_workers(records: _Records) -> Iterator[str]:
             yield f"the plan of generation {event['generation']} has workers that are lost: {gone}"
     for name in ("refused", "messages_failed"):
         for event in records.of_kind(name):
-            yield f"no worker may send unknown messages, and every failed message needs an explanation: {event}"
+            yield f"a message was not understood, or failed without an explanation: {event}"
 
 
 def _decisions(records: _Records) -> Iterator[str]:
