@@ -20,7 +20,7 @@ import torch
 from benchmarks._common import ROOT, Bar, Report, base_config, new_folder, report_arguments
 from benchmarks._held import Alone, peak_of_allocator, peak_of_storages
 from benchmarks._neighbours import progress
-from chameleon_ft.cli._preflight import prepare_data_of
+from chameleon_ft.cli.starting import prepare_data_of
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.estimate import program_memory

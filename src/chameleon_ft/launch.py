@@ -1,4 +1,4 @@
-"""Starting the processes of a run: coordinator, rendezvous store, agent and ranks."""
+"""Starts the processes of a run: coordinator, rendezvous store, agent and ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -47,8 +47,7 @@ from chameleon_ft.runtime.process import end_now, end_with_parent, ignore_interr
 
 __all__ = ["coordinate", "run_agent", "train", "work"]
 
-_POLL_S = 0.05
-_NICENESS = 10  # little beside ranks that compute on all cores, and enough to get on
+_NICENESS = 10  # yields to ranks that compute on all cores, and still makes progress
 _EXIT_CODES: dict[RunStatus, int] = {"finished": 0, "failed": 1, "interrupted": 130}
 
 
@@ -91,13 +90,15 @@ def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> NoRetur
 
 async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, agent_here: bool) -> int:
     context = _fork_server()
-    solvers = _begun(_load_solvers)
+    solvers = _start_loading_solvers()
     token = secrets.token_urlsafe(16)
-    with _store(context, config.control.host) as ready:
-        # Both wait for the fork server to have torch loaded.
-        job, store_port = await _both(partial(_inspect, context, config), ready)
-        # Nobody is started who would have to be heard while kernels are compiled.
-        await _said_if_long(solvers)
+    async with _store(context, config.control.host) as store_port:
+        job = await _inspect(context, config)
+        # No rank is started before the kernels are compiled: compiling blocks the event loop and its heartbeats.
+        await asyncio.wait({solvers}, timeout=COMPILING_AFTER_S)
+        if not solvers.done():
+            print(COMPILING, flush=True)
+        await solvers
         if resume:
             _require_same_model(run, job)
             run.write_config(config)
@@ -129,59 +130,39 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, age
                 run.write_control(ControlAddress(address=address, token=token, pid=os.getpid()))
                 try:
                     async with _agent(context, config, address, token, coordinator, here=agent_here):
-                        status = await _until_end(coordinator)
+                        with _interrupted_by_signals(coordinator.interrupt):
+                            status = await coordinator.wait()
                 finally:
                     run.remove_control()
     return _EXIT_CODES[status]
 
 
-async def _both(
-    inspect: Callable[[threading.Event], JobInfo], ready: Callable[[threading.Event], int]
-) -> tuple[JobInfo, int]:
-    """Run both in threads; on Ctrl-C tell them to come back, for a thread cannot be cancelled."""
-    cancelled = threading.Event()
-    try:
-        return await asyncio.gather(asyncio.to_thread(inspect, cancelled), asyncio.to_thread(ready, cancelled))
-    finally:
-        cancelled.set()
-
-
-def _begun(work: Callable[[], None]) -> asyncio.Future[None]:
-    """Begin some work in a thread that nobody waits for if this process is to end first."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result(None) if error is None else done.set_exception(error)
+def _start_loading_solvers() -> asyncio.Task[None]:
+    """Run `_load_solvers` in a daemon thread: Ctrl-C does not wait for it, as for a thread of the loop's executor."""
+    done: Future[None] = Future()
 
     def run() -> None:
-        error: BaseException | None = None
+        done.set_running_or_notify_cancel()
         try:
-            work()
-        except BaseException as caught:  # noqa: BLE001 - it is raised where it is waited for
-            error = caught
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, error)
+            done.set_result(_load_solvers())
+        except BaseException as error:  # noqa: BLE001 - raised where the task is awaited
+            done.set_exception(error)
+
+    async def wait() -> None:
+        await asyncio.wrap_future(done)
 
     threading.Thread(target=run, daemon=True).start()
-    return done
+    return asyncio.create_task(wait())
 
 
-async def _said_if_long(solvers: asyncio.Future[None]) -> None:
-    """Wait for what decisions are made with, and say why where that takes long: after an installation it does."""
-    await asyncio.wait({solvers}, timeout=COMPILING_AFTER_S)
-    if not solvers.done():
-        print(COMPILING, flush=True)
-    await solvers
-
-
-async def _until_end(coordinator: Coordinator) -> RunStatus:
+@contextmanager
+def _interrupted_by_signals(interrupt: Callable[[], object]) -> Iterator[None]:
+    """Call `interrupt` on SIGINT and SIGTERM inside the block."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, coordinator.interrupt)
+        loop.add_signal_handler(number, interrupt)
     try:
-        return await coordinator.wait()
+        yield
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -191,10 +172,10 @@ async def _until_end(coordinator: Coordinator) -> RunStatus:
 async def _agent(
     context: ForkServerContext, config: RunConfig, address: str, token: str, coordinator: Coordinator, *, here: bool
 ) -> AsyncIterator[None]:
-    """Run this machine's agent inside the block; a no-op where the workers come from elsewhere."""
+    """Run this machine's agent inside the block; only print how to join if the workers come from elsewhere."""
     if not here:
         print(f"waiting for {config.workers} workers; on each machine, with the token in CHAMELEON_TOKEN:")
-        # The token is shown to the person at the terminal, and to no log file.
+        # The token goes to a terminal and to no log file.
         secret = token if sys.stdout.isatty() else "..."
         print(f"  CHAMELEON_TOKEN={secret} chameleon agent --coordinator {address} --workers N")
         print(
@@ -210,13 +191,13 @@ async def _agent(
         yield
     finally:
         try:
-            await serving  # told to exit, it sees to it that every rank has ended
+            await serving  # which ends every rank after the coordinator's exit message
         finally:
             agent.kill_all()
 
 
 def _fail_with(coordinator: Coordinator, serving: asyncio.Task[bool]) -> None:
-    """End the run where its agent could not even begin: nobody else would tell the coordinator."""
+    """End the run if its agent fails before it connects, which the coordinator cannot notice."""
     if not serving.cancelled() and (error := serving.exception()) is not None:
         coordinator.end("failed", f"the agent of this machine failed: {error}")
 
@@ -225,11 +206,10 @@ async def _run_agent(*, coordinator: str, token: str, workers: int, host: str | 
     context = _fork_server()
     agent = Agent(coordinator=coordinator, token=token, slots=workers, host=host, context=context, entry=_rank_entry)
     serving = asyncio.ensure_future(agent.serve())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, serving.cancel)
     try:
-        if await serving:
+        with _interrupted_by_signals(serving.cancel):
+            connected = await serving
+        if connected:
             return 0
         print("the connection to the coordinator is lost; the ranks of this host have been ended", file=sys.stderr)
         return 1
@@ -238,13 +218,12 @@ async def _run_agent(*, coordinator: str, token: str, workers: int, host: str | 
 
 
 def _fork_server() -> ForkServerContext:
-    """Return a fork server that loads everything a rank needs, and have it begin at once."""
+    """Start a fork server that loads everything a rank needs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["chameleon_ft.runtime.preload"])
-    # A terminal's Ctrl-C, and a batch system's SIGTERM, reach every process of the group. To the fork server and all
-    # that it forks they mean nothing, from before its first import: the coordinator sees to the end. What is blocked
-    # here stays blocked there.
-    resource_tracker.ensure_running()  # its own start, which the fork server's includes, would lift the block
+    # A terminal's Ctrl-C and a batch system's SIGTERM reach every process of the group. The fork server and its
+    # children inherit the block and ignore them from before their first import, because the coordinator ends the run.
+    resource_tracker.ensure_running()  # starting it together with the fork server would lift the block
     with signals_blocked(signal.SIGINT, signal.SIGTERM):
         forkserver.ensure_running()
     return context
@@ -252,8 +231,8 @@ def _fork_server() -> ForkServerContext:
 
 @contextmanager
 def _background(context: ForkServerContext) -> Iterator[Executor]:
-    """A process for what takes long and is not urgent; it is ended without waiting for what it is at."""
-    executor = ProcessPoolExecutor(1, mp_context=context, initializer=_be_in_the_background)
+    """Yield an executor of one process for long work that is not urgent; it is killed at the end of the block."""
+    executor = ProcessPoolExecutor(1, mp_context=context, initializer=_init_background)
     pid = executor.submit(os.getpid)
     try:
         yield executor
@@ -263,46 +242,34 @@ def _background(context: ForkServerContext) -> Iterator[Executor]:
         executor.shutdown(cancel_futures=True)
 
 
-def _be_in_the_background() -> None:
+def _init_background() -> None:
     ignore_interrupts()
     end_with_parent()
-    # First what takes a second: beside ranks that compute on all cores it would take a minute, once it gives way.
+    # Before lowering the priority, which makes this second a minute beside ranks that compute on all cores.
     _load_solvers()
     os.nice(_NICENESS)
 
 
 def _load_solvers() -> None:
-    """Import, and after an installation compile, what decisions are made with: the first one would wait for it else."""
+    """Import, and after an installation compile, what decisions need, so that the first one does not wait for it."""
     for name in ("rustworkx", "scipy.optimize", "scipy.sparse.csgraph"):
         importlib.import_module(name)
     warm_up()
-    # All of this stays. To go through it in search of garbage takes as long as half a decision.
+    # All of this stays; a garbage collection that scans it takes as long as half a decision.
     gc.collect()
     gc.freeze()
 
 
-def _rank_entry(*, coordinator: str, token: str, worker: int, incarnation: int, host: str, local_index: int) -> None:
-    from chameleon_ft.runtime.rank import spawned_rank_main
-
-    spawned_rank_main(
-        coordinator=coordinator, token=token, worker=worker, incarnation=incarnation, host=host, local_index=local_index
-    )
+def _call(module: str, function: str, *arguments: object, **keywords: object) -> None:
+    """Call a function of the runtime in a child process: importing it here would load torch."""
+    getattr(importlib.import_module(f"chameleon_ft.runtime.{module}"), function)(*arguments, **keywords)
 
 
-def _store_entry(host: str, pipe: Connection) -> None:
-    from chameleon_ft.runtime.store import store_main
-
-    store_main(host, pipe)
-
-
-def _inspection_entry(config: RunConfig, pipe: Connection) -> None:
-    from chameleon_ft.runtime.inspection import inspection_main
-
-    inspection_main(config, pipe)
+_rank_entry = partial(_call, "rank", "spawned_rank_main")
 
 
 def _require_same_model(run: RunDirectory, job: JobInfo) -> None:
-    """Raise CheckpointError where the newest checkpoint of `run` is of another model than `job`."""
+    """Raise CheckpointError if the newest checkpoint of `run` is of another model than `job`."""
     for step in complete_checkpoints(run.checkpoints)[-1:]:
         if checkpoint_model(run.checkpoints, step) != job.fingerprint:
             raise CheckpointError(
@@ -312,13 +279,13 @@ def _require_same_model(run: RunDirectory, job: JobInfo) -> None:
 
 
 def _require_device(config: RunConfig, job: JobInfo) -> None:
-    """Raise ConfigError where the workers, which are on this host, would not find their device."""
+    """Raise ConfigError if this host, which the workers are on, lacks their device."""
     if config.device != "emulated" and not job.device:
         raise ConfigError(f'device = "{config.device}": this host has none that torch can use; take "cpu"')
 
 
 def _profile(config: RunConfig, job: JobInfo) -> Profile | None:
-    """Return the profile of the run, if it has one. Raises ProfileError where it is not of this job on this device."""
+    """Return the profile of the run, if it has one. Raises ProfileError if it is not of this job on this device."""
     if config.profile is None:
         return None
     profile = profile_of_run(config)
@@ -331,7 +298,7 @@ def _profile(config: RunConfig, job: JobInfo) -> Profile | None:
 
 
 def _plan(config: RunConfig, job: JobInfo) -> Plan | None:
-    """Return the plan to start with, if the run was given one. Raises ConfigError where it is of another model."""
+    """Return the plan to start with, if the run was given one. Raises ConfigError if it is of another model."""
     plan = read_start_plan(config)
     if plan is not None and plan.placement.num_layers != job.num_layers:
         raise ConfigError(
@@ -341,11 +308,11 @@ def _plan(config: RunConfig, job: JobInfo) -> Plan | None:
     return plan
 
 
-def _inspect(context: ForkServerContext, config: RunConfig, cancelled: threading.Event) -> JobInfo:
-    """Look at the job in a process of its own. Raises what is wrong with it."""
-    with _child(context, _inspection_entry, config) as pipe:
+async def _inspect(context: ForkServerContext, config: RunConfig) -> JobInfo:
+    """Load the job in a process of its own. Raises the error of loading it."""
+    with _child(context, partial(_call, "inspection", "inspection_main", config)) as pipe:
         try:
-            found = _receive(pipe, cancelled)
+            found = await _receive(pipe)
         except EOFError:
             raise ControlError(f"job {config.job}: the process that loads it ended without a word") from None
     if isinstance(found, ChameleonError):
@@ -354,33 +321,33 @@ def _inspect(context: ForkServerContext, config: RunConfig, cancelled: threading
     return found
 
 
-@contextmanager
-def _store(context: ForkServerContext, host: str) -> Iterator[Callable[[threading.Event], int]]:
-    """Run the rendezvous store inside the block, which gets a function that waits for its port."""
-    with _child(context, _store_entry, host) as pipe:
-
-        def ready(cancelled: threading.Event) -> int:
-            try:
-                return int(_receive(pipe, cancelled))
-            except EOFError:
-                raise ControlError(f"the rendezvous store could not be started on {host}") from None
-
-        yield ready
+@asynccontextmanager
+async def _store(context: ForkServerContext, host: str) -> AsyncIterator[int]:
+    """Run the rendezvous store inside the block, which gets its port."""
+    with _child(context, partial(_call, "store", "store_main", host)) as pipe:
+        try:
+            port = int(await _receive(pipe))
+        except EOFError:
+            raise ControlError(f"the rendezvous store could not be started on {host}") from None
+        yield port
 
 
-def _receive(pipe: Connection, cancelled: threading.Event) -> Any:
-    """Return what comes through `pipe`. Raises EOFError where its other end is closed, ControlError when cancelled."""
-    while not pipe.poll(_POLL_S):
-        if cancelled.is_set():
-            raise ControlError("interrupted before the run began")
+async def _receive(pipe: Connection) -> Any:
+    """Return what comes through `pipe`. Raises EOFError if its other end is closed."""
+    readable, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(pipe.fileno(), readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(pipe.fileno())
     return pipe.recv()
 
 
 @contextmanager
-def _child(context: ForkServerContext, entry: Callable[[Any, Connection], None], argument: Any) -> Iterator[Connection]:
-    """Run ``entry(argument, pipe)`` in a process of its own for as long as the block lasts."""
+def _child(context: ForkServerContext, entry: Callable[[Connection], None]) -> Iterator[Connection]:
+    """Run ``entry(pipe)`` in a process of its own for as long as the block lasts."""
     ours, theirs = context.Pipe()
-    child = context.Process(target=entry, args=(argument, theirs), daemon=True)
+    child = context.Process(target=entry, args=(theirs,), daemon=True)
     child.start()
     theirs.close()
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from chameleon_ft.cli import main
-from chameleon_ft.cli._explain_formatting import why
+from chameleon_ft.cli.commands.explain import describe_reason
 from chameleon_ft.config import Batch, LlamaConfig, Parallel, Recovery, RunConfig
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.observe.decisions import DecisionEvent
@@ -201,7 +201,7 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.Capt
     ],
 )
 def test_why_one_was_better_than_the_second(candidates: list[dict[str, Any]], chosen: str | None, words: str) -> None:
-    assert why(DecisionEvent.model_validate(decided(2, 5, chosen=chosen, candidates=candidates))) == words
+    assert describe_reason(DecisionEvent.model_validate(decided(2, 5, chosen=chosen, candidates=candidates))) == words
 
 
 def test_who_must_not_be_lost_is_said_where_candidates_differ(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from chameleon_ft.cli import main
-from chameleon_ft.cli._logging import take_log_level
+from chameleon_ft.cli.main import take_log_level
 from chameleon_ft.config import RunConfig
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import Recorder, RunDirectory, View

@@ -37,7 +37,7 @@ def test_every_command_is_in_the_help_and_has_a_module(capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     for command in COMMANDS:
         assert f"\n  {command} " in text
-        assert callable(importlib.import_module(f"chameleon_ft.cli.{command}").main)
+        assert callable(importlib.import_module(f"chameleon_ft.cli.commands.{command}").main)
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +75,7 @@ def test_errors_become_messages_and_exit_codes(
     def fail(arguments: object) -> int:
         raise error
 
-    monkeypatch.setattr(importlib.import_module("chameleon_ft.cli.train"), "main", fail)
+    monkeypatch.setattr(importlib.import_module("chameleon_ft.cli.commands.train"), "main", fail)
     assert main(["train"]) == code
     expected = "" if isinstance(error, KeyboardInterrupt) else "chameleon train: mend this\n"
     assert capsys.readouterr().err == expected

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from chameleon_ft.cli._waiting import compile_kernels, waiting
+from chameleon_ft.cli.output import compile_kernels, waiting
 from chameleon_ft.recovery.warm_up import COMPILING
 
 

@@ -1,4 +1,4 @@
-"""The command `chameleon`: finds the module of a command, runs it, and turns errors into messages and exit codes."""
+"""The command `chameleon`: loads and runs a command, configures the log, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -9,51 +9,52 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import chameleon_ft
-from chameleon_ft.cli._logging import LEVELS, LOG_LEVEL_VARIABLE, configure_logging, take_log_level
 from chameleon_ft.errors import ChameleonError, CheckpointError, ConfigError
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "main", "take_log_level"]
 
-COMMANDS = {
-    "train": "Train the Llama that comes with Chameleon, all on this machine.",
+COMMANDS: Final = {
+    "train": "Train the built-in Llama, all on this machine.",
     "run": "Train a model of your own, all on this machine.",
     "coordinator": "Run the coordinator of a run that spans several machines.",
     "agent": "Start and watch this machine's workers of such a run.",
-    "worker": "Be one worker of such a run, started by a cluster's own launcher.",
-    "profile": "Measure what layers, operations and links cost on this machine, or derive it for a known one.",
-    "plan": "Predict what a step takes, in time and memory, before anything runs.",
-    "simulate": "Let policies live through months of failures, and set side by side what they train.",
-    "report": "Lay the measured operations of a run over the predicted ones.",
-    "explain": "Retell each decision of a run: what was known, weighed, predicted and measured.",
+    "worker": "Run one worker of such a run, started by a cluster's own launcher.",
+    "profile": "Measure the costs of layers, operations and links, or derive them for a known device.",
+    "plan": "Predict the time and memory of a step before anything runs.",
+    "simulate": "Compare policies over months of simulated failures.",
+    "report": "Compare the measured steps of a run with the predicted ones.",
+    "explain": "Show each decision of a run: the candidates, the reason and the outcome.",
     "inject": "Make a worker of a live run fail.",
     "verify": "Repeat a run in one plain PyTorch loop and compare the losses.",
 }
+_OLD_NAMES: Final = {"supervise": "agent"}
+
+_LEVELS: Final = ("debug", "info", "warning", "error")
+_LEVEL_FLAG: Final = "--log-level"
+_LEVEL_VARIABLE: Final = "CHAMELEON_LOG_LEVEL"
+
+_FAILURE: Final = 1
+_USER_ERROR: Final = 2
+_INTERRUPTED: Final = 130  # the code a shell reports for a process that SIGINT ended
 
 _logger = logging.getLogger(__name__)
 
-# Old names, kept for one release.
-_ALIASES = {"supervise": "agent"}
-
-_USER_ERROR = 2
-_FAILURE = 1
-_INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 input that cannot be used, 130 interrupted."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one command and return its exit code: 0 done, 1 failed, 2 unusable input, 130 interrupted."""
     try:
-        arguments, level = take_log_level(arguments, os.environ)
+        arguments, level = take_log_level(sys.argv[1:] if argv is None else argv, os.environ)
     except ConfigError as error:
         print(f"chameleon: {error}", file=sys.stderr)
         return _USER_ERROR
     if not arguments:
         print(_help(), file=sys.stderr)
         return _USER_ERROR
-    configure_logging(level)
+    _configure_logging(level)
     name, *rest = arguments
     if name in ("-h", "--help"):
         print(_help())
@@ -61,66 +62,90 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"chameleon {chameleon_ft.__version__}")
         return 0
-    if name in _ALIASES:
-        _logger.warning("chameleon %s is deprecated, and gone in the next release; use %s", name, _ALIASES[name])
-        name = _ALIASES[name]
+    if name in _OLD_NAMES:
+        _logger.warning("chameleon %s is deprecated, and gone in the next release; use %s", name, _OLD_NAMES[name])
+        name = _OLD_NAMES[name]
     if name not in COMMANDS:
-        print(_unknown(name), file=sys.stderr)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        print(f"chameleon: there is no command {name!r}; {hint}", file=sys.stderr)
         return _USER_ERROR
     return _run(name, rest)
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    module = importlib.import_module(f"chameleon_ft.cli.{name}")
+    module = importlib.import_module(f"chameleon_ft.cli.commands.{name}")
     try:
         code: int = module.main(arguments)
-    except (ConfigError, CheckpointError) as error:
-        print(f"chameleon {name}: {error}", file=sys.stderr)
-        return _USER_ERROR
     except ChameleonError as error:
         print(f"chameleon {name}: {error}", file=sys.stderr)
-        return _FAILURE
+        return _USER_ERROR if isinstance(error, ConfigError | CheckpointError) else _FAILURE
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has had enough. The interpreter flushes once more at its end, which must not fail.
+        # The reader of the output has closed it. The interpreter flushes once more at its end, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILURE
     except Exception as error:  # noqa: BLE001
-        print(f"chameleon {name}: {type(error).__name__}: {error}; the details are in {_log(name)}", file=sys.stderr)
+        with tempfile.NamedTemporaryFile(
+            "w", prefix=f"chameleon-{name}-", suffix=".log", delete=False, encoding="utf-8"
+        ) as log:
+            traceback.print_exc(file=log)
+        text = f"{type(error).__name__}: {error}; the details are in {log.name}"
+        print(f"chameleon {name}: {text}", file=sys.stderr)
         return _FAILURE
     return code
 
 
-def _log(name: str) -> str:
-    """Write down the error that is being handled, which nobody has foreseen, and return where."""
-    with tempfile.NamedTemporaryFile(
-        "w", prefix=f"chameleon-{name}-", suffix=".log", delete=False, encoding="utf-8"
-    ) as file:
-        traceback.print_exc(file=file)
-    return file.name
-
-
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    return "\n".join(
-        [
-            "usage: chameleon COMMAND [--log-level LEVEL] [ARGUMENT ...]",
-            "",
-            "Train large language models with PyTorch, and keep training when workers fail.",
-            "",
-            "commands:",
-            *(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()),
-            "",
-            f"--log-level {{{','.join(LEVELS)}}}, or the environment variable {LOG_LEVEL_VARIABLE}: what is logged to",
-            "standard error, beside what a command prints and records. The default is warning.",
-            "",
-            "`chameleon COMMAND --help` explains a command; `chameleon --version` prints the version.",
-        ]
-    )
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return f"""\
+usage: chameleon COMMAND [--log-level LEVEL] [ARGUMENT ...]
+
+Train large language models with PyTorch, and keep training when workers fail.
+
+commands:
+{commands}
+
+--log-level {{{",".join(_LEVELS)}}}, or the environment variable {_LEVEL_VARIABLE}, sets what is logged to
+standard error, beside what a command prints and records. The default is warning.
+
+`chameleon COMMAND --help` explains a command; `chameleon --version` prints the version."""
 
 
-def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-    return f"chameleon: there is no command {name!r}; {hint}"
+class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
+    """The handler of the command line, told apart from those that a calling program adds."""
+
+
+def take_log_level(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], str]:
+    """Take `--log-level LEVEL` out of the arguments, anywhere among them.
+
+    Returns:
+        The other arguments, and the level: that of the last flag, else that of the environment, else "warning".
+
+    Raises:
+        ConfigError: there is no such level.
+    """
+    level, source = environ.get(_LEVEL_VARIABLE) or "warning", _LEVEL_VARIABLE
+    rest: list[str] = []
+    remaining = iter(arguments)
+    for argument in remaining:
+        flag, equals, value = argument.partition("=")
+        if flag == _LEVEL_FLAG:
+            level, source = value if equals else next(remaining, ""), _LEVEL_FLAG
+        else:
+            rest.append(argument)
+    if level.lower() not in _LEVELS:
+        raise ConfigError(f"{source} {level}: should be one of {', '.join(_LEVELS)}")
+    return rest, level.lower()
+
+
+def _configure_logging(level: str) -> None:
+    """Log the library to standard error from `level` on; a second call replaces the level."""
+    logger = logging.getLogger("chameleon_ft")
+    logger.handlers[:] = [each for each in logger.handlers if not isinstance(each, _StandardError)]
+    handler = _StandardError(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())

@@ -1,12 +1,11 @@
-"""The configuration of a run: what it may say, how it is read, and what is refused.
+"""The configuration of a run: its fields, how it is read, and what is refused.
 
 Importing this package imports neither torch nor anything that reads a clock or the environment.
 """
 
 from __future__ import annotations
 
-from chameleon_ft.config.files import config_to_toml, load_config, read_recorded_toml, read_toml
-from chameleon_ft.config.renamed import RENAMED_KEYS
+from chameleon_ft.config.files import RENAMED_KEYS, config_to_toml, load_config, read_recorded_toml, read_toml
 from chameleon_ft.config.run import LLAMA_JOB, STAND_IN_JOB, RunConfig, TrainConfig
 from chameleon_ft.config.sections import (
     Batch,

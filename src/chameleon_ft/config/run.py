@@ -1,4 +1,4 @@
-"""The configuration of a run, and of a run of the Llama that comes with Chameleon."""
+"""The configuration of a run, and of a run of the built-in Llama."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LLAMA_JOB = "chameleon_ft.models.llama_job:llama_job"
 """Reference of the job that `chameleon train` trains unless told otherwise."""
 
 STAND_IN_JOB = "chameleon_ft.models.stand_in:stand_in"
-"""Reference of the job that emulated devices train: the layers of their profile, with next to nothing in them."""
+"""Reference of the job that emulated devices train: almost empty layers, as many as the profile has."""
 
 
 class RunConfig(Section):
@@ -39,7 +39,7 @@ class RunConfig(Section):
     job: str = Field(
         default=LLAMA_JOB,
         min_length=1,
-        description='What to train: "package.module:function" or "path/to/file.py:function".',
+        description='Job to train, as "package.module:function" or "path/to/file.py:function".',
     )
     # `strict` would refuse the string that a TOML file or a flag holds a path in.
     output_dir: Annotated[Path, Field(strict=False)] | None = Field(
@@ -53,12 +53,13 @@ class RunConfig(Section):
     backend: Literal["gloo", "nccl"] = Field(default="gloo", description="Library that carries the tensors.")
     device: Literal["cpu", "cuda", "emulated"] = Field(
         default="cpu",
-        description="Kind of device a worker computes on; emulated: none, operations last as long as `profile` says.",
+        description="Device of a worker; emulated: nothing is computed, operations last as long as `profile` says.",
     )
     profile: Annotated[Path, Field(strict=False)] | None = Field(
-        default=None, description="File that `chameleon profile` wrote, by which plans are made; needed to emulate."
+        default=None,
+        description="Profile written by `chameleon profile`, which plans are based on; required to emulate.",
     )
-    threads: int = Field(default=1, ge=1, description="Threads that one worker computes with on a CPU.")
+    threads: int = Field(default=1, ge=1, description="Threads of one worker on a CPU.")
     plan: Annotated[Path, Field(strict=False)] | None = Field(
         default=None,
         description="Plan to start with, as `chameleon plan --json` prints it, instead of parallel.dp equal pipelines.",
@@ -100,12 +101,12 @@ class RunConfig(Section):
     def _emulation_problems(self) -> Iterator[tuple[str, str]]:
         emulated = self.device == "emulated"
         if emulated and self.profile is None:
-            yield "profile", 'device = "emulated" needs one, which says how long operations take; see chameleon profile'
+            yield "profile", 'device = "emulated" needs one, for the times of operations; see chameleon profile'
         if emulated != (self.job == STAND_IN_JOB):
             yield (
                 "job",
                 f'device = "emulated" and job = "{STAND_IN_JOB}" go together: an emulated device computes nothing, and '
-                "that job is made of the profile; set both or neither",
+                "that job takes its layers from the profile; set both or neither",
             )
 
     def _failure_problems(self) -> Iterator[tuple[str, str]]:
@@ -131,11 +132,11 @@ class RunConfig(Section):
                     "change it, or pass --failures none for a run without any",
                 )
             if failure.phase == "checkpoint" and not self.checkpoint.every:
-                yield f"{key}.phase", "no checkpoint is written on the way; set checkpoint.every"
+                yield f"{key}.phase", "no checkpoint is written during training; set checkpoint.every"
 
 
 class TrainConfig(RunConfig):
-    """A run of the Llama that comes with Chameleon."""
+    """A run of the built-in Llama."""
 
     model: LlamaConfig = LlamaConfig()
     data: Data = Data()

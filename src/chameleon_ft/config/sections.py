@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 __all__ = [
+    "RELATION_ERROR",
     "Batch",
     "Checkpoint",
     "Control",
@@ -27,6 +29,9 @@ __all__ = [
     "Timelines",
     "Timeouts",
 ]
+
+RELATION_ERROR: Final = "relation"
+"""Type of the error that lists the relations between fields that do not hold."""
 
 FailurePhase = Literal[
     "forward", "backward", "sync", "vote", "optimizer", "recovery", "transfer", "confirm", "switch", "checkpoint"
@@ -54,9 +59,17 @@ class Section(BaseModel):
         found = list(self.problems())
         if found:
             summary = "; ".join(f"{field}: {message}" for field, message in found)
-            # A validator may raise one error only, so all that was found travels in its context.
-            raise PydanticCustomError("relation", "{summary}", {"summary": summary, "problems": found})
+            # A validator can raise only one error, so all problems travel in its context.
+            problems = [(field, self._value_at(field), message) for field, message in found]
+            raise PydanticCustomError(RELATION_ERROR, "{summary}", {"summary": summary, "problems": problems})
         return self
+
+    def _value_at(self, key: str) -> object:
+        """Return the value at a key such as failures[0].worker."""
+        value: Any = self
+        for part in re.findall(r"\w+", key):
+            value = value[int(part)] if part.isdecimal() else getattr(value, part)
+        return value
 
 
 class Parallel(Section):
@@ -66,7 +79,7 @@ class Parallel(Section):
     pp: int = Field(default=2, ge=1, description="Stages of a pipeline, each holding a range of layers.")
     split_backward: bool = Field(
         default=False,
-        description="Run the input-gradient and the weight-gradient half of a backward apart (zero bubble).",
+        description="Run the input-gradient and the weight-gradient half of a backward separately (zero bubble).",
     )
 
 
@@ -85,12 +98,12 @@ class Batch(Section):
 class Checkpoint(Section):
     """Checkpoints, written in the background of training."""
 
-    every: int = Field(default=0, ge=0, description="Steps between two checkpoints; 0 writes none on the way.")
+    every: int = Field(default=0, ge=0, description="Steps between two checkpoints; 0: none during training.")
     keep: int = Field(default=2, ge=1, description="Complete checkpoints to keep; older ones are removed.")
 
 
 class Recovery(Section):
-    """Recovery from losses, joins, and the prior knowledge of failures."""
+    """Recovery from losses, joins, and the prior for failure rates."""
 
     policy: PolicyName = Field(
         default="chameleon",
@@ -100,27 +113,27 @@ class Recovery(Section):
     worker_mtbf_hours: float = Field(
         default=5_000.0,
         gt=0,
-        description="Hours between two failures of one worker, as far as known beforehand. Workers of a host that are "
-        "lost together are one failure.",
+        description="Prior mean time between failures of one worker, in hours. Workers of a host that are lost "
+        "together count as one failure.",
     )
     prior_weight: float = Field(default=1.0, gt=0, description="Weight of worker_mtbf_hours, in observed failures.")
     host_failure_fraction: float = Field(
         default=0.25,
         ge=0,
         le=1,
-        description="Share of failures that take all workers of a host, as sure as the hours above.",
+        description="Prior fraction of failures that take all workers of a host, of the same weight.",
     )
     restart_cost_s: float = Field(
-        default=300.0, ge=0, description="Seconds that going back to a checkpoint takes, steps since it left out."
+        default=300.0, ge=0, description="Seconds that a return to a checkpoint takes, without the steps since it."
     )
-    respawn: bool = Field(default=False, description="Start a lost worker again, on the host that ran it.")
+    respawn: bool = Field(default=False, description="Restart a lost worker on the host that ran it.")
     respawn_delay_s: float = Field(
-        default=5.0, ge=0, description="Seconds before a restart; doubled each time the worker is lost again soon."
+        default=5.0, ge=0, description="Seconds before a restart; doubled each time the worker is soon lost again."
     )
     max_respawns: int = Field(
         default=3,
         ge=0,
-        description="Losses of a worker, with few steps between them, after which it is still restarted.",
+        description="Losses of a worker in quick succession after which it is still restarted.",
     )
 
     @field_validator("policy", mode="before")
@@ -136,7 +149,7 @@ class Timeouts(Section):
         default=5.0, gt=0, description="Seconds of silence after which a control connection is lost."
     )
     watchdog_min_s: float = Field(
-        default=10.0, gt=0, description="Least seconds in one operation after which a worker counts as hung."
+        default=10.0, gt=0, description="Minimum seconds in one operation after which a worker counts as hung."
     )
     watchdog_factor: float = Field(
         default=10.0,
@@ -162,12 +175,12 @@ class Timeouts(Section):
 
 
 class Timelines(Section):
-    """The steps whose operations are recorded, for `chameleon report`."""
+    """Recording of operation times, for `chameleon report`."""
 
     every: int = Field(
         default=10,
         ge=0,
-        description="Steps between two whose operations are recorded, beside the first two after a change; 0: none.",
+        description="Interval in steps at which operations are recorded, beside the first two after a change; 0: none.",
     )
 
 
@@ -177,13 +190,13 @@ class Emulation(Section):
     time_scale: float = Field(
         default=1.0,
         gt=0,
-        description="Seconds that a second of the profile takes; larger values hide the host's own time.",
+        description="Seconds per second of the profile; larger values hide the time of the machine itself.",
     )
     workers_per_host: int = Field(default=8, ge=1, description="Workers of an emulated host.")
     least_message_s: float = Field(
         default=2e-3,
         ge=0,
-        description="Seconds that the first byte of a message takes at least; covers what the machine itself needs.",
+        description="Minimum seconds until the first byte of a message arrives; hides the machine's own latency.",
     )
 
 
@@ -191,7 +204,7 @@ class Control(Section):
     """Address of the coordinator."""
 
     host: str = Field(
-        default="127.0.0.1", min_length=1, description="Address the coordinator listens on; loopback unless told."
+        default="127.0.0.1", min_length=1, description="Address the coordinator listens on; by default loopback."
     )
     port: int = Field(default=0, ge=0, le=65535, description="Port the coordinator listens on; 0 takes a free one.")
 
@@ -221,7 +234,7 @@ class LlamaConfig(Section):
     seq_len: int = Field(default=128, ge=1, description="Tokens of one sample.")
     rope_theta: float = Field(default=10_000.0, gt=0, description="Base of the rotary position frequencies.")
     norm_eps: float = Field(default=1e-5, gt=0, description="Term that keeps the RMS norm from dividing by zero.")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Share of activations dropped in training.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Fraction of activations dropped in training.")
     tie_embeddings: bool = Field(
         default=False, description="Share one matrix between embedding and head: one parameter in two layers."
     )

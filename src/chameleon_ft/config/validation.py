@@ -1,25 +1,24 @@
-"""Turning what a user wrote into a configuration, or into one message that lists everything wrong with it."""
+"""Validation of what a user wrote: a configuration, or one message that lists everything wrong with it."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from chameleon_ft.config.run import LLAMA_JOB, RunConfig, TrainConfig
+from chameleon_ft.config.sections import RELATION_ERROR
 from chameleon_ft.errors import ConfigError
 
 __all__ = ["config_type", "parse_config", "parse_fields"]
 
 _Config = TypeVar("_Config", bound=BaseModel)
-_RELATION = "relation"  # the error type that Section raises
-_MISSING = object()
 
 
 def config_type(data: Mapping[str, Any]) -> type[RunConfig]:
-    """Return the type that describes `data`: `TrainConfig` for the Llama, and where it has a section of that one's."""
+    """Return the type that describes `data`: `TrainConfig` for the Llama and for any job with a section of its own."""
     own = set(TrainConfig.model_fields) - set(RunConfig.model_fields)
     return TrainConfig if own & set(data) or data.get("job", LLAMA_JOB) == LLAMA_JOB else RunConfig
 
@@ -32,102 +31,71 @@ def parse_config(model: type[_Config], data: Mapping[str, Any], *, source: str) 
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise _config_error(model, data, error, source) from None
+        raise _config_error(model, error, source) from None
 
 
 def parse_fields(model: type[BaseModel], data: Mapping[str, Any], *, source: str) -> None:
-    """Check every field of `data` by itself and leave aside how they relate, which flags may still change.
+    """Check every field of `data` by itself, but not the relations between fields, which flags may still change.
 
     Raises ConfigError as `parse_config` does.
     """
     try:
         model.model_validate(data)
     except ValidationError as error:
-        if any(detail["type"] != _RELATION for detail in error.errors()):
-            raise _config_error(model, data, error, source) from None
+        if any(detail["type"] != RELATION_ERROR for detail in error.errors()):
+            raise _config_error(model, error, source) from None
 
 
-def _config_error(model: type[BaseModel], data: Mapping[str, Any], error: ValidationError, source: str) -> ConfigError:
-    lines = list(_lines(model, data, error))
+def _config_error(model: type[BaseModel], error: ValidationError, source: str) -> ConfigError:
+    lines = list(_lines(model, error))
     if len(lines) == 1:
         return ConfigError(f"{source}: {lines[0]}")
     return ConfigError(f"{source}: {len(lines)} errors:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _lines(model: type[BaseModel], data: Mapping[str, Any], error: ValidationError) -> Iterator[str]:
+def _lines(model: type[BaseModel], error: ValidationError) -> Iterator[str]:
     for detail in error.errors(include_url=False):
-        location = detail["loc"]
-        if detail["type"] == _RELATION:
-            for field, message in detail["ctx"]["problems"]:
-                key = ".".join(part for part in (_dotted(location), field) if part)
-                yield f"{key}{_shown(_value(model, data, key))}: {message}"
+        key = _dotted(detail["loc"])
+        if detail["type"] == RELATION_ERROR:
+            for field, value, message in detail["ctx"]["problems"]:
+                yield f"{key}.{field}".removeprefix(".") + f"{_shown(value)}: {message}"
         elif detail["type"] == "extra_forbidden":
-            yield _unknown_key(model, location)
+            yield f"{key}: unknown key; {_hint(model, detail['loc'])}"
         elif detail["type"] == "missing":
-            yield f"{_dotted(location)}: is missing; add it"
+            yield f"{key}: is missing; add it"
         else:
             message = detail["msg"].replace("Input should be", "should be").replace("String should", "should")
-            yield f"{_dotted(location)}{_shown(detail['input'])}: {message}"
+            yield f"{key}{_shown(detail['input'])}: {message}"
 
 
-def _unknown_key(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
+def _hint(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """Say which key was meant instead of an unknown one: the same in another section, or a similar one."""
     *parents, name = location
-    section = _section_at(model, parents)
-    known = list(section.model_fields)
-    prefix = _dotted(tuple(parents))
-    if elsewhere := _keys_named(model, str(name)):
-        hint = f"did you mean {elsewhere[0]}?"
-    elif near := difflib.get_close_matches(str(name), known, n=1, cutoff=0.5):
-        hint = f"did you mean {prefix + '.' if prefix else ''}{near[0]}?"
-    else:
-        hint = f"known here: {', '.join(known)}"
-    return f"{_dotted(location)}: unknown key; {hint}"
+    keys = list(_keys(model))
+    section = tuple(part for part in parents if isinstance(part, str))
+    siblings = [key[-1] for key in keys if key[:-1] == section]
+    elsewhere = [key for key in keys if key[-1] == name and key[0] != "failures"]
+    if elsewhere:
+        return f"did you mean {'.'.join(elsewhere[0])}?"
+    if near := difflib.get_close_matches(str(name), siblings, n=1, cutoff=0.5):
+        return f"did you mean {_dotted((*parents, near[0]))}?"
+    return f"known here: {', '.join(siblings)}"
 
 
-def _section_at(model: type[BaseModel], parents: list[int | str]) -> type[BaseModel]:
-    for part in parents:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        model = next(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return model
-
-
-def _keys_named(model: type[BaseModel], name: str, prefix: str = "") -> list[str]:
-    """Return the dotted keys of all fields called `name`: a key put into the wrong section is a common slip."""
-    found = []
-    for field, info in model.model_fields.items():
-        if field == name:
-            found.append(prefix + field)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            found += _keys_named(info.annotation, name, f"{prefix}{field}.")
-    return found
-
-
-def _value(model: type[BaseModel], data: Mapping[str, Any], key: str) -> object:
-    """Return the value at a dotted key, which may be a default that `data` does not mention."""
-    value: Any = data
-    defaults: Any = model.model_construct()
-    for part in key.replace("[", ".").replace("]", "").split("."):
-        if isinstance(value, Mapping):
-            value = value.get(part, _MISSING)
-        elif isinstance(value, list | tuple):
-            value = value[int(part)]
-        else:
-            value = getattr(value, part, _MISSING)
-        defaults = getattr(defaults, part, _MISSING)
-    return defaults if value is _MISSING else value
+def _keys(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every field, those of sections included."""
+    for name, info in model.model_fields.items():
+        yield (*parents, name)
+        for kind in (info.annotation, *get_args(info.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _keys(kind, (*parents, name))
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
 
 
 def _shown(value: object) -> str:
-    if value is _MISSING or isinstance(value, Mapping | BaseModel):
+    if isinstance(value, Mapping | BaseModel):
         return ""
     return f' = "{value}"' if isinstance(value, str) else f" = {value}"

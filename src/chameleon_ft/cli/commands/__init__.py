@@ -1,0 +1,1 @@
+"""The commands, one file each with a function `main` that takes the arguments and returns the exit code."""

@@ -1,0 +1,37 @@
+"""`chameleon agent`: start and watch the workers of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from chameleon_ft.cli.arguments import OptionalStr, metavar, parse_arguments
+from chameleon_ft.cli.joining import JoinArguments
+from chameleon_ft.errors import ConfigError
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentArguments(JoinArguments):
+    """Start this machine's workers of a run whose coordinator is elsewhere, and watch them until the run ends.
+
+    Give --run, or --coordinator with its token.
+    """
+
+    workers: int
+    """Worker processes to start here, one for each accelerator."""
+    host: Annotated[OptionalStr, metavar("ADDRESS")] = None
+    """Address at which the other machines reach this one; by default that of the interface towards the coordinator."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(AgentArguments, arguments, command="agent")
+    if given.workers < 1:
+        raise ConfigError(f"--workers {given.workers}: should be 1 or more")
+    address, token = given.find_coordinator()
+    from chameleon_ft.launch import run_agent
+
+    return run_agent(coordinator=address, token=token, workers=given.workers, host=given.host)

@@ -1,0 +1,281 @@
+"""`chameleon explain`: show each decision of a run, the reason for it, and its outcome."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from chameleon_ft.cli.arguments import OptionalInt, RunPath, Switch, parse_arguments
+from chameleon_ft.cli.output import Output
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import FailureRecord, OutcomeRecord, RunDirectory
+from chameleon_ft.observe.decisions import (
+    DecisionEvent,
+    DecisionStory,
+    ObservedRate,
+    ScoredCandidate,
+    StallParts,
+    UsedCorrections,
+    decision_stories,
+)
+from chameleon_ft.observe.records import DETECTED_BY
+from chameleon_ft.quantities import ROUNDING, counted, data_size, duration
+
+__all__ = ["describe_reason", "main"]
+
+_NOTICEABLE_S = 5e-4  # of a stall
+
+
+@dataclass(frozen=True)
+class ExplainArguments:
+    """Show each decision of a run: the situation, the candidates, the predictions and the outcome.
+
+    Only the files of the run are read, so the run may still be live.
+    """
+
+    run: RunPath
+    """Run directory."""
+    decision: OptionalInt = None
+    """Only this decision, counted from 1."""
+    json: Switch = False
+    """Print the decisions as JSON."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(ExplainArguments, arguments, command="explain")
+    run = RunDirectory.open(given.run)
+    stories = chosen = decision_stories(run.events())
+    if given.decision is not None:
+        if not 1 <= given.decision <= len(stories):
+            known = f"this run has 1 to {len(stories)}" if stories else "this run has none"
+            raise ConfigError(f"--decision {given.decision}: there is no such decision; {known}")
+        chosen = (stories[given.decision - 1],)
+    if given.json:
+        found = [{**story.to_json(), "why": describe_reason(story.decided)} for story in chosen]
+        print(json.dumps({"decisions": found}))
+    elif chosen:
+        _show(chosen, title=str(run.path), total=len(stories))
+    else:
+        lost = len(run.failures())
+        losses = f"{counted(lost, 'worker')} {'was' if lost == 1 else 'were'} lost, and the banners say what was done"
+        print(f"{run.path}: there was nothing to decide; {losses if lost else 'no worker was lost'}")
+    return 0
+
+
+def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
+    """Print stories of a run that has `total` decisions in all."""
+    out = Output()
+    out.text(title, "bold")
+    resumed = any(story.session > 1 for story in stories)
+    for story in stories:
+        decided = story.decided
+        when = datetime.fromtimestamp(decided.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        life = f", life {story.session} of the run" if resumed else ""
+        out.text("")
+        out.text(f"Decision {story.number} of {total}: in step {decided.step}, {when}{life}", "bold")
+        present = "are there, newcomers included" if decided.trigger == "join" else "are left"
+        out.facts(
+            [
+                ("lost", _describe_losses(story)),
+                ("in force", f"{decided.plan}; {decided.live} workers {present}"),
+                ("expected", _describe_failure_rate(decided.rate, live=decided.live, horizon_s=decided.horizon_s)),
+                ("stall", _describe_stall(decided.stall)),
+                ("corrected", _describe_corrections(decided.corrections)),
+            ]
+        )
+        out.text(f"{_describe_search(decided)} {duration(decided.search_s)}")
+        # Single holders are named only if they tell the candidates apart.
+        differ = len({(each.last_holders, each.last_hosts) for each in decided.candidates if each.feasible}) > 1
+        out.show(
+            out.table(
+                [_candidate_row(each, decided.chosen, holders=differ) for each in decided.candidates],
+                left=[""],
+                right=["step", "stall", "moves", "samples until then"],
+                last=[""],
+                styles={decided.chosen: "bold"},
+            )
+        )
+        out.facts(_outcome_facts(story))
+
+
+def _describe_losses(story: DecisionStory) -> str:
+    known = {loss.worker: loss for loss in story.losses}
+    lines = [
+        f"worker {worker}: {known[worker].cause}, detected by {DETECTED_BY[known[worker].noticed_by]}"
+        if worker in known
+        else f"worker {worker}"
+        for worker in story.decided.lost
+    ]
+    return "\n".join(lines) or "no worker"
+
+
+def _describe_search(decided: DecisionEvent) -> str:
+    if not decided.prepared:
+        return "weighed in"
+    if decided.trigger == "loss":
+        return "weighed before the loss, looked up in"
+    return "weighed while training went on, " + ("in" if decided.chosen == "stay" else "looked up in")
+
+
+def _candidate_row(each: ScoredCandidate, chosen: str | None, *, holders: bool) -> tuple[str, ...]:
+    remarks = ("chosen" if each.policy == chosen else each.reason, _describe_sole_holders(each) if holders else "")
+    return (
+        each.policy,
+        "-" if each.step_s is None else duration(each.step_s),
+        "-" if each.stall_s is None else duration(each.stall_s),
+        "-" if each.moved_bytes is None else data_size(each.moved_bytes),
+        f"{each.samples:,.0f}" if each.feasible else "-",
+        ", ".join(filter(None, remarks)),
+    )
+
+
+def _outcome_facts(story: DecisionStory) -> Iterator[tuple[str, Any]]:
+    decided, outcome, best = story.decided, story.outcome, story.decided.best
+    yield "why", describe_reason(decided)
+    action = next((loss.action for loss in story.losses if loss.generation == decided.generation), None)
+    if story.policy is None:
+        yield "action", "none: the run ended"
+    else:
+        yield "action", f"{story.policy}: {action}" if action else story.policy
+    if best is not None and best.step_s is not None and best.stall_s is not None:
+        yield "predicted", f"step {duration(best.step_s)}, {_describe_predicted_stall(best, decided.stall)}"
+    if story.is_noop:
+        yield "actual", "no worker stopped for it"
+    elif outcome is None:
+        yield "actual", "no step was committed under it, or none has been yet"
+    else:
+        yield (
+            "actual",
+            f"step {duration(outcome.measured_step_s)}{_error(outcome.step_error)}, "
+            f"stall {duration(outcome.measured_stall_s)}{_error(outcome.stall_error)}, "
+            f"after {counted(outcome.steps, 'step')}",
+        )
+        if parts := _describe_measured_stall(outcome, story.losses):
+            yield "", parts
+        if outcome.warning is not None:
+            from rich.text import Text
+
+            yield "warning", Text(outcome.warning, style="bold yellow")
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f" ({error:+.1%})"
+
+
+def describe_reason(decision: DecisionEvent) -> str:
+    """Say by what the chosen candidate beat the second."""
+    best, second = decision.best, decision.second
+    if best is None:
+        return "nothing that was weighed could be done"
+    if second is None:
+        return "nothing else could be done"
+    if best.samples < second.samples * (1 - ROUNDING):
+        more = f"{second.samples / best.samples - 1:.1%} more" if best.samples else "more"
+        if (second.last_holders, second.last_hosts) > (best.last_holders, best.last_hosts):
+            holders = _describe_sole_holders(second)
+            return f"{second.policy} would train {more} samples, but for {holders}: there is no checkpoint"
+        return f"{second.policy} would train {more} samples by what is known now, but it had been decided before"
+    if best.samples <= second.samples * (1 + ROUNDING):
+        own, other = best.moved_bytes or 0, second.moved_bytes or 0
+        closer = f"it moves {data_size(own)}, not {data_size(other)}" if own < other else "it was proposed first"
+        return f"as many samples as {second.policy}; {closer}"
+    gain = f"{best.samples / second.samples - 1:.1%} more" if second.samples else "more"
+    return f"{gain} samples than {second.policy}: {_describe_difference(best, second, decision.horizon_s)}"
+
+
+def _describe_difference(best: ScoredCandidate, second: ScoredCandidate, horizon_s: float) -> str:
+    assert best.step_s is not None
+    assert second.step_s is not None
+    more_stall_s = _lost_s(best) - _lost_s(second)
+    what, is_ = "stall", "is"
+    if abs(best.return_s - second.return_s) >= _NOTICEABLE_S:
+        what, is_ = "stall and expected returns to a checkpoint", "are"
+    if best.step_s == second.step_s:
+        return f"its {what} {is_} {duration(-more_stall_s)} shorter"
+    # Time t after the loss at which both have trained as much: (t - a) / s = (t - b) / r, for steps of s and r and a
+    # and b lost.
+    even_s = (_lost_s(best) * second.step_s - _lost_s(second) * best.step_s) / (second.step_s - best.step_s)
+    even = f"{duration(even_s)} after the loss; the next failure is expected in {duration(horizon_s)}"
+    if best.step_s > second.step_s:
+        return (
+            f"its {what} {is_} {duration(-more_stall_s)} shorter, which the steps of {second.policy}, "
+            f"{1 - second.step_s / best.step_s:.1%} shorter, make up for only {even}"
+        )
+    shorter = f"its steps are {1 - best.step_s / second.step_s:.1%} shorter"
+    if more_stall_s < _NOTICEABLE_S:
+        return f"{shorter}, and its {what} {is_} not longer"
+    moves = f"it moves {data_size(best.moved_bytes)}, and " if best.moved_bytes else ""
+    return f"{moves}{shorter}, which makes up for {duration(more_stall_s)} more of {what} {even}"
+
+
+def _lost_s(each: ScoredCandidate) -> float:
+    assert each.stall_s is not None
+    return each.stall_s + each.return_s
+
+
+def _describe_sole_holders(each: ScoredCandidate) -> str:
+    """Count the hosts and workers that would hold some layer alone; empty if there are none."""
+    hosts = f"{counted(each.last_hosts, 'host')} with all holders of a layer"
+    workers = f"{counted(each.last_holders, 'worker')} with the only copy of one"
+    return " and ".join(text for text, count in ((hosts, each.last_hosts), (workers, each.last_holders)) if count)
+
+
+def _describe_failure_rate(rate: ObservedRate, *, live: int, horizon_s: float) -> str:
+    """Say when the next failure is expected, and from what; see `FailureModel.waits` for the formula."""
+    incidents = rate.failures if rate.incidents is None else rate.incidents
+    several = f", {counted(incidents, 'incident')}" if incidents < rate.failures else ""
+    of_hosts = "" if rate.host_share is None else f"; {rate.host_share:.0%} of failures take a whole host"
+    return (
+        f"the next failure in {duration(horizon_s)}, by {counted(rate.failures, 'failure')}{several} in "
+        f"{duration(rate.worker_s)} of work by all workers together, {live} of which are live; expected beforehand: "
+        f"one per worker in {duration(rate.worker_mtbf_s)}, which counts like {rate.prior_failures:g}{of_hosts}"
+    )
+
+
+def _describe_stall(stall: StallParts) -> str:
+    """Say what stall was assumed, transfers left out."""
+    parts = {name: getattr(stall, f"{name}_s") for name in ("repeat", "detect", "stop", "decide", "regroup")}
+    return f"{sum(parts.values()):.3f} s = {_sum(parts)}; transfers on top"
+
+
+def _sum(parts: dict[str, float]) -> str:
+    return " + ".join(f"{name} {part_s:.3f}" for name, part_s in parts.items())
+
+
+def _describe_predicted_stall(chosen: ScoredCandidate, stall: StallParts) -> str:
+    assert chosen.stall_s is not None
+    text = f"stall {duration(chosen.stall_s)}"
+    if stall.restart_s is not None and chosen.stall_s == stall.restart_s:
+        return f"{text}: recovery.restart_cost_s and the steps since the checkpoint"
+    return f"{text}, {duration(chosen.transfer_s)} of it transfer" if chosen.transfer_s else text
+
+
+def _describe_measured_stall(outcome: OutcomeRecord, losses: Sequence[FailureRecord]) -> str:
+    """Give the parts of a measured stall, by the loss that was detected last; empty if no worker was lost.
+
+    The time before the phases is work done again: of the interrupted step, and of steps since a checkpoint.
+    """
+    own = [loss for loss in losses if loss.generation == outcome.generation]
+    if not own:
+        return ""
+    last = min(own, key=lambda loss: loss.stall_s)
+    phases = {name: getattr(last, f"{name}_s") or 0.0 for name in ("detect", "stop", "decide", "transfer", "regroup")}
+    again_s = max(0.0, outcome.measured_stall_s - sum(phases.values()))
+    if not phases["transfer"]:
+        del phases["transfer"]
+    steps = last.step - last.resume_step
+    repeated = f" ({counted(steps, 'step')} repeated)" if steps > 0 else ""
+    return f"stall = repeat {again_s:.3f}{repeated} + {_sum(phases)}"
+
+
+def _describe_corrections(corrections: UsedCorrections) -> str:
+    factors = {"operations": corrections.operations, "steps": corrections.step, "transfers": corrections.transfer}
+    texts = [f"{name} x {factor:.2f}" for name, factor in factors.items() if f"{factor:.2f}" != "1.00"]
+    texts += [
+        f"worker {worker} at {speed:.2f} of the speed of others" for worker, speed in sorted(corrections.slow.items())
+    ]
+    return ", ".join(texts) or "none"

@@ -1,0 +1,56 @@
+"""`chameleon inject`: make a worker of a live run fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Optional, get_args
+
+from chameleon_ft.cli.arguments import OptionalInt, RunPath, metavar, parse_arguments
+from chameleon_ft.config import FailureKind, FailurePhase
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import RunDirectory
+
+__all__ = ["main"]
+
+_PHASES = "{" + ",".join(get_args(FailurePhase)) + "}"
+
+
+@dataclass(frozen=True)
+class InjectArguments:
+    """Make a worker of a live run fail, to watch the run recover.
+
+    The worker fails at once, or with --phase or --step when it reaches that point.
+    """
+
+    run: RunPath
+    """Run directory."""
+    worker: int
+    """Number of the worker, as the run shows it."""
+    kind: FailureKind = "kill"
+    """kill: SIGKILL; hang: SIGSTOP; disconnect: its control connection is cut."""
+    phase: Annotated[Optional[FailurePhase], metavar(_PHASES)] = None  # noqa: UP045
+    """Phase in which the worker should fail."""
+    step: OptionalInt = None
+    """Step in which the worker should fail."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(InjectArguments, arguments, command="inject")
+    run = RunDirectory.open(given.run)
+    steps = run.config().steps
+    if given.worker < 0:
+        raise ConfigError(f"--worker {given.worker}: workers are numbered from 0")
+    if given.step is not None and not 0 <= given.step < steps:
+        raise ConfigError(f"--step {given.step}: there is no such step; the run has {steps}, numbered 0 to {steps - 1}")
+    run.read_control()  # raises if the run is not live
+    from chameleon_ft.control.fault_injection import inject
+
+    inject(run, worker=given.worker, kind=given.kind, phase=given.phase, step=given.step)
+    what = {"kill": "is killed", "hang": "is stopped", "disconnect": "is cut off"}[given.kind]
+    when = "" if given.phase is None else f" in its next {given.phase}"
+    if given.step is not None:
+        when += f" in step {given.step}, or the first one after it that has it" if when else f" in step {given.step}"
+    print(f"worker {given.worker} {what}{when or ' now'}")
+    return 0

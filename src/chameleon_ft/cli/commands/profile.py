@@ -1,0 +1,167 @@
+"""`chameleon profile`: measure or derive the costs of layers, operations and links."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Annotated
+
+import tyro
+
+from chameleon_ft.cli.arguments import OptionalPath, OptionalStr, Switch, metavar, parse_arguments
+from chameleon_ft.cli.costs import NO_PRESET, Preset, measured_profile
+from chameleon_ft.cli.output import Output, require_places
+from chameleon_ft.cli.starting import read_config_values
+from chameleon_ft.cluster import Link
+from chameleon_ft.config import config_type, parse_config
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.profiles import Profile, write_profile
+from chameleon_ft.quantities import data_size, duration
+from chameleon_ft.workload import LayerCost
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class ProfileArguments:
+    """Measure the costs of a job's layers, of an operation and of the links between workers, on this machine.
+
+    CONFIG describes the job: a TOML file as for `chameleon train`, or a Python file as for `chameleon run`. For a
+    published --model on a known --device, the costs are derived and nothing is run. To measure the link to another
+    host, run `chameleon profile --serve HOST:PORT` there and give --peer HOST:PORT here.
+    """
+
+    config: Annotated[OptionalPath, tyro.conf.Positional, metavar("[CONFIG]")] = None
+    """TOML file of a run, or Python file of a job."""
+    out: OptionalPath = None
+    """New file to write the profile to."""
+    repeats: int = 20
+    """Measurements of each time; the median counts."""
+    peer: Annotated[OptionalStr, metavar("HOST:PORT")] = None
+    """Address at which another host serves, to measure the link to it as well."""
+    serve: Annotated[OptionalStr, metavar("HOST:PORT")] = None
+    """Serve hosts that measure the link to this one, until Ctrl-C."""
+    preset: Preset = NO_PRESET
+    json: Switch = False
+    """Print the profile as JSON."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(ProfileArguments, arguments, command="profile")
+    _check(given)
+    if given.serve is not None:
+        from chameleon_ft.runtime.profiling import serve_link
+
+        serve_link(given.serve, tell=lambda text: print(text, flush=True))
+        return 0
+    out = given.out
+    if out is None:
+        raise ConfigError("--out is missing: name the file that the profile is to be written to")
+    if out.exists():
+        raise ConfigError(f"--out {out}: exists already; name a new file, or remove it")
+    require_places(profile=out)
+    profile = given.preset.profile() if given.config is None else _measure(given, arguments)
+    write_profile(profile, out)
+    if given.json:
+        print(out.read_text(encoding="utf-8"), end="")
+    else:
+        _show(profile)
+        print(f"written to {out}")
+    return 0
+
+
+def _check(given: ProfileArguments) -> None:
+    """Raise ConfigError if the arguments do not go together."""
+    if given.serve is not None:
+        if (given.config, given.preset, given.peer, given.out) != (None, NO_PRESET, None, None):
+            raise ConfigError(f"--serve {given.serve}: only answers; the host that measures names what and where to")
+        return
+    if given.repeats < 1:
+        raise ConfigError(f"--repeats {given.repeats}: should be 1 or more")
+    if given.config is not None:
+        given.preset.refuse(
+            f"is for --model, and {given.config} says what is measured; leave one of them out",
+            but=("micro_batch_size",),
+        )
+    elif given.preset.model is None:
+        raise ConfigError("nothing to profile: give a CONFIG, or a published --model and its --device")
+    elif given.peer is not None:
+        raise ConfigError(f"--peer {given.peer}: the links of --device are known; it is for measuring, with a CONFIG")
+
+
+def _measure(given: ProfileArguments, arguments: Sequence[str]) -> Profile:
+    assert given.config is not None
+    values = read_config_values(given.config)
+    if (size := given.preset.size) is not None:
+        values["batch"] = {**values.get("batch", {}), "micro_batch_size": size}
+    values.pop("failures", None)  # they are for a run
+    config = parse_config(config_type(values), values, source=str(given.config))
+    command = shlex.join(["chameleon", "profile", *arguments])
+    return measured_profile(config, repeats=given.repeats, peer=given.peer, command=command)
+
+
+def _show(profile: Profile) -> None:
+    out = Output()
+    fingerprint = profile.fingerprint
+    out.text(
+        f"{profile.name} on {fingerprint.device}, micro-batches of {fingerprint.micro_batch_size}, {fingerprint.dtype}",
+        "bold",
+    )
+    out.text(profile.provenance)
+    right = ["F", "B", "I", "W", "parameters", "kept F to B", "kept I to W", "output", "works with"]
+    out.show(out.table(_layer_rows(profile), left=["layers"], right=right))
+    out.facts(_facts(profile))
+
+
+def _layer_rows(profile: Profile) -> list[tuple[str, ...]]:
+    """Return a row for each run of layers that differ in nothing but their names and measured times."""
+    rows = []
+    for first, group in groupby(profile.layers, key=_untimed):
+        layers = list(group)
+        times = [(each.forward_s, each.backward_s, each.input_grad_s, each.weight_grad_s) for each in layers]
+        sizes = (
+            first.param_bytes,
+            first.activation_bytes,
+            first.weight_grad_bytes,
+            first.output_bytes,
+            first.working_bytes,
+        )
+        rows.append(
+            (
+                layers[0].name if len(layers) == 1 else f"{layers[0].name} to {layers[-1].name}",
+                *(duration(sum(column) / len(layers)) for column in zip(*times, strict=True)),
+                *map(data_size, sizes),
+            )
+        )
+    return rows
+
+
+def _untimed(layer: LayerCost) -> LayerCost:
+    return replace(layer, name="", forward_s=0.0, input_grad_s=0.0, weight_grad_s=0.0, fused_backward_s=None)
+
+
+def _facts(profile: Profile) -> list[tuple[str, str]]:
+    facts = [
+        ("operation", f"{duration(profile.operation_overhead_s)} beside its layers"),
+        ("link in a host", _describe_link(profile.intra_host)),
+        ("link between hosts", "not measured" if profile.inter_host is None else _describe_link(profile.inter_host)),
+    ]
+    if profile.all_reduces:
+        largest = max(profile.all_reduces, key=lambda reduce: (reduce.workers, reduce.num_bytes))
+        ring_s = profile.intra_host.ring_all_reduce_s(largest.num_bytes, largest.workers)
+        measured = f"{data_size(largest.num_bytes)} over {largest.workers} workers in {duration(largest.time.median_s)}"
+        facts.append(("all-reduce", f"{measured}; {duration(ring_s)} by the ring formula"))
+    if profile.times:
+        slowest = max((layer.forward for layer in profile.times), key=lambda forward: forward.median_s)
+        spread = f"{duration(slowest.least_s)} to {duration(slowest.largest_s)}"
+        median = f"median of {slowest.count}: {duration(slowest.median_s)}"
+        facts.append(("spread", f"F of the slowest layer takes {spread}, {median}"))
+    capacity = "not checked" if profile.memory_bytes is None else data_size(profile.memory_bytes)
+    return [*facts, ("memory of a worker", capacity)]
+
+
+def _describe_link(link: Link) -> str:
+    return f"{duration(link.latency_s)} + {data_size(link.bytes_per_s)}/s"

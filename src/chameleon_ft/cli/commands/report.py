@@ -1,0 +1,132 @@
+"""`chameleon report`: compare the measured steps of a run with the predicted ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, RunPath, Switch, parse_arguments
+from chameleon_ft.cli.output import Output, require_places, tell_written, write_schedule
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recorded_steps
+from chameleon_ft.observe.comparison import GenerationComparison, compare_generations
+from chameleon_ft.observe.lanes import Lane
+from chameleon_ft.plan.detours import home_pipelines
+from chameleon_ft.quantities import duration
+
+__all__ = ["main"]
+
+_SOURCES: Final = {
+    "profile": "its profile",
+    "corrected": "its profile, corrected by earlier steps",
+    "measured": "medians of its own operations",
+    "assumed": "assumed costs",
+}
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """Compare the measured operations of a run with the predicted ones: the error per step and per kind of operation.
+
+    The prediction is the one the run planned by: from its profile, corrected by what the run had measured until then.
+    Without a profile it is from the medians of the run's own operations, and shows the error of everything else:
+    waiting, messages and gradient sync.
+    """
+
+    run: RunPath
+    """Run directory."""
+    step: OptionalInt = None
+    """Step to draw and trace; by default the last that was recorded."""
+    picture: OptionalPath = None
+    """Draw that step, predicted and measured: .svg, .png or .pdf."""
+    trace: OptionalPath = None
+    """Write that step, predicted and measured, as a trace for ui.perfetto.dev."""
+    json: Switch = False
+    """Print the report as JSON."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(ReportArguments, arguments, command="report")
+    run = RunDirectory.open(given.run)
+    require_places(picture=given.picture, trace=given.trace)
+    plans = read_generation_plans(run.plans)
+    comparisons = compare_generations(plans, read_recorded_steps(run.timelines))
+    if not comparisons:
+        raise ConfigError(
+            f"{given.run}: no whole step of it was recorded; a run records some if timelines.every is above 0"
+        )
+    steps = [(comparison, step) for comparison in comparisons for step in comparison.steps]
+    wanted = [pair for pair in steps if pair[1].step == given.step] if given.step is not None else steps[-1:]
+    if not wanted:
+        known = ", ".join(str(step.step) for _, step in steps)
+        raise ConfigError(f"--step {given.step}: was not recorded; those that were: {known}")
+    comparison, step = wanted[0]
+    write_schedule(
+        given.picture,
+        given.trace,
+        title=f"{run.path.name}, step {step.step}, generation {step.generation}",
+        plan=comparison.plan.plan,
+        pipelines=home_pipelines([plan.plan for number, plan in plans.items() if number <= step.generation]),
+        lanes=[Lane.predicted(comparison.predicted), step.lane],
+        lost=_lost_until(run, step.generation),
+    )
+    if given.json:
+        print(json.dumps({"generations": [each.to_json() for each in comparisons]}))
+    else:
+        _show(comparisons, title=str(run.path))
+    tell_written(json=given.json, picture=given.picture, trace=given.trace)
+    return 0
+
+
+def _lost_until(run: RunDirectory, generation: int) -> set[int]:
+    """Return the workers lost since the run was started or last resumed, and not back by `generation`."""
+    lost: set[int] = set()
+    for event in run.events():
+        if event.get("generation", 0) > generation:
+            continue
+        match event["event"]:
+            case "started":
+                lost.clear()
+            case "failure":
+                lost.add(event["worker"])
+            case "join":
+                lost.difference_update(event["workers"], event["spares"])
+    return lost
+
+
+def _show(comparisons: Sequence[GenerationComparison], *, title: str) -> None:
+    out = Output()
+    out.text(title, "bold")
+    for comparison in comparisons:
+        out.text(
+            f"generation {comparison.generation}, from step {comparison.plan.first_step} with "
+            f"{len(comparison.plan.plan.workers)} workers; predicted by {_SOURCES[comparison.costs_from]}"
+        )
+        right = ["number", "predicted", "measured", "error", "mean |error|"]
+        out.show(out.table(_rows(comparison), left=[""], right=right))
+        if comparison.warning is not None:
+            out.text(comparison.warning, "bold yellow")
+
+
+def _rows(comparison: GenerationComparison) -> list[tuple[str, ...]]:
+    """Return the row of the whole step and one for each kind of operation."""
+    step_s = comparison.predicted.step_s
+    step_error = sum(abs(step_s / step.step_s - 1) for step in comparison.steps) / len(comparison.steps)
+    figures = [("step", len(comparison.steps), step_s, comparison.measured_s, step_error)]
+    for kind in comparison.kinds:
+        name = kind.kind.name.lower().replace("_", " ")
+        figures.append((name, kind.count, kind.predicted_s, kind.measured_s, kind.mean_error))
+    return [
+        (
+            name,
+            str(count),
+            duration(predicted_s),
+            duration(measured_s),
+            f"{predicted_s / measured_s - 1:+.2%}" if measured_s else "-",
+            f"{mean_error:.2%}",
+        )
+        for name, count, predicted_s, measured_s, mean_error in figures
+    ]

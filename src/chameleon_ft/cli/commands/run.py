@@ -1,0 +1,48 @@
+"""`chameleon run`: train a model of your own, all processes on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from chameleon_ft.cli.arguments import OptionalStr, metavar
+from chameleon_ft.cli.starting import ConfigFile, Resume, absolute_job, parse_start, prepare_run
+from chameleon_ft.errors import ConfigError
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """Train a model of your own, with all worker processes on this machine.
+
+    JOB is a Python file or a module with a function `job()` that returns a chameleon_ft.Job; write JOB:FUNCTION for a
+    function of another name. Every field of the configuration is a flag. A flag overrides CONFIG, which by default is
+    the TOML file of the same name beside the Python file, if there is one. What neither sets has the default shown
+    here. With --resume, JOB may be left out: it is that of the run.
+    """
+
+    script: Annotated[OptionalStr, tyro.conf.Positional, metavar("JOB")] = None
+    """path/to/file.py[:FUNCTION] or module[:FUNCTION]"""
+    config: ConfigFile = None
+    resume: Resume = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given, flags = parse_start(RunArguments, arguments, command="run", without=("job",))
+    if given.script is None and given.resume is None:
+        raise ConfigError("JOB is missing: name the Python file, or module, with a function job()")
+    job = None if given.script is None else absolute_job(given.script)
+    script = Path((given.script or "").partition(":")[0])
+    file = given.config
+    if file is None and given.resume is None and (beside := script.with_suffix(".toml")).is_file():
+        file = beside
+    prepared = prepare_run(flags, file=file, resume=given.resume, job=job, name=script.stem)
+    from chameleon_ft.launch import train
+
+    return prepared.start(train)

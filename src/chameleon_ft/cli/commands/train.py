@@ -1,0 +1,31 @@
+"""`chameleon train`: train the built-in Llama, all processes on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chameleon_ft.cli.starting import ConfigFile, Resume, parse_start, prepare_run
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Train the built-in Llama, with all worker processes on this machine.
+
+    Every field of the configuration is a flag. A flag overrides CONFIG, and what neither sets has the default shown
+    here. Ctrl-C ends the run with a checkpoint; a second Ctrl-C ends it at once.
+    """
+
+    config: ConfigFile = None
+    resume: Resume = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given, flags = parse_start(TrainArguments, arguments, command="train")
+    prepared = prepare_run(flags, file=given.config, resume=given.resume)
+    from chameleon_ft.launch import train
+
+    return prepared.start(train)

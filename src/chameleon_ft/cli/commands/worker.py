@@ -1,0 +1,41 @@
+"""`chameleon worker`: run one worker, started by a cluster's own launcher."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chameleon_ft.cli.arguments import parse_arguments
+from chameleon_ft.cli.joining import JoinArguments
+from chameleon_ft.errors import ConfigError
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerArguments(JoinArguments):
+    """Run one worker of a run whose coordinator is elsewhere, started by a cluster's own launcher such as srun.
+
+    Give --run, or --coordinator with its token. RANK, WORLD_SIZE and LOCAL_RANK are read from the environment, as
+    torchrun sets them. CHAMELEON_HOST, if set, is the address at which the other machines reach this one.
+    """
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    given = parse_arguments(WorkerArguments, arguments, command="worker")
+    address, token = given.find_coordinator()
+    environ = os.environ
+    wrong = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if not environ.get(name, "").isdecimal()]
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)}: should be set to a number in the environment, as torchrun does; "
+            "docs/cluster.md shows how to have srun and Kubernetes set it"
+        )
+    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    if rank >= world_size:
+        raise ConfigError(f"RANK = {rank}: should be lower than WORLD_SIZE = {world_size}")
+    from chameleon_ft.launch import work
+
+    return work(coordinator=address, token=token, environ=environ)

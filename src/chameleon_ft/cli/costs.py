@@ -1,0 +1,237 @@
+"""Costs of layers and links: of a published model on a known device, from a file, or measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Final
+
+import tyro
+
+from chameleon_ft.cli.arguments import OptionalStr, metavar
+from chameleon_ft.cli.starting import absolute_job, prepare_data_of
+from chameleon_ft.config import RunConfig
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.presets import (
+    DEVICES,
+    MODELS,
+    STATE_POLICIES,
+    Execution,
+    ModelShape,
+    Recompute,
+    device,
+    from_hugging_face,
+    model_shape,
+    state_policy,
+)
+from chameleon_ft.profiles import (
+    Profile,
+    cached_profile,
+    derived_profile,
+    profile_cache,
+    profile_cache_file,
+    read_profile,
+)
+
+__all__ = [
+    "AUTO",
+    "NO_PRESET",
+    "Preset",
+    "PresetArguments",
+    "WorkersPerHost",
+    "hosts_of",
+    "measured_or_cached",
+    "measured_profile",
+    "profile_of",
+]
+
+AUTO: Final = "auto"
+"""In place of micro-batch sizes: choose the best."""
+_STATE: Final = "bf16-master"
+_QUICK_REPEATS: Final = 10
+
+
+@dataclass(frozen=True)
+class PresetArguments:
+    """Costs derived from the shape of a model and the rates of a device, without measuring."""
+
+    model: Annotated[
+        OptionalStr, metavar("NAME", f"Published model: {', '.join(MODELS)}; or a Hugging Face config.json.")
+    ] = None
+    device: Annotated[OptionalStr, metavar("NAME", f"Device it runs on: {', '.join(DEVICES)}; h100 for short.")] = None
+    micro_batch_size: Annotated[
+        OptionalStr,
+        metavar(
+            "INT",
+            "Samples of a micro-batch; with --model, 1 if not given. `chameleon plan` chooses among several sizes, "
+            "separated by commas, or with auto among all powers of two that divide the batch.",
+        ),
+    ] = None
+    state: Annotated[
+        OptionalStr,
+        metavar(
+            "{" + ",".join(STATE_POLICIES) + "}",
+            f"Types of parameters, gradients and optimizer state, with --model; {_STATE} if not given.",
+        ),
+    ] = None
+    recompute: Annotated[OptionalStr, metavar("{" + ",".join(Recompute) + "}")] = None
+    """Activations that every worker computes again to save memory, with --model; none if not given."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes that are given, ascending; empty for none and for auto.
+
+        Raises ConfigError if one is no whole number above 0, or is there twice.
+        """
+        if self.micro_batch_size is None or self.micro_batch_size == AUTO:
+            return ()
+        sizes = []
+        for part in self.micro_batch_size.split(","):
+            if not part.strip().isdecimal() or not int(part):
+                several = " of a list such as 1,2,4" if "," in self.micro_batch_size else ""
+                raise ConfigError(f"--micro-batch-size {part.strip()}{several}: should be 1 or more, a whole number")
+            sizes.append(int(part))
+        if len(set(sizes)) < len(sizes):
+            raise ConfigError(f"--micro-batch-size {self.micro_batch_size}: has a size twice")
+        return tuple(sorted(sizes))
+
+    @property
+    def size(self) -> int | None:
+        """The micro-batch size. Raises ConfigError if there are several to choose from."""
+        if self.micro_batch_size == AUTO or len(self.sizes) > 1:
+            raise ConfigError(
+                f"--micro-batch-size {self.micro_batch_size}: give one; `chameleon plan` chooses the best of several"
+            )
+        return self.sizes[0] if self.sizes else None
+
+    def profile(self) -> Profile:
+        """Derive the profile of the model on the device.
+
+        Raises ConfigError with what to change; for an unknown name, that is the nearest known one.
+        """
+        assert self.model is not None
+        shape = _read_shape(self.model) if self.model.endswith(".json") else model_shape(self.model)
+        if self.device is None:
+            raise ConfigError(f"--model {self.model}: needs the --device that it runs on, such as h100-80g")
+        if self.recompute not in (None, *Recompute):
+            raise ConfigError(f"--recompute {self.recompute}: should be one of {', '.join(Recompute)}")
+        return derived_profile(
+            shape,
+            device(self.device),
+            micro_batch_size=self.size or 1,
+            execution=Execution(recompute=Recompute(self.recompute or Recompute.NONE)),
+            state=state_policy(self.state or _STATE),
+        )
+
+    def refuse(self, reason: str, *, but: Collection[str] = ()) -> None:
+        """Raise ConfigError, with the reason, for the first argument that is given, except those named in `but`."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and field.name not in but:
+                raise ConfigError(f"--{field.name.replace('_', '-')} {value}: {reason}")
+
+
+NO_PRESET: Final = PresetArguments()
+
+Preset = Annotated[PresetArguments, tyro.conf.OmitArgPrefixes]
+"""The type of a field that stands for these flags; their names have no prefix."""
+
+WorkersPerHost = Annotated[
+    int,
+    tyro.conf.arg(help="Workers of a host. Links between hosts are slower, and a host is lost as a whole."),
+]
+
+
+def _read_shape(file: str) -> ModelShape:
+    """Read the config.json of a Hugging Face model. Raises ConfigError."""
+    try:
+        data = json.loads(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise ConfigError("should hold a JSON object, as the config.json of a model does")
+        return from_hugging_face(data)
+    except OSError as error:
+        raise ConfigError(f"--model {file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--model {file}: is not JSON: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--model {file}: {error}") from None
+
+
+def profile_of(preset: PresetArguments, path: Path | None, *, missing: str) -> Profile:
+    """Return the profile of a model on a known device, or the one in a file.
+
+    Raises ConfigError with what to change; `missing` if neither is given.
+    """
+    if path is not None:
+        preset.refuse(f"--profile {path} holds what it would say; leave one of them out")
+        return read_profile(path)
+    if preset.model is None:
+        preset.refuse("is for a published --model; name one")
+        raise ConfigError(missing)
+    return preset.profile()
+
+
+def hosts_of(workers: int, per_host: int) -> dict[int, str]:
+    """Return the host of each worker. Raises ConfigError if a host would have no worker."""
+    if per_host < 1:
+        raise ConfigError(f"--workers-per-host {per_host}: should be 1 or more")
+    return {worker: f"host{worker // per_host}" for worker in range(workers)}
+
+
+def measured_profile(config: RunConfig, *, repeats: int, peer: str | None, command: str) -> Profile:
+    """Measure the job of `config` on this machine; on a terminal, say what is being measured.
+
+    Raises as `measure_profile` does, and DataError.
+    """
+    # Loads torch.
+    from chameleon_ft.runtime.profiling import Measuring, measure_profile
+
+    how = Measuring(repeats=repeats, peer=peer, command=command, progress=_show_progress)
+    config = config.model_copy(update={"job": absolute_job(config.job)})
+    with tempfile.TemporaryDirectory(prefix="chameleon-profile-") as folder:
+        config = config.model_copy(update={"output_dir": Path(folder)})
+        prepare_data_of(config)
+        profile = measure_profile(config, how)
+    _show_progress("")
+    return profile
+
+
+def measured_or_cached(config: RunConfig, path: Path, *, environ: Mapping[str, str] = os.environ) -> Profile:
+    """Return the profile of the job of `config`, read from `path`: from the user's cache, or measured and kept there.
+
+    Says its origin on standard error. Raises as `measured_profile` does.
+    """
+    from chameleon_ft.runtime.inspection import inspect_job
+
+    fingerprint = inspect_job(config).profiled_as(config)
+    file = profile_cache_file(profile_cache(environ), fingerprint, backend=config.backend)
+    origin = "taken from"
+
+    def measure() -> Profile:
+        nonlocal origin
+        origin = "kept in"
+        _tell(f"{path} has no profile: measuring what its layers and links cost, which takes some seconds")
+        try:
+            return measured_profile(config, repeats=_QUICK_REPEATS, peer=None, command=f"chameleon plan {path}")
+        except ConfigError as error:
+            raise ConfigError(f"{error}; or give a profile that was measured elsewhere by --profile") from None
+
+    profile = cached_profile(file, fingerprint, measure)
+    if file.is_file():
+        _tell(f"profile {origin} {file}: {profile.provenance}; remove the file to have it measured again")
+    return profile
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _show_progress(what: str) -> None:
+    """Show what is being measured in one line that is overwritten, if standard error is a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)

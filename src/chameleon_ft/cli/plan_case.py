@@ -1,0 +1,343 @@
+"""The arguments of `chameleon plan`, and the cases they describe: workers, work, and the costs of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Optional
+
+import tyro
+
+from chameleon_ft.cli.arguments import OptionalInt, OptionalPath, Switch, metavar
+from chameleon_ft.cli.costs import (
+    AUTO,
+    NO_PRESET,
+    Preset,
+    WorkersPerHost,
+    hosts_of,
+    measured_or_cached,
+    profile_of,
+)
+from chameleon_ft.cli.starting import read_config_values
+from chameleon_ft.config import Batch, Parallel, RunConfig, TrainConfig, config_type, parse_config
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.plan import Plan, data_pipeline_plan
+from chameleon_ft.presets import ModelShape, device, state_policy
+from chameleon_ft.profiles import Profile, derived_profile, profile_of_run, read_profile
+from chameleon_ft.recovery import uniform_limits
+from chameleon_ft.schedule import CostModel, InFlightLimit
+
+__all__ = ["PlanArguments", "PlanCase", "plan_cases"]
+
+_MICRO_BATCHES_OF_A_PIPELINE: Final = 16  # unless given
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Predict a step: its time and that of every operation, the memory of every worker, and lower bounds.
+
+    With CONFIG, for that run, by the profile that it names or --profile; without a profile, its layers are measured
+    once on this machine, which takes some seconds. Without CONFIG, for a layout of a published --model on a known
+    --device, or of a --profile. The exit code is 1 if the plan does not fit the memory of its workers.
+    """
+
+    config: Annotated[OptionalPath, tyro.conf.Positional, metavar("[CONFIG]")] = None
+    """TOML file of a run, as for `chameleon train`; or a job, as for `chameleon run`."""
+    profile: Annotated[
+        tyro.conf.UseAppendAction[tuple[Path, ...]],
+        metavar(
+            "PATH",
+            "Profile of the model of CONFIG; or without CONFIG, instead of --model and --device. Give one profile for "
+            "each micro-batch size to choose the best of several sizes.",
+        ),
+    ] = ()
+    preset: Preset = NO_PRESET
+    dp: OptionalInt = None
+    """Pipelines."""
+    pp: OptionalInt = None
+    """Stages of a pipeline."""
+    micro_batches: OptionalInt = None
+    """Micro-batches of a step, over all pipelines; without CONFIG, 16 for each of --dp if not given."""
+    global_batch_size: OptionalInt = None
+    """Samples of a step, instead of --micro-batches, which depend on the micro-batch size."""
+    split_backward: Switch = False
+    """Run the two halves of the backward separately, whatever CONFIG says."""
+    workers_per_host: WorkersPerHost = 8
+    workers: OptionalInt = None
+    """Workers to search the best plan for, whatever its pipelines; not with --dp and --pp."""
+    planner: Annotated[
+        Optional[Literal["layout", "chameleon", "paper", "oobleck"]],  # noqa: UP045
+        metavar(
+            "{layout,chameleon,paper,oobleck}",
+            "layout: equal pipelines, with detours around failed workers as by --policy reroute; chameleon: the best "
+            "plan that a search finds, detours included; paper, oobleck: the choice of the published planners, for "
+            "comparison. By default the layout, if there is one.",
+        ),
+    ] = None
+    slow: Annotated[str, metavar("WORKER=SPEED[,...]")] = ""
+    """Speeds of workers whose speed is not 1."""
+    failed: Annotated[str, metavar("WORKER[,WORKER ...]")] = ""
+    """Plan for the loss of these workers."""
+    picture: OptionalPath = None
+    """Draw the schedule: .svg, .png or .pdf."""
+    trace: OptionalPath = None
+    """Write the schedule as a trace for ui.perfetto.dev."""
+    json: Switch = False
+    """Print the prediction as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCase:
+    """A step to predict.
+
+    Attributes:
+        profile: costs of layers and links.
+        costs: of a step on all workers.
+        parallel: the layout of equal pipelines; None if one is to be searched for.
+    """
+
+    profile: Profile
+    costs: CostModel
+    parallel: Parallel | None
+
+    @property
+    def micro_batches(self) -> int:
+        return self.costs.workload.micro_batches
+
+    @property
+    def layout(self) -> Plan | None:
+        """The plan of the layout before any failure."""
+        return None if self.parallel is None else self.plan_of(self.parallel)
+
+    @property
+    def in_flight_limits(self) -> Mapping[int, InFlightLimit]:
+        """The limit of each worker in a run of the layout."""
+        return {} if self.parallel is None else uniform_limits(self.costs.cluster.hosts, self.parallel.pp)
+
+    def plan_of(self, parallel: Parallel) -> Plan:
+        """Return the plan of equal pipelines."""
+        return data_pipeline_plan(
+            layer_costs=self.profile.relative_costs,
+            dp=parallel.dp,
+            pp=parallel.pp,
+            micro_batches=self.micro_batches,
+            split_backward=parallel.split_backward,
+        )
+
+    def layouts(self) -> Iterator[Parallel]:
+        """Yield all layouts of equal pipelines that the workers can have, the shallowest first."""
+        split, workers = self.parallel is not None and self.parallel.split_backward, len(self.costs.cluster.workers)
+        for pp in range(1, min(workers, len(self.profile.layers)) + 1):
+            if workers % pp == 0 and self.micro_batches % (workers // pp) == 0:
+                yield Parallel(dp=workers // pp, pp=pp, split_backward=split)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """One batch to predict: its micro-batches, and the file of their profile; None if the arguments do not say."""
+
+    micro_batch_size: int | None
+    micro_batches: int | None
+    profile: Path | None
+
+
+def plan_cases(given: PlanArguments) -> list[PlanCase]:
+    """Return the case at each micro-batch size that is given, ascending; one case if there is nothing to choose.
+
+    Raises:
+        ConfigError: the arguments do not fit together; the message says what to change.
+        ProfileError: a profile cannot be read, or is of another job; or profiles are of different devices.
+    """
+    for name in ("workers", "dp", "pp", "micro_batches", "global_batch_size"):
+        if (value := getattr(given, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: should be 1 or more")
+    if given.workers is not None and (given.dp is not None or given.pp is not None):
+        raise ConfigError(f"--workers {given.workers}: searches for a layout, and --dp and --pp give one; choose")
+    return [_case(given, batch) for batch in _batches(given)]
+
+
+def _case(given: PlanArguments, batch: _Batch) -> PlanCase:
+    speeds = _speeds(given.slow)
+    profile, workers, micro_batches, parallel, per_host = (
+        _of_profile(given, batch) if given.config is None else _of_config(given, given.config, batch)
+    )
+    hosts = hosts_of(workers, per_host)
+    for worker in speeds:
+        if worker not in hosts:
+            raise ConfigError(f"--slow {given.slow}: there is no worker {worker}; they are numbered 0 to {workers - 1}")
+    costs = CostModel(profile.workload(micro_batches), profile.cluster(hosts, speeds=speeds))
+    return PlanCase(profile=profile, costs=costs, parallel=parallel)
+
+
+def _sections(given: PlanArguments, batch: _Batch) -> dict[str, dict[str, Any]]:
+    """Return the sections of a configuration that the arguments set."""
+    fields = {
+        "parallel": {"dp": given.dp, "pp": given.pp, "split_backward": given.split_backward or None},
+        "batch": {"micro_batches": batch.micro_batches, "micro_batch_size": batch.micro_batch_size},
+    }
+    return {name: {k: v for k, v in section.items() if v is not None} for name, section in fields.items()}
+
+
+def _of_config(given: PlanArguments, path: Path, batch: _Batch) -> tuple[Profile, int, int, Parallel | None, int]:
+    """Return profile, workers, micro-batches, layout and workers per host of a configuration."""
+    given.preset.refuse(f"{path} says what is trained; leave one of them out", but=("device", "micro_batch_size"))
+    values = read_config_values(path)
+    for name, section in _sections(given, batch).items():
+        values[name] = {**values.get(name, {}), **section}
+    if given.dp is not None or given.pp is not None:
+        own = values["parallel"]
+        values["workers"] = own.get("dp", Parallel().dp) * own.get("pp", Parallel().pp)
+    values.pop("failures", None)  # they are for a run
+    if batch.profile is not None:
+        values["profile"] = str(batch.profile)
+    config = parse_config(config_type(values), values, source=str(path))
+    per_host = config.emulation.workers_per_host if config.device == "emulated" else given.workers_per_host
+    parallel = None if given.workers is not None else config.parallel
+    profile = _profile_of_config(config, path, device_name=given.preset.device)
+    return profile, given.workers or config.workers, config.batch.micro_batches, parallel, per_host
+
+
+def _of_profile(given: PlanArguments, batch: _Batch) -> tuple[Profile, int, int, Parallel | None, int]:
+    """Return profile, workers, micro-batches, layout and workers per host of a preset or a profile."""
+    preset = given.preset
+    if preset.micro_batch_size is not None and batch.profile is None:
+        preset = replace(preset, micro_batch_size=str(batch.micro_batch_size))
+    profile = profile_of(
+        preset,
+        batch.profile,
+        missing="nothing to plan for: give a CONFIG, or a published --model and its --device, or a --profile",
+    )
+    if given.workers is not None:
+        if batch.micro_batches is None:
+            raise ConfigError(
+                f"--workers {given.workers}: needs --micro-batches, how many a step has, or its --global-batch-size"
+            )
+        return profile, given.workers, batch.micro_batches, None, given.workers_per_host
+    if given.dp is None or given.pp is None:
+        raise ConfigError(f"{profile.name}: needs --dp and --pp, or --workers to have the layout searched for")
+    values: dict[str, Any] = {"workers": given.dp * given.pp, **_sections(given, batch)}
+    values["batch"] = {"micro_batches": _MICRO_BATCHES_OF_A_PIPELINE * given.dp, **values["batch"]}
+    config = parse_config(RunConfig, values, source="the arguments")
+    if given.pp > len(profile.layers):
+        raise ConfigError(
+            f"--pp {given.pp}: {profile.name} has {len(profile.layers)} layers; take as many stages at most"
+        )
+    return profile, config.workers, config.batch.micro_batches, config.parallel, given.workers_per_host
+
+
+def _profile_of_config(config: RunConfig, path: Path, *, device_name: str | None) -> Profile:
+    """Return the profile of a configuration: its own, derived for a known device, or measured."""
+    if device_name is not None:
+        if not isinstance(config, TrainConfig):
+            raise ConfigError(f"--device {device_name}: only for a Llama; give the profile of {path} by --profile")
+        if config.profile is not None:
+            raise ConfigError(f"--device {device_name}: {path} has a profile already; leave one of them out")
+        model = config.model
+        shape = ModelShape(
+            name=f"the Llama of dim {model.dim}",
+            hidden=model.dim,
+            blocks=model.num_layers,
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.dim // model.num_heads,
+            ffn=model.ffn_dim,
+            vocab=model.vocab_size,
+            seq_len=model.seq_len,
+            dropout=model.dropout > 0,
+        )
+        size = config.batch.micro_batch_size
+        return derived_profile(shape, device(device_name), micro_batch_size=size, state=state_policy("fp32"))
+    if config.profile is None:
+        return measured_or_cached(config, path)
+    profile = profile_of_run(config)
+    if config.device != "emulated":
+        # Loads torch, and is the only way to know the layers of the job.
+        from chameleon_ft.runtime.inspection import inspect_job
+
+        # Device and versions are not compared: the run may be on another machine than this one.
+        job = inspect_job(config).profiled_as(config)
+        profile.require({"model": job.model, "dtype": job.dtype, "threads": job.threads})
+    return profile
+
+
+def _batches(given: PlanArguments) -> list[_Batch]:
+    """Return the batch at each micro-batch size, all of the same samples: --global-batch-size, or those of CONFIG."""
+    preset, profiles = given.preset, given.profile
+    files = _profiles_by_size(profiles) if len(profiles) > 1 else {}
+    if files and preset.micro_batch_size is not None:
+        raise ConfigError(
+            f"--micro-batch-size {preset.micro_batch_size}: the profiles that are given are of "
+            f"{', '.join(map(str, sorted(files)))}; leave it out"
+        )
+    only_profile = profiles[0] if profiles else None
+    sizes = tuple(sorted(files)) or preset.sizes
+    samples = given.global_batch_size
+    if preset.micro_batch_size != AUTO and len(sizes) < 2 and samples is None:
+        return [_Batch(preset.size, given.micro_batches, only_profile)]
+    if given.micro_batches is not None:
+        raise ConfigError(
+            f"--micro-batches {given.micro_batches}: follow from the samples of a step and the micro-batch size; "
+            "leave it out, and give the samples by --global-batch-size"
+        )
+    batch, dp = Batch(micro_batch_size=1), given.dp or 1
+    if given.config is not None:
+        values = read_config_values(given.config)
+        batch = parse_config(Batch, values.get("batch", {}), source=f"{given.config}, batch")
+        if given.workers is None and given.dp is None:
+            dp = parse_config(Parallel, values.get("parallel", {}), source=f"{given.config}, parallel").dp
+        samples = samples or batch.samples
+    elif only_profile is not None:
+        batch = Batch(micro_batch_size=read_profile(only_profile).fingerprint.micro_batch_size)
+    if samples is None:
+        raise ConfigError(
+            "several micro-batch sizes are compared for the same samples in a step; say how many by --global-batch-size"
+        )
+    if preset.micro_batch_size == AUTO:
+        # Powers of two of which there are as many for each pipeline; one in any case.
+        powers = [2**exponent for exponent in range(1, samples.bit_length())]
+        sizes = (1, *(size for size in powers if samples % (size * dp) == 0))
+    return [
+        _Batch(size, _micro_batches(samples, size), files.get(size, only_profile))
+        for size in sizes or (batch.micro_batch_size,)
+    ]
+
+
+def _profiles_by_size(profiles: tuple[Path, ...]) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    first = read_profile(profiles[0]).fingerprint
+    for path in profiles:
+        profile = read_profile(path)
+        # The model is not compared: its boundaries, which identify it, have other sizes for other micro-batches.
+        profile.require({"dtype": first.dtype, "device": first.device, "threads": first.threads})
+        size = profile.fingerprint.micro_batch_size
+        if size in found:
+            raise ConfigError(
+                f"--profile {path}: is of micro-batches of {size}, as {found[size]} is; give one of each size"
+            )
+        found[size] = path
+    return found
+
+
+def _micro_batches(samples: int, size: int) -> int:
+    if samples % size:
+        near = max(each for each in range(1, min(size, samples) + 1) if samples % each == 0)
+        raise ConfigError(
+            f"a micro-batch size of {size} does not divide the {samples} samples of a step; take {near}, or another "
+            "number of samples by --global-batch-size"
+        )
+    return samples // size
+
+
+def _speeds(text: str) -> dict[int, float]:
+    speeds: dict[int, float] = {}
+    for part in filter(None, text.split(",")):
+        worker, _, speed = part.partition("=")
+        try:
+            number, value = int(worker), float(speed)
+        except ValueError:
+            raise ConfigError(f"--slow {text}: should be WORKER=SPEED, such as 7=0.6, with commas between") from None
+        if number in speeds:
+            raise ConfigError(f"--slow {text}: names worker {number} twice; give it one speed")
+        speeds[number] = value
+    return speeds

@@ -1,0 +1,291 @@
+"""The arguments of `chameleon simulate`, and the case they describe: a trace, a cluster, and the costs of failures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Final, Literal, Optional, get_type_hints
+
+from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, OptionalPath, OptionalStr, Switch, metavar
+from chameleon_ft.cli.costs import NO_PRESET, Preset, WorkersPerHost, hosts_of, profile_of
+from chameleon_ft.errors import ConfigError
+from chameleon_ft.observe import RunDirectory
+from chameleon_ft.plan import Plan
+from chameleon_ft.quantities import duration
+from chameleon_ft.recovery.policies import current_name
+from chameleon_ft.simulate import MODELS, Trace, generate_trace, load_trace, load_trace_for, trace_statistics
+from chameleon_ft.simulate.parameters import Parameters
+from chameleon_ft.simulate.recorded import (
+    measured_parameters,
+    recorded_changes,
+    recorded_copies_s,
+    recorded_run,
+    trace_of_changes,
+)
+from chameleon_ft.simulate.run import SIMULATED_POLICIES
+from chameleon_ft.simulate.sweep import SWEPT, Scene
+
+__all__ = ["SimulateArguments", "SimulateCase", "chosen_policies", "chosen_sweep", "simulate_case"]
+
+_DAY_S: Final = 86_400.0
+_YEAR_DAYS: Final = 365.0
+_MICRO_BATCHES_OF_A_WORKER: Final = 4  # unless given
+_WITH_RUN: Final = ("run", "preset", "policies", "assume", "picture", "save_trace", "json")
+
+
+@dataclass(frozen=True)
+class SimulateArguments:
+    """Compare policies over months of failures: what each one trains, and where the time goes.
+
+    For a published --model on a known --device or a --profile, on a cluster of --workers, over a failure --trace or one
+    drawn by --generate. No process is started, and the same arguments give the same results. --sweep repeats the
+    simulation at several failure rates, cluster sizes, memories, bandwidths or batches. --run replays the failures of a
+    recorded run.
+    """
+
+    workers: OptionalInt = None
+    """Workers of the cluster: whole hosts."""
+    run: OptionalPath = None
+    """Directory of a run to take the workload, the cluster, the first plan and the losses from."""
+    preset: Preset = NO_PRESET
+    profile: OptionalPath = None
+    """Measured profile, instead of --model and --device."""
+    trace: OptionalPath = None
+    """Failure trace, in any of the formats of docs/traces.md."""
+    nodes: OptionalInt = None
+    """Nodes that --trace was measured on, if it names only those that failed."""
+    generate: Annotated[
+        Optional[Literal["bursts", "poisson", "weibull", "spot"]],  # noqa: UP045
+        metavar("{bursts,poisson,weibull,spot}"),
+    ] = None
+    """Draw a trace from this model, fitted to measured traces."""
+    days: OptionalFloat = None
+    """Days to simulate; by default 365 of a drawn trace, and all of another."""
+    seed: int = 0
+    """Seed of everything drawn."""
+    rate: float = 1.0
+    """Factor on the failure rate; repairs are faster by the same factor."""
+    keep_repairs: Switch = False
+    """Repairs take as long at every --rate, so that more workers are down."""
+    policies: Annotated[str, metavar("NAME[,NAME ...]")] = "all"
+    """Policies to compare, or all. (default: all)"""
+    micro_batches: OptionalInt = None
+    """Micro-batches of a step, over all pipelines; 4 for each worker if not given."""
+    workers_per_host: WorkersPerHost = 8
+    assume: Annotated[str, metavar("NAME=NUMBER[,...]")] = ""
+    """Costs of failures that replace those in docs/simulator-internals.md, such as restart_s=600."""
+    sweep: Annotated[OptionalStr, metavar("NAME=VALUE,VALUE,...")] = None
+    """Vary one thing: rate (of failures), workers, memory (10^9 bytes a worker), bandwidth (factor), micro-batches."""
+    picture: OptionalPath = None
+    """Draw the throughput over time and the time lost, or the sweep: .svg, .png or .pdf."""
+    save_trace: OptionalPath = None
+    """Write the simulated trace, as JSON lines."""
+    json: Switch = False
+    """Print the results as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateCase:
+    """A scene to simulate.
+
+    Attributes:
+        title: a line that names it.
+        facts: JSON values that are printed with the results.
+        note: a line about the assumptions; None if there is nothing to say.
+        start: the plan that the simulation begins with; None lets each policy choose.
+        as_in_run: whether the simulation repeats a recorded run.
+    """
+
+    scene: Scene
+    title: str
+    parameters: Parameters
+    facts: dict[str, object]
+    note: str | None = None
+    start: Plan | None = None
+    as_in_run: bool = False
+
+
+def simulate_case(given: SimulateArguments) -> SimulateCase:
+    """Return the case that the arguments describe. Raises ConfigError with what to change."""
+    parameters = _assume(given.assume, Parameters())
+    if given.run is not None:
+        return _recorded_case(given, given.run)
+    per_host, workers = given.workers_per_host, given.workers
+    if workers is None:
+        raise ConfigError("the number of workers is missing: give --workers, or a recorded run by --run")
+    hosts = hosts_of(workers, per_host)
+    if workers < 1 or workers % per_host:
+        raise ConfigError(
+            f"--workers {workers}: should be 1 or more times the {per_host} workers of a host; "
+            "change one of --workers and --workers-per-host"
+        )
+    preset = given.preset
+    missing = "nothing to simulate: give a published --model and its --device, or a --profile"
+    profile = profile_of(preset, given.profile, missing=missing)
+    trace = _trace(given, hosts=workers // per_host)
+    micro_batches = _MICRO_BATCHES_OF_A_WORKER * workers if given.micro_batches is None else given.micro_batches
+    if micro_batches < 1:
+        raise ConfigError(f"--micro-batches {micro_batches}: should be 1 or more")
+    scene = Scene(trace, profile.workload(micro_batches), profile.cluster(hosts))
+    model = f"{preset.model} on {preset.device}" if given.profile is None else f"the profile {given.profile.name}"
+    name = trace.name or "a trace"
+    if given.trace is not None and given.nodes is None and _names_only_failing(given.trace):
+        name += f", taken as measured on {trace.hosts:,} nodes"
+    if given.rate != 1:
+        name += f", {given.rate:g} times the failures"
+    figures = trace_statistics(trace)
+    return SimulateCase(
+        scene=scene,
+        title=(
+            f"{model}, {trace.workers:,} workers, {scene.workload.samples:,} samples a step, "
+            f"{trace.duration_s / _DAY_S:,.1f} days of {name}"
+        ),
+        parameters=parameters,
+        facts={
+            "model": preset.model,
+            "device": preset.device,
+            "profile": None if given.profile is None else str(given.profile),
+            "micro_batches": scene.workload.micro_batches,
+            "faults": figures.faults,
+            "faults_per_1000_host_days": figures.faults_per_1000_host_days,
+            "availability": figures.availability,
+        },
+    )
+
+
+def _recorded_case(given: SimulateArguments, path: Path) -> SimulateCase:
+    """Return the case of a recorded run. Raises ConfigError if it is no run or its records do not say enough."""
+    given.preset.refuse(f"the run {path} says what is simulated; leave out one of --run and this")
+    for each in fields(given):
+        if each.name not in _WITH_RUN and getattr(given, each.name) != each.default:
+            flag = f"--{each.name.replace('_', '-')}"
+            raise ConfigError(f"{flag}: the run {path} says what is simulated; leave out one of --run and {flag}")
+    run = RunDirectory.open(path)
+    recorded = recorded_run(run, measured_parameters([run]))
+    changes, duration_s = recorded_changes(run)
+    samples = sum({step.step: step.samples for step in run.steps()}.values())
+    if not samples:
+        raise ConfigError(f"--run {path}: no step was committed; give a run that has trained")
+    costs, workers = recorded.costs, len(recorded.costs.cluster.workers)
+    trace = trace_of_changes(changes, workers=workers, duration_s=duration_s, name=f"the run {path.name}")
+    parameters = _assume(given.assume, recorded.parameters)
+    timed_checkpoints = len(recorded_copies_s(run))
+    note = f"a checkpoint stops training for {duration(parameters.checkpoint_write_s)}"
+    if parameters.checkpoint_write_s != recorded.parameters.checkpoint_write_s:
+        note += ", as was said"
+    elif timed_checkpoints:
+        note += f", the median of {timed_checkpoints:,} in the run"
+    else:
+        note += ": assumed, for the run timed none; --assume checkpoint_write_s=SECONDS changes it"
+    return SimulateCase(
+        scene=Scene(trace, costs.workload, costs.cluster),
+        title=(
+            f"the run {path}, {workers:,} workers, {costs.workload.samples:,} samples a step, {duration_s:,.0f} s; "
+            f"{recorded.policy} trained {samples / duration_s:.4g} samples/s in it"
+        ),
+        parameters=parameters,
+        facts={
+            "run": str(path),
+            "run_policy": recorded.policy,
+            "run_samples_per_s": samples / duration_s,
+            "run_timed_checkpoints": timed_checkpoints,
+            "checkpoint_write_s": parameters.checkpoint_write_s,
+        },
+        note=note,
+        start=recorded.start,
+        as_in_run=True,
+    )
+
+
+def _trace(given: SimulateArguments, *, hosts: int) -> Trace:
+    """Return the trace for a cluster, at the given rate and of the given length. Raises ConfigError."""
+    for flag, value in (("--rate", given.rate), ("--days", given.days)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{flag} {value:g}: should be a number above 0")
+    per_host = given.workers_per_host
+    if given.trace is not None:
+        if given.generate is not None:
+            raise ConfigError(f"--generate {given.generate}: {given.trace} is the trace; leave one of them out")
+        if given.nodes is None and _names_only_failing(given.trace):
+            named = load_trace(given.trace).hosts
+            if hosts < named:
+                raise ConfigError(
+                    f"--trace {given.trace}: names {named} nodes that failed, more than the {hosts} hosts that are "
+                    "asked for, and not those that never did; say by --nodes on how many it was measured, for its rate"
+                )
+        trace = load_trace_for(given.trace, hosts=hosts, workers_per_host=per_host, nodes=given.nodes)
+        trace = _at_rate(trace, given)
+        return trace if given.days is None else trace.limited(given.days * _DAY_S)
+    if given.generate is None:
+        raise ConfigError(f"nothing happens: give a --trace, or --generate {'|'.join(MODELS)}")
+    if given.nodes is not None:
+        raise ConfigError(
+            f"--nodes {given.nodes}: is for a --trace that names only the nodes that failed; leave it out"
+        )
+    # Compressing by the rate makes the trace shorter, so draw a longer one.
+    drawn_s = (given.days or _YEAR_DAYS) * _DAY_S * (1.0 if given.keep_repairs else given.rate)
+    model = MODELS[given.generate]
+    trace = generate_trace(model, hosts=hosts, workers_per_host=per_host, duration_s=drawn_s, seed=given.seed)
+    return _at_rate(trace, given)
+
+
+def _at_rate(trace: Trace, given: SimulateArguments) -> Trace:
+    return trace.scaled(given.rate, seed=given.seed) if given.keep_repairs else trace.compressed(given.rate)
+
+
+def _names_only_failing(path: Path) -> bool:
+    """Whether a file is a list of faults, as InfiniteHBD's; False if it cannot be read, which loading it reports."""
+    try:
+        with path.open("rb") as file:
+            return file.read(200).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    except OSError:
+        return False
+
+
+def chosen_policies(text: str) -> tuple[str, ...]:
+    """Return the policies that are named, or all. Raises ConfigError if one is named twice, or none."""
+    if text == "all":
+        return SIMULATED_POLICIES
+    names = tuple(current_name(name.strip()) for name in text.split(",") if name.strip())
+    if not names:
+        raise ConfigError(f"--policies {text!r}: name some of {', '.join(SIMULATED_POLICIES)}, or all")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--policies {text}: names {name} twice")
+    return names
+
+
+def chosen_sweep(text: str) -> tuple[str, tuple[float, ...]]:
+    """Return the name of the thing to vary and its values. Raises ConfigError if the text is malformed."""
+    name, _, values = text.partition("=")
+    numbers = _numbers(values.split(","))
+    if name not in SWEPT or not numbers:
+        raise ConfigError(f"--sweep {text}: should be {'|'.join(SWEPT)}=VALUE,VALUE,..., such as rate=0.1,1,10,30")
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"--sweep {text}: has a value twice")
+    return name, numbers
+
+
+def _assume(text: str, parameters: Parameters) -> Parameters:
+    """Return `parameters` with those that the text gives. Raises ConfigError for an unknown name or a wrong value."""
+    kinds = get_type_hints(Parameters)
+    given: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        name, numbers = name.strip(), _numbers([value])
+        if name not in kinds or not numbers or (kinds[name] is int and not numbers[0].is_integer()):
+            raise ConfigError(f"--assume {part}: should be NAME=NUMBER, with a name of {', '.join(kinds)}")
+        given[name] = int(numbers[0]) if kinds[name] is int else numbers[0]
+    change: Callable[..., Parameters] = replace
+    return change(parameters, **given)
+
+
+def _numbers(texts: Sequence[str]) -> tuple[float, ...]:
+    """Return the numbers, or none if one of the texts is not a finite one."""
+    try:
+        found = tuple(float(text) for text in texts)
+    except ValueError:
+        return ()
+    return found if all(math.isfinite(value) for value in found) else ()

@@ -1,0 +1,297 @@
+"""From a command line to a run that may start: its configuration and its inputs, checked, and its directory.
+
+Modules that load numpy or torch are imported where they are used, because `--help` must not wait for them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import tyro
+
+from chameleon_ft.cli.arguments import OptionalPath, metavar, parse_with_flags, replace_old_flags
+from chameleon_ft.config import (
+    LLAMA_JOB,
+    RENAMED_KEYS,
+    Control,
+    RunConfig,
+    TrainConfig,
+    config_type,
+    parse_config,
+    parse_fields,
+    read_recorded_toml,
+    read_toml,
+)
+from chameleon_ft.control.start_plan import read_start_plan
+from chameleon_ft.errors import CheckpointError, ConfigError
+from chameleon_ft.observe import RunDirectory, complete_checkpoints
+from chameleon_ft.profiles import costs_of_run, profile_of_run
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = [
+    "ConfigFile",
+    "PreparedRun",
+    "Resume",
+    "absolute_job",
+    "parse_start",
+    "prepare_data_of",
+    "prepare_run",
+    "read_config_values",
+]
+
+_Own = TypeVar("_Own", bound="DataclassInstance")
+
+ConfigFile = Annotated[
+    OptionalPath,
+    tyro.conf.Positional,
+    metavar("[CONFIG]", "TOML file with the configuration; flags override it."),
+]
+Resume = Annotated[
+    OptionalPath,
+    metavar("RUN", "Directory of a run to resume from its newest checkpoint; the workers may differ."),
+]
+
+_RENAMED_FLAGS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in RENAMED_KEYS.items()}
+_FIXED = ("job", "model", "data", "optimizer", "seed", "batch")
+"""Keys that the weights or the numbering of the samples depend on."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """A run that may start; `config.output_dir` is its directory."""
+
+    config: RunConfig
+    directory: RunDirectory
+    resume: bool
+
+    def start(self, entry: Callable[..., int]) -> int:
+        """Start the run by `entry`, a function of `chameleon_ft.launch`, and return its exit code.
+
+        Raises ConfigError if the job itself is wrong, which only running its code can tell. Then, and if interrupted as
+        early, the directory of a new run is removed.
+        """
+        try:
+            return entry(self.config, run=self.directory, resume=self.resume)
+        except (ConfigError, KeyboardInterrupt):
+            if not self.resume and not self.directory.metrics_file.exists():
+                shutil.rmtree(self.directory.path)
+            raise
+
+
+def parse_start(
+    own: type[_Own], arguments: Sequence[str], *, command: str, without: tuple[str, ...] = ()
+) -> tuple[_Own, dict[str, Any]]:
+    """Parse the arguments of a command that starts a run; returns and raises as `parse_with_flags`."""
+    arguments = replace_old_flags(arguments, _RENAMED_FLAGS, command=command)
+    # A job may have sections of the Llama's in its file. The help shows those that every job has.
+    model = RunConfig if without and {"-h", "--help"} & set(arguments) else TrainConfig
+    return parse_with_flags(own, model, arguments, command=command, without=without)
+
+
+def prepare_run(
+    flags: dict[str, Any], *, file: Path | None, resume: Path | None, job: str | None = None, name: str | None = None
+) -> PreparedRun:
+    """Read the configuration, check everything that can be checked beforehand, and make or open the run directory.
+
+    Args:
+        flags: values that go over those of the configuration file.
+        file: the configuration file.
+        resume: the directory of the run to resume, which replaces `file`.
+        job: reference of the job, if not by `flags` or `file`.
+        name: of a new run; by default that of the file.
+
+    Raises:
+        ConfigError or CheckpointError: the message says what to change.
+    """
+    if resume is not None:
+        return _resumed_run(flags, resume, file=file, job=job)
+    values = {} if file is None else read_toml(file)
+    config = _config(values, flags, job=job, source="the configuration" if file is None else str(file))
+    name = name or ("llama" if file is None else file.stem)
+    out = config.output_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    config = config.model_copy(update={"output_dir": out.absolute()})
+    _check_address(config.control)
+    RunDirectory.require_free(out)
+    if isinstance(config, TrainConfig):
+        from chameleon_ft.data.corpus import check_data
+
+        data = check_data(config)
+        skipped = f", {len(data.skipped)} files left out" if data.skipped else ""
+        print(f"data: {data.source}: {data.num_tokens:,} tokens, {data.num_samples:,} samples{skipped}")
+    _check_inputs(config)
+    directory = RunDirectory.create(out, config)
+    config = directory.own(config)
+    prepare_data_of(config)
+    return PreparedRun(config, directory, resume=False)
+
+
+def _resumed_run(flags: dict[str, Any], path: Path, *, file: Path | None, job: str | None) -> PreparedRun:
+    if file is not None or "output_dir" in flags:
+        raise ConfigError(
+            f"--resume {path}: takes configuration and directory from that run; "
+            "leave out the configuration file and --output-dir, and give what is to change as flags"
+        )
+    directory = RunDirectory.open(path)
+    _refuse_live_run(directory)
+    values = read_recorded_toml(directory.config_file)
+    # The failures have happened, and the plan was for the workers of then.
+    values = {key: value for key, value in values.items() if key not in ("failures", "plan")}
+    if "profile" in values:
+        values["profile"] = str(directory.profile_file)
+    config = _config(values, flags, job=job, source=str(directory.config_file))
+    config = config.model_copy(update={"output_dir": directory.path})
+    _check_inputs(config)
+    _refuse_another_model(config, directory)
+    _require_steps_left(config, directory)
+    _check_address(config.control)
+    prepare_data_of(config)
+    return PreparedRun(config, directory, resume=True)
+
+
+def _config(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str | None, source: str) -> RunConfig:
+    """Return the validated configuration of `values`, which are from `source`, and of `flags`, which go over them.
+
+    Its paths are absolute, so that it means the same in any working directory.
+    """
+    job = job or flags.get("job") or values.get("job", LLAMA_JOB)
+    model = config_type({**values, "job": job})
+    parse_fields(model, values, source=source)
+    merged = dict(values)
+    for key, value in flags.items():
+        merged[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    config = parse_config(model, {**merged, "job": job}, source=f"{source} with the flags given" if flags else source)
+    changes: dict[str, Any] = {"job": absolute_job(config.job)}
+    for name in ("profile", "plan"):
+        if (path := getattr(config, name)) is not None:
+            changes[name] = _absolute_path(path)
+    if isinstance(config, TrainConfig) and config.data.path:
+        path = _absolute_path(Path(config.data.path))
+        changes["data"] = config.data.model_copy(update={"path": str(path)})
+    return config.model_copy(update=changes)
+
+
+def _refuse_live_run(directory: RunDirectory) -> None:
+    try:
+        pid = directory.read_control().pid
+        os.kill(pid, 0)
+    except (ConfigError, ProcessLookupError):
+        return
+    except PermissionError:
+        pass  # the process lives and belongs to another user
+    raise ConfigError(
+        f"--resume {directory.path}: this run is still going on in process {pid}; wait for its end or end it first"
+    )
+
+
+def _refuse_another_model(config: RunConfig, directory: RunDirectory) -> None:
+    stored, wanted = (value.model_dump(include=set(_FIXED)) for value in (directory.config(), config))
+    for key in _FIXED:
+        before, now = stored.get(key), wanted.get(key)
+        if before == now:
+            continue
+        name = key
+        if isinstance(before, dict) and isinstance(now, dict):
+            field = next(field for field in before if before[field] != now[field])
+            name, before, now = f"{key}.{field}", before[field], now[field]
+        raise CheckpointError(
+            f"--resume {directory.path}: its checkpoint is of a run with {name} = {before}, and {now} is asked for; "
+            f"leave {key} as it was, or begin a new run"
+        )
+
+
+def _require_steps_left(config: RunConfig, directory: RunDirectory) -> None:
+    checkpoints = complete_checkpoints(directory.checkpoints)
+    if not checkpoints:
+        raise CheckpointError(
+            f"--resume {directory.path}: it has no complete checkpoint to resume from; begin a new run, "
+            "with checkpoint.every set if it should survive the loss of every holder of a layer"
+        )
+    if checkpoints[-1] >= config.steps:
+        raise ConfigError(
+            f"--resume {directory.path}: all of its {config.steps} steps are done; give a larger --steps to train on"
+        )
+
+
+def _check_inputs(config: RunConfig) -> None:
+    """Raise ConfigError if the profile or the plan that `config` names cannot be used with it."""
+    if config.profile is not None:
+        profile = profile_of_run(config)
+        if config.device == "emulated":
+            costs_of_run(config, profile, dict.fromkeys(range(config.workers), ""))
+    read_start_plan(config)
+
+
+def _check_address(control: Control) -> None:
+    """Raise ConfigError if the coordinator could not listen, or the workers could not be told its address."""
+    host = f'control.host = "{control.host}"'
+    if control.host in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"{host}: stands for every address of this host, and the workers need to be told one; give the one by "
+            "which the other machines reach it"
+        )
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(control.host, control.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As the server will, bind a port whose last connection is still in TIME_WAIT.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise ConfigError(f"{host}: {error.strerror}; give an address of this host") from None
+    except UnicodeError:
+        raise ConfigError(f"{host}: is not a host name; give an address of this host") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"control.port = {control.port}: is in use on {control.host}; take another one, or 0 for any free one"
+            ) from None
+        raise ConfigError(f"{host}: cannot listen there: {error.strerror}; give an address of this host") from None
+
+
+def read_config_values(file: Path) -> dict[str, Any]:
+    """Read the configuration `file`; or, if `file` is a job, the configuration beside it, if there is one.
+
+    Raises ConfigError if it cannot be read.
+    """
+    script = Path(str(file).partition(":")[0])
+    if script.suffix != ".py":
+        return read_toml(file)
+    beside = script.with_suffix(".toml")
+    return {**(read_toml(beside) if beside.is_file() else {}), "job": str(file)}
+
+
+def absolute_job(reference: str) -> str:
+    """Return `reference` with the path of a file made absolute. Raises ConfigError if it names nothing."""
+    from chameleon_ft.job import check_job_reference
+
+    check_job_reference(reference)
+    location, colon, function = reference.rpartition(":")
+    if not colon:
+        location, function = reference, ""
+    if location.endswith(".py"):
+        location = str(_absolute_path(Path(location)))
+    return f"{location}{colon}{function}"
+
+
+def _absolute_path(path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:  # an unknown ~user
+        raise ConfigError(f"{path}: {error}; write the path out") from None
+
+
+def prepare_data_of(config: RunConfig) -> None:
+    """Put the data into the run directory, `config.output_dir`, in the form that workers read. Raises DataError."""
+    if isinstance(config, TrainConfig) and config.output_dir is not None:
+        from chameleon_ft.data.corpus import prepare_data
+
+        prepare_data(config, config.output_dir)
