@@ -144,7 +144,8 @@ def _start_loading_solvers() -> asyncio.Task[None]:
     def run() -> None:
         done.set_running_or_notify_cancel()
         try:
-            done.set_result(_load_solvers())
+            _load_solvers()
+            done.set_result(None)
         except BaseException as error:  # noqa: BLE001 - raised where the task is awaited
             done.set_exception(error)
 

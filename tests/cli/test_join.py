@@ -89,7 +89,7 @@ def test_a_failure_is_injected_into_a_live_run(
     injected = []
 
     def inject(run: RunDirectory, *, worker: int, kind: str, phase: str | None, step: int | None) -> None:
-        injected.append((run, worker, kind, phase, step))
+        injected.append((run.path, worker, kind, phase, step))
 
     module = ModuleType("chameleon_ft.control.fault_injection")
     module.inject = inject  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ def test_a_failure_is_injected_into_a_live_run(
     run.write_control(ControlAddress(address="127.0.0.1:4000", token="secret", pid=1))
     assert chameleon("inject", run.path, "--worker", "2") == 0
     assert chameleon("inject", run.path, "--worker", "1", "--kind", "hang", "--phase", "sync", "--step", "9") == 0
-    assert injected == [(run, 2, "kill", None, None), (run, 1, "hang", "sync", 9)]
+    assert injected == [(run.path, 2, "kill", None, None), (run.path, 1, "hang", "sync", 9)]
 
 
 @pytest.mark.parametrize(
