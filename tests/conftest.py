@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Environment, hypothesis profiles and compiled kernels for all tests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 # idle threads that spin for work slow all of them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# How long an example takes says how busy the machine is, and nothing about the code. What is drawn is the same in
-# every run, so that a change passes or fails for what it does; `make explore` draws anew.
+# The time of an example depends on the load of the machine. Examples are deterministic, so that a test fails only
+# because of a change; `make explore` draws new ones.
 settings.register_profile(
     "chameleon", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
 )

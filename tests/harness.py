@@ -1,4 +1,4 @@
-"""Real runs for tests: small ones, with something happening at a step, and what must hold of every run."""
+"""Real runs for tests: small configurations, actions during a run, and assertions on its records."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ TOLERANCE = 1e-5  # relative, of every step's loss
 PATIENT = Timeouts(
     heartbeat_timeout_s=10.0, watchdog_min_s=15.0, watchdog_factor=50.0, collective_timeout_s=60.0, rendezvous_s=90.0
 )
-"""Nobody is given up only because the machine is busy; what is found at once is still found at once."""
+"""Long timeouts, so that no worker is lost only because the machine is busy."""
 
 
 def small_config(directory: Path, **changes: Any) -> TrainConfig:
-    """A run of about a second: six workers in three pipelines of two stages; `changes` replace whole fields."""
+    """Return a run of about a second: six workers in three pipelines of two stages; `changes` replace whole fields."""
     text = directory / "text.txt"
     text.write_text(TEXT)
     fields: dict[str, Any] = {
@@ -66,7 +66,7 @@ def small_config(directory: Path, **changes: Any) -> TrainConfig:
 
 
 def fails(worker: int, *, step: int, phase: FailurePhase = "forward", kind: FailureKind = "kill") -> Failure:
-    """An injected failure."""
+    """Return an injected failure."""
     return Failure(step=step, worker=worker, phase=phase, kind=kind)
 
 
@@ -93,20 +93,20 @@ class Ended:
 
     @property
     def steps(self) -> list[int]:
-        """The committed steps, as they were recorded."""
+        """The committed steps, in the order of their records."""
         return [record.step for record in self.run.steps()]
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.run.events() if event["event"] == name]
 
     def plans(self) -> list[dict[str, Any]]:
-        """The plans of all generations, in order."""
+        """Return the plans of all generations, in order."""
         return [json.loads(plan.plan.to_json()) for plan in read_generation_plans(self.run.plans).values()]
 
 
 @dataclass
-class Prompter(View):
-    """Shows nothing, and calls something when a step is committed, a failure is recorded or a checkpoint complete."""
+class ScriptedView(View):
+    """Calls functions when a step is committed, a failure is recorded or a checkpoint is complete; shows nothing."""
 
     at_step: Mapping[int, Callable[[], None]] = field(default_factory=dict)
     at_failure: Callable[[], None] | None = None
@@ -129,16 +129,16 @@ class Prompter(View):
 
 
 @dataclass
-class Curtain(View):
-    """Shows nothing, and ends the run like Ctrl-C some steps after what it is waiting for."""
+class StoppingView(View):
+    """Ends the run like Ctrl-C, `more_steps` steps after its condition holds; shows nothing."""
 
     run: RunDirectory
-    falls: Callable[[Ended], object]
-    """Whether the run has come so far; asked after every step."""
+    is_over: Callable[[Ended], object]
+    """Evaluated after every step."""
     more_steps: int = 8
 
     def step(self, record: StepRecord) -> None:
-        if self.falls(Ended(0, self.run)):
+        if self.is_over(Ended(0, self.run)):
             self.more_steps -= 1
             if self.more_steps == 0:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -158,8 +158,8 @@ def train_here(config: RunConfig, path: Path, *, view: View | None = None) -> En
     return _train(run.own(config), run, resume=False, view=view)
 
 
-def resume_here(ended: Ended, *, view: Prompter | None = None, **changes: Any) -> Ended:
-    """Go on with a run as `--resume` does, with `changes` to its configuration."""
+def resume_here(ended: Ended, *, view: ScriptedView | None = None, **changes: Any) -> Ended:
+    """Resume a run as `--resume` does, with `changes` to its configuration."""
     values = {**ended.run.config().model_dump(exclude={"failures", "output_dir"}), **changes}
     config = type(ended.run.config()).model_validate(values)
     return _train(config, ended.run, resume=True, view=view)
@@ -179,7 +179,7 @@ def _children() -> list[psutil.Process]:
 
 
 def _is_server(process: psutil.Process) -> bool:
-    """Whether it is one of the two processes that multiprocessing keeps for all runs of this process."""
+    """Return whether it is one of the two processes that multiprocessing keeps for all runs of this process."""
     try:
         return process.parent() == psutil.Process() and any("multiprocessing" in part for part in process.cmdline())
     except psutil.NoSuchProcess:
@@ -187,7 +187,7 @@ def _is_server(process: psutil.Process) -> bool:
 
 
 def assert_trained_as_if_nothing_failed(ended: Ended, *, repeated_steps: int = 0) -> None:
-    """Every step is committed, no sample is lost or repeated but as expected, and every loss is the plain loop's."""
+    """Check that all steps are committed, only expected samples are repeated, and every loss is the plain loop's."""
     config = ended.run.config()
     summary = ended.summary
     assert ended.code == 0, summary["reason"]
@@ -196,14 +196,14 @@ def assert_trained_as_if_nothing_failed(ended: Ended, *, repeated_steps: int = 0
     assert summary["samples_seen"] == config.steps * config.batch.samples
     assert summary["samples_lost"] == 0
     assert summary["samples_repeated"] == repeated_steps * config.batch.samples
-    assert not ended.events("refused"), "nobody sends what is not understood"
+    assert not ended.events("refused"), "no connection was refused"
     assert_as_the_plain_loop(ended)
 
 
 def assert_as_the_plain_loop(ended: Ended, *, steps: int | None = None) -> None:
-    """The loss of every step, or of the first `steps`, and the norm of its gradient are those of one plain loop.
+    """Check the loss and gradient norm of every step, or of the first `steps`, against one plain loop.
 
-    Over some hundred steps rounding grows into differences that no tolerance is meant for.
+    Over some hundred steps rounding errors grow beyond any useful tolerance.
     """
     verification = Verification.of(repeat_run(ended.run, limit=steps), tolerance=TOLERANCE)
     assert verification.first_step_outside is None, str(verification)
@@ -211,7 +211,7 @@ def assert_as_the_plain_loop(ended: Ended, *, steps: int | None = None) -> None:
 
 
 def in_thread(function: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that runs `function` in a thread: for what asks the coordinator of this process something."""
+    """Return a function that runs `function` in a thread, in which it may wait for the coordinator of this process."""
 
     def start() -> None:
         threading.Thread(target=function, daemon=True).start()
@@ -220,7 +220,7 @@ def in_thread(function: Callable[[], object]) -> Callable[[], None]:
 
 
 class Command:
-    """A `chameleon` command in a process, and a session, of its own."""
+    """A `chameleon` command in its own process and session."""
 
     def __init__(
         self, *arguments: str | int | Path, environ: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
@@ -240,14 +240,14 @@ class Command:
         return self._process.pid
 
     def read_until(self, pattern: str) -> re.Match[str]:
-        """Read what it prints up to a line that matches `pattern`."""
+        """Read the output up to a line that matches `pattern`."""
         for line in self._lines():
             if (found := re.search(pattern, line)) is not None:
                 return found
         raise AssertionError(f"the command has ended without {pattern!r}; it printed:\n{self.printed}")
 
     def wait(self) -> int:
-        """Read the rest of what it prints and return its exit code, which is negative for a signal."""
+        """Read the rest of the output and return the exit code, which is negative for a signal."""
         for _ in self._lines():
             pass
         return self._process.wait()
@@ -256,11 +256,11 @@ class Command:
         self._process.send_signal(number)
 
     def interrupt_all(self) -> None:
-        """Send what a terminal sends at Ctrl-C: SIGINT to every process of the session."""
+        """Send SIGINT to every process of the session, as a terminal does at Ctrl-C."""
         os.killpg(self.pid, signal.SIGINT)
 
     def session(self) -> list[psutil.Process]:
-        """Every process that it has started, and itself, as far as they live."""
+        """Return the live processes of the session."""
         return [process for process in psutil.process_iter() if _session_of(process) == self.pid]
 
     def __enter__(self) -> Self:
@@ -289,7 +289,7 @@ def _session_of(process: psutil.Process) -> int | None:
 
 @contextmanager
 def every_process_ends(processes: Sequence[psutil.Process]) -> Iterator[None]:
-    """See that `processes` end by themselves once the block is through."""
+    """Check that `processes` end by themselves after the block."""
     yield
     _, left = psutil.wait_procs(processes, timeout=30)
     for process in left:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the pure part: what a run can be, from layers and workers to plans that have lost some."""
+"""Hypothesis strategies for the pure part, from layers and workers to plans and losses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ links = st.builds(
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan with a cost model that fits it."""
+    """A plan with a cost model for it."""
 
     plan: Plan
     costs: CostModel
@@ -57,7 +57,7 @@ def equal_costs(
     latency_s: float = 0.0,
     gradient_bytes: int = 0,
 ) -> CostModel:
-    """The cost model of equal layers on equal workers."""
+    """Return the cost model of equal layers on equal workers."""
     cost = LayerCost("layer", forward_s, input_grad_s, weight_grad_s, gradient_bytes=gradient_bytes)
     link = Link(latency_s, math.inf)
     return CostModel(
@@ -67,7 +67,7 @@ def equal_costs(
 
 
 def pipelines(shape: Shape, *, split_backward: bool = False) -> Plan:
-    """The plan of a shape with one layer to a stage."""
+    """Return the plan of a shape with one layer per stage."""
     return data_pipeline_plan(
         layer_costs=[1.0] * shape.pp,
         dp=shape.dp,
@@ -78,13 +78,13 @@ def pipelines(shape: Shape, *, split_backward: bool = False) -> Plan:
 
 
 def recomputing(plan: Plan, workers: Iterable[int]) -> Plan:
-    """The plan with these workers recomputing all their layers."""
+    """Return the plan with these workers recomputing all their layers."""
     return dataclasses.replace(plan, recompute={w: RecomputedLayers.in_full(plan.placement.span(w)) for w in workers})
 
 
 @st.composite
 def some_recompute(draw: st.DrawFn, plan: Plan) -> Plan:
-    """The plan with any of its workers recomputing any range of their layers, in full or in part selectively."""
+    """Draw a plan with any of its workers recomputing any range of their layers, in full or in part selectively."""
     recompute: dict[int, RecomputedLayers] = {}
     for worker in draw(st.sets(st.sampled_from(plan.workers))):
         held = st.sampled_from([layer for layers in plan.placement.ranges_of(worker) for layer in layers])
@@ -94,7 +94,7 @@ def some_recompute(draw: st.DrawFn, plan: Plan) -> Plan:
 
 
 def workloads(layers: int, micro_batches: int) -> st.SearchStrategy[Workload]:
-    """Workloads of this many layers, each with times, bytes and overhead of its own."""
+    """Draw workloads of `layers` unequal layers."""
     cost = st.builds(
         LayerCost,
         name=st.just("layer"),
@@ -115,7 +115,7 @@ def workloads(layers: int, micro_batches: int) -> st.SearchStrategy[Workload]:
 
 @st.composite
 def cost_models(draw: st.DrawFn, plan: Plan) -> CostModel:
-    """Cost models that fit `plan`: unequal layers, workers of different speeds on one or several hosts."""
+    """Draw cost models for `plan`: unequal layers, workers of different speeds on one or several hosts."""
     count = max(plan.workers) + 1
     workers = tuple(
         Worker(worker, draw(st.sampled_from(["host a", "host b"])), draw(speeds)) for worker in range(count)
@@ -126,7 +126,7 @@ def cost_models(draw: st.DrawFn, plan: Plan) -> CostModel:
 
 @st.composite
 def layer_cuts(draw: st.DrawFn, layers: int) -> list[LayerRange]:
-    """Ways to cut `layers` layers into stages."""
+    """Draw a division of `layers` layers into stages."""
     inner = draw(st.sets(st.integers(1, layers - 1))) if layers > 1 else set()
     edges = [0, *sorted(inner), layers]
     return [LayerRange(start, stop) for start, stop in pairwise(edges)]
@@ -134,7 +134,7 @@ def layer_cuts(draw: st.DrawFn, layers: int) -> list[LayerRange]:
 
 @st.composite
 def placements(draw: st.DrawFn, *, several_ranges: bool) -> Placement:
-    """Placements made of one to four pipelines of any depths, in which no layer is without a holder.
+    """Draw placements of one to four pipelines of any depths, in which every layer has a holder.
 
     With `several_ranges`, a worker may hold stages of several pipelines, or several of one.
     """
@@ -156,13 +156,13 @@ def placements(draw: st.DrawFn, *, several_ranges: bool) -> Placement:
 
 @st.composite
 def routes(draw: st.DrawFn, placement: Placement, micro_batch: int) -> Route:
-    """Routes through a placement, by any holders and with hops of any length."""
+    """Draw routes through a placement, by any holders and with hops of any length."""
     hops: list[Hop] = []
     layer = 0
     while layer < placement.num_layers:
         worker = draw(st.sampled_from(placement.holders(layer)))
         held = next(held for held in placement.ranges_of(worker) if layer in held)
-        # Mostly the whole rest of what the worker holds, as plans in use have it.
+        # Usually up to the end of the worker's range, as in real plans.
         stop = draw(st.one_of(st.just(held.stop), st.integers(layer + 1, held.stop)))
         hops.append(Hop(worker, LayerRange(layer, stop)))
         layer = stop
@@ -171,7 +171,7 @@ def routes(draw: st.DrawFn, placement: Placement, micro_batch: int) -> Route:
 
 @st.composite
 def plans(draw: st.DrawFn, *, several_ranges: bool = True, max_micro_batches: int = 10) -> Plan:
-    """Any plans: unequal pipelines, detours, workers met twice on a route."""
+    """Draw any plans: unequal pipelines, detours, workers twice on a route."""
     placement = draw(placements(several_ranges=several_ranges))
     micro_batches = draw(st.integers(1, max_micro_batches))
     ways = [draw(routes(placement, 0)).hops for _ in range(draw(st.integers(1, 4)))]
@@ -184,7 +184,7 @@ def plans(draw: st.DrawFn, *, several_ranges: bool = True, max_micro_batches: in
 
 @st.composite
 def some_fused(draw: st.DrawFn, plan: Plan) -> Plan:
-    """The plan with backward in one go in any of its components, if it splits backward."""
+    """Draw a plan with fused backward in any of its components, if it splits backward."""
     every = components(plan.routes) if plan.split_backward else []
     fused = [worker for own in every if draw(st.booleans()) for worker in own.workers]
     return dataclasses.replace(plan, fused_workers=frozenset(fused))
@@ -192,31 +192,31 @@ def some_fused(draw: st.DrawFn, plan: Plan) -> Plan:
 
 @st.composite
 def planned(draw: st.DrawFn, *, several_ranges: bool = True) -> Planned:
-    """Any plans with cost models that fit."""
+    """Draw any plans with cost models."""
     plan = draw(plans(several_ranges=several_ranges))
     return Planned(plan, draw(cost_models(plan)))
 
 
 @st.composite
 def mixed(draw: st.DrawFn, cases: st.SearchStrategy[Planned]) -> Planned:
-    """These, in some of whose components backward may not be split though it is in others."""
+    """Draw these cases with fused backward in some components of their plans."""
     case = draw(cases)
     return dataclasses.replace(case, plan=draw(some_fused(case.plan)))
 
 
 @st.composite
 def pipelined(draw: st.DrawFn) -> Planned:
-    """Plans of equal pipelines, with unequal layers and workers."""
+    """Draw plans of equal pipelines, with unequal layers and workers."""
     shape = draw(shapes)
     plan = pipelines(shape, split_backward=draw(st.booleans()))
     return Planned(plan, draw(cost_models(plan)))
 
 
 def losses(plan: Plan, most: int = 4) -> st.SearchStrategy[list[int]]:
-    """One to `most` workers of `plan` to lose; layers may be left without a holder."""
+    """Draw one to `most` workers of `plan` to lose; layers may be left without a holder."""
     return st.lists(st.sampled_from(plan.workers), min_size=1, max_size=most, unique=True)
 
 
 def survivable(plan: Plan, lost: Sequence[int]) -> bool:
-    """Whether every layer still has a holder when `lost` are gone."""
+    """Return whether every layer still has a holder without the lost workers."""
     return not plan.placement.without(lost).unheld_layers

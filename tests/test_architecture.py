@@ -1,4 +1,4 @@
-"""Who may import whom, and what the world may rely on."""
+"""Import rules between packages, and their public names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PURE = (
     "search",
     "recovery",
 )
-# What makes a decision depend on when, where or by whom it is made.
+# Modules that make a decision depend on the time, the place or the process.
 IMPURE = frozenset(
     {
         "torch",
@@ -59,7 +59,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imports(path: Path) -> set[str]:
-    """Everything that a file imports anywhere in it, for type checkers too."""
+    """Return all imports of a file, also those for type checkers only."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -71,13 +71,13 @@ def imports(path: Path) -> set[str]:
 
 
 def parts_imported(path: Path) -> set[str]:
-    """The parts of Chameleon (its top-level modules and packages) that a file imports."""
+    """Return the parts of Chameleon (its top-level modules and packages) that a file imports."""
     names = (name.split(".") for name in imports(path))
     return {name[1] for name in names if name[0] == "chameleon_ft" and len(name) > 1}
 
 
 def exported(path: Path) -> list[str] | None:
-    """The `__all__` of a file, or None when it has none."""
+    """Return the `__all__` of a file, or None if it has none."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -108,7 +108,7 @@ def test_simulate_and_control_import_only_the_pure_part_and_what_records(module:
 
 
 @pytest.mark.parametrize(("module", "path"), [m for m in MODULES if part(m[0]) not in {"cli", "__main__"}])
-def test_nobody_imports_the_command_line(module: str, path: Path) -> None:
+def test_no_package_imports_the_command_line(module: str, path: Path) -> None:
     assert "cli" not in parts_imported(path), module
 
 
@@ -121,7 +121,7 @@ def test_the_runtime_knows_of_control_only_what_they_say_to_each_other(module: s
     assert all(name.startswith(spoken) for name in known), module
 
 
-# What decides in control: it is told the time, and reads nothing.
+# The pure part of control, which receives the time and reads nothing.
 DECIDING = [["control", name] for name in ("state_machine", "handlers", "detectors", "state", "events", "commands")]
 
 

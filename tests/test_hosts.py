@@ -41,7 +41,7 @@ class Network:
         return f"{self.prefix}-{host}"
 
     def on(self, host: str) -> tuple[str, ...]:
-        """What a command on a host begins with."""
+        """Return the prefix of a command on a host."""
         return ("ip", "netns", "exec", self.name(host))
 
     def build(self) -> None:

@@ -26,7 +26,7 @@ from chameleon_ft.workload import LayerCost
 from tests.harness import (
     Command,
     Ended,
-    Prompter,
+    ScriptedView,
     assert_as_the_plain_loop,
     assert_trained_as_if_nothing_failed,
     create_run,
@@ -157,7 +157,7 @@ def test_strangers_are_refused_and_logged_and_training_goes_on(tmp_path: Path, r
         done.set()
 
     done = threading.Event()
-    view = Prompter(at_step={2: in_thread(bother), 3: lambda: None})
+    view = ScriptedView(at_step={2: in_thread(bother), 3: lambda: None})
     config = small_config(tmp_path, steps=60)
     ended = train_here(config, run.path, view=view)
     assert done.is_set(), f"it was answered only {answers}"

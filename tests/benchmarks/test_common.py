@@ -1,4 +1,4 @@
-"""What the benchmarks say about their numbers."""
+"""Reports of the benchmarks: spreads, bars and the machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_stamps_of_all_processes_are_read_in_the_order_of_time(tmp_path: Path) -
     ]
 
 
-def test_a_place_names_who_is_lost_when() -> None:
+def test_a_place_names_the_lost_workers_and_their_steps() -> None:
     place = Place.parse("5@10,2@25")
 
     assert place.failures() == [
@@ -86,7 +86,7 @@ def test_a_place_that_cannot_be_read_is_refused(text: str) -> None:
         Place.parse(text)
 
 
-def test_settings_of_torchft_become_the_flags_of_who_they_are_for() -> None:
+def test_settings_of_torchft_become_the_flags_of_their_processes() -> None:
     settings = _torchft.Settings(heartbeat_ms=10, heartbeat_timeout_ms=100)
 
     assert settings.replica_flags() == ["--heartbeat-ms=10"]

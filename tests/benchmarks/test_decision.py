@@ -1,4 +1,4 @@
-"""Who is lost in the benchmark of decisions."""
+"""The losses of the benchmark of decisions."""
 
 from __future__ import annotations
 

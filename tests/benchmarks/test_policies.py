@@ -48,7 +48,7 @@ def test_a_schedule_keeps_to_its_scenario(name: str, workers: int, seed: int) ->
 
 
 @drawn(ANY_SCENARIO, WORKERS, st.integers(0, 1000))
-def test_nobody_is_lost_twice_without_having_been_back_and_half_are_always_left(
+def test_no_worker_is_lost_twice_without_having_been_back_and_half_are_always_left(
     name: str, workers: int, seed: int
 ) -> None:
     scenario = SCENARIOS[name]
@@ -155,7 +155,7 @@ def test_errors_are_those_of_the_decisions() -> None:
     assert mean_size(run.step_errors) == pytest.approx(0.03)
     restart = observed(outages=(Outage(6.0, 2, "restart", 1.0, 0, 0.8),))
     assert restart.stall_errors == pytest.approx([-0.5])
-    assert observed(outages=()).stall_errors == [], "nobody was lost: it is the change for a worker that joined"
+    assert observed(outages=()).stall_errors == [], "no worker was lost: the change is for a worker that joined"
     assert (run.last_step_s, observed(commits=run.commits[:4]).last_step_s) == (4.0, None)
 
 
@@ -340,7 +340,7 @@ def test_a_return_to_a_checkpoint_is_charged_once(
     assert script.killed == ([6] if charged_s else []), "what was to happen meanwhile happens when it goes on"
 
 
-def test_nobody_is_killed_after_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_worker_is_killed_after_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(tmp_path, [Loss(10.0, (5,)), Loss(90.0, (6,))], monkeypatch)
     for number in range(3):
         script.step(number)

@@ -1,4 +1,4 @@
-"""What the benchmark of the search counts, and whom it blames."""
+"""The figures of the benchmark of the search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def small(*, workers: int = 3) -> CostModel:
 
 
 def claiming(factor: float) -> Rival:
-    """A planner whose step takes so many times as long as that of `find_plan`."""
+    """A planner whose step takes `factor` times as long as that of `find_plan`."""
 
     def plan(costs: CostModel) -> BaselinePlan:
         best = find_plan(costs).best

@@ -53,7 +53,7 @@ def test_everything_is_drawn() -> None:
     assert in_recoveries
 
 
-def test_nobody_hangs_before_there_is_a_step_time() -> None:
+def test_no_worker_hangs_before_there_is_a_step_time() -> None:
     hangs = [failure for seed in range(MANY) for failure in draw(seed).failures if failure.kind == "hang"]
     assert min(failure.step for failure in hangs) >= 2
 
@@ -91,7 +91,7 @@ def test_a_run_as_it_should_be(ended: Ended) -> None:
 
 
 def spoilt(ended: Ended, file: Path, change: Callable[[list[dict[str, Any]]], object]) -> Findings:
-    """What is found after `change` to the lines of one of the run's files, which is then as before."""
+    """Return the check after `change` to the lines of one of the run's files, which is then restored."""
     text = file.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     change(lines)

@@ -1,4 +1,4 @@
-"""What the benchmark of transitions holds its measurements against."""
+"""The references of the benchmark of transitions."""
 
 from __future__ import annotations
 

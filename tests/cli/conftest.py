@@ -1,4 +1,4 @@
-"""A command line whose runs end before they begin."""
+"""A command line that records runs instead of starting them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def job():
 
 @dataclass
 class Launched:
-    """What the command line would have started."""
+    """The runs that the command line would have started."""
 
     config: RunConfig
     run: RunDirectory
@@ -45,7 +45,7 @@ class CommandLine:
     launched: list[Launched] = field(default_factory=list)
     joined: list[dict[str, object]] = field(default_factory=list)
     error: ConfigError | None = None
-    """What starting a run raises."""
+    """The error that starting a run raises."""
 
     def __call__(self, *arguments: str | Path) -> int:
         """Run `chameleon` with `arguments` and return its exit code."""

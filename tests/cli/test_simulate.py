@@ -116,7 +116,7 @@ def test_a_ranking_without_any_failure_says_so(capsys: pytest.CaptureFixture[str
     assert "warning: no worker is lost at workers 8, 16" in simulate(capsys, *quiet, "--sweep", "workers=8,16")
 
 
-def test_a_rate_compresses_a_trace_and_keeps_who_is_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rate_compresses_a_trace_and_keeps_the_workers_that_are_up(capsys: pytest.CaptureFixture[str]) -> None:
     once = simulated(capsys, *CASE, "--policies", "chameleon")
     often = simulated(capsys, *CASE, "--policies", "chameleon", "--rate", "4")
     assert often["duration_s"] == once["duration_s"] / 4
@@ -187,7 +187,7 @@ def test_the_picture_names_every_policy(capsys: pytest.CaptureFixture[str], fold
         assert all(f"<!-- {name} -->" in text for name in ("chameleon", "restart", "live workers"))
 
 
-def test_a_sweep_says_who_is_first_where(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_sweep_names_the_first_policy_at_each_value(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     pytest.importorskip("matplotlib")
     case = (*CASE, "--policies", "chameleon,reroute,repartition,restart,oracle", "--sweep", "rate=10,1,0.1")
     printed = simulate(capsys, *case, "--picture", "a.svg")

@@ -1,4 +1,4 @@
-"""What a terminal shows while something takes long."""
+"""Progress in a terminal during long computations."""
 
 from __future__ import annotations
 

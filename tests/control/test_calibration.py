@@ -1,4 +1,4 @@
-"""What a run has seen of its operations: the factors that follow, and who is told to be slow."""
+"""Calibration by measured operations: the factors, and the slow workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def program(of: Plan) -> Program:
 
 
 def times(of: Plan, worker: int, true: CostModel) -> OperationTimes:
-    """What a worker reports of a step whose operations take as long as by `true`: medians by kind, as ranks do."""
+    """Return a worker's report of a step whose operations take their times in `true`: medians by kind, as ranks do."""
 
     def median_s(kind: OperationKind) -> float:
         found = sorted(true.operation_s(worker, each) for each in program(of).of(worker) if each.kind is kind)
@@ -65,7 +65,7 @@ def begun(of: Plan | None = None, *, knows_layers: bool = True) -> Calibration:
 def run(
     seen: Calibration, steps: int, *, of: Plan | None = None, factor: float = 1.0, slow: dict[int, float] | None = None
 ) -> None:
-    """Run steps whose operations take `factor` times what is expected, and more on the `slow`."""
+    """Run steps whose operations take `factor` times the expected time, and more on slow workers."""
     of = plan() if of is None else of
     for _ in range(steps):
         for worker in of.workers:

@@ -24,11 +24,11 @@ class Crashes:
         return False
 
 
-def test_in_the_first_step_it_is_everyones() -> None:
+def test_in_the_first_step_it_is_a_crash_of_all() -> None:
     assert Crashes().is_everyones(0, "KeyError: 'x'", step=0)
 
 
-def test_later_it_is_everyones_when_another_one_ends_of_the_same_in_the_same_step() -> None:
+def test_later_it_is_a_crash_of_all_when_another_one_ends_of_the_same_in_the_same_step() -> None:
     crashes = Crashes()
     assert not crashes.is_everyones(0, "KeyError: 'x'", step=5)
     assert not crashes.is_everyones(0, "KeyError: 'x'", step=5), "one that has come back proves nothing new"

@@ -1,4 +1,4 @@
-"""What a decision predicts of its own stall, by a clock that goes on only where the test says so."""
+"""The stall that a decision predicts, by a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chameleon_ft.control.wire.messages import PeerFailed
 from tests.control.stage import Stage, play
 
 SIX: dict[str, Any] = {"workers": 6, "parallel": Parallel(dp=3, pp=2), "recovery": Recovery(policy="reroute")}
-# What is expected before there was a stall: to tell everyone, and to regroup.
+# Expected before the first stall: sending the orders, and regrouping.
 AFTER_S = 0.01 + 0.1
 
 
@@ -145,7 +145,7 @@ def test_where_nothing_was_to_be_chosen_nothing_is_learnt_of_decisions(
 
 
 def _asked(decisions: Any, stage: Stage) -> list[Any]:
-    """What decisions are prepared for."""
+    """The losses that decisions are prepared for."""
     asked: list[Any] = []
 
     class Foreseeing:

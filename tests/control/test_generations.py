@@ -1,4 +1,4 @@
-"""Generations whose placement changes: which one is in force after a failure, and what everyone is told then."""
+"""Generations whose placement changes: the active placement after a failure, and the orders of all workers."""
 
 from __future__ import annotations
 

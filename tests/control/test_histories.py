@@ -180,7 +180,7 @@ def test_a_loss_while_it_is_decided_makes_the_decision_void() -> None:
     assert history.state.phase is Phase.DECIDING
     first, second = history.questions
     history.answer(first)
-    assert len(history.launches) == 1, "nobody is told to train with a worker that is gone"
+    assert len(history.launches) == 1, "no worker is ordered to train with a lost one"
     history.answer(second)
     assert history.launched == (0, 3)
     history.answer(second)

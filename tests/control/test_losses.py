@@ -1,4 +1,4 @@
-"""Workers that are lost: every way to notice it, at every moment, and what everyone is told then."""
+"""Losses of workers: every detection path, in every phase, and the orders that follow."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ async def test_a_worker_stuck_in_an_operation(stage: Stage) -> None:
 
 
 @scene()
-async def test_nobody_is_asked_while_steps_are_committed(stage: Stage) -> None:
+async def test_no_worker_is_asked_while_steps_are_committed(stage: Stage) -> None:
     watching = asyncio.create_task(stage.coordinator.wait())
     stage.train(steps=0)
     for step in range(10):
@@ -224,7 +224,7 @@ async def test_a_peer_report_is_explained_by_a_loss_that_is_noticed_otherwise(st
 
 
 @scene()
-async def test_a_peer_report_about_somebody_who_is_not_there_blames_nobody(stage: Stage) -> None:
+async def test_a_peer_report_about_an_absent_worker_blames_none(stage: Stage) -> None:
     stage.train()
     stage.say(stage.ranks[0], PeerFailed(generation=1, peer=99, error="reset"))
     stage.quiesce(2, 3)
@@ -373,7 +373,7 @@ async def test_a_worker_may_go_once_it_has_finished(stage: Stage) -> None:
 
 
 @scene()
-async def test_a_step_that_somebody_applied_is_applied_by_all(stage: Stage) -> None:
+async def test_a_step_that_one_worker_applied_is_applied_by_all(stage: Stage) -> None:
     stage.train()
     stage.commit(3, worker=1)
     stage.reap(1)
@@ -432,7 +432,7 @@ async def test_without_a_last_holder_and_without_a_checkpoint_the_run_ends(stage
 
 
 @scene(checkpoint=Checkpoint(every=1))
-async def test_when_nobody_is_left_the_run_ends(stage: Stage) -> None:
+async def test_when_no_worker_is_left_the_run_ends(stage: Stage) -> None:
     stage.train()
     stage.save(2, 0, 0, 1, 2, 3)
     for worker in range(4):
@@ -456,7 +456,7 @@ def leave_a_spare(stage: Stage) -> None:
 
 
 @scene(**WITH_A_SPARE)
-async def test_a_spare_that_is_lost_disturbs_nobody(stage: Stage) -> None:
+async def test_a_spare_that_is_lost_disturbs_no_worker(stage: Stage) -> None:
     leave_a_spare(stage)
     stage.start()
     stage.reap(7)
@@ -563,7 +563,7 @@ async def test_an_agent_speaks_for_its_own_workers_only(stage: Stage) -> None:
 
 
 @scene()
-async def test_a_message_that_a_rank_may_not_send_costs_nobody_else(stage: Stage) -> None:
+async def test_a_message_that_a_rank_may_not_send_costs_no_other_rank(stage: Stage) -> None:
     stage.train()
     with pytest.raises(ControlError, match="a rank does not say 'start_generation'"):
         stage.say(stage.ranks[1], stage.ranks[1].last(StartGeneration))

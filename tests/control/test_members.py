@@ -271,7 +271,7 @@ def test_the_best_known_cause(known: dict[str, object], words: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["watchdog", "heartbeat", "peer"])
-def test_who_was_given_up_was_not_killed_by_somebody_else(path: str) -> None:
+def test_a_worker_that_was_given_up_was_not_killed_by_a_third(path: str) -> None:
     found = loss(noticed_by=path, cause="hung")
     assert found.describe_cause(crash=None, exit_code=-9, fault=None) == "hung"
 

@@ -1,4 +1,4 @@
-"""What came of decisions: which steps and which seconds count."""
+"""Outcomes of decisions: the steps and seconds that count."""
 
 from __future__ import annotations
 

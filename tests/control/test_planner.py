@@ -57,7 +57,7 @@ def begin(by: Planner) -> RecoveryPlan:
 
 
 def lose(by: Planner, decision: RecoveryPlan, worker: int) -> RecoveryPlan:
-    """What follows the loss of a worker."""
+    """Return the recovery plan after the loss of a worker."""
     live = [each for each in range(6) if each != worker]
     quiesced = {
         each: Quiesced(

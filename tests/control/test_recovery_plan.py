@@ -1,4 +1,4 @@
-"""What is done about a loss, for every state that the survivors can be in."""
+"""Recovery plans after a loss, for every state of the survivors."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_peers_do_the_share_of_a_lost_worker() -> None:
     assert decision.action == ("2 micro-batches of worker 3 go through workers 1, 5; no weights move; on with step 7")
 
 
-def test_with_nobody_lost_the_same_plan_is_tried_again() -> None:
+def test_with_no_worker_lost_the_same_plan_is_tried_again() -> None:
     decision = decided(situation(all_but(state=quiesced(7))))
     assert decision.plan == PLAN
     assert decision.action == "on with step 7 and the same routes"
@@ -123,14 +123,14 @@ def test_a_step_that_only_the_lost_worker_has_applied_counts_if_it_has_said_so()
     assert decision.roll_forward == vote(7)
 
 
-def test_a_step_that_nobody_has_applied_is_run_again() -> None:
+def test_a_step_that_no_worker_has_applied_is_run_again() -> None:
     states = all_but(3, state=quiesced(7, reduced=True)) | {0: quiesced(7)}
     decision = decided(situation(states))
     assert (decision.first_step, decision.roll_forward) == (7, None)
 
 
 def test_the_vote_of_a_resumed_step_is_not_needed() -> None:
-    # After a resume nobody has a vote, and nobody lags behind either.
+    # After a resume no worker has a vote, and none lags behind either.
     states = all_but(3, state=quiesced(7).model_copy(update={"last_vote": None}))
     decision = decided(dataclasses.replace(situation(states), last_vote=None))
     assert (decision.first_step, decision.roll_forward) == (7, None)
@@ -291,7 +291,7 @@ def test_what_begins_anew_waits_for_a_complete_checkpoint() -> None:
         assert decision.load == load
 
 
-def test_with_nobody_lost_nothing_is_weighed() -> None:
+def test_with_no_worker_lost_nothing_is_weighed() -> None:
     decision = decided(situation(all_but(state=quiesced(7))), policy="repartition")
     assert (decision.plan, decision.transition, decision.decision) == (PLAN, None, None)
 
@@ -309,7 +309,7 @@ def test_layers_whose_holders_are_all_lost_come_from_whoever_has_received_them()
     assert decision.action.endswith("; on with step 7")
 
 
-def test_a_layer_that_nobody_has_received_is_lost() -> None:
+def test_a_layer_that_no_worker_has_received_is_lost() -> None:
     found = situation(all_but(1, 3, 5, state=quiesced(7)))
     states = {**found.quiesced, 0: found.quiesced[0].model_copy(update={"layers": (0, 1, 2)})}
     with pytest.raises(NoHolderError) as caught:
@@ -332,7 +332,7 @@ def with_newcomer(*lost: int) -> ClusterState:
     return dataclasses.replace(before, live=[*live, 2], quiesced=states, newcomers={2})
 
 
-def test_a_newcomer_is_weighed_though_nobody_is_lost() -> None:
+def test_a_newcomer_is_weighed_though_no_worker_is_lost() -> None:
     decision = decided(with_newcomer())
     assert (decision.plan, decision.policy, decision.transition) == (TWO, recovery.STAY, None)
     assert decision.decision is not None

@@ -132,7 +132,7 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
         assert messages(stage, "joined") == ["worker 1 has joined as a spare"]
         await until(lambda: stage.ranks[0].count(Pause))
         assert stage.ranks[0].last(Pause).generation == 2
-        assert stage.ranks[0].last(Stop).generation == 2, "nobody is stopped in a step"
+        assert stage.ranks[0].last(Stop).generation == 2, "no worker is stopped in a step"
         stage.commit(3)
         assert stage.ranks[0].last(Stop).generation == 2, "this step has voted before all had heard of it"
         pause(stage, 4)
@@ -158,7 +158,7 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
 
 
 @scene(**STEADY)
-async def test_who_has_no_place_in_the_plan_stays_a_spare_and_nobody_is_stopped(stage: Stage) -> None:
+async def test_a_worker_without_a_place_in_the_plan_stays_a_spare_and_none_is_stopped(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage)
@@ -282,7 +282,7 @@ async def test_who_cannot_be_weighed_stays_a_spare_and_training_goes_on(stage: S
 
 
 @scene(**RESPAWNING)
-async def test_a_weighing_that_fails_after_a_loss_is_nobodys_concern(stage: Stage) -> None:
+async def test_a_decision_that_fails_after_a_loss_has_no_effect(stage: Stage) -> None:
     decisions: Any = stage.coordinator._decisions
     gone = asyncio.Event()
 
@@ -514,7 +514,7 @@ async def test_a_worker_is_lost_between_the_decision_and_the_end_of_the_step(sta
 
 
 @scene(**RESPAWNING)
-async def test_after_the_last_step_nobody_is_stopped_for_newcomers(stage: Stage) -> None:
+async def test_after_the_last_step_no_worker_is_stopped_for_newcomers(stage: Stage) -> None:
     async with watched(stage):
         stage.train(steps=9)
         await lose_and_respawn(stage, committed=9)
@@ -538,7 +538,7 @@ async def test_who_is_loading_when_the_run_ends_is_told_so(stage: Stage) -> None
 
 
 @scene(**{**RESPAWNING, "recovery": Recovery(policy="chameleon")})
-async def test_unless_it_is_told_to_nobody_is_started_again(stage: Stage) -> None:
+async def test_unless_it_is_told_to_no_worker_is_started_again(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         stage.reap(1)
@@ -566,7 +566,7 @@ async def test_what_moves_for_a_newcomer_is_recorded(stage: Stage) -> None:
 
 
 @scene(**{**RESPAWNING, "parallel": Parallel(dp=1, pp=4)})
-async def test_a_number_that_nobody_has_can_be_refused(stage: Stage) -> None:
+async def test_an_unused_number_can_be_refused(stage: Stage) -> None:
     stage.train()
     for worker, match in [(2, "worker 2 has joined already"), (9, "worker 9 does not exist"), (-1, "does not exist")]:
         with pytest.raises(ControlError, match=match):
@@ -609,12 +609,14 @@ async def test_a_host_whose_links_are_not_known_is_not_taken(stage: Stage) -> No
 
 
 @scene(**RESPAWNING)
-async def test_everyone_stops_when_the_newcomer_has_room_for_what_comes_to_it(stage: Stage) -> None:
+async def test_all_stop_when_the_newcomer_has_preallocated_its_layers(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         rank = await expecting(stage)
         assert {each: stage.ranks[each].count(Pause) for each in range(4)} == dict.fromkeys(range(4), 0)
-        assert all(stage.ranks[each].count(Preallocate) == 0 for each in (0, 2, 3)), "who trains has no memory to spare"
+        assert all(stage.ranks[each].count(Preallocate) == 0 for each in (0, 2, 3)), (
+            "a training worker has no memory to spare"
+        )
         stage.commit(3)
         stage.say(rank, Preallocated(layers=rank.last(Preallocate).layers))
         await until(lambda: stage.ranks[0].count(Pause))

@@ -1,4 +1,4 @@
-"""The coordinator's door, over real connections: who is let in, who is turned away, and how a loss shows."""
+"""The coordinator's server, over real connections: accepted and rejected connections, and lost ones."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_messages_go_both_ways() -> None:
 @pytest.mark.parametrize(
     "headers", [{}, bearer("open barley"), {"Authorization": TOKEN}, {"Authorization": "Bearer ü"}]
 )
-def test_without_the_token_nobody_comes_in(headers: dict[str, str]) -> None:
+def test_without_the_token_no_connection_is_accepted(headers: dict[str, str]) -> None:
     async def body(listener: Listener) -> None:
         async with joined(listener) as member:
             with pytest.raises(InvalidStatus) as caught:
@@ -105,7 +105,7 @@ def test_without_the_token_nobody_comes_in(headers: dict[str, str]) -> None:
     serving(body)
 
 
-def test_what_does_not_speak_the_protocol_at_all_disturbs_nobody() -> None:
+def test_a_peer_without_the_protocol_disturbs_no_connection() -> None:
     async def body(listener: Listener) -> None:
         async with joined(listener) as member:
             for noise in (b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n", b"\r\n\r\n" * 100):

@@ -1,4 +1,4 @@
-"""What a change of placement asks of each worker, and that no failure in it leaves anything half done."""
+"""The orders of each worker in a change of placement, and that no failure leaves it half done."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_what_was_received_in_an_attempt_that_failed_is_not_sent_again() -> None
     planned = plan_transition(placed(OLD), placed({0: [0, 1, 2], 2: [0, 1], 3: [3]}), held=held, layers=COSTS)
     assert planned is not None
     assert planned.transfer.messages == ()
-    assert planned.keep == {0: (0, 1, 2), 2: (0, 1), 3: (2, 3)}, "what nobody needs is given up"
+    assert planned.keep == {0: (0, 1, 2), 2: (0, 1), 3: (2, 3)}, "layers that no worker needs are dropped"
 
 
-def test_a_layer_that_nobody_holds() -> None:
+def test_a_layer_that_no_worker_holds() -> None:
     with pytest.raises(NoHolderError) as caught:
         plan_transition(placed(OLD), placed({0: range(4)}), held={0: (0, 1), 2: (0, 1)}, layers=COSTS)
     assert caught.value.layers == (2, 3)
@@ -113,7 +113,7 @@ class Model:
                 self.placed[worker] = self.generation
 
     def settle(self, new: Placement, live: set[int]) -> None:
-        """What the coordinator makes of what the survivors say."""
+        """Return the coordinator's plan for the reports of the survivors."""
         if any(self.placed[worker] == self.generation for worker in live):
             self.in_force = new
 
@@ -144,7 +144,7 @@ def test_whatever_fails_when_all_survivors_hold_their_part_of_the_placement_in_f
         if planned is None:
             continue
         for worker, kept in planned.keep.items():
-            assert set(kept) <= set(held[worker]), "nobody can keep what it does not hold"
+            assert set(kept) <= set(held[worker]), "no worker can keep a layer that it does not hold"
             wanted = {n for layers in new.ranges_of(worker) for n in layers}
             receives = {n for m in planned.transfer.messages if m.destination == worker for n in m.layers}
             assert wanted == (wanted & set(kept)) | receives, "with what it keeps and receives, it has its part"

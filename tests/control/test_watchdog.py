@@ -1,4 +1,4 @@
-"""Who is hung and who only waits, at given times."""
+"""The watchdog tells hung workers from waiting ones, at given times."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def state(probe: int | None, *, stopped: bool) -> ProcessState:
     return ProcessState(probe=probe, worker=4, stopped=stopped)
 
 
-def test_nobody_is_asked_while_a_step_may_be_on_its_way() -> None:
+def test_no_worker_is_asked_while_a_step_may_be_on_its_way() -> None:
     dog = watchdog(step_s=1.0)
     assert dog.ask(1.2) is None
     assert dog.ask(1.3) is not None

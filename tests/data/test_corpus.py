@@ -1,4 +1,4 @@
-"""What a configuration says to train on: found, checked, and the same for everyone from then on."""
+"""The data of a configuration: found, checked, and then equal in all processes."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Tensors:
     def __init__(self, layers: tuple[LayerCost, ...], again: RecomputedLayers | None) -> None:
         self.layers = layers
         self.again = set(range(1, len(layers) - 1)).intersection(again.full if again else ())
-        """The layers whose forward is run again."""
+        """Return the layers whose forward is run again."""
         self.partly = set(range(1, len(layers) - 1)).intersection(again.selective if again else ())
         """The layers of which the fast part is run again."""
         self.saved: dict[Name, set[Name]] = {}
@@ -90,12 +90,12 @@ class Tensors:
         return cost.activation_bytes if cost.selective_bytes is None else cost.selective_bytes
 
     def of_layer(self, m: int, layer: int) -> set[Name]:
-        """What is kept of a layer: its input, and the rest of its activations unless they are made again."""
+        """Return the bytes kept of a layer: its input, and its other activations unless they are recomputed."""
         every: set[Name] = {("between", m, layer - 1), ("slow", m, layer), ("fast", m, layer)}
         return every - self.made_again(m, layer)
 
     def made_again(self, m: int, layer: int) -> set[Name]:
-        """Those of a layer's activations that are made again."""
+        """Return the bytes of a layer's recomputed activations."""
         if layer in self.again:
             return {("slow", m, layer), ("fast", m, layer)}
         return {("fast", m, layer)} if layer in self.partly else set()
@@ -105,7 +105,7 @@ class Tensors:
         return set() if top in self.again else {("between", m, top)}
 
     def while_running(self, o: Operation) -> list[set[Name]]:
-        """What an operation needs while each of its layers runs, in turn."""
+        """Return the bytes that an operation needs while each of its layers runs, in turn."""
         m, layers = o.micro_batch, list(o.layers)
         top = layers[-1]
         kind = OperationKind.BACKWARD if o.kind is OperationKind.WEIGHT_GRAD and o.first else o.kind

@@ -21,7 +21,7 @@ from tests.strategies import Planned, Shape, pipelines, planned, recomputing, so
 
 
 def moving(plan: Plan, parts: list[ScheduledPart], costs: CostModel) -> dict[int, int]:
-    """What each worker holds at its worst moment, without what it holds all the time."""
+    """Return the peak memory of each worker, without its constant part."""
     state = workload_memory(costs.workload).state_bytes(plan.placement)
     memory = program_memory(program_of(plan, parts), plan.placement, costs.workload)
     return {worker: own.peak_bytes - state[worker] for worker, own in memory.items()}

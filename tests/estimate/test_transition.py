@@ -1,4 +1,4 @@
-"""What it costs to change plans."""
+"""Costs of a change of plan."""
 
 from __future__ import annotations
 

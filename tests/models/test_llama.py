@@ -74,7 +74,7 @@ def run(layers: list[nn.Module], ids: Tensor) -> Tensor:
 
 
 def run_both(config: LlamaConfig, layers: list[nn.Module], model: Any) -> None:
-    """A forward, whose logits have to be the same, and a backward of the summed loss."""
+    """Run a forward, whose logits have to be equal, and a backward of the summed loss."""
     window = random_tokens(config, 3, config.seq_len + 1)
     ids, targets = window[:, :-1], window[:, 1:]
     logits = run(layers, ids)

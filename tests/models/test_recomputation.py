@@ -49,7 +49,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def gradients(layer: nn.Module, *, selective: bool, split: bool = False) -> list[Tensor]:
-    """Of the input, and of all parameters."""
+    """Return the gradients of the input and of all parameters."""
     torch.manual_seed(3)
     x = torch.randn(6, 4, requires_grad=True)
     if selective:

@@ -16,7 +16,7 @@ __all__ = ["Scheduled", "predicted", "scheduled", "slowed"]
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A plan, the pipelines it was made from, and what is predicted of it."""
+    """A plan, its pipelines before any loss, and its predicted timeline."""
 
     plan: Plan
     pipelines: tuple[tuple[int, ...], ...]
@@ -30,7 +30,7 @@ def predicted(plan: Plan, costs: CostModel) -> Lane:
 def scheduled(
     shape: Shape, *, lost: tuple[int, ...] = (), split_backward: bool = False, latency_s: float = 0.25
 ) -> Scheduled:
-    """Equal pipelines, of which some workers are lost; a forward takes 1 s and a backward 2 s."""
+    """Return equal pipelines without the lost workers; a forward takes 1 s and a backward 2 s."""
     costs = equal_costs(
         layers=shape.pp,
         micro_batches=shape.dp * shape.share,
@@ -44,7 +44,7 @@ def scheduled(
 
 
 def slowed(lane: Lane, *, by: float) -> Lane:
-    """The same as it might be measured: everything takes `by` times as long."""
+    """Return a measured timeline in which everything takes `by` times as long."""
     timeline = Timeline(
         tuple(
             TimedOperation(timed.worker, timed.operation, timed.start_s * by, timed.end_s * by)

@@ -1,4 +1,4 @@
-"""What was planned, what was recorded, and the one beside the other."""
+"""Recorded plans and steps, and their comparison."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def planned(
 
 
 def recorded(plan: GenerationPlan, step: int, *, factor: float = 1.0, overhead_s: float = 0.5) -> list[RecordedStep]:
-    """A step that ran just as predicted but for a factor, on workers whose clocks start at different times."""
+    """Return a step that took `factor` times as long as predicted, on workers that start at different times."""
     estimate = estimate_step(plan.plan, plan.program, plan.costs)
     found = []
     for worker in plan.plan.workers:

@@ -1,4 +1,4 @@
-"""What is printed to a terminal, and what to a file in its place."""
+"""Output to a terminal, and to a file in its place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chameleon_ft.observe.terminal import output
 
 
 def printed(*, terminal: bool) -> tuple[box.Box, str]:
-    """The frame for tables, and a table without any as it is printed."""
+    """Return the frame for tables, and the output of a table without a frame."""
     file = io.StringIO()
     console, frame = output(Console(file=file, force_terminal=terminal, width=40, no_color=True))
     table = Table(box=None, show_header=False)

@@ -1,4 +1,4 @@
-"""Decisions put together from the events of a run."""
+"""Decisions read from the events of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def weighed(
     reason: str | None = None,
     **more: float,
 ) -> dict[str, Any]:
-    """A candidate of batches of 100 samples, with the next failure after 1000 s."""
+    """Return a candidate with batches of 100 samples, and the next failure after 1000 s."""
     samples = 0.0 if reason or step_s is None or stall_s is None else 100 * (1000.0 - stall_s) / step_s
     return {
         "policy": policy,

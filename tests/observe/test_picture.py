@@ -1,4 +1,4 @@
-"""Pictures, looked at through the SVG that they are."""
+"""Pictures of schedules, read back from SVG."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Picture:
-    """What is in a picture: its boxes by name, in pixels, and all that is written."""
+    """The content of a picture: its boxes by name, in pixels, and its texts."""
 
     boxes: dict[str, list[Box]]
     texts: list[str]
@@ -69,7 +69,7 @@ def box(path: str, style: str) -> Box:
 
 
 def luminance(box: Box) -> float:
-    """How light the filling looks in grey, from 0 to 1 (ITU-R BT.709)."""
+    """Return the luminance of the filling, from 0 to 1 (ITU-R BT.709)."""
     found = re.search("fill: #(..)(..)(..)", box.style)
     assert found, box.style
     red, green, blue = (int(part, 16) / 255 for part in found.groups())

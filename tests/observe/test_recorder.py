@@ -1,4 +1,4 @@
-"""The recorder writes at once, survives a crash, and sums up what is on disk."""
+"""The recorder flushes every record, survives a crash, and summarizes the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records go to JSON and back, and the summary follows from them."""
+"""Records are converted to JSON and back, and the summary is derived from them."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def thread_names(events: list[Event]) -> dict[tuple[int, int], str]:
 
 
 def bound(events: list[Event]) -> list[tuple[Event, Event]]:
-    """The slices that each flow connects, by Perfetto's rule: those begun last on its threads, in the order of time."""
+    """Return the slices that each flow connects by Perfetto's rule: the latest ones on its threads, ordered by time."""
     last: dict[int, Event] = {}
     begun: dict[int, Event] = {}
     found = []

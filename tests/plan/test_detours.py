@@ -63,7 +63,7 @@ def test_the_detours_are_the_hops_that_have_moved(shape: Shape, data: st.DataObj
 
 
 @given(st.builds(Shape, dp=st.integers(1, 4), pp=st.integers(1, 5), share=st.integers(1, 4)))
-def test_there_are_none_while_nobody_is_lost(shape: Shape) -> None:
+def test_there_are_none_while_no_worker_is_lost(shape: Shape) -> None:
     assert not detoured_hops(pipelines(shape), pipelines_of(shape))
 
 
@@ -113,7 +113,9 @@ def test_detours_are_made_from_the_pipelines_to_which_layers_moved_last() -> Non
     rerouted = reroute(before, [3], equal_costs(layers=before.placement.num_layers, micro_batches=12, workers=6))
     moved = plan_of([[0, 1], [4, 2], [5, 5]])
     assert home_pipelines([before, rerouted]) == [(0, 1), (2, 3), (4, 5)]
-    assert home_pipelines([before, rerouted, before]) == [(0, 1), (2, 3), (4, 5)], "who is back holds what it held"
+    assert home_pipelines([before, rerouted, before]) == [(0, 1), (2, 3), (4, 5)], (
+        "a worker that is back holds its former layers"
+    )
     assert home_pipelines([before, rerouted, moved]) == disjoint_pipelines(moved)
     assert detoured_hops(moved, home_pipelines([before, rerouted, moved])) == frozenset()
     assert detoured_hops(moved, home_pipelines([before])) != frozenset()

@@ -71,7 +71,7 @@ def test_a_layer_without_a_holder_is_named() -> None:
 
 
 @given(placements(several_ranges=True), st.data())
-def test_who_is_indispensable_leaves_a_layer_to_nobody(placement: Placement, data: st.DataObject) -> None:
+def test_an_indispensable_worker_leaves_a_layer_without_holder(placement: Placement, data: st.DataObject) -> None:
     groups = {worker: data.draw(st.sampled_from("abc")) for worker in placement.workers}
     for group in "abc":
         left = placement.without([worker for worker in placement.workers if groups[worker] == group])

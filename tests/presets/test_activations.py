@@ -30,7 +30,7 @@ MODELS = [
 
 
 def block_bytes(shape: ModelShape, execution: Execution, *, micro_batch_size: int) -> tuple[int, int]:
-    """What a block keeps from F to B, and from I to W."""
+    """Return the bytes that a block keeps from F to B, and from I to W."""
     workload = derive_workload(
         shape, DEVICES["a100-80g"], micro_batch_size=micro_batch_size, micro_batches=1, execution=execution
     )

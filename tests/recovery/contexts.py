@@ -71,7 +71,7 @@ def context(
 
 
 def after(before: DecisionContext, *lost: int) -> DecisionContext:
-    """The same when these workers are lost."""
+    """Return the context after the loss of these workers."""
     costs = before.costs
     return replace(before, costs=CostModel(costs.workload, costs.cluster.without(lost)))
 

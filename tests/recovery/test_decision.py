@@ -1,4 +1,4 @@
-"""What is decided: that it is the best of what was proposed, can be run, fits, and is what is predicted."""
+"""Decisions are the best of the proposals, can be run, fit, and have the predicted figures."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_is_chosen_is_best_and_can_be_run(
 
 
 def check_course(decision: Decision, now: DecisionContext) -> None:
-    """That what was chosen can be carried out, and is what is predicted of it."""
+    """Check that the chosen plan can be carried out and has the predicted figures."""
     chosen, course = decision.chosen, decision.course
     assert chosen is not None
     assert course is not None
@@ -315,7 +315,7 @@ def with_memory(now: DecisionContext, memory_bytes: int) -> DecisionContext:
 
 
 def assert_fewest_recomputed(course: Course, now: DecisionContext) -> None:
-    """That no worker has room with a layer less, and that each recomputes from its lowest layer on."""
+    """Check that no worker has room with a layer less, and that each recomputes from its lowest layer on."""
     for worker, layers in course.plan.recompute.items():
         assert layers.start == course.plan.placement.span(worker).start
         fewer = RecomputedLayers(layers.start, layers.stop - 1) if len(layers) > 1 else None
@@ -358,7 +358,7 @@ def test_a_plan_that_needs_too_much_keeps_less_and_then_recomputes(split_backwar
     assert "more in a step" in str(decision.candidates[0].reason)
 
 
-def test_layers_that_nobody_holds_are_a_reason() -> None:
+def test_layers_that_no_worker_holds_are_a_reason() -> None:
     now = replace(after(context(dp=2, pp=2), 0, 2), has_checkpoints=False)
     decision = decide(now, "chameleon", rate_of(1e6, now))
     assert decision.chosen is None
@@ -409,7 +409,7 @@ def test_a_plan_of_workers_that_are_lost_cannot_be_run() -> None:
     assert way is None
 
 
-def test_what_nobody_has_to_stop_for_costs_nothing() -> None:
+def test_what_no_worker_has_to_stop_for_costs_nothing() -> None:
     now = context(dp=2, pp=2, spares=1)
     decision = decide(now, "reroute", rate_of(1e6, now))
     assert decision.course is not None
@@ -421,7 +421,7 @@ def test_what_nobody_has_to_stop_for_costs_nothing() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(now=contexts(intact=True), policy=st.sampled_from(sorted(POLICIES)))
-def test_as_long_as_nobody_is_lost_one_can_go_on_as_before(now: DecisionContext, policy: str) -> None:
+def test_as_long_as_no_worker_is_lost_one_can_go_on_as_before(now: DecisionContext, policy: str) -> None:
     decision = decide(now, policy, rate_of(100.0, now))
     first, *others = decision.candidates
     assert (first.policy, first.stall_s, first.moved_bytes, first.feasible) == (STAY, 0.0, 0, True)

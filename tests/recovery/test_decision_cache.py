@@ -125,7 +125,7 @@ def test_what_is_no_exchange_is_found_out() -> None:
     assert not is_symmetry({0: 2, 1: 3, 2: 0, 3: 3}, now), "two go to the same place"
     assert not is_symmetry({0: 2, 2: 0}, now), "some are left out"
     apart = context(dp=4, pp=1, hosts=2)
-    assert not is_symmetry({0: 2, 2: 0, 1: 1, 3: 3}, apart), "who shares a host changes"
+    assert not is_symmetry({0: 2, 2: 0, 1: 1, 3: 3}, apart), "the workers that share a host change"
 
 
 @settings(max_examples=10, deadline=None)
@@ -158,6 +158,6 @@ def test_only_single_losses_are_prepared() -> None:
         build_decision_cache(after(now, 0), "reroute", rate_of(1e4, now))
 
 
-def test_nobody_is_left_to_decide_for_after_the_last_one() -> None:
+def test_no_decision_is_left_to_prepare_after_the_last_one() -> None:
     now = context(dp=1, pp=1)
     assert build_decision_cache(now, "reroute", rate_of(1e4, now)).look_up([0]) is None

@@ -51,7 +51,7 @@ def test_waits_are_mixed_by_how_probable_each_prior_makes_what_was_seen(
 
 
 def mean_excess_s(wait: Wait, seconds: float) -> float:
-    """The wait that is left of a Lomax distribution, whose tail is one again."""
+    """Return the remaining wait of a Lomax distribution, whose tail is Lomax again."""
     return float(lomax(c=wait.shape, scale=wait.scale_s + seconds).mean())
 
 

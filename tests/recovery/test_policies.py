@@ -1,4 +1,4 @@
-"""What each policy proposes, against what is said of it."""
+"""The proposals of each policy, against its description."""
 
 from __future__ import annotations
 

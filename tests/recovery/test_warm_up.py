@@ -1,4 +1,4 @@
-"""What is compiled before anybody waits for a decision."""
+"""Kernels are compiled before the first decision."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_wait_is_called_off_while_its_operation_sleeps_on() -> None:
         work.end.set()
 
 
-def test_an_operation_that_ends_after_it_was_called_off_disturbs_nobody() -> None:
+def test_an_operation_that_ends_after_it_was_called_off_disturbs_no_worker() -> None:
     with waiter() as waiting:
         work = Work(ValueError("too late"))
         call_off_in(work, waiting)

@@ -47,7 +47,7 @@ from tests.strategies import recomputing
 
 
 class Clock:
-    """Time that passes only where somebody sleeps."""
+    """A clock that advances only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -61,7 +61,7 @@ class Clock:
 
 
 class Sleeper(threading.Event):
-    """An event whose waiting lets the clock go on."""
+    """An event that advances the clock while it is awaited."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_states_go_out_one_after_the_other(clock: Clock) -> None:
         assert clock.now == pytest.approx(101.0 + 2 * (number + 1)), "the latency once, then the bytes of each"
 
 
-def test_states_come_in_one_after_the_other_from_whomever(clock: Clock) -> None:
+def test_states_are_received_one_after_the_other_from_any_peer(clock: Clock) -> None:
     wire = Wire()
     for sender in (0, 1):
         linked(wire, sender).send(torch.ones(2), peer=2, tag=0, stands_for_bytes=1000)

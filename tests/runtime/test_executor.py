@@ -47,7 +47,7 @@ def ranks() -> Iterator[Ranks]:
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank needs to take its part in a plan."""
+    """The inputs of one rank of a plan."""
 
     membership: Membership
     operations: tuple[Operation, ...]
@@ -141,7 +141,7 @@ def trained(
     late: bool = False,
     tied: bool = False,
 ) -> list[list[PlainStep]]:
-    """The steps of every worker of a plan whose workers are 0, 1, 2, ..."""
+    """Return the steps of every worker of a plan with workers 0, 1, 2, ..."""
     layers = plan.placement.num_layers
     batch = Batch(micro_batches=plan.micro_batches, micro_batch_size=2)
     program = best_program(
@@ -196,7 +196,7 @@ def _by_index(values: dict[tuple[int, str], Tensor]) -> dict[tuple[int, str], Te
 
 
 def renumbered(plan: Plan) -> Plan:
-    """The same plan with workers 0, 1, 2, ..."""
+    """Return the plan with its workers renumbered 0, 1, 2, ..."""
     number = {worker: index for index, worker in enumerate(plan.workers)}
     return Plan(
         Placement(

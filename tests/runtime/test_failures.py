@@ -16,7 +16,7 @@ from chameleon_ft.observe import FailureRecord, RunDirectory, complete_checkpoin
 from tests.harness import (
     PATIENT,
     Ended,
-    Prompter,
+    ScriptedView,
     assert_as_the_plain_loop,
     assert_trained_as_if_nothing_failed,
     create_run,
@@ -63,7 +63,7 @@ def test_a_kill(tmp_path: Path, phase: FailurePhase) -> None:
 
 
 def test_a_kill_in_the_optimizer_is_rolled_forward(tmp_path: Path) -> None:
-    # Its vote was complete, so nobody may run that step again.
+    # Its vote was complete, so no worker may run that step again.
     ended = train_here(small_config(tmp_path, failures=(fails(0, step=4, phase="optimizer"),)), tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
     assert the_failure(ended).resume_step == 5
@@ -99,7 +99,9 @@ def test_a_kill_while_the_last_checkpoint_is_written(tmp_path: Path) -> None:
     config = small_config(tmp_path, checkpoint=Checkpoint(every=100), failures=(fails(4, step=9, phase="checkpoint"),))
     ended = train_here(config, tmp_path / "run")
     assert_trained_as_if_nothing_failed(ended)
-    assert complete_checkpoints(ended.run.checkpoints) == [10], "somebody else wrote what the lost worker had not"
+    assert complete_checkpoints(ended.run.checkpoints) == [10], (
+        "another worker wrote the layers that the lost one had not"
+    )
 
 
 @pytest.mark.parametrize("phase", ["forward", "vote"])
@@ -411,7 +413,7 @@ def interrupt() -> None:
 
 
 def test_an_interrupt_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    ended = train_here(small_config(tmp_path, steps=200), tmp_path / "run", view=Prompter(at_step={3: interrupt}))
+    ended = train_here(small_config(tmp_path, steps=200), tmp_path / "run", view=ScriptedView(at_step={3: interrupt}))
     assert ended.code == 130
     assert ended.summary["status"] == "interrupted"
     done = len(ended.steps)
@@ -423,7 +425,7 @@ def test_an_interrupt_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
 
 def test_an_interrupt_in_an_outage_ends_the_run_after_it(tmp_path: Path) -> None:
     config = small_config(tmp_path, steps=200, failures=(fails(3, step=4),))
-    view = Prompter(at_failure=interrupt)
+    view = ScriptedView(at_failure=interrupt)
     ended = train_here(config, tmp_path / "run", view=view)
     assert (ended.code, ended.lost) == (130, {3})
     assert complete_checkpoints(ended.run.checkpoints) == [len(ended.steps)]
@@ -435,7 +437,7 @@ def test_two_interrupts_end_the_run_at_once(tmp_path: Path) -> None:
         interrupt()
         interrupt()
 
-    ended = train_here(small_config(tmp_path, steps=200), tmp_path / "run", view=Prompter(at_step={3: twice}))
+    ended = train_here(small_config(tmp_path, steps=200), tmp_path / "run", view=ScriptedView(at_step={3: twice}))
     assert ended.code == 130
     assert ended.summary["reason"] == "interrupted by the user"
     assert len(ended.steps) < 200
@@ -462,7 +464,7 @@ def test_failures_injected_into_a_live_run(tmp_path: Path) -> None:
             inject(run, worker=0, kind="kill", phase=None, step=None)
         refused.append(str(caught.value))
 
-    view = Prompter(
+    view = ScriptedView(
         at_step={
             2: in_thread(lambda: inject(run, worker=0, kind="kill", phase=None, step=None)),
             5: in_thread(lambda: inject(run, worker=3, kind="hang", phase=None, step=None)),

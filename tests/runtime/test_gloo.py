@@ -1,4 +1,4 @@
-"""Communicators over gloo between real processes: what arrives, and that nobody stays asleep who is told to wake."""
+"""Communicators over gloo between real processes: messages arrive, and an interrupt ends every blocked call."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_generations_follow_each_other_and_leak_nothing(ranks: Ranks) -> None:
     assert max(leaked) <= 2  # of the last ones, a thread may not have ended yet
 
 
-# --- who is told to wake, wakes --------------------------------------------------------------------------------------
+# --- an interrupt ends every blocked call ----------------------------------------------------------------------------
 
 
 def blocked_receive(membership: Membership, waits: bool) -> str:
@@ -153,7 +153,7 @@ def blocked_send(membership: Membership, waits: bool) -> str:
 
 
 def told(communicators: GlooCommunicators, call: object, inside: str) -> str:
-    """Make a call that nobody answers, and return what it says when it is interrupted."""
+    """Make a call that no peer answers, and return the message of its interruption."""
     assert callable(call)
     with interrupted_in(inside, communicators), pytest.raises(CommunicationError) as caught:
         call()

@@ -22,8 +22,8 @@ from chameleon_ft.config import (
 from chameleon_ft.observe import RunDirectory
 from tests.harness import (
     Command,
-    Curtain,
     Ended,
+    StoppingView,
     assert_as_the_plain_loop,
     fails,
     small_config,
@@ -42,7 +42,7 @@ def _recovery(**changes: Any) -> Recovery:
 
 
 def endless(directory: Path, **changes: Any) -> TrainConfig:
-    """Two pipelines of three stages whose workers come back when they are lost; it trains until it is ended."""
+    """Two pipelines of three stages whose lost workers come back; the run trains until it is ended."""
     fields: dict[str, Any] = {
         "steps": 100_000,
         "workers": 6,
@@ -56,9 +56,9 @@ def endless(directory: Path, **changes: Any) -> TrainConfig:
     return small_config(directory, **{**fields, **changes})
 
 
-def train_until(config: TrainConfig, path: Path, falls: Callable[[Ended], object]) -> Ended:
+def train_until(config: TrainConfig, path: Path, is_over: Callable[[Ended], object]) -> Ended:
     """Train until something has come true, and some steps more."""
-    ended = train_here(config, path, view=Curtain(RunDirectory(path), falls))
+    ended = train_here(config, path, view=StoppingView(RunDirectory(path), is_over))
     assert_nothing_was_lost(ended, repeated_steps=0)
     return ended
 

@@ -1,4 +1,4 @@
-"""Real runs whose placement changes while they run: whatever fails when, the losses are those of the plain loop."""
+"""Real runs whose placement changes while they train: whatever fails, the losses are those of the plain loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chameleon_ft.config import (
 from chameleon_ft.control.fault_injection import inject
 from chameleon_ft.observe import RunDirectory, complete_checkpoints
 from tests.harness import (
-    Prompter,
+    ScriptedView,
     assert_trained_as_if_nothing_failed,
     fails,
     in_thread,
@@ -67,7 +67,7 @@ def test_a_decision_that_was_made_before_the_loss(tmp_path: Path) -> None:
         inject(run, worker=5, kind="kill", phase=None, step=None)
 
     # Late, when steps take what they took so far, and of one candidate, which is still the best whatever they take.
-    view = Prompter(at_step={40: in_thread(kill_once_it_is_prepared)})
+    view = ScriptedView(at_step={40: in_thread(kill_once_it_is_prepared)})
     config = eight_workers(tmp_path, steps=150, recovery=Recovery(policy="reroute"))
     ended = train_here(config, run.path, view=view)
     assert_trained_as_if_nothing_failed(ended)
@@ -136,9 +136,9 @@ def test_dropout_and_checkpoints(tmp_path: Path) -> None:
         checkpoint=Checkpoint(every=4, keep=100),
         failures=(fails(2, step=3, phase="optimizer"),),
     )
-    # The second loss waits for a checkpoint by whom the first transition gave the layers to; steps do not.
+    # The second loss waits for a checkpoint by the receivers of the first transition; steps do not.
     kill = in_thread(lambda: inject(run, worker=5, kind="kill", phase="backward", step=None))
-    ended = train_here(config, run.path, view=Prompter(at_first_checkpoint=kill))
+    ended = train_here(config, run.path, view=ScriptedView(at_first_checkpoint=kill))
     assert_trained_as_if_nothing_failed(ended)
     first, second = ended.failures
     assert (first.worker, first.resume_step, second.worker) == (2, 4, 5)
@@ -186,7 +186,7 @@ def test_a_spare_may_be_lost_at_any_time(tmp_path: Path) -> None:
         tmp_path, steps=30, recovery=Recovery(policy="drop-replica"), failures=(fails(1, step=3, phase="sync"),)
     )
     run = RunDirectory(tmp_path / "run")
-    view = Prompter(at_step={6: in_thread(lambda: inject(run, worker=0, kind="kill", phase=None, step=None))})
+    view = ScriptedView(at_step={6: in_thread(lambda: inject(run, worker=0, kind="kill", phase=None, step=None))})
     ended = train_here(config, tmp_path / "run", view=view)
     assert_trained_as_if_nothing_failed(ended)
     assert [failure.worker for failure in ended.failures] == [1, 0]

@@ -151,7 +151,7 @@ def under_way(builds: Builds, allocator: LayerAllocator, layers: dict[int, int],
     doing = threading.Thread(target=then)
     doing.start()
     doing.join(0.05)
-    assert doing.is_alive(), "nobody else makes layers meanwhile: they draw from one generator"
+    assert doing.is_alive(), "no other thread builds layers meanwhile, because all draw from one generator"
     builds.gate.set()
     doing.join(PATIENCE_S)
     assert not doing.is_alive()

@@ -1,4 +1,4 @@
-"""What is measured of layers: bytes against what autograd keeps, and what a whole run holds."""
+"""Measurements of layers: bytes, beside the tensors that autograd keeps and the memory of a whole run."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_every_layer_is_timed(layers: int) -> None:
         assert times.forward.median_s > 0
         assert cost.forward_s == max(0.0, times.forward.median_s - found.operation_overhead_s)
         assert cost.fused_backward_s == max(0.0, times.backward.median_s - found.operation_overhead_s)
-        assert (times.input_grad.median_s == 0) == (number == 0), "the first layer owes nobody a gradient"
+        assert (times.input_grad.median_s == 0) == (number == 0), "the first layer sends no gradient"
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -1,4 +1,4 @@
-"""What is measured of links: the fit, and real processes."""
+"""Measurements of links: the fit, and real processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_sizes_of_the_job_itself_are_measured_too() -> None:
         {"message_bytes": (1,), "reduced_bytes": (-1,)},
     ],
 )
-def test_an_exchange_that_nobody_can_mean_is_refused(wrong: dict[str, object]) -> None:
+def test_an_impossible_exchange_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Exchange(**wrong)  # type: ignore[arg-type]
 
@@ -126,7 +126,7 @@ class _HeardError(Exception):
     """Ends a server, which has no end of its own."""
 
 
-def test_somebody_who_asks_for_something_else_is_turned_away() -> None:
+def test_an_unknown_request_is_rejected() -> None:
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def tell(text: str) -> None:

@@ -47,7 +47,7 @@ class Sentences:
 
 
 class InParts(nn.Module):
-    """A layer whose recomputable parts draw random numbers, and take what other parts make."""
+    """A layer whose recomputable parts draw random numbers, and use the outputs of other parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ JOBS = {
 
 
 def one_worker(job: Job, hops: int, *, split_backward: bool, recompute: RecomputedLayers | None) -> Plan:
-    """One worker with everything, whose routes are cut into so many hops."""
+    """One worker that holds all layers, with routes of `hops` hops."""
     layers = job.num_layers
     edges = sorted({layers * hop // hops for hop in range(hops + 1)})
     ways = tuple(Hop(0, LayerRange(start, stop)) for start, stop in pairwise(edges))
@@ -126,7 +126,7 @@ def trained(job: Job, plan: Plan, steps: int = 2) -> list[Tensor]:
         boundaries=boundary_specs(job, batch.micro_batch_size),
         batches=Batches(job, batch, seed=SEED, device=CPU),
         device=CPU,
-        communicators=None,  # type: ignore[arg-type]  # there is nobody else
+        communicators=None,  # type: ignore[arg-type]  # there are no peers
         activity=Activity(),
         faults=FaultInjector(0, (), log=FaultLog(None), disconnect=lambda: None),  # type: ignore[arg-type]
     )

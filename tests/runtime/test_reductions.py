@@ -103,7 +103,7 @@ def test_a_reduction_ends_when_it_ends_and_not_when_it_is_asked_for() -> None:
     with reductions(ring, [Segment(HIGH, (0, 1))]) as reducing:
         reducing.after(4)
         ring.end()
-        for _ in range(1000):  # until the thread has noted the end; `finish` is called by nobody yet
+        for _ in range(1000):  # until the thread has recorded the end, before any call of `finish`
             if not reducing._ended.empty():
                 break
             time.sleep(0.01)

@@ -126,7 +126,7 @@ def test_a_gradient_that_did_not_arrive_is_still_held() -> None:
     assert len(network.sent) == KEPT
 
 
-def test_a_worker_that_waits_says_for_whom() -> None:
+def test_a_waiting_worker_names_its_peer() -> None:
     activity = Activity()
     seen: list[tuple[str, bool]] = []
 

@@ -1,4 +1,4 @@
-"""What a rank holds: layers, gradients in flat buffers, the commit of a step, checkpoints, planned failures."""
+"""The state of a rank: layers, gradients in flat buffers, the commit of a step, checkpoints, planned failures."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def alone(committer: Committer, sums: StepSums, *, finish: bool = False) -> Any:
         return committer.commit(sums, reductions, NOBODY, (0,), finish=finish)
 
 
-NOBODY: Communicators = None  # type: ignore[assignment]  # a worker alone speaks with nobody
+NOBODY: Communicators = None  # type: ignore[assignment]  # a worker without peers
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.3, 1e6])
@@ -266,7 +266,7 @@ def test_a_step_is_applied_only_from_a_reduced_gradient(tmp_path: Path) -> None:
 
 
 class Collected:
-    """What a writer reports."""
+    """The reports of a writer."""
 
     def __init__(self, checkpoints: Path) -> None:
         self.reports: list[tuple[int, int, tuple[int, ...], str | None]] = []

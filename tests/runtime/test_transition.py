@@ -221,7 +221,7 @@ def receive(
 
 
 def passed_on(state: LayerState) -> LayerState:
-    """What arrives when a state is sent."""
+    """Send a state and return the received one."""
     network = Network()
     send([state], network)
     (arrived,) = receive(network)
@@ -408,7 +408,7 @@ def test_from_any_placement_to_any_other(
     moved = carry_out(planned, states, Network(), tmp_path_factory.getbasetemp(), ahead=ahead)
     size = {layer: tensor_bytes(reference.state_of(layer)) for layer in range(LAYERS)}
     expected = sum(size[layer] for worker, own in after.items() for layer in set(own) - set(before.get(worker, [])))
-    assert set(moved.values()) == {expected}, "everyone knows how much moved in all, and nothing moved twice"
+    assert set(moved.values()) == {expected}, "every worker knows how many bytes moved in all, and nothing moved twice"
     for worker, held in states.items():
         assert held.layers == {*before.get(worker, []), *after.get(worker, [])}, "nothing is dropped before the switch"
         held.keep_only(after.get(worker, []))
@@ -419,7 +419,7 @@ def test_from_any_placement_to_any_other(
             assert_equal(held.state_of(layer), reference.state_of(layer))
 
 
-def test_nobody_switches_when_one_has_not_received_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_worker_switches_when_one_has_not_received_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damaged = threading.Event()
 
     def spoil(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What holds of the programs of any plan."""
+"""Properties of the programs of any plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans whose workers recompute: scheduled, checked, replayed and bounded like any other."""
+"""Plans with recomputation: scheduled, checked, replayed and bounded like any other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.strategies import Planned, Shape, equal_costs, pipelines, planned, re
 
 @st.composite
 def recomputed(draw: st.DrawFn) -> Planned:
-    """Any plans, some of whose workers recompute some of their layers."""
+    """Draw any plans in which some workers recompute some of their layers."""
     case = draw(planned())
     return Planned(draw(some_recompute(case.plan)), case.costs)
 

@@ -1,4 +1,4 @@
-"""What is found beyond the list schedules: never longer, never beyond the limits, and able to run."""
+"""Programs found beyond the list schedules: never longer, within the limits, and executable."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def test_a_slow_worker_gets_fewer_micro_batches() -> None:
     assert Counter(route.hops[0].worker for route in found.best.plan.routes) == {0: 4, 1: 2}
 
 
-def test_what_nobody_holds_has_to_move() -> None:
+def test_what_no_worker_holds_has_to_move() -> None:
     workload = without_gradients(PRESET)
     costs = CostModel(workload, device("h100-80g").cluster(8))
     found = find_plan(costs)

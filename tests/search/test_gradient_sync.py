@@ -1,4 +1,4 @@
-"""What gradient sync takes at the least, against plans on hosts, and all of them on small ones."""
+"""Lower bounds of gradient sync, against plans on hosts, and all plans on small ones."""
 
 from __future__ import annotations
 

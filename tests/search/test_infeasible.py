@@ -1,4 +1,4 @@
-"""What is said when nothing fits, checked by doing what it asks for."""
+"""Messages when nothing fits, checked by following their advice."""
 
 from __future__ import annotations
 

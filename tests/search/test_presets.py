@@ -1,4 +1,4 @@
-"""Presets whose state takes most of the memory of the workers: what is found, and what is said of it."""
+"""Presets whose state takes most of the memory of the workers: plans and messages of the search."""
 
 from __future__ import annotations
 

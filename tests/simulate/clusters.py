@@ -29,7 +29,7 @@ def workload(*, layers: int = 6, micro_batches: int = 24, state_bytes: int = 12 
 
 
 def cluster(workers: int, *, per_host: int = 1, memory_bytes: int | None = 24 * 10**9) -> Cluster:
-    """Workers whose links are all alike."""
+    """Return a cluster with equal links."""
     members = (Worker(number, f"host{number // per_host}", 1.0, memory_bytes) for number in range(workers))
     return Cluster(tuple(members), LINK, LINK)
 

@@ -57,7 +57,7 @@ def test_a_loss_makes_the_step_vain_and_then_all_stand_still() -> None:
     assert account.part_s == 1.0
 
 
-def test_where_nobody_is_lost_the_step_is_finished_first() -> None:
+def test_where_no_worker_is_lost_the_step_is_finished_first() -> None:
     account = begun(2.0)
     account.advance(5.0)
     change(account, 1.0, stall_s=3.0, finish_step=True)

@@ -146,11 +146,11 @@ def test_a_restart_takes_the_layout_and_the_seconds_of_the_runtime() -> None:
     parameters = replace(ASSUMED, restart_s=30.0, checkpoint_interval_s=1e-6, checkpoint_write_s=0.0)
     result = replayed("restart", Fault((1,), 100.0), parameters=parameters)
     assert result.stall_s == pytest.approx(30.0)
-    # Every step was kept, and nobody stops for checkpoints.
+    # Every step was kept, and no worker stops for checkpoints.
     assert result.goodput == pytest.approx(samples(100.0 // FAST_S + 70.0 / SLOW_S))
 
 
-def test_those_who_are_back_stay_idle_where_they_do_so_in_a_run() -> None:
+def test_returned_workers_stay_idle_where_they_do_so_in_a_run() -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=2, pp=1, micro_batches=24)
     trace = Trace.from_faults([Fault((1,), 50.0, 60.0)], workers=2, duration_s=WINDOW_S)
     last = []

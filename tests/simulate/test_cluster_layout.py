@@ -47,7 +47,7 @@ def test_what_moves_is_what_a_transfer_moves(seed: int) -> None:
     transfer = transfer_to(placement(left), placement(after), live=live, layers=model.workload.layers)
     assert move is not None
     assert move.num_bytes == transfer.total_bytes
-    # The rounds may come to more than who sends or receives most, and sources to more than layers one by one.
+    # The rounds may take longer than the busiest sender or receiver, and sources longer than layers one by one.
     took_s = transfer_s(transfer.rounds, model.cluster)
     assert took_s * 0.45 <= move.transfer_s <= took_s * 1.001
 

@@ -38,7 +38,7 @@ CHANGES = st.lists(
 
 
 @given(CHANGES)
-def test_a_trace_has_up_who_was_up(changes: list[Change]) -> None:
+def test_a_trace_has_the_workers_up_that_were_up(changes: list[Change]) -> None:
     trace = trace_of_changes(changes, workers=4, duration_s=30.0)
     up = {0, 1, 2, 3}
     for second in range(31):
@@ -125,7 +125,7 @@ def test_phases_are_medians_of_single_losses(tmp_path: Path) -> None:
         decision(4, prepared=False, lost=(0, 1)),
         failure(1030.0, generation=4, worker=0, detect_s=8.0, stop_s=8.0, decide_s=5.0, regroup_s=0.6),
         failure(1030.0, generation=4, worker=1, detect_s=8.0, stop_s=8.0, decide_s=5.0, regroup_s=0.6),
-        # A spare, and a return to a checkpoint, stop nobody as a decision does.
+        # A spare, and a return to a checkpoint, stop no worker as a decision does.
         failure(1040.0, generation=5, policy="none", regroup_s=9.0),
         failure(1050.0, generation=6, policy="checkpoint", regroup_s=9.0),
         {"time": 1060.0, "event": "finished"},

@@ -93,7 +93,7 @@ def test_a_dropped_replica_by_hand() -> None:
     assert result.decisions[0].predicted_stall_s == pytest.approx(stall_s + part_s)
 
 
-def test_when_nobody_holds_a_layer_all_go_back_to_a_checkpoint() -> None:
+def test_when_no_worker_holds_a_layer_all_go_back_to_a_checkpoint() -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=2, pp=2, micro_batches=24)
     trace = Trace.from_faults([Fault((0, 2), 5_000.0)], workers=4, duration_s=10_000.0)
     for parameters in (BY_CLASS, EXACT):
@@ -105,7 +105,7 @@ def test_when_nobody_holds_a_layer_all_go_back_to_a_checkpoint() -> None:
         assert result.stall_s == pytest.approx(BY_CLASS.restart_s)
 
 
-def test_while_nobody_is_live_all_wait() -> None:
+def test_while_no_worker_is_live_all_wait() -> None:
     trace = Trace.from_faults([Fault((0, 1), 1_000.0, 3_000.0)], workers=2, duration_s=10_000.0)
     for parameters in (BY_CLASS, EXACT):
         results = simulated(trace, "chameleon", "restart", "oracle", parameters=parameters)

@@ -1,4 +1,4 @@
-"""What if: one thing varied, and who is first where."""
+"""Sweeps over one parameter, and the best policy at each of its values."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_where_nothing_fits_the_reason_takes_the_place_of_results(scene: Scene) 
     assert found.policies == ("restart",)
 
 
-def test_leads_follow_who_trains_most(scene: Scene) -> None:
+def test_leads_follow_the_policy_that_trains_most(scene: Scene) -> None:
     results = simulate(scene.trace, scene.workload, scene.cluster, ["chameleon", "restart"])
     one, other = results.policies["chameleon"], results.policies["restart"]
     assert one.samples > other.samples

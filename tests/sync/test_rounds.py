@@ -85,7 +85,7 @@ def test_three_workers_that_share_in_pairs_need_a_round_more_than_any_takes_part
     assert (found.fewest, found.excess) == (2, 1)
 
 
-def test_a_layer_that_nobody_holds_twice_needs_no_round() -> None:
+def test_a_layer_that_no_worker_holds_twice_needs_no_round() -> None:
     assert gradient_rounds(Placement(2, {0: (LayerRange(0, 2),)})).rounds == ()
 
 

@@ -1,4 +1,4 @@
-"""What may have to move: layers of few sizes, workers that hold any ranges, and places for some of them."""
+"""Transfers: layers of few sizes, workers that hold any ranges, and places for some of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def holdings(draw: st.DrawFn, num_layers: int, *, kinds: int, may_be_empty: bool
 
 @st.composite
 def moves(draw: st.DrawFn, *, workers: int = 6, kinds: int = 2) -> tuple[dict[int, Holding], dict[int, Holding]]:
-    """What live workers hold, and places for some of them; both with gaps in their numbers; five layers."""
+    """Draw holdings of live workers, and places for some of them; both with gaps in their numbers; five layers."""
     have = draw(st.lists(holdings(5, kinds=kinds), min_size=1, max_size=workers))
     numbers = draw(st.permutations(range(workers + 2)))
     live = dict(zip(numbers, have, strict=False))

@@ -1,4 +1,4 @@
-"""What moves if everybody keeps its place, layer by layer."""
+"""Missing layers and moved bytes if every worker keeps its place, against a count layer by layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes which place, against trying everything."""
+"""Assignments of workers to places, against a complete search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sends what, against trying every choice of holders."""
+"""Sources of messages, against a complete search over the holders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def least_largest_send(demands: list[int], holders: dict[int, list[int]], sizes:
 
 @st.composite
 def demands(draw: st.DrawFn) -> tuple[dict[int, Holding], dict[int, list[int]]]:
-    """What live workers hold, and what receivers lack that somebody holds: eight layers at the most."""
+    """Draw holdings, and layers that receivers lack and some worker holds: eight layers at most."""
     live = dict(enumerate(draw(st.lists(holdings(5, kinds=1), min_size=1, max_size=5))))
     held = set().union(*map(held_by, live.values()))
     missing: dict[int, list[int]] = {}
@@ -131,7 +131,7 @@ def test_neighbouring_layers_from_one_source_are_one_message() -> None:
     assert found.least_largest_send_bytes == 11
 
 
-def test_layers_that_nobody_holds_are_named() -> None:
+def test_layers_that_no_worker_holds_are_named() -> None:
     with pytest.raises(NoHolderError) as caught:
         choose_sources({0: Holding((LayerRange(1, 2),)), 1: Holding(())}, {1: [0, 1, 2]}, layers_of([1] * 3))
 
