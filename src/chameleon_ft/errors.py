@@ -15,7 +15,9 @@ The message of each names the input, what was expected and what to try next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from typing import Self
 
 from chameleon_ft.quantities import in_ranges
 
@@ -38,6 +40,13 @@ class ChameleonError(Exception):
 
 class ConfigError(ChameleonError):
     """A value that the user gave cannot be used."""
+
+    @classmethod
+    def unknown_name(cls, kind: str, name: str, known: Collection[str]) -> Self:
+        """Return the error for a name that is not one of the known ones, with the nearest of these if one is near."""
+        near = get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {near[0]!r}? There" if near else "there"
+        return cls(f"there is no {kind} {name!r}; {hint} are {', '.join(known)}")
 
 
 class DataError(ConfigError):

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop
-from chameleon_ft.recovery import DecisionContext, build_decision_cache, decide
+from chameleon_ft.recovery import DecisionContext, LossClass, decide, decide_for_class, remap_decision
 from chameleon_ft.recovery.symmetry import host_loss_classes, is_symmetry, loss_classes
 from chameleon_ft.schedule import CostModel
 from tests.recovery.contexts import after, context, contexts, layer, rate_of
@@ -53,6 +53,11 @@ def orbits(now: DecisionContext) -> set[frozenset[int]]:
     return {frozenset(each) for each in found.values()}
 
 
+def members(losses: LossClass) -> tuple[int, ...]:
+    """The workers of a class of single losses, ascending."""
+    return tuple(sorted(worker for (worker,) in losses.symmetries))
+
+
 def unlike(now: DecisionContext, speeds: dict[int, float]) -> DecisionContext:
     cluster = now.costs.cluster
     workers = tuple(replace(worker, speed=speeds.get(worker.id, worker.speed)) for worker in cluster.workers)
@@ -64,11 +69,11 @@ def unlike(now: DecisionContext, speeds: dict[int, float]) -> DecisionContext:
 def test_classes_are_those_that_trying_every_permutation_finds(now: DecisionContext) -> None:
     assume(len(now.live) <= 6)
     classes = loss_classes(now)
-    assert {frozenset(each.symmetries) for each in classes} == orbits(now)
+    assert {frozenset(members(each)) for each in classes} == orbits(now)
     for each in classes:
-        assert each.representative == min(each.symmetries)
-        for worker, symmetry in each.symmetries.items():
-            assert symmetry[each.representative] == worker
+        assert each.lost == (min(members(each)),)
+        for (worker,), symmetry in each.symmetries.items():
+            assert symmetry[each.lost[0]] == worker
             assert keeps_all(dict(symmetry), now)
 
 
@@ -86,7 +91,7 @@ def test_classes_are_those_that_trying_every_permutation_finds(now: DecisionCont
     ],
 )
 def test_classes_of_common_layouts(now: DecisionContext, classes: set[tuple[int, ...]]) -> None:
-    assert {tuple(sorted(each.symmetries)) for each in loss_classes(now)} == classes
+    assert {members(each) for each in loss_classes(now)} == classes
 
 
 @settings(max_examples=25, deadline=None)
@@ -114,7 +119,7 @@ def test_unequal_shares_tell_pipelines_apart() -> None:
     now = context(dp=3, pp=1, share=2)
     routes = (*now.plan.routes[:5], replace(now.plan.routes[0], micro_batch=5))
     uneven = replace(now, plan=replace(now.plan, routes=routes))
-    assert {tuple(each.symmetries) for each in loss_classes(uneven)} == {(0,), (1,), (2,)}
+    assert {members(each) for each in loss_classes(uneven)} == {(0,), (1,), (2,)}
 
 
 def test_what_is_no_exchange_is_found_out() -> None:
@@ -132,32 +137,44 @@ def test_what_is_no_exchange_is_found_out() -> None:
 @given(now=contexts(intact=True))
 def test_a_decision_with_workers_exchanged_is_as_good(now: DecisionContext) -> None:
     rate = rate_of(1e4, now)
-    prepared = build_decision_cache(now, "chameleon", rate)
-    assert set(prepared.decisions) == set(now.plan.workers)
-    for each in prepared.classes:
-        first = prepared.look_up([each.representative])
+    prepared: set[int] = set()
+    for each in loss_classes(now):
+        first = decide_for_class(each, now, "chameleon", rate)
         assert first is not None
-        assert first == decide(after(now, each.representative), "chameleon", rate.observed(failures=1))
-        for worker in each.symmetries:
-            decision = prepared.look_up([worker])
-            assert decision is not None
+        assert first == decide(after(now, *each.lost), "chameleon", rate.observed(failures=1))
+        for (worker,), symmetry in each.symmetries.items():
+            prepared.add(worker)
+            decision = remap_decision(first, symmetry)
             assert decision.candidates == first.candidates
             assert decision.chosen == first.chosen
             if decision.chosen is not None:
                 check_course(decision, after(now, worker))
+    assert prepared == set(now.plan.workers)
 
 
-def test_only_single_losses_are_prepared() -> None:
+@settings(max_examples=10, deadline=None)
+@given(now=contexts(intact=True))
+def test_the_loss_of_a_host_is_decided_as_one_failure_of_a_host(now: DecisionContext) -> None:
+    rate = rate_of(1e4, now)
+    for each in host_loss_classes(now, loss_classes(now)):
+        first = decide_for_class(each, now, "reroute", rate)
+        assert first == decide(after(now, *each.lost), "reroute", rate.observed(failures=1, host_failures=1))
+        assert first is not None
+        for lost, symmetry in each.symmetries.items():
+            decision = remap_decision(first, symmetry)
+            if decision.chosen is not None:
+                check_course(decision, after(now, *lost))
+
+
+def test_only_losses_of_the_plan_are_prepared() -> None:
     now = context(dp=2, pp=2, spares=1, layers=(layer(10),) * 4)
-    prepared = build_decision_cache(now, "reroute", rate_of(1e4, now))
-    assert prepared.look_up([0]) is not None
-    assert prepared.look_up({0, 2}) is None
-    assert prepared.look_up([]) is None
-    assert prepared.look_up([4]) is None, "nothing is lost with a spare"
+    prepared = {lost for each in loss_classes(now) for lost in each.symmetries}
+    assert prepared == {frozenset([worker]) for worker in range(4)}, "nothing is lost with a spare"
     with pytest.raises(PlanError, match="lost already"):
-        build_decision_cache(after(now, 0), "reroute", rate_of(1e4, now))
+        loss_classes(after(now, 0))
 
 
-def test_no_decision_is_left_to_prepare_after_the_last_one() -> None:
+def test_there_is_no_decision_after_the_loss_of_the_last_worker() -> None:
     now = context(dp=1, pp=1)
-    assert build_decision_cache(now, "reroute", rate_of(1e4, now)).look_up([0]) is None
+    (only,) = loss_classes(now)
+    assert decide_for_class(only, now, "reroute", rate_of(1e4, now)) is None

@@ -17,10 +17,12 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.recovery import POLICIES, DecisionContext, Proposal, decide, largest_symmetric_layout
-from chameleon_ft.recovery.proposals import repair
+from chameleon_ft.recovery.policies import Kind
+from chameleon_ft.recovery.proposals import on_workers
 from chameleon_ft.recovery.proposals.paper import rerouted_s
 from chameleon_ft.schedule import best_program, replay
 from chameleon_ft.search import find_plan, oobleck_plan, paper_plan, reroute
+from chameleon_ft.simulate.planners.proposals_by_class import ProposalsByClass
 from tests.recovery.contexts import after, context, contexts, layer, rate_of
 
 
@@ -52,6 +54,13 @@ def moved_bytes(now: DecisionContext, plan: Plan) -> int:
 
 def test_the_configuration_knows_all_of_them() -> None:
     assert set(get_args(PolicyName)) == set(POLICIES)
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_every_kind_of_plan_is_proposed_in_runs_and_in_simulations(kind: str) -> None:
+    assert callable(getattr(on_workers.ProposalsOnWorkers, kind))
+    assert callable(getattr(ProposalsByClass, kind))
+    assert any(kind in policy.kinds for policy in POLICIES.values())
 
 
 @settings(max_examples=60, deadline=None)
@@ -142,7 +151,7 @@ def test_what_the_search_has_repaired_is_not_repaired_again(monkeypatch: pytest.
     def again(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(repair, "recut_plan", again)
+    monkeypatch.setattr(on_workers, "recut_plan", again)
     (repaired,) = [each for each in POLICIES["chameleon"](now, 1e6) if each.name == "repair"]
     assert repaired.plan == alone.plan
     with pytest.raises(AssertionError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -22,6 +21,4 @@ def named(presets: Mapping[str, Preset], name: str, kind: str) -> Preset:
     begun = [known for known in presets if known.startswith(f"{asked}-")]
     if len(begun) == 1:
         return presets[begun[0]]
-    near = difflib.get_close_matches(asked, presets, n=1)
-    hint = f"did you mean {near[0]!r}? There" if near else "there"
-    raise ConfigError(f"there is no {kind} {name!r}; {hint} are {', '.join(presets)}")
+    raise ConfigError.unknown_name(kind, name, presets)

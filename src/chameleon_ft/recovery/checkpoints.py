@@ -1,4 +1,4 @@
-"""How often checkpoints are written, and how much work is done again after a return to one."""
+"""How often checkpoints are written, and how much work is repeated after a return to one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Checkpoints:
 
     Attributes:
         unsaved_s: seconds of steps since the last one.
-        longest_s: seconds of steps between two, at most; zero: one is written after every step.
-        write_s: seconds that training stands still for one, if they are written whenever that pays; None if they are
-            written every `longest_s` seconds.
+        longest_s: most seconds of steps between two; zero for one after every step.
+        write_s: seconds that training stops for one, if they are written at the interval that loses least; None if they
+            are written every `longest_s` seconds.
 
     Raises:
         ConfigError: a time that is negative.
@@ -33,7 +33,7 @@ class Checkpoints:
             raise ConfigError(f"times of checkpoints must be zero or positive numbers of seconds; got {self}")
 
     def interval_s(self, *, step_s: float, return_gap_s: float) -> float:
-        """Return the seconds of steps between two checkpoints: those that lose least, within the bounds.
+        """Return the seconds of steps between two checkpoints that lose least, within the bounds.
 
         Args:
             step_s: seconds of a step.
@@ -64,7 +64,7 @@ def daly_interval_s(write_s: float, mtbf_s: float) -> float:
 def expected_unsaved_s(unsaved_s: float, interval_s: float, mean_gap_s: float) -> float:
     """Return the expected seconds of work since the last checkpoint at the moment of the next incident.
 
-    The wait G is exponential, and a checkpoint is written whenever `interval_s` seconds of work have come together:
+    The wait G is exponential, and a checkpoint is written after every `interval_s` seconds of work:
 
         E[(u + G) mod I] = u + D - I exp(-(I - u) / D) / (1 - exp(-I / D)).
 
@@ -75,5 +75,5 @@ def expected_unsaved_s(unsaved_s: float, interval_s: float, mean_gap_s: float) -
     """
     now_s = min(unsaved_s, interval_s)
     written = math.exp(-(interval_s - now_s) / mean_gap_s) / -math.expm1(-interval_s / mean_gap_s)
-    # The difference of two large numbers where checkpoints are much more frequent than incidents.
+    # If checkpoints are much more frequent than incidents, this is the rounded difference of two large numbers.
     return min(interval_s, max(0.0, now_s + mean_gap_s - interval_s * written))

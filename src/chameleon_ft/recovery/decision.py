@@ -1,8 +1,8 @@
-"""The decision: of all that policies propose, what is expected to train the most samples."""
+"""The decision: of all proposals of a policy, the one that is expected to train the most samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -12,14 +12,14 @@ from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.failure_model import FailureModel
 from chameleon_ft.recovery.loss_risk import risk_of
 from chameleon_ft.recovery.policies import policy_named
-from chameleon_ft.recovery.proposal import Proposal
+from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
 from chameleon_ft.recovery.scoring import Candidate, Course, best_of, is_noop, measure, remeasure, score
 
-__all__ = ["STAY", "Candidate", "Course", "Decision", "decide", "prospect_of"]
+__all__ = ["STAY", "Decision", "decide", "prospect_of", "rescore"]
 
 STAY: Final = "stay"
-"""Name of the candidate to go on as before, which there is as long as nobody is lost."""
+"""Name of the candidate to continue unchanged, which exists as long as no worker is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,8 @@ class Decision:
 
     Attributes:
         horizon_s: expected seconds until the next incident (D).
-        phases: what the stall was taken to be, transfers left out.
-        candidates: all that were scored, in the order of the proposals.
+        phases: the expected stall without transfers.
+        candidates: in the order of the proposals.
         chosen: the one of them that is carried out; None if none is feasible.
         course: how to carry it out; None likewise.
     """
@@ -41,7 +41,7 @@ class Decision:
     course: Course | None
 
     def to_json(self) -> dict[str, object]:
-        """The fields of the event `decision`, but for the seconds that it took, which is for whoever has a clock."""
+        """Return the fields of the event `decision` except for the seconds that it took, which need a clock."""
         return {
             "chosen": None if self.chosen is None else self.chosen.policy,
             "horizon_s": self.horizon_s,
@@ -68,25 +68,21 @@ class Decision:
 def decide(
     context: DecisionContext, policy: str, failures: FailureModel, *, decide_s: Callable[[], float] | None = None
 ) -> Decision:
-    """Score what the policy proposes, and choose what is expected to train the most samples.
+    """Score the proposals of the policy, and choose the one that is expected to train the most samples.
 
-    The score is the steps of `Prospect.of_plan` times the samples of a step: what is trained until the next incident,
-    less what a return to a checkpoint costs times the probability that the incident makes one necessary, because it
-    takes all holders of some layer. If there is no checkpoint, such a loss ends the run: a plan with workers that are
-    the only ones to hold some layer is chosen only if there is no other; and of those without them one with such hosts
-    only if no host is expected to fail, or the others train nothing. Of equals, that which moves the fewest bytes; of
-    equals still, what was proposed first. What does not fit the memory, in a step or while layers move, or has layers
-    without a holder, is listed with the reason and never chosen. Deterministic.
+    The score is the steps of `Prospect.of_plan` times the samples of a step: the samples until the next incident, less
+    the cost of a return to a checkpoint times the probability that the incident makes one necessary, because it takes
+    all holders of some layer. `best_of` chooses. A proposal that exceeds memory, in a step or while layers move, or has
+    layers without a holder, is listed with the reason and never chosen. Deterministic.
 
-    As long as no worker is lost, to continue as before is scored first, whatever the policy proposes: it costs no
-    stall, and can be done.
+    As long as no worker is lost, `STAY` is scored first, whatever the policy proposes: it is feasible and has no stall.
 
     Args:
-        context: what was running, and which workers are live.
+        context: the active plan, and which workers are live.
         policy: name of one of `POLICIES`.
-        failures: what is known of failures; the losses that led here are counted already.
-        decide_s: asked when all is measured what that phase of the stall takes, now that most of it is over; for a
-            decision that all workers wait for. None: as the context has it.
+        failures: what is known of failures; the losses that led to this decision are counted already.
+        decide_s: called after the measurements, returns the seconds that the decision takes in all, for a decision that
+            all workers wait for. None: as in `context.phases`.
 
     Raises:
         ConfigError: no policy has this name.
@@ -104,17 +100,46 @@ def decide(
     now = context
     if decide_s is not None:
         now = replace(context, phases=replace(context.phases, decide_s=decide_s()))
-    prospect = prospect_of(now, failures)
-    remeasured = [remeasure(each, before=context, now=now) for each, _ in measured]
-    candidates = score(remeasured, prospect, samples=context.costs.workload.samples)
-    index = best_of(candidates, prospect)
+    candidates, index = _choose([candidate for candidate, _ in measured], before=context, now=now, failures=failures)
+    draft = None if index is None else measured[index][1]
     return Decision(
         horizon_s=horizon_s,
         phases=now.phases,
         candidates=candidates,
         chosen=None if index is None else candidates[index],
-        course=None if index is None or (draft := measured[index][1]) is None else draft.course(),
+        course=None if draft is None else draft.course(),
     )
+
+
+def rescore(
+    decision: Decision, *, before: DecisionContext, now: DecisionContext, failures: FailureModel
+) -> Decision | None:
+    """Return the decision with current predictions; None if another candidate is the best one now.
+
+    See `remeasure` for what changes. Memory is not checked again.
+
+    Args:
+        decision: an earlier decision.
+        before: the context of that decision, except for the live workers.
+        now: the present context, with the same active plan.
+        failures: what is known of failures now.
+    """
+    candidates, index = _choose(decision.candidates, before=before, now=now, failures=failures)
+    chosen = None if index is None else candidates[index]
+    if (chosen and chosen.policy) != (decision.chosen and decision.chosen.policy):
+        return None
+    horizon_s = failures.horizon_s(len(now.live))
+    return replace(decision, horizon_s=horizon_s, phases=now.phases, candidates=candidates, chosen=chosen)
+
+
+def _choose(
+    measured: Sequence[Candidate], *, before: DecisionContext, now: DecisionContext, failures: FailureModel
+) -> tuple[tuple[Candidate, ...], int | None]:
+    """Return the candidates with current times and scores, and the index of the best; None if none is feasible."""
+    prospect = prospect_of(now, failures)
+    remeasured = [remeasure(each, before=before, now=now) for each in measured]
+    candidates = score(remeasured, prospect, samples=now.costs.workload.samples)
+    return candidates, best_of(candidates, prospect)
 
 
 def prospect_of(context: DecisionContext, failures: FailureModel) -> Prospect:

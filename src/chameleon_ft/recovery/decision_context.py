@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.estimate import StallModel
@@ -17,27 +18,26 @@ from chameleon_ft.search import DEFAULT_EFFORT
 __all__ = ["DecisionContext"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DecisionContext:
-    """The known facts when workers were lost, have joined or have become slower.
+    """The known facts when workers are lost, have joined or have become slower.
 
     Attributes:
         plan: the active plan, lost workers included.
-        in_flight_limits: the most micro-batches that its workers can keep; workers that it lacks are not bounded.
-        costs: costs of a step; its cluster has all live workers, spares and new ones too.
-        phases: the expected stall, transfers left out.
-        repeat_s: work of the interrupted step that is done again, in seconds; see `TransitionEstimate`.
-        restart_s: seconds that going back to a checkpoint takes, steps since it left out.
-        has_checkpoints: whether there is one to go back to when a layer loses its last holder; else the run ends then.
-        step_factor: measured seconds of a step by those that its operations explain; every predicted step is as much
-            longer, whatever the plan.
-        transfer_factor: measured seconds of transfers by those that messages and links explain, likewise.
+        in_flight_limits: the most micro-batches that its workers can keep; workers that are left out are not bounded.
+        costs: costs of a step; its cluster has all live workers, including spare and new ones.
+        phases: the expected stall without transfers.
+        repeat_s: repeated work of the interrupted step, in seconds; see `TransitionEstimate`.
+        restart_s: seconds of a return to a checkpoint without the steps since that checkpoint.
+        has_checkpoints: whether there is a checkpoint if a layer loses its last holder; if not, the run ends then.
+        step_factor: measured seconds of a step over those that its operations explain; applies to all predicted steps.
+        transfer_factor: measured seconds of transfers over those that messages and links explain; likewise.
         effort: how much `find_plan` searches.
-        holdings: what live workers hold, where that is more than their part of the plan: a transfer that was cut short
-            leaves layers behind that need not be sent again.
-        checkpoints: how often they are written, if there are any.
+        holdings: the layers that live workers hold, if these are more than their part of the plan: an interrupted
+            transfer leaves layers that need not be sent again.
+        checkpoints: how often checkpoints are written, if at all.
         home: the plan whose empty places idle workers may take; None if they stay idle.
-        home_in_flight_limits: what workers can keep at most under it.
+        home_in_flight_limits: the most micro-batches that workers can keep under it.
 
     Raises:
         ConfigError: seconds that are negative or not finite, or factors that are not positive.
@@ -57,17 +57,8 @@ class DecisionContext:
     checkpoints: Checkpoints = Checkpoints()  # noqa: RUF009 - frozen
     home: Plan | None = None
     home_in_flight_limits: Mapping[int, InFlightLimit] = field(default_factory=lambda: FrozenMap({}))
-    # Asked for time and again while a decision is made.
-    _live: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _lost: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _placement: Placement = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        live = {worker.id for worker in self.costs.cluster.workers}
-        lost = tuple(worker for worker in self.plan.workers if worker not in live)
-        object.__setattr__(self, "_live", tuple(sorted(live)))
-        object.__setattr__(self, "_lost", lost)
-        object.__setattr__(self, "_placement", self.plan.placement.without(lost) if lost else self.plan.placement)
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))
         object.__setattr__(self, "home_in_flight_limits", FrozenMap(self.home_in_flight_limits))
         for name in ("repeat_s", "restart_s"):
@@ -79,33 +70,39 @@ class DecisionContext:
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a positive number; got {value}")
 
-    @property
+    @cached_property
     def live(self) -> tuple[int, ...]:
         """The live workers, ascending."""
-        return self._live
+        return tuple(sorted(worker.id for worker in self.costs.cluster.workers))
 
-    @property
+    @cached_property
     def lost(self) -> tuple[int, ...]:
         """The lost workers of the plan, ascending."""
-        return self._lost
+        live = set(self.live)
+        return tuple(worker for worker in self.plan.workers if worker not in live)
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """The layers that the plan gives the live workers; layers on other workers are of an earlier step."""
-        return self._placement
+        return self.plan.placement.without(self.lost) if self.lost else self.plan.placement
 
     @property
     def held(self) -> Placement:
-        """The layers that the live workers hold: these need not be sent to them, and they can send these."""
+        """The layers that the live workers hold, and can send."""
         return self.placement if self.holdings is None else self.holdings
 
     @property
+    def returns(self) -> bool:
+        """Whether all workers return to a checkpoint, because some layer has no holder."""
+        return self.has_checkpoints and bool(self.held.unheld_layers)
+
+    @property
     def saves_first(self) -> bool:
-        """Whether a checkpoint is written before all go back to one: if no worker is lost, and runs may write then."""
+        """Whether a return to a checkpoint writes one first: if no worker is lost, and runs may write one then."""
         return self.checkpoints.write_s is not None and not self.lost and not self.held.unheld_layers
 
     @property
     def return_s(self) -> float:
-        """Seconds that are lost if all go back to a checkpoint now, work that is done again included."""
+        """Seconds that a return to a checkpoint takes now, repeated work included."""
         written_s = self.checkpoints.write_s if self.saves_first else None
         return self.restart_s + (self.checkpoints.unsaved_s if written_s is None else written_s)

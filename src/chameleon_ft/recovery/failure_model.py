@@ -1,15 +1,15 @@
-"""How failures come: how often, how many at a time, and how soon after each other.
+"""A learned model of failures: how often they come, how many at a time, and how soon after each other.
 
-The model has three parts, each a conjugate estimate that starts from what was known before the run and is sharpened by
-what the run sees:
+The model has three parts, each a conjugate estimate that starts from prior knowledge and is updated by the failures of
+the run:
 
 - **Rate** of incidents: Gamma-Poisson, with a prior over several orders of magnitude, see `FailureModel.waits`.
-- **Size** of an incident, in failures at the same moment: a power law whose exponent is learned, `size_shares`. Each
-  failure of an incident takes one worker or, with probability `host_share`, a whole host.
+- **Size** of an incident, in simultaneous failures: a power law with a learned exponent, `size_shares`. Each failure
+  takes one worker or, with probability `host_share`, a whole host.
 - **Gap** to the next incident: a mixture of bursts and quiet, `gap`. Right after an incident another one of the same
-  burst may follow; otherwise the wait is that of a Poisson process whose rate is not known exactly.
+  burst may follow; otherwise the wait is that of a Poisson process of unknown rate.
 
-The prior of the exponent has its mean between two measured ones, 3.9 of a production cluster and 2.7 of spot instances;
+The prior mean of the exponent lies between two measured values, 3.9 of a production cluster and 2.7 of spot instances;
 the prior share of bursts is that of the production cluster (docs/traces.md).
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -35,11 +35,11 @@ _EXPONENTS: Final = tuple(2 + number / 4 for number in range(25))
 _EXPONENT_MEAN: Final = 3.3
 _EXPONENT_SPREAD: Final = 0.75
 _TOTALS: Final = tuple(math.fsum(size**-each for size in range(1, _LARGEST + 1)) for each in _EXPONENTS)
-# Of the prior of the rate: (weight, share of `worker_mtbf_s`).
+# Components of the prior of the rate: (weight, share of `worker_mtbf_s`).
 _PRIORS: Final = ((0.6, 1.0), (0.1, 1e-1), (0.1, 1e-2), (0.1, 1e-3), (0.1, 1e-4))
 _PRIOR_MEAN: Final = math.fsum(weight * share for weight, share in _PRIORS)
-# Share of incidents that another one of the same burst follows: of the failures beyond the first of an incident of
-# InfiniteHBD, 0.13 on average, 0.35 come later than the first.
+# Share of incidents that are followed by another one of the same burst. In the InfiniteHBD trace an incident has 0.13
+# failures beyond the first on average, and 0.35 of these come later than the first.
 _PRIOR_BURST_SHARE: Final = 0.05
 
 
@@ -77,7 +77,7 @@ class Gap:
 
     Attributes:
         burst_share: probability that the next incident belongs to the burst of the last one.
-        burst_s: mean seconds until it comes in that case.
+        burst_s: mean seconds until the next incident in that case.
         quiet: the wait otherwise; its weights add up to 1.
     """
 
@@ -86,15 +86,12 @@ class Gap:
     quiet: tuple[Wait, ...]
 
     def within(self, seconds: float) -> float:
-        """Return the probability that the next incident comes in less than so many seconds."""
+        """Return the probability that the next incident comes within so many seconds."""
         quiet = math.fsum(wait.weight * wait.within(seconds) for wait in self.quiet)
         return quiet + self.burst_share * (-math.expm1(-seconds / self.burst_s) - quiet)
 
     def left_after(self, seconds: float) -> float:
-        """Return the expected seconds from that moment until the next incident; none if it has come before.
-
-        This is E[max(0, gap - seconds)], the integral of the survival function from `seconds` on.
-        """
+        """Return E[max(0, gap - seconds)], the integral of the survival function from `seconds` on."""
         quiet_s = math.fsum(wait.weight * wait.left_after(seconds) for wait in self.quiet)
         return quiet_s + self.burst_share * (self.burst_s * math.exp(-seconds / self.burst_s) - quiet_s)
 
@@ -105,13 +102,13 @@ class FailureModel:
 
     Attributes:
         worker_mtbf_s: mean seconds between failures of one worker, as known beforehand.
-        prior_failures: how many failures that knowledge counts like; not necessarily whole.
-        prior_host_share: which share of failures takes a whole host, as known beforehand. A quarter is a guess.
-        failures: failures seen so far, the latest included. Workers of a host that are lost together are one failure.
+        prior_failures: weight of that knowledge, in observed failures; not necessarily whole.
+        prior_host_share: share of failures that take a whole host, as known beforehand. A quarter is a guess.
+        failures: observed failures, the latest included. Workers of a host that are lost together are one failure.
         host_failures: those of them that left no worker on a host.
         worker_s: seconds that all workers together have been live.
-        together: how many incidents had two failures or more at the same moment, by that number; the failures that
-            these leave of `failures` were incidents of their own.
+        together: incidents of two simultaneous failures or more: number of failures -> number of incidents. All other
+            failures are incidents of their own.
         bursts: incidents that came less than 300 s after the one before.
 
     Raises:
@@ -139,9 +136,8 @@ class FailureModel:
         if self.failures < 0:
             raise ConfigError(f"failures must be zero or more; got {self.failures}")
         if not 0 <= self.host_failures <= self.failures:
-            raise ConfigError(
-                f"host_failures must be between 0 and the {self.failures} failures; got {self.host_failures}"
-            )
+            limits = f"between 0 and the {self.failures} failures"
+            raise ConfigError(f"host_failures must be {limits}; got {self.host_failures}")
         if not (math.isfinite(self.worker_s) and self.worker_s >= 0):
             raise ConfigError(f"worker_s must be zero or a positive number of seconds; got {self.worker_s}")
         if any(size < 2 or count < 1 for size, count in self.together.items()):
@@ -154,13 +150,13 @@ class FailureModel:
     def observed(
         self, *, failures: int = 0, host_failures: int = 0, worker_s: float = 0.0, gap_s: float = math.inf
     ) -> FailureModel:
-        """Return the model after one more incident, if there are failures, and more worker-seconds.
+        """Return the model after more worker-seconds, and one more incident if there are failures.
 
         Args:
             failures: failures of the incident; zero if there was none.
             host_failures: those of them that took a whole host.
-            worker_s: seconds that all workers together have been live since.
-            gap_s: seconds between this incident and the one before; infinite if it is the first.
+            worker_s: seconds that all workers together have been live since the last update.
+            gap_s: seconds between this incident and the one before; infinite for the first.
         """
         together = self.together
         if failures > 1:
@@ -175,56 +171,46 @@ class FailureModel:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return all of it as JSON values; `from_json` is the inverse."""
-        return {
-            "failures": self.failures,
-            "host_failures": self.host_failures,
-            "worker_s": self.worker_s,
-            "together": {str(size): count for size, count in sorted(self.together.items())},
-            "bursts": self.bursts,
-            "prior_failures": self.prior_failures,
-            "prior_host_share": self.prior_host_share,
-            "worker_mtbf_s": self.worker_mtbf_s,
-        }
+        """Return all fields as JSON values; `from_json` is the inverse."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return values | {"together": {str(size): count for size, count in sorted(self.together.items())}}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> FailureModel:
-        """Return the model that `to_json` was asked for."""
+        """Return the model from the values of `to_json`."""
         return cls(**{**values, "together": {int(size): count for size, count in values["together"].items()}})
 
     @property
     def incidents(self) -> int:
-        """Return how many incidents there have been; failures at the same moment are one."""
+        """Return the number of incidents; simultaneous failures are one."""
         return self.failures - sum((size - 1) * count for size, count in self.together.items())
 
     @property
     def host_share(self) -> float:
-        """Return the expected share of failures to come that take a whole host: the mean of a Beta distribution."""
+        """Return the expected share of future failures that take a whole host: the mean of a Beta distribution."""
         return (self.prior_failures * self.prior_host_share + self.host_failures) / (
             self.prior_failures + self.failures
         )
 
     def horizon_s(self, workers: int) -> float:
-        """Return D, the expected seconds until the next incident among so many live workers: the mean of `waits`.
+        """Return D, the mean of `waits`: the expected seconds until the next incident among so many live workers.
 
-        The mean of the wait is taken, not the wait at the mean rate, because samples until the next incident grow in
-        proportion to the wait. Before anything is seen, it is `worker_mtbf_s` / `workers`.
-
-        Raises ConfigError if there is no worker.
+        This is not the wait at the mean rate, because samples until the next incident are proportional to the wait.
+        Before any observation, it is `worker_mtbf_s` / `workers`. Raises ConfigError if there is no worker.
         """
         return math.fsum(wait.weight * wait.mean_s for wait in self.waits(workers))
 
     def waits(self, workers: int) -> tuple[Wait, ...]:
         """Return the wait for the next incident among so many live workers, a mixture whose weights add up to 1.
 
-        A prior that counts like w = `prior_failures` incidents seen in w m worker-seconds is a Gamma distribution of
-        the rate of a worker with shape 1 + w and rate w m. With k incidents seen in T worker-seconds, the wait until
-        the next one among n workers has a Lomax distribution with shape 1 + w + k and scale (w m + T) / n.
+        A prior that weighs as much as w = `prior_failures` incidents in w m worker-seconds is a Gamma distribution of a
+        worker's failure rate with shape 1 + w and rate w m. After k incidents in T worker-seconds, the wait for the
+        next one among n workers has a Lomax distribution with shape 1 + w + k and scale (w m + T) / n.
 
-        The prior is a mixture of these, a decade of m apart, because clusters differ by orders of magnitude: spot
-        instances fail a thousand times as often as others. What was known beforehand, m = `worker_mtbf_s` but for a
-        factor that keeps the mean, has most of the weight, and one or two incidents that come far too soon take it
-        ("robust" priors: Schmidli et al., Biometrics 70, 2014).
+        The prior is a mixture of these with m a decade apart, because clusters differ by orders of magnitude: spot
+        instances fail a thousand times as often as others. The component of m = `worker_mtbf_s`, times a factor that
+        keeps the mean, has most of the weight, and loses it after one or two incidents that come far too soon (a robust
+        prior: Schmidli et al., Biometrics 70, 2014).
 
         Raises ConfigError if there is no worker.
         """
@@ -235,24 +221,21 @@ class FailureModel:
         for weight, share in _PRIORS:
             prior_s = self.prior_failures * self.worker_mtbf_s * share / _PRIOR_MEAN
             scales_s.append(prior_s + self.worker_s)
-            # The probability of what was seen: negative binomial, without the factors that all have in common.
+            # The likelihood of the observations: negative binomial, without the factors that are common to all.
             logs.append(
                 math.log(weight) - shape * math.log1p(self.worker_s / prior_s) - self.incidents * math.log(scales_s[-1])
             )
-        largest = max(logs)
-        weights = [math.exp(each - largest) for each in logs]
-        whole = math.fsum(weights)
         return tuple(
-            Wait(weight / whole, shape + self.incidents, scale_s / workers)
-            for weight, scale_s in zip(weights, scales_s, strict=True)
+            Wait(weight, shape + self.incidents, scale_s / workers)
+            for weight, scale_s in zip(_normalized(logs), scales_s, strict=True)
         )
 
     def size_shares(self, most: int) -> tuple[float, ...]:
         """Return the probabilities of 1, 2, ... failures in the next incident, up to `most`.
 
-        They fall as n ** -a, up to 64. Of the exponent a there is a normal prior, 3.3 with a standard deviation of
-        0.75, on a grid; the probabilities are means over its posterior. A heavy tail matters: large incidents are too
-        rare to be counted, and cost most. Larger incidents are left out, so the sum may be below 1.
+        They fall as n ** -a up to n = 64, and are means over the posterior of a, whose prior is normal with mean 3.3
+        and standard deviation 0.75, on a grid. The heavy tail is inferred, because large incidents cost most and are
+        too rare to be counted. Larger incidents are left out, so the sum may be below 1.
         """
         logs = math.fsum(count * math.log(min(size, _LARGEST)) for size, count in self.together.items())
         return _size_shares(self.incidents, logs)[:most]
@@ -260,13 +243,13 @@ class FailureModel:
     def gap(self, workers: int, *, after_incident: bool) -> Gap:
         """Return the distribution of the seconds until the next incident among so many live workers.
 
-        Right after an incident the next one belongs to the same burst with a probability b. Gaps below 300 s are b
-        and, of the others, as many as `waits` has; the share of such gaps among all is a Beta estimate around the
-        prior. The mean of the mixture stays D. At any other moment there is no burst.
+        Right after an incident the next one belongs to the same burst with a probability b. The share of gaps below
+        300 s is a Beta estimate; it is b plus the share that `waits` explains of the other gaps. The mean of the
+        mixture stays D. At any other moment there is no burst.
 
         Args:
-            workers: how many are live.
-            after_incident: whether the last incident was just now.
+            workers: number of live workers.
+            after_incident: whether an incident has just happened.
         """
         horizon_s = self.horizon_s(workers)
         burst_s = min(_BURST_S / 2, horizon_s)
@@ -289,8 +272,8 @@ class FailureModel:
     def fatal_probability(self, risk: LossRisk) -> float:
         """Return an upper bound of the probability that the next incident takes all holders of some layer.
 
-        Incidents that take all hosts, or all workers, are left out: no plan survives them. The bound is exact where it
-        matters most, for layers with one holder; see `LossRisk`.
+        Incidents that take all hosts or all workers are excluded, because no plan survives them. The bound is exact for
+        layers with one holder; see `LossRisk`.
         """
         of_hosts = 0.0 if risk.hosts is None else self.host_share
         total = 0.0
@@ -312,15 +295,22 @@ class FailureModel:
 @lru_cache(maxsize=64)
 def _size_shares(incidents: int, logs: float) -> tuple[float, ...]:
     """Return the probabilities of each size, given the number of incidents and the sum of the logarithms of sizes."""
-    posterior_logs = [
-        -0.5 * ((each - _EXPONENT_MEAN) / _EXPONENT_SPREAD) ** 2 - each * logs - incidents * math.log(total)
-        for each, total in zip(_EXPONENTS, _TOTALS, strict=True)
-    ]
-    largest = max(posterior_logs)
-    weights = [math.exp(each - largest) for each in posterior_logs]
+    weights = _normalized(
+        [
+            -0.5 * ((each - _EXPONENT_MEAN) / _EXPONENT_SPREAD) ** 2 - each * logs - incidents * math.log(total)
+            for each, total in zip(_EXPONENTS, _TOTALS, strict=True)
+        ]
+    )
     scaled = [weight / total for weight, total in zip(weights, _TOTALS, strict=True)]
-    whole = math.fsum(weights)
     return tuple(
-        math.fsum(weight * size**-each for weight, each in zip(scaled, _EXPONENTS, strict=True)) / whole
+        math.fsum(weight * size**-each for weight, each in zip(scaled, _EXPONENTS, strict=True))
         for size in range(1, _LARGEST + 1)
     )
+
+
+def _normalized(logs: list[float]) -> list[float]:
+    """Return weights with these logarithms, scaled so that they add up to 1."""
+    largest = max(logs)
+    weights = [math.exp(each - largest) for each in logs]
+    whole = math.fsum(weights)
+    return [weight / whole for weight in weights]

@@ -1,4 +1,4 @@
-"""The layout to go on with when no live worker holds some layer, and everything is read from a checkpoint."""
+"""Layouts that follow from the number of live workers alone, without a search."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan.layouts import data_pipeline_plan, split_layers
-from chameleon_ft.plan.placement import Placement
-from chameleon_ft.plan.plan import Hop, Plan, Route
+from chameleon_ft.plan import PipelineLayout, Plan, data_pipeline_plan, pipelines_plan, split_layers
 from chameleon_ft.schedule import InFlightLimit
 
 __all__ = ["largest_symmetric_layout", "replicated_layout", "uniform_limits"]
@@ -22,10 +20,10 @@ def largest_symmetric_layout(
     preferred_pp: int,
     split_backward: bool = False,
 ) -> Plan:
-    """The pipelines of equal depth and equal share of the micro-batches that use most of the live workers.
+    """Return the pipelines of equal depth and equal share of the micro-batches that use most of the live workers.
 
-    Among layouts that use equally many, the depth nearest to `preferred_pp`, and of two as near the smaller. The first
-    workers of `live` are used; there may be some left over, since the number of pipelines must divide `micro_batches`
+    Among layouts that use equally many, the depth is the nearest to `preferred_pp`, and of two as near the smaller. The
+    first workers of `live` are used; some may be left over, since the number of pipelines must divide `micro_batches`
     and a pipeline cannot have more stages than layers.
 
     Raises:
@@ -71,19 +69,15 @@ def replicated_layout(
     if not 1 <= copies <= min(len(workers), micro_batches):
         raise PlanError(f"{copies} copies need as many workers and micro-batches; got {len(workers)}, {micro_batches}")
     used = min(len(workers), copies * len(layer_costs))
-    ends = [used * number // copies for number in range(copies + 1)]
-    cuts = {depth: split_layers(layer_costs, depth) for depth in {stop - start for start, stop in pairwise(ends)}}
-    pipelines = [tuple(map(Hop, workers[start:stop], cuts[stop - start])) for start, stop in pairwise(ends)]
-    # One micro-batch each, and the others in proportion.
-    shares = [
-        1 + (micro_batches - copies) * stop // used - (micro_batches - copies) * start // used
-        for start, stop in pairwise(ends)
-    ]
-    hops = [pipeline for pipeline, share in zip(pipelines, shares, strict=True) for _ in range(share)]
-    placement = Placement(len(layer_costs), {hop.worker: (hop.layers,) for each in pipelines for hop in each})
-    return Plan(placement, tuple(map(Route, range(micro_batches), hops)), split_backward)
+    pipelines: list[PipelineLayout] = []
+    for start, stop in pairwise(used * number // copies for number in range(copies + 1)):
+        cut_points = tuple(layers.stop for layers in split_layers(layer_costs, stop - start))
+        # One micro-batch each, and the others in proportion.
+        share = 1 + (micro_batches - copies) * stop // used - (micro_batches - copies) * start // used
+        pipelines.append(PipelineLayout(cut_points, tuple(workers[start:stop]), share))
+    return pipelines_plan(pipelines, split_backward=split_backward)
 
 
 def uniform_limits(workers: Iterable[int], depth: int) -> Mapping[int, InFlightLimit]:
-    """What workers may keep whatever is planned: as many micro-batches as the first stage of 1F1B at this depth."""
+    """Return limits for any plan: each worker keeps as many micro-batches as the first stage of 1F1B at this depth."""
     return dict.fromkeys(workers, InFlightLimit(depth, depth))

@@ -1,4 +1,4 @@
-"""How probable it is that workers or hosts which are lost together hold the last copies of a layer."""
+"""The probability that workers or hosts that are lost together are the last holders of some layer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["HolderSets", "LossRisk", "risk_of"]
 
 @dataclass(frozen=True, slots=True)
 class HolderSets:
-    """The sets of groups, single workers or hosts, that hold some layer, by how many groups they have.
+    """For each layer the set of groups (workers or hosts) that hold it, counted by size.
 
     A set that contains another one is left out: losing it loses the other one too.
 
     Attributes:
-        groups: how many groups can be lost.
-        counts: size of a set -> how many different sets of that size there are.
+        groups: number of groups that can be lost.
+        counts: size of a set -> number of different sets of that size.
 
     Raises:
         PlanError: a set that is empty, or larger than all groups together.
@@ -37,7 +37,7 @@ class HolderSets:
 
     @classmethod
     def of(cls, layers: Iterable[Iterable[Hashable]], groups: int) -> HolderSets:
-        """Return those of the groups that hold each layer; `groups` counts those that hold nothing as well."""
+        """Return the sets of the groups that hold each layer; `groups` also counts groups that hold nothing."""
         kept: list[frozenset[Hashable]] = []
         for each in sorted({frozenset(layer) for layer in layers}, key=len):
             if not any(smaller <= each for smaller in kept):
@@ -46,19 +46,19 @@ class HolderSets:
 
     @property
     def singles(self) -> int:
-        """Return how many groups are the only ones to hold some layer."""
+        """Return the number of groups that are the only holder of some layer."""
         return self.counts.get(1, 0)
 
     def hit(self, lost: int) -> float:
         """Return an upper bound of the probability that `lost` groups, drawn at random, include one of the sets.
 
-        Exact for sets of one group. If none of these is hit, the others are added up (the union bound), each with the
-        hypergeometric probability that all of its groups are among the lost ones:
+        Exact for sets of one group. If none of these is hit, the union bound adds up the others, each with the
+        hypergeometric probability that all of its groups are lost:
 
             P = 1 - a + a min(1, sum over sets of h groups of C(m - h, k - h) / C(m, k)),   a = C(m, k) / C(n, k)
 
-        for k lost of n groups, m of which are no set of their own. Exact too if sets do not overlap and k is smaller
-        than any two of them together.
+        for k lost of n groups, m of which are no set of their own. Also exact if the sets do not overlap and k is less
+        than the size of any two of them together.
         """
         others = self.groups - self.singles
         if lost > others:
@@ -80,7 +80,7 @@ def _all_lost(size: int, lost: int, groups: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LossRisk:
-    """The holders of the layers of a plan, as far as they matter for losses.
+    """The holders of the layers of a plan.
 
     Attributes:
         workers: sets of workers that hold some layer.
@@ -92,11 +92,11 @@ class LossRisk:
 
     @classmethod
     def of(cls, holders: Collection[Collection[int]], hosts: Mapping[int, str]) -> LossRisk:
-        """Return the risk of layers with these holders each.
+        """Return the risk of layers.
 
         Args:
-            holders: the workers that hold some layer, for each of them.
-            hosts: the host of each live worker, of those that hold nothing too.
+            holders: for each layer, the workers that hold it.
+            hosts: the host of each live worker, including workers that hold nothing.
         """
         groups = len(set(hosts.values()))
         on_hosts = HolderSets.of(([hosts[each] for each in own] for own in holders), groups) if groups > 1 else None

@@ -1,4 +1,4 @@
-"""The rule that ranks what can be done: expected steps until the next incident, less what that incident costs."""
+"""The rule that ranks plans: expected steps until the next incident, less the expected cost of that incident."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Expected", "Prospect"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a plan is expected to come to until the next incident.
+    """The expected outcome of a plan until the next incident.
 
     Attributes:
         fatal_share: probability that the incident makes a return to a checkpoint necessary.
-        return_s: expected seconds of that return, work that is done again included.
+        return_s: expected seconds of that return, repeated work included.
         steps: expected steps, less those that the return costs.
     """
 
@@ -29,17 +29,17 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """The outlook of a decision, whatever is decided.
+    """Everything that the score of a plan depends on except for the plan.
 
     Attributes:
         failures: what is known of failures.
         gap: distribution of the seconds until the next incident (G).
-        restart_s: seconds that a return to a checkpoint takes, steps since it left out.
+        restart_s: seconds of a return to a checkpoint without the steps since that checkpoint.
         checkpoints: how often they are written.
-        reference_step_s: seconds of a step at which lost time counts, the same for all that can be done.
-        exposed: probability that the incident takes all holders of some layer if it comes during the stall, while
-            workers hold what they hold now.
-        has_checkpoints: whether there is a checkpoint to go back to; the run ends otherwise.
+        reference_step_s: seconds of a step at which lost time is charged, whatever the plan.
+        exposed: probability that the incident takes all holders of some layer if it comes during the stall, while the
+            present placement is in force.
+        has_checkpoints: whether there is a checkpoint to return to; if not, the run ends.
     """
 
     failures: FailureModel
@@ -63,17 +63,18 @@ class Prospect:
         reference_step_s: float,
         has_checkpoints: bool,
     ) -> Prospect:
-        """Return what lies ahead of so many live workers.
+        """Return the prospect of a number of live workers.
 
         Args:
-            failures: what is known of failures; those just now are counted.
-            workers: how many are live.
-            after_incident: whether some have been lost just now.
-            held: who holds what now; None if some layer has no holder, so that there is nothing to lose.
-            restart_s: seconds that a return to a checkpoint takes, steps since it left out.
-            checkpoints: how often they are written, if there are any.
+            failures: what is known of failures; the latest ones are counted.
+            workers: number of live workers.
+            after_incident: whether some have just been lost.
+            held: which workers and hosts hold the layers now; None if some layer has no holder, so that there is
+                nothing to lose.
+            restart_s: seconds of a return to a checkpoint without the steps since that checkpoint.
+            checkpoints: how often they are written, if at all.
             reference_step_s: seconds of a step of workers that are never idle.
-            has_checkpoints: whether there is one. If not, all that the run has trained so far is lost as well.
+            has_checkpoints: whether there is one. If not, a return loses all that the run has trained so far.
         """
         return cls(
             failures=failures,
@@ -88,26 +89,25 @@ class Prospect:
     def of_plan(
         self, *, step_s: float, stall_s: float, fatal: float, from_checkpoint: bool, total_loss: float = 0.0
     ) -> Expected:
-        """Return what a plan is expected to come to, with the expected number of steps
+        """Return the expected outcome of a plan, with the expected number of steps
 
             E[max(0, G - stall)] / (step time (1 + w / I)) - (seconds of a return) / (reference step time).
 
         The first part is Eq. 8 of arXiv 2508.21613, samples(D) = B max(0, D - stall) / step time, with the expected
-        value over G in place of its value at the mean: an incident during the stall makes the transition vain, and its
-        transfers are repeated. w / I is the time that checkpoints take, each w seconds after I seconds of steps. What a
-        return costs is work that was done, and is done again, under other plans than the one that is scored, so it
-        counts at the same step time for all: a slow plan must not make a return cheaper.
+        value over G in place of its value at the mean: an incident during the stall wastes the transition, and its
+        transfers are repeated. w / I is the time that checkpoints take, each w seconds after I seconds of steps. A
+        return is charged at the same step time for all plans, because otherwise a slow plan would make it cheap.
 
-        A plan that is read from a checkpoint has nothing unsaved, but an incident before it is reached means another
+        A plan that is read from a checkpoint has no unsaved work, but an incident before it is reached means another
         return.
 
         Args:
             step_s: seconds of a step.
-            stall_s: seconds until it is reached, work of the interrupted step that is done again included.
+            stall_s: seconds until the plan is reached, repeated work of the interrupted step included.
             fatal: probability that the next incident takes all holders of some layer once the plan is reached.
             from_checkpoint: whether its state is read from a checkpoint.
-            total_loss: probability that the incident takes all workers. The time of that return is the same whatever is
-                chosen, and left out; steps that are done again are not.
+            total_loss: probability that the incident takes all workers. The restart after it is the same for all plans
+                and left out, unlike the repeated steps.
         """
         exposed, unsaved_s = (1.0, 0.0) if from_checkpoint else (self.exposed, self.checkpoints.unsaved_s)
         mean_gap_s = self.gap.left_after(0.0)

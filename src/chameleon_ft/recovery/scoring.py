@@ -1,4 +1,4 @@
-"""Scoring: what a proposal costs and yields."""
+"""Scoring: predictions for a proposal, and the choice among several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import ROUNDING, data_size
 from chameleon_ft.recovery.decision_context import DecisionContext
 from chameleon_ft.recovery.loss_risk import LossRisk, risk_of
-from chameleon_ft.recovery.proposal import Proposal
+from chameleon_ft.recovery.proposals.proposal import Proposal
 from chameleon_ft.recovery.prospect import Prospect
 from chameleon_ft.schedule import InFlightLimit, PipelineSchedule, Program, default_limits
 from chameleon_ft.schedule.best import ScheduledPart, best_parts, program_of
@@ -28,13 +28,13 @@ __all__ = ["Candidate", "Course", "CourseDraft", "best_of", "is_noop", "measure"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """All that is needed to carry out what was chosen.
+    """All that is needed to carry out the chosen candidate.
 
     Attributes:
-        plan: what is run.
-        in_flight_limits: what its workers can keep at most.
-        program: what each worker runs in a step, by `best_program` with those limits, or as the search has found it.
-        transfer: what moves before; None where all is read from a checkpoint.
+        plan: the plan.
+        in_flight_limits: the most that its workers can keep.
+        program: the operations of each worker in a step, by `best_program` with those limits or by the search.
+        transfer: moves layers before; None if all is read from a checkpoint.
     """
 
     plan: Plan
@@ -45,15 +45,16 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class CourseDraft:
-    """Parts of a course. Most are not taken, and assembling a program takes time."""
+    """A course without its program: most candidates are not chosen, and assembling a program takes time."""
 
     plan: Plan
     in_flight_limits: Mapping[int, InFlightLimit]
     parts: Sequence[ScheduledPart]
-    transfer: Transfer | None
+    estimate: PartsEstimate
+    transfer: Transfer | None = None
 
     def course(self) -> Course:
-        """The course, with its program."""
+        """Return the course, with its program."""
         return Course(
             plan=self.plan,
             in_flight_limits=FrozenMap(self.in_flight_limits),
@@ -64,21 +65,21 @@ class CourseDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What is predicted of a proposal. Without a plan, all figures but the samples are None.
+    """The predictions for a proposal. Without a plan, all figures but the samples are None.
 
     Attributes:
         policy: name of the proposal.
         step_s: seconds of a step, until all gradients are reduced, times `step_factor`.
-        peak_bytes: what the worker that needs most holds at its worst moment.
-        stall_s: seconds in which nothing is gained: the phases of the stall, the transfer, and work of the interrupted
-            step that is done again.
+        peak_bytes: the highest memory use of any worker.
+        stall_s: seconds without progress: the phases of the stall, the transfer, and repeated work of the interrupted
+            step.
         transfer_s: seconds of these in which state moves; zero if it is read from a checkpoint.
         moved_bytes: parameters and optimizer state that workers receive, or read.
         risk: which workers and hosts hold the layers.
         from_checkpoint: whether the state is read from a checkpoint.
         fatal_share: probability that the next incident makes a return to a checkpoint necessary.
-        return_s: expected seconds of that return, work that is done again included.
-        samples: expected samples until the next incident, less those that it is expected to cost: B times the steps of
+        return_s: expected seconds of that return, repeated work included.
+        samples: expected samples until the next incident, less the expected cost of that incident: B times the steps of
             `Prospect.of_plan`. Negative if the cost is larger; zero if the candidate is not feasible.
         reason: why it cannot be chosen; None if it can.
     """
@@ -103,17 +104,17 @@ class Candidate:
 
     @property
     def worker_single_points_of_failure(self) -> int:
-        """How many workers are the only ones to hold some layer, which is lost with them."""
+        """How many workers are the only holder of some layer."""
         return 0 if self.risk is None else self.risk.workers.singles
 
     @property
     def host_single_points_of_failure(self) -> int:
-        """How many hosts are the only ones to hold some layer; zero if there is one host only."""
+        """How many hosts have all holders of some layer; zero if there is only one host."""
         return 0 if self.risk is None or self.risk.hosts is None else self.risk.hosts.singles
 
 
 def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, CourseDraft | None]:
-    """Return what is predicted of a proposal but for its samples, and the way to carry it out if it is feasible."""
+    """Return the predictions for a proposal except for its samples, and a draft of its course if it is feasible."""
     plan = proposal.plan
     if plan is None:
         return Candidate(policy=proposal.name, reason=proposal.reason), None
@@ -127,36 +128,41 @@ def measure(proposal: Proposal, context: DecisionContext) -> tuple[Candidate, Co
         except NoHolderError as error:
             return Candidate(policy=proposal.name, reason=str(error)), None
     stays = is_noop(proposal, context)
-    scheduled = _under(proposal.in_flight_limits, plan, context) if stays else _scheduled(proposal, plan, context)
-    plan, estimate = scheduled.plan, scheduled.estimate
+    draft = _draft(plan, proposal.in_flight_limits, context) if stays else _fitting_draft(plan, proposal, context)
+    plan, estimate = draft.plan, draft.estimate
     moves_s = 0.0 if transfer is None else transfer_s(transfer.rounds, cluster) * context.transfer_factor
-    # What is running already fits, whatever is estimated.
-    reason = None if stays else _too_large(estimate, context) or _too_large_meanwhile(transfer, context)
+    if stays:
+        stall_s = 0.0
+    elif proposal.from_checkpoint:
+        stall_s = context.return_s
+    else:
+        stall_s = TransitionEstimate(phases=context.phases, transfer_s=moves_s, repeat_s=context.repeat_s).lost_s
+    # The running plan fits, whatever the estimate.
+    missing = None if stays else _missing_bytes(estimate, transfer, context)
     candidate = Candidate(
         policy=proposal.name,
         step_s=estimate.step_s * context.step_factor,
         peak_bytes=max(estimate.peak_bytes.values()),
-        stall_s=0.0 if stays else _stall_s(proposal, context, moves_s),
+        stall_s=stall_s,
         transfer_s=moves_s,
-        moved_bytes=_all_bytes(plan, context) if transfer is None else transfer.total_bytes,
+        moved_bytes=_state_bytes(plan, context) if transfer is None else transfer.total_bytes,
         risk=risk_of(plan.placement, cluster.hosts),
         from_checkpoint=proposal.from_checkpoint,
-        reason=reason,
+        reason=missing,
     )
-    if reason:
-        return candidate, None
-    return candidate, CourseDraft(plan, scheduled.in_flight_limits, scheduled.parts, transfer)
+    return candidate, None if missing else replace(draft, transfer=transfer)
 
 
 def remeasure(candidate: Candidate, *, before: DecisionContext, now: DecisionContext) -> Candidate:
-    """Return the candidate with the times of now; what fits memory is not looked at again, samples are not updated.
+    """Return the candidate with current times; neither memory nor samples are updated.
 
-    Steps are longer or shorter as the times of layers and `step_factor` are, transfers as `transfer_factor` is, and
-    stalls by what differs in phases and in work that is done again.
+    Steps change as the times of layers and `step_factor` do, transfers as `transfer_factor` does, and stalls by the
+    difference in phases and repeated work.
 
     Args:
-        before: what it was measured on, but for who is live.
-        now: the context with the same plan in force.
+        candidate: the earlier predictions.
+        before: the context of these, except for the live workers.
+        now: the present context, with the same active plan.
     """
     if candidate.step_s is None or candidate.stall_s is None or candidate.transfer_s is None:
         return candidate
@@ -167,7 +173,7 @@ def remeasure(candidate: Candidate, *, before: DecisionContext, now: DecisionCon
     step_s, stall_s = candidate.step_s * slower, candidate.stall_s
     if candidate.from_checkpoint:
         stall_s = now.return_s
-    # Not what continues without a stop.
+    # A plan that continues unchanged has no stall.
     elif math.isclose(stall_s, known_s + candidate.transfer_s):
         stall_s = max(0.0, stall_s + later_s + candidate.transfer_s * (slower_transfer - 1))
     return replace(candidate, step_s=step_s, stall_s=stall_s, transfer_s=candidate.transfer_s * slower_transfer)
@@ -178,11 +184,11 @@ def _work_s(context: DecisionContext) -> float:
 
 
 def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) -> tuple[Candidate, ...]:
-    """Return the candidates with what they are expected to train; see `Prospect.of_plan` for the rule.
+    """Return the candidates with their expected samples; see `Prospect.of_plan` for the rule.
 
     Args:
-        candidates: those that are feasible have a step time, a stall and a risk.
-        prospect: what lies ahead, whichever is taken.
+        candidates: the feasible ones have a step time, a stall and a risk.
+        prospect: what lies ahead, whichever is chosen.
         samples: of a step.
     """
 
@@ -207,7 +213,12 @@ def score(candidates: Sequence[Candidate], prospect: Prospect, *, samples: int) 
 
 
 def best_of(candidates: Sequence[Candidate], prospect: Prospect) -> int | None:
-    """Return the index of the candidate that is chosen; None if none is feasible. See `decide` for the rule."""
+    """Return the index of the candidate to choose; None if none is feasible.
+
+    The most samples win; of equals the fewest moved bytes, then the earliest. If there is no checkpoint, losing a layer
+    ends the run: a plan with workers that are the only holder of some layer is chosen only if there is no other, and of
+    the others one with such hosts only if no host is expected to fail, or the plans without them train nothing.
+    """
     feasible = [index for index, candidate in enumerate(candidates) if candidate.feasible]
     if not feasible:
         return None
@@ -222,76 +233,67 @@ def best_of(candidates: Sequence[Candidate], prospect: Prospect) -> int | None:
     return min(equals, key=lambda index: (candidates[index].moved_bytes or 0, index))
 
 
-@dataclass(frozen=True, slots=True)
-class _Scheduled:
-    plan: Plan
-    in_flight_limits: Mapping[int, InFlightLimit]
-    parts: Sequence[ScheduledPart]
-    estimate: PartsEstimate
+def _fitting_draft(plan: Plan, proposal: Proposal, context: DecisionContext) -> CourseDraft:
+    """Draft a course under the limits of the proposal.
 
-
-def _scheduled(proposal: Proposal, plan: Plan, context: DecisionContext) -> _Scheduled:
-    """The program under the limits of the proposal.
-
-    If that does not fit, the one with as few in flight as 1F1B has. If that does not fit either, the workers that lack
-    memory recompute as many layers as they need to. So the memory of a plan that cannot be chosen is what it needs at
-    the least.
+    If that does not fit, with as few micro-batches in flight as 1F1B has. If that does not fit either, the workers that
+    lack memory recompute as many layers as they need to. So the memory of an infeasible plan is the least it needs.
     """
-    found = _under(proposal.in_flight_limits, plan, context, proposal.schedules)
-    if not found.estimate.over_capacity(context.costs):
-        return found
+    draft = _draft(plan, proposal.in_flight_limits, context, proposal.schedules)
+    if not draft.estimate.over_capacity(context.costs):
+        return draft
     few = {worker: InFlightLimit(limit.in_flight, limit.in_flight) for worker, limit in default_limits(plan).items()}
-    found = _under(few, plan, context)
-    while (recompute := _more_recomputed(found, context)) is not None:
-        found = _under(few, replace(plan, recompute=recompute), context)
-    return found
+    draft = _draft(plan, few, context)
+    while (recompute := _more_recomputed(draft, context)) is not None:
+        draft = _draft(replace(plan, recompute=recompute), few, context)
+    return draft
 
 
-def _more_recomputed(found: _Scheduled, context: DecisionContext) -> dict[int, RecomputedLayers] | None:
-    """Recomputation under which the workers that lack memory have enough, or recompute all their layers.
+def _draft(
+    plan: Plan,
+    in_flight_limits: Mapping[int, InFlightLimit],
+    context: DecisionContext,
+    schedules: Sequence[PipelineSchedule] = (),
+) -> CourseDraft:
+    parts = best_parts(plan, context.costs, in_flight_limits=in_flight_limits, known=schedules)
+    return CourseDraft(plan, in_flight_limits, parts, estimate_parts(plan, parts, context.costs))
 
-    Of each worker the fewest layers, selectively before in full, lowest first: backward goes downwards, so when it gets
-    to them the activations of the layers above are freed. The present order of operations is assumed. None if there is
-    nothing to change: no worker lacks memory, or all that do recompute everything already.
+
+def _more_recomputed(draft: CourseDraft, context: DecisionContext) -> dict[int, RecomputedLayers] | None:
+    """Return recomputation under which the workers that lack memory have enough, or recompute all their layers.
+
+    Of each worker the fewest layers, selectively before in full, lowest first: backward goes downwards, so when it
+    reaches them the activations of the layers above are freed. The present order of operations is assumed. None if
+    nothing can change: no worker lacks memory, or all that do recompute everything already.
     """
-    costs, parts = context.costs, found.parts
-    recompute = dict(found.plan.recompute)
-    wider = {worker: _wider(found.plan, worker, costs.workload) for worker in found.estimate.over_capacity(costs)}
-    while wider := {worker: ranges for worker, ranges in wider.items() if ranges}:
-        for worker, ranges in wider.items():
+    costs, parts = context.costs, draft.parts
+    recompute = dict(draft.plan.recompute)
+    options = {worker: _wider(draft.plan, worker, costs.workload) for worker in draft.estimate.over_capacity(costs)}
+    while options := {worker: ranges for worker, ranges in options.items() if ranges}:
+        for worker, ranges in options.items():
             recompute[worker] = ranges.popleft()
-        parts = [part for part in parts if not wider.keys().isdisjoint(part.component.workers)]
-        peak_bytes = peak_bytes_of(replace(found.plan, recompute=recompute), parts, costs)
-        wider = {
-            worker: left for worker, left in wider.items() if peak_bytes[worker] > _capacity(costs.cluster, worker)
+        parts = [part for part in parts if not options.keys().isdisjoint(part.component.workers)]
+        peak_bytes = peak_bytes_of(replace(draft.plan, recompute=recompute), parts, costs)
+        options = {
+            worker: left for worker, left in options.items() if peak_bytes[worker] > _capacity(costs.cluster, worker)
         }
-    return recompute if recompute != found.plan.recompute else None
+    return recompute if recompute != draft.plan.recompute else None
 
 
 def _wider(plan: Plan, worker: int, workload: Workload) -> deque[RecomputedLayers]:
-    """Recomputation from the lowest layer that `worker` holds on, each of one held layer more, that adds to its own."""
+    """Return wider and wider recomputation on a worker: from its lowest layer on, each of one held layer more."""
     own, span = plan.recompute.get(worker), plan.placement.span(worker)
     stops = [layer + 1 for layers in plan.placement.ranges_of(worker) for layer in layers]
     if any(workload.layers[layer].selective_bytes is not None for layer in span):
-        ways = [RecomputedLayers(span.start, stop, stop - span.start) for stop in stops]
-        ways += [RecomputedLayers(span.start, span.stop, span.stop - stop) for stop in stops]
+        ranges = [RecomputedLayers(span.start, stop, stop - span.start) for stop in stops]
+        ranges += [RecomputedLayers(span.start, span.stop, span.stop - stop) for stop in stops]
     else:
-        ways = [RecomputedLayers(span.start, stop) for stop in stops]
+        ranges = [RecomputedLayers(span.start, stop) for stop in stops]
     return deque(
         layers
-        for layers in ways
+        for layers in ranges
         if own is None or (layers != own and layers.covers(own) and layers.full.stop >= own.full.stop)
     )
-
-
-def _under(
-    in_flight_limits: Mapping[int, InFlightLimit],
-    plan: Plan,
-    context: DecisionContext,
-    schedules: Sequence[PipelineSchedule] = (),
-) -> _Scheduled:
-    parts = best_parts(plan, context.costs, in_flight_limits=in_flight_limits, known=schedules)
-    return _Scheduled(plan, in_flight_limits, parts, estimate_parts(plan, parts, context.costs))
 
 
 def is_noop(proposal: Proposal, context: DecisionContext) -> bool:
@@ -303,51 +305,43 @@ def is_noop(proposal: Proposal, context: DecisionContext) -> bool:
     )
 
 
-def _stall_s(proposal: Proposal, context: DecisionContext, moves_s: float) -> float:
-    if proposal.from_checkpoint:
-        return context.return_s
-    return TransitionEstimate(phases=context.phases, transfer_s=moves_s, repeat_s=context.repeat_s).lost_s
+def _missing_bytes(estimate: PartsEstimate, transfer: Transfer | None, context: DecisionContext) -> str | None:
+    """Return why a plan does not fit the memory in a step, or while layers move; None if it does."""
+    for missing, when in (
+        (estimate.over_capacity(context.costs), "in a step"),
+        (_missing_in_transfer(transfer, context), "while layers move"),
+    ):
+        if missing:
+            worker = max(missing, key=lambda each: (missing[each], -each))
+            others = f", and {len(missing) - 1} others need more too" if len(missing) > 1 else ""
+            return f"memory: worker {worker} needs {data_size(missing[worker])} more {when}{others}"
+    return None
 
 
-def _too_large(estimate: PartsEstimate, context: DecisionContext) -> str | None:
-    missing = estimate.over_capacity(context.costs)
-    return _short_of(missing, "in a step") if missing else None
-
-
-def _too_large_meanwhile(transfer: Transfer | None, context: DecisionContext) -> str | None:
-    """While state moves, a worker has what it held, gradients included, and beside it what it has received."""
+def _missing_in_transfer(transfer: Transfer | None, context: DecisionContext) -> dict[int, float]:
+    """Return the bytes that workers lack for their old layers, gradients included, beside those that they receive."""
     if transfer is None:
-        return None
-    layers, before, after = context.costs.workload.layers, context.placement, transfer.placement
+        return {}
+    layers, cluster = context.costs.workload.layers, context.costs.cluster
     state = list(accumulate(map(state_bytes, layers), initial=0))
     gradients = list(accumulate((layer.gradient_bytes for layer in layers), initial=0))
-    numbers = range(len(layers) + 1)
-    needed: dict[int, int] = {}
-    for worker, ranges in after.ranges.items():
-        had = before.ranges_of(worker)
-        if missing_between(had, ranges, numbers):
+    missing: dict[int, float] = {}
+    for worker, ranges in transfer.placement.ranges.items():
+        had = context.placement.ranges_of(worker)
+        if received := missing_between(had, ranges, state):
             held = sum(each[own.stop] - each[own.start] for own in had for each in (state, gradients))
-            needed[worker] = held + missing_between(had, ranges, state)
-    missing = {
-        worker: short
-        for worker, num_bytes in needed.items()
-        if (short := num_bytes - _capacity(context.costs.cluster, worker)) > 0
-    }
-    return _short_of(missing, "while layers move") if missing else None
+            if (short := held + received - _capacity(cluster, worker)) > 0:
+                missing[worker] = short
+    return missing
 
 
 def _capacity(cluster: Cluster, worker: int) -> float:
-    known = cluster.worker(worker).memory_bytes
-    return float("inf") if known is None else known
+    memory_bytes = cluster.worker(worker).memory_bytes
+    return math.inf if memory_bytes is None else memory_bytes
 
 
-def _short_of(missing: Mapping[int, float], when: str) -> str:
-    worker = max(missing, key=lambda each: (missing[each], -each))
-    others = f", and {len(missing) - 1} others need more too" if len(missing) > 1 else ""
-    return f"memory: worker {worker} needs {data_size(missing[worker])} more {when}{others}"
-
-
-def _all_bytes(plan: Plan, context: DecisionContext) -> int:
+def _state_bytes(plan: Plan, context: DecisionContext) -> int:
+    """Return the bytes of parameters and optimizer state of all copies of the layers."""
     layers = context.costs.workload.layers
     return sum(
         state_bytes(layers[layer]) for ranges in plan.placement.ranges.values() for own in ranges for layer in own

@@ -1,4 +1,4 @@
-"""A first decision, for which nobody waits."""
+"""A first decision, which compiles the kernels that decisions run."""
 
 from __future__ import annotations
 
@@ -19,29 +19,18 @@ from chameleon_ft.workload import LayerCost, Workload
 __all__ = ["COMPILING", "COMPILING_AFTER_S", "warm_up"]
 
 COMPILING: Final = "compiling what schedules and searches, once after an installation: up to a minute"
-"""What to tell those who wait for `warm_up` long."""
+"""Message to a user who waits for `warm_up`."""
 COMPILING_AFTER_S: Final = 3.0
-"""Seconds after which they are told: more than it takes from the second time on."""
+"""Seconds after which the message is due: more than it takes once the kernels are cached."""
 
 
 def warm_up() -> None:
-    """Compile what decisions run, or load it where that was done before, so that the first one need not wait for it.
+    """Compile the kernels that decisions run, or load them from the cache, so that no decision waits for that.
 
-    That takes some tenths of a second in a process; after an installation, and wherever no folder can be written in
-    which what was compiled is kept, some tens of seconds.
+    Loading takes some tenths of a second in a process. Compiling, after an installation or without a writable folder
+    for the cache, takes some tens of seconds.
     """
-    layer = LayerCost(
-        "layer",
-        1.0,
-        1.0,
-        1.0,
-        param_bytes=1,
-        gradient_bytes=1,
-        optimizer_bytes=2,
-        activation_bytes=1,
-        weight_grad_bytes=1,
-        output_bytes=1,
-    )
+    layer = LayerCost("layer", 1.0, 1.0, 1.0, 1, 1, 1, 1, gradient_bytes=1, optimizer_bytes=2)
     plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=3, pp=2, micro_batches=6, split_backward=True)
     workers = tuple(Worker(worker, f"host {worker // 3}", memory_bytes=1000) for worker in plan.workers[1:])
     link = Link(0.1, 10.0)
@@ -57,8 +46,8 @@ def warm_up() -> None:
     course = decide(context, "chameleon", FailureModel(worker_mtbf_s=1.0, prior_failures=1.0)).course
     assert course is not None
     check_program(course.program, course.plan)
-    # Where memory is short, all cuts are gone through, and it is asked what is missing. Where nothing is reduced, there
-    # is one search for all numbers of pipelines.
+    # With little memory the search enumerates all cuts, and reports what is missing. Without gradients to reduce, one
+    # search covers all numbers of pipelines.
     for memory_bytes, own in ((18, layer), (1, layer), (18, replace(layer, gradient_bytes=0))):
         few = Cluster(tuple(Worker(worker, "host", memory_bytes=memory_bytes) for worker in range(2)), link, link)
         with contextlib.suppress(InfeasibleError):

@@ -13,12 +13,13 @@ from chameleon_ft.recovery import (
     Decision,
     DecisionContext,
     FailureModel,
+    LossClass,
+    classes_to_prepare,
     decide,
-    decide_on_class,
+    decide_for_class,
     remap_decision,
     rescore,
 )
-from chameleon_ft.recovery.symmetry import HostLossClass, LossClass, classes_to_prepare
 from chameleon_ft.schedule import CostModel, check_program
 
 __all__ = ["DecisionCache", "decide_and_check"]
@@ -143,12 +144,11 @@ class DecisionCache:
             self._decisions = {}
             self.prepared(0, time.monotonic() - began, f"{type(error).__name__}: {error}")
 
-    async def _prepare_class(self, losses: LossClass | HostLossClass, question: _Question) -> None:
+    async def _prepare_class(self, losses: LossClass, question: _Question) -> None:
         decision = await self._run(_decide, losses, question.context, self.policy, question.rate)
         if decision is not None:
             for lost, symmetry in losses.symmetries.items():
-                key = frozenset([lost]) if isinstance(lost, int) else lost
-                self._decisions[key] = question, remap_decision(decision, symmetry)
+                self._decisions[lost] = question, remap_decision(decision, symmetry)
                 await asyncio.sleep(_PAUSE_S)
 
     async def _run(self, function: Callable[..., _Answer], /, *arguments: object) -> _Answer:
@@ -160,10 +160,8 @@ def decide_and_check(context: DecisionContext, policy: str, rate: FailureModel) 
     return _checked(decide(context, policy, rate))
 
 
-def _decide(
-    losses: LossClass | HostLossClass, context: DecisionContext, policy: str, rate: FailureModel
-) -> Decision | None:
-    decision = decide_on_class(losses, context, policy, rate)
+def _decide(losses: LossClass, context: DecisionContext, policy: str, rate: FailureModel) -> Decision | None:
+    decision = decide_for_class(losses, context, policy, rate)
     return None if decision is None else _checked(decision)
 
 

@@ -17,14 +17,15 @@ from chameleon_ft.recovery import (
     Decision,
     DecisionContext,
     FailureModel,
+    LossClass,
     LossRisk,
+    classes_to_prepare,
     decide,
     remap_decision,
     rescore,
     risk_of,
     uniform_limits,
 )
-from chameleon_ft.recovery.symmetry import HostLossClass, LossClass, classes_to_prepare
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.search import InfeasibleError, find_plan
@@ -64,7 +65,7 @@ class Decisions:
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[object, ...], tuple[Decision, DecisionContext]] = OrderedDict()
-        self._classes: OrderedDict[tuple[object, ...], list[LossClass | HostLossClass]] = OrderedDict()
+        self._classes: OrderedDict[tuple[object, ...], list[LossClass]] = OrderedDict()
 
     def decide(self, context: DecisionContext, policy: str, rate: FailureModel) -> Decision:
         """What `recovery.decide` says."""
@@ -80,18 +81,17 @@ class Decisions:
         _remember(self._known, key, (decision, context))
         return decision
 
-    def classes(self, context: DecisionContext) -> list[LossClass | HostLossClass]:
+    def classes(self, context: DecisionContext) -> list[LossClass]:
         """The losses that come to the same, while everyone is there, in the order in which they are prepared."""
         key = _asked(context)
         if key not in self._classes:
             of_workers, of_hosts = classes_to_prepare(context)
-            classes: list[LossClass | HostLossClass] = [*of_workers, *of_hosts]
-            _remember(self._classes, key, classes)
+            _remember(self._classes, key, [*of_workers, *of_hosts])
         return self._classes[key]
 
     def on_representative(
         self,
-        losses: LossClass | HostLossClass,
+        losses: LossClass,
         before: DecisionContext,
         now: DecisionContext,
         policy: str,
@@ -250,7 +250,7 @@ class ExactPlanner(ActivePlan[RealPlan]):
             return None
         before = replace(context, costs=self._of({**state.speeds, **dict.fromkeys(state.lost, 1.0)}))
         for number, losses in enumerate(self._decisions.classes(before), start=1):
-            symmetry = losses.symmetry_for(state.lost)
+            symmetry = losses.symmetries.get(state.lost)
             if symmetry is not None and number * search_s <= state.running_s:
                 found = self._decisions.on_representative(losses, before, context, self._name, state.rate)
                 return remap_decision(found, symmetry)

@@ -1,13 +1,13 @@
-"""All kinds of plans as layouts whose pipelines are counted by class; see `chameleon_ft.recovery.Proposer`."""
+"""All kinds of plans as layouts whose pipelines are counted by class."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-from chameleon_ft.estimate import paper
-from chameleon_ft.recovery import PaperRepartition
+from chameleon_ft.recovery import prefers_rerouting
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, LayoutPipeline, arranged
 from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass
 from chameleon_ft.simulate.by_class.world import World
@@ -18,7 +18,7 @@ __all__ = ["ProposalsByClass"]
 
 
 class ProposalsByClass:
-    """A `Proposer` of options for a layout, with gaps where workers are lost.
+    """Proposes options for a layout, with gaps where workers are lost: a method for each `recovery.policies.Kind`.
 
     Args:
         model: costs of layouts and of changes.
@@ -36,7 +36,7 @@ class ProposalsByClass:
     def keep(self) -> list[Option]:
         """The layout as it is, if no worker is lost: as in `recovery.decide`, whatever the policy proposes.
 
-        All other methods are those of `Proposer`.
+        All other methods are those of `Kind`.
         """
         return self._options("as-it-is", [self.layout]) if self.is_intact else []
 
@@ -97,29 +97,20 @@ class ProposalsByClass:
             layouts += [] if smaller is None else [smaller]
         return self._options(name, layouts)
 
-    def paper_repartition(self, name: str) -> PaperRepartition[Option]:
+    def paper(self, name: str) -> list[Option]:
         found = estimated_mix(self.model.noted("paper", paper_mixes), self.layout, self.state.speeds)
-        options = self._options(name, [] if found is None else self.model.placements(found[0]))
-        rate = None
+        options = self._options(f"{name}-repartition", [] if found is None else self.model.placements(found[0]))
+        step_s, transition_s = math.inf, 0.0
         if found is not None and options:
-            moves_s = max(0.0, options[0].stall_s - self.model.phases(self.state).total_s)
-            rate = self._paper_samples_per_s(found[1], moves_s)
-        detour_s = rerouted_s(self.model, self.layout)
-        return PaperRepartition(
-            proposals=options,
-            samples_per_s=rate,
-            rerouted_samples_per_s=self._paper_samples_per_s(detour_s, 0.0),
-        )
-
-    def _paper_samples_per_s(self, step_s: float, transition_s: float) -> float:
-        if step_s == float("inf"):
-            return 0.0
-        return paper.samples_per_second(
+            step_s, transition_s = found[1], max(0.0, options[0].stall_s - self.model.phases(self.state).total_s)
+        reroutes = prefers_rerouting(
             samples=self.model.costs.workload.samples,
             step_s=step_s,
             transition_s=transition_s,
-            until_failure_s=self.state.horizon_s,
+            rerouted_s=rerouted_s(self.model, self.layout),
+            horizon_s=self.state.horizon_s,
         )
+        return self.reroute(f"{name}-reroute") if reroutes else options
 
     def _options(self, name: str, layouts: Sequence[ClusterLayout]) -> list[Option]:
         same = set(self.layout.pipelines)

@@ -9,4 +9,4 @@ from chameleon_ft.recovery import Policy
 
 __all__ = ["POLICY"]
 
-POLICY = Policy(propose=lambda proposer: proposer.repartition("redundant"), starts="equal")
+POLICY = Policy(kinds={"repartition": "redundant"}, starts="equal")

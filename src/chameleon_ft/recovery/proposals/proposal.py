@@ -1,4 +1,4 @@
-"""What a policy hands in."""
+"""A proposal of a policy."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import InFlightLimit, PipelineSchedule
+from chameleon_ft.search import FoundPlan
 
 __all__ = ["Proposal"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A plan to go on with, or why there is none of its kind.
+    """A plan to continue with, or why there is none of its kind.
 
     Attributes:
-        name: what kind of plan it is; different for every proposal of a policy.
-        plan: the plan, on live workers; None where there is none.
-        in_flight_limits: what its workers can keep at most; those that are left out are not bounded.
+        name: the kind of plan; different for every proposal of a policy.
+        plan: the plan, on live workers; None if there is none.
+        in_flight_limits: the most that its workers can keep; workers that are left out are not bounded.
         from_checkpoint: whether the state comes from a checkpoint, and not from other workers.
-        reason: why there is no plan; None where there is one.
-        schedules: of pipelines, as far as they are known already, for `best_parts`.
+        reason: why there is no plan; None if there is one.
+        schedules: of its pipelines, if a search has found them already, for `best_parts`.
 
     Raises:
         PlanError: both a plan and a reason, or neither.
@@ -40,3 +41,14 @@ class Proposal:
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))
         if (self.plan is None) == (self.reason is None):
             raise PlanError(f"proposal {self.name!r} needs either a plan or a reason why there is none")
+
+    @classmethod
+    def of(cls, name: str, found: FoundPlan, *, from_checkpoint: bool = False) -> Proposal:
+        """Propose a plan of a search."""
+        return cls(
+            name=name,
+            plan=found.plan,
+            in_flight_limits=found.in_flight_limits,
+            from_checkpoint=from_checkpoint,
+            schedules=found.schedules,
+        )
