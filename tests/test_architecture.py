@@ -376,7 +376,6 @@ SURFACE = {
         "device",
         "from_hugging_face",
         "layer_work",
-        "model_flops_per_token",
         "model_shape",
         "state_policy",
     ],

@@ -15,10 +15,9 @@ from chameleon_ft.presets import (
     Recompute,
     from_hugging_face,
     layer_work,
-    model_flops_per_token,
     model_shape,
 )
-from tests.presets.shapes import gpt
+from tests.presets.shapes import gpt, model_flops_per_token
 
 # Parameters in the files that each model is published with on Hugging Face (their safetensors index).
 PUBLISHED = {

@@ -11,9 +11,9 @@ Preset = TypeVar("Preset")
 
 
 def named(presets: Mapping[str, Preset], name: str, kind: str) -> Preset:
-    """The preset called `name`, in any case, or the only one whose name goes on after it with a "-".
+    """Return the preset of this name, in any case, or the only one whose name continues it after a "-".
 
-    Raises ConfigError with all there are, and with the nearest where one is near.
+    Raises ConfigError if there is none.
     """
     asked = name.lower()
     if asked in presets:

@@ -1,29 +1,28 @@
-"""Workloads from the shape of a model and the rates of a device, without running anything."""
+"""Workloads from the shape of a model and the rates of a device, without running anything.
+
+Floating-point operations count a multiply-add as two. A matrix with n elements takes 2 n operations a token forward,
+2 n for the gradient of its input and 2 n for its own, in all the 6 N of Kaplan et al. ("Scaling Laws for Neural
+Language Models", 2020, section 2.1). Attention over s positions takes 4 s a d_h forward and twice that backward, in all
+12 L a d_h s for L blocks (Chowdhery et al., "PaLM", 2022, appendix B). A causal mask hides half of that, which flash
+attention does not compute; but its backward computes the scores again, and takes 2.5 times the forward (Dao,
+"FlashAttention-2", 2023, section 4.1).
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.presets.activations import (
-    block_activation_bytes,
-    block_selective_bytes,
-    block_weight_grad_bytes,
-    block_working_bytes,
-    head_activation_bytes,
-    head_weight_grad_bytes,
-    head_working_bytes,
-)
+from chameleon_ft.presets.activations import block_bytes, embedding_bytes, head_bytes
 from chameleon_ft.presets.devices import Device
-from chameleon_ft.presets.dtypes import STATE_POLICIES, StatePolicy
-from chameleon_ft.presets.execution import Execution, Recompute
-from chameleon_ft.presets.flops import TokenWork, layer_work
-from chameleon_ft.presets.shape import ModelShape
+from chameleon_ft.presets.execution import STATE_POLICIES, Attention, Execution, Recompute, StatePolicy
+from chameleon_ft.presets.shape import FeedForward, ModelShape
 from chameleon_ft.workload import LayerCost, TiedParameters, Workload
 
-__all__ = ["derive_workload"]
+__all__ = ["TokenWork", "derive_workload", "layer_work"]
 
-_TOKEN_ID_BYTES: Final = 8
+_FLOAT32_BYTES: Final = 4
 # All-reduces (or all-gather and reduce-scatter, which move as much) of a block's forward, and again of its backward.
 _TP_REDUCTIONS: Final = 2
 
@@ -37,12 +36,12 @@ def derive_workload(
     execution: Execution = Execution(),  # noqa: B008 - frozen
     state: StatePolicy = STATE_POLICIES["bf16-master"],
 ) -> Workload:
-    """What a step of training `shape` costs on workers of `execution.tp` devices.
+    """Return the workload of training `shape` on workers of `execution.tp` devices.
 
     Seconds: matrix products at the device's achievable rate, element-wise operations at its achievable bandwidth, and
     with tensor parallelism two all-reduces of the block's output inside the host, in the forward and again in I.
     Nothing overlaps. Bytes are those of one rank; see `chameleon_ft.presets.activations` for their sources. Full
-    recomputation is that of a plan whose workers all recompute, of the same workload without it.
+    recomputation is that of a plan whose workers all recompute, of the workload without it.
 
     Raises:
         ConfigError: the device has no rate for the type of the parameters, `tp` does not divide the model, or a count
@@ -51,105 +50,109 @@ def derive_workload(
     if micro_batch_size < 1:
         raise ConfigError(f"micro_batch_size must be at least 1; got {micro_batch_size}")
     execution.check(shape)
-    deriving = _Deriving(shape, device, execution, state, tokens=micro_batch_size * shape.seq_len)
-    workload = Workload(deriving.layers(), micro_batches, micro_batch_size, tied=deriving.tied())
+    tp, tokens, element_bytes = execution.tp, micro_batch_size * shape.seq_len, state.parameters.num_bytes
+    flops_per_s, bytes_per_s = device.flops_per_s(state.parameters) * tp, device.bytes_per_s * tp
+    # A rank sends its part of the block's output to its counterpart in the next stage.
+    boundary_bytes = tokens * -(-shape.hidden * element_bytes // execution.shared)
+    reductions_s = _TP_REDUCTIONS * device.intra_host.ring_all_reduce_s(tokens * shape.hidden * element_bytes, tp)
+
+    def seconds(flops: float, traffic_bytes: float) -> float:
+        return tokens * (flops / flops_per_s + traffic_bytes / bytes_per_s)
+
+    def cost(name: str, work: TokenWork, params: int, reductions_s: float = 0.0, **num_bytes: Any) -> LayerCost:
+        own_params = -(-params // tp)
+        return LayerCost(
+            name=name,
+            forward_s=seconds(work.forward_flops, work.forward_traffic) + reductions_s,
+            input_grad_s=seconds(work.input_grad_flops, work.input_grad_traffic) + reductions_s,
+            weight_grad_s=seconds(work.weight_grad_flops, work.weight_grad_traffic),
+            selective_s=seconds(work.selective_flops, work.selective_traffic),
+            param_bytes=own_params * element_bytes,
+            gradient_bytes=own_params * state.gradients.num_bytes,
+            optimizer_bytes=own_params * state.optimizer_bytes,
+            **num_bytes,
+        )
+
+    embedding, block, *_, head = layer_work(shape, execution, element_bytes)
+    kept, in_block, in_head = (
+        each(shape, execution, tokens=tokens, element_bytes=element_bytes)
+        for each in (embedding_bytes, block_bytes, head_bytes)
+    )
+    layers = (
+        cost("embedding", embedding, shape.embedding_params, output_bytes=boundary_bytes, **kept),
+        *(
+            cost(f"block {number}", block, shape.block_params, reductions_s, output_bytes=boundary_bytes, **in_block)
+            for number in range(1, shape.blocks + 1)
+        ),
+        cost("head", head, shape.head_params, **in_head),
+    )
+    tied: tuple[TiedParameters, ...] = ()
+    if shape.tied_embeddings:
+        tied_params = -(-shape.vocab * shape.hidden // tp)
+        tied = (TiedParameters((0, shape.blocks + 1), tied_params * state.gradients.num_bytes),)
+    workload = Workload(layers, micro_batches, micro_batch_size, tied=tied)
     return workload.recomputed() if execution.recompute is Recompute.FULL else workload
 
 
-class _Deriving:
-    def __init__(
-        self, shape: ModelShape, device: Device, execution: Execution, state: StatePolicy, *, tokens: int
-    ) -> None:
-        self._shape = shape
-        self._device = device
-        self._execution = execution
-        self._state = state
-        self._tokens = tokens
-        self._element_bytes = state.parameters.num_bytes
-        self._flops_per_s = device.flops_per_s(state.parameters) * execution.tp
-        self._bytes_per_s = device.bytes_per_s * execution.tp
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenWork:
+    """Work for one token in a layer, over all ranks of a worker.
 
-    def layers(self) -> tuple[LayerCost, ...]:
-        shape, execution, tokens, element_bytes = self._shape, self._execution, self._tokens, self._element_bytes
-        embedding_work, block_work, *_, head_work = layer_work(shape, execution, element_bytes)
-        # The embedding keeps the ids for its gradient, which the backward turns into one row for each token.
-        embedding = self._layer(
-            "embedding",
-            embedding_work,
-            params=shape.embedding_params,
-            activation_bytes=tokens * _TOKEN_ID_BYTES,
-            weight_grad_bytes=tokens * (_TOKEN_ID_BYTES + -(-shape.hidden * element_bytes // execution.shared)),
-        )
-        blocks = tuple(
-            self._layer(
-                f"block {number}",
-                block_work,
-                params=shape.block_params,
-                reductions=_TP_REDUCTIONS,
-                activation_bytes=tokens * block_activation_bytes(shape, execution, element_bytes),
-                selective_bytes=tokens * block_selective_bytes(shape, execution, element_bytes),
-                weight_grad_bytes=tokens * block_weight_grad_bytes(shape, execution, element_bytes),
-                working_bytes=block_working_bytes(shape, execution, tokens=tokens, element_bytes=element_bytes),
-            )
-            for number in range(1, shape.blocks + 1)
-        )
-        head = self._layer(
-            "head",
-            head_work,
-            params=shape.head_params,
-            activation_bytes=tokens * head_activation_bytes(shape, execution, element_bytes),
-            weight_grad_bytes=tokens * head_weight_grad_bytes(shape, execution, element_bytes),
-            working_bytes=head_working_bytes(shape, execution, tokens=tokens, element_bytes=element_bytes),
-            crosses=False,
-        )
-        return (embedding, *blocks, head)
+    Attributes:
+        forward_flops, input_grad_flops, weight_grad_flops: operations of matrix products.
+        forward_traffic, input_grad_traffic, weight_grad_traffic: bytes that element-wise operations read and write.
+        selective_flops, selective_traffic: work that is repeated if a plan recomputes the layer selectively.
+    """
 
-    def tied(self) -> tuple[TiedParameters, ...]:
-        shape = self._shape
-        if not shape.tied_embeddings:
-            return ()
-        own_params = -(-shape.vocab * shape.hidden // self._execution.tp)
-        return (TiedParameters((0, shape.blocks + 1), own_params * self._state.gradients.num_bytes),)
+    forward_flops: float = 0.0
+    input_grad_flops: float = 0.0
+    weight_grad_flops: float = 0.0
+    forward_traffic: float = 0.0
+    input_grad_traffic: float = 0.0
+    weight_grad_traffic: float = 0.0
+    selective_flops: float = 0.0
+    selective_traffic: float = 0.0
 
-    def _layer(
-        self,
-        name: str,
-        work: TokenWork,
-        *,
-        params: int,
-        activation_bytes: int,
-        weight_grad_bytes: int,
-        selective_bytes: int | None = None,
-        working_bytes: int = 0,
-        reductions: int = 0,
-        crosses: bool = True,
-    ) -> LayerCost:
-        own_params = -(-params // self._execution.tp)
-        reduction_s = reductions * self._reduction_s()
-        return LayerCost(
-            name=name,
-            forward_s=self._seconds(work.forward_flops, work.forward_traffic) + reduction_s,
-            input_grad_s=self._seconds(work.input_grad_flops, work.input_grad_traffic) + reduction_s,
-            weight_grad_s=self._seconds(work.weight_grad_flops, work.weight_grad_traffic),
-            param_bytes=own_params * self._state.parameters.num_bytes,
-            activation_bytes=activation_bytes,
-            weight_grad_bytes=weight_grad_bytes,
-            output_bytes=self._boundary_bytes() if crosses else 0,
-            gradient_bytes=own_params * self._state.gradients.num_bytes,
-            optimizer_bytes=own_params * self._state.optimizer_bytes,
-            working_bytes=working_bytes,
-            selective_bytes=selective_bytes,
-            selective_s=self._seconds(work.selective_flops, work.selective_traffic),
-        )
 
-    def _seconds(self, flops: float, traffic_bytes: float) -> float:
-        return self._tokens * (flops / self._flops_per_s + traffic_bytes / self._bytes_per_s)
+def layer_work(shape: ModelShape, execution: Execution, element_bytes: int) -> tuple[TokenWork, ...]:
+    """Return the work for one token in each of the layers of `shape`, with `element_bytes` bytes for an element.
 
-    def _boundary_bytes(self) -> int:
-        """What a rank sends to its counterpart in the next stage."""
-        return self._tokens * -(-self._shape.hidden * self._element_bytes // self._execution.shared)
+    The embedding multiplies nothing. Norms, rotary positions, activation function and residual sums read their inputs
+    and write their outputs once, and move twice the bytes backward. The loss reads logits and makes a copy of them and
+    their log-softmax in float32. With selective recomputation I computes the scores again; whole blocks that are
+    recomputed are not counted here, see `derive_workload`.
+    """
+    row_bytes = shape.hidden * element_bytes
+    embedding = TokenWork(forward_traffic=2.0 * row_bytes, weight_grad_traffic=3.0 * row_bytes)
+    projection = 2.0 * shape.vocab * shape.hidden
+    loss_traffic = shape.vocab * (element_bytes + 3 * _FLOAT32_BYTES)
+    head = TokenWork(
+        forward_flops=projection,
+        input_grad_flops=projection,
+        weight_grad_flops=projection,
+        forward_traffic=2.0 * row_bytes + loss_traffic,
+        input_grad_traffic=2 * 2.0 * row_bytes + loss_traffic,
+    )
+    return (embedding, *(_block_work(shape, execution, element_bytes) for _ in range(shape.blocks)), head)
 
-    def _reduction_s(self) -> float:
-        """An all-reduce of a block's output over the ranks of the worker."""
-        whole = self._tokens * self._shape.hidden * self._element_bytes
-        return self._device.intra_host.ring_all_reduce_s(whole, self._execution.tp)
+
+def _block_work(shape: ModelShape, execution: Execution, element_bytes: int) -> TokenWork:
+    flash = execution.attention is Attention.FLASH
+    matrices = 2.0 * sum(shape.block_matrices)
+    scores = 4.0 * shape.query_dim * shape.seq_len * (0.5 if flash else 1.0)
+    repeated_scores = 0.0 if flash else scores
+    always = execution.recompute is Recompute.SELECTIVE
+    # Elements that fast operations read and write: norms, and the activation function with the product with up; then
+    # residual sums, and rotary positions.
+    recomputable = 2 * 2 * shape.hidden + (3 if shape.feed_forward is FeedForward.SWIGLU else 2) * shape.ffn
+    rotation = 0 if shape.learned_positions else 2 * (shape.query_dim + shape.kv_dim)
+    traffic = float(recomputable + 2 * 3 * shape.hidden + rotation) * element_bytes
+    return TokenWork(
+        forward_flops=matrices + scores,
+        input_grad_flops=matrices + (2.5 if flash else 2.0) * scores + (repeated_scores if always else 0.0),
+        weight_grad_flops=matrices,
+        forward_traffic=traffic,
+        input_grad_traffic=2 * traffic,
+        selective_flops=0.0 if always else repeated_scores,
+        selective_traffic=float(recomputable) * element_bytes,
+    )

@@ -1,7 +1,7 @@
 """Rates of devices.
 
-Peaks are those of the manufacturers for dense matrices. What part of a peak large matrix products reach is an
-assumption, named as such in every field that is one; a measured profile replaces it.
+Peaks are those of the manufacturers for dense matrices. The share of a peak that large matrix products reach is an
+assumption, as the field says; a measured profile replaces it.
 
 - A100-80G: NVIDIA, "A100 Tensor Core GPU" data sheet, SXM, 2021: 312 TFLOP/s bf16 and fp16, 19.5 fp32, 80 GB at
   2,039 GB/s, NVLink 600 GB/s (300 each way). DGX A100: one 200 Gb/s adapter to a GPU.
@@ -11,7 +11,7 @@ assumption, named as such in every field that is one; a measured profile replace
   arXiv 2506.12708, give 376 TFLOP/s bf16 and fp16, 64 GB and 1.6 TB/s for each of the two dies of a 910C, which is the
   die of the faster 910B; users have measured 315 TFLOP/s on a 910B2. Eight to a server, each joined to each of the
   seven others at 56 GB/s (28 each way, 392 GB/s in all), and one 200 Gb/s port to an NPU: reported, not published.
-  Slower bins (910B3, 910B4) are to be given as devices of their own.
+  Slower bins (910B3, 910B4) need devices of their own.
 - Latencies are assumptions of the order that all-reduce tests of NCCL show on such machines: about 3 us for a step
   inside a host, and about 10 us between hosts; a message with its launch is taken for twice that inside a host.
 """
@@ -27,7 +27,7 @@ from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.presets._lookup import named
-from chameleon_ft.presets.dtypes import DType
+from chameleon_ft.presets.execution import DType
 
 __all__ = ["DEVICES", "Device", "device"]
 
@@ -37,17 +37,17 @@ class Device:
     """The rates of one accelerator.
 
     Attributes:
-        name: what it is called.
+        name: name of the device.
         peak_flops: highest floating-point operations a second of dense matrix products, by element type.
-        achievable: the part of it that the products of a large transformer reach; an assumption.
+        achievable: the share of it that the products of a large transformer reach; an assumption.
         memory_bytes: capacity.
         memory_bytes_per_s: highest bandwidth of its memory.
-        achievable_bandwidth: the part of it that element-wise operations reach; an assumption.
+        achievable_bandwidth: the share of it that element-wise operations reach; an assumption.
         intra_host: link to another device of the host, one way.
         inter_host: link to a device of another host, one way.
 
     Raises:
-        ConfigError: no rates, or a rate, part or size that is not positive, or a part above 1.
+        ConfigError: no rates, or a rate, share or size that is not positive, or a share above 1.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Device:
         object.__setattr__(self, "peak_flops", FrozenMap(self.peak_flops))
 
     def flops_per_s(self, dtype: DType) -> float:
-        """Operations a second that matrix products of this type reach. Raises ConfigError if the type has no rate."""
+        """Return operations a second of matrix products of this type. Raises ConfigError if the type has no rate."""
         if dtype not in self.peak_flops:
             known = ", ".join(self.peak_flops)
             raise ConfigError(f"device {self.name!r} has no rate for {dtype}; it has one for: {known}")
@@ -81,11 +81,11 @@ class Device:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes a second that element-wise operations read and write."""
+        """The bytes that element-wise operations read and write in a second."""
         return self.memory_bytes_per_s * self.achievable_bandwidth
 
     def cluster(self, workers: int, *, workers_per_host: int = 8) -> Cluster:
-        """`workers` workers on hosts of `workers_per_host`, with this device's memory and links.
+        """Return `workers` workers on hosts of `workers_per_host`, with this device's memory and links.
 
         With tensor parallelism a worker has several devices; its memory is that of one, like the bytes of a workload.
 
@@ -104,39 +104,20 @@ class Device:
         )
 
 
-def _tera_flops(half: float, single: float | None = None) -> dict[DType, float]:
-    rates = {DType.BF16: half * 1e12, DType.FP16: half * 1e12}
-    return rates if single is None else rates | {DType.FP32: single * 1e12}
-
-
 DEVICES: Final[Mapping[str, Device]] = FrozenMap(
     {
-        each.name: each
-        for each in (
-            Device(
-                name="a100-80g",
-                peak_flops=_tera_flops(312, 19.5),
-                memory_bytes=80 * 10**9,
-                memory_bytes_per_s=2.039e12,
-                intra_host=Link(6e-6, 300e9),
-                inter_host=Link(10e-6, 25e9),
-            ),
-            Device(
-                name="h100-80g",
-                peak_flops=_tera_flops(989.4, 66.9),
-                memory_bytes=80 * 10**9,
-                memory_bytes_per_s=3.35e12,
-                intra_host=Link(6e-6, 450e9),
-                inter_host=Link(10e-6, 50e9),
-            ),
-            Device(
-                name="ascend-910b-64g",
-                peak_flops=_tera_flops(376),
-                memory_bytes=64 * 10**9,
-                memory_bytes_per_s=1.6e12,
-                intra_host=Link(6e-6, 28e9),
-                inter_host=Link(10e-6, 25e9),
-            ),
+        name: Device(
+            name=name,
+            peak_flops={dtype: tera_flops * 1e12 for dtype, tera_flops in rates.items()},
+            memory_bytes=memory_gb * 10**9,
+            memory_bytes_per_s=bytes_per_s,
+            intra_host=Link(6e-6, intra_host_bytes_per_s),
+            inter_host=Link(10e-6, inter_host_bytes_per_s),
+        )
+        for name, rates, memory_gb, bytes_per_s, intra_host_bytes_per_s, inter_host_bytes_per_s in (
+            ("a100-80g", {DType.BF16: 312, DType.FP16: 312, DType.FP32: 19.5}, 80, 2.039e12, 300e9, 25e9),
+            ("h100-80g", {DType.BF16: 989.4, DType.FP16: 989.4, DType.FP32: 66.9}, 80, 3.35e12, 450e9, 50e9),
+            ("ascend-910b-64g", {DType.BF16: 376, DType.FP16: 376}, 64, 1.6e12, 28e9, 25e9),
         )
     }
 )
@@ -144,5 +125,5 @@ DEVICES: Final[Mapping[str, Device]] = FrozenMap(
 
 
 def device(name: str) -> Device:
-    """The device of this name. Raises ConfigError if it is unknown; build a `Device` for another one."""
+    """Return the device of this name. Raises ConfigError if it is unknown; build a `Device` for another one."""
     return named(DEVICES, name, "device")

@@ -1,18 +1,22 @@
-"""How blocks are executed: choices that change time and memory, but not what is computed."""
+"""How a model is executed: choices that change time and memory, but not the results beyond rounding."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from chameleon_ft.errors import ConfigError
+from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.presets._lookup import named
 from chameleon_ft.presets.shape import ModelShape
 
-__all__ = ["Attention", "Execution", "Recompute"]
+__all__ = ["STATE_POLICIES", "Attention", "DType", "Execution", "Recompute", "StatePolicy", "state_policy"]
 
 
 class Attention(StrEnum):
-    """How attention is computed.
+    """The kernel of attention.
 
     Flash attention (Dao et al. 2022) keeps one number for each row of the scores and skips what a causal mask hides.
     Eager attention computes and keeps all scores.
@@ -23,10 +27,10 @@ class Attention(StrEnum):
 
 
 class Recompute(StrEnum):
-    """What is dropped after the forward and computed again in the backward (Korthikanti et al. 2022).
+    """Activations that are dropped after the forward and recomputed in the backward (Korthikanti et al. 2022).
 
-    Nothing; the core of attention (scores, softmax, dropout), which flash attention never keeps; or whole blocks, of
-    which only the input is kept. Here it is for all workers and all steps. A plan can also ask some of its workers to
+    None; the core of attention (scores, softmax, dropout), which flash attention never keeps; or whole blocks, of which
+    only the input is kept. This applies to all workers and all steps. A plan can also ask some of its workers to
     recompute whole blocks, or norms, activation functions and the core of attention: do not do both.
     """
 
@@ -43,8 +47,8 @@ class Execution:
         attention: kernel of attention.
         recompute: what is computed twice to save memory.
         tp: ranks of a worker that share every block (tensor parallelism, Shoeybi et al. 2019).
-        sequence_parallel: whether these ranks also share what tensor parallelism leaves to each of them: norms,
-            dropout, and the inputs of the matrices. Without effect if `tp` is 1.
+        sequence_parallel: whether these ranks also share what tensor parallelism leaves whole: norms, dropout, and the
+            inputs of the matrices. Without effect if `tp` is 1.
 
     Raises:
         ConfigError: `tp` below one.
@@ -60,7 +64,7 @@ class Execution:
             raise ConfigError(f"tp must be at least 1; got {self.tp}")
 
     def check(self, shape: ModelShape) -> None:
-        """Raises ConfigError unless `tp` ranks can share the heads and the feed-forward of `shape` equally."""
+        """Raise ConfigError unless `tp` ranks can share the heads and the feed-forward of `shape` equally."""
         for field in ("heads", "kv_heads", "ffn", "vocab"):
             if getattr(shape, field) % self.tp:
                 raise ConfigError(
@@ -69,5 +73,64 @@ class Execution:
 
     @property
     def shared(self) -> int:
-        """By how many the bytes of norms, dropout and inputs of matrices are divided on a rank."""
+        """The number of ranks that share the bytes of norms, dropout and inputs of matrices."""
         return self.tp if self.sequence_parallel else 1
+
+
+class DType(StrEnum):
+    """The type of an element of a tensor."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one element."""
+        return 4 if self is DType.FP32 else 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePolicy:
+    """The types of parameters, gradients and optimizer state.
+
+    Attributes:
+        name: name of the policy.
+        parameters: type of the parameters, and of everything computed with them.
+        gradients: type in which gradients are summed over micro-batches and workers.
+        optimizer_bytes: bytes of the optimizer for each parameter: its moments, and a master copy if it keeps one.
+
+    Raises:
+        ConfigError: negative optimizer bytes.
+    """
+
+    name: str
+    parameters: DType
+    gradients: DType
+    optimizer_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.optimizer_bytes < 0:
+            raise ConfigError(f"optimizer_bytes of {self.name!r} must not be negative; got {self.optimizer_bytes}")
+
+
+STATE_POLICIES: Final[Mapping[str, StatePolicy]] = FrozenMap(
+    {
+        name: StatePolicy(name=name, parameters=parameters, gradients=gradients, optimizer_bytes=optimizer_bytes)
+        for name, parameters, gradients, optimizer_bytes in (
+            # 2 + 2 + (4 master + 4 + 4 moments) = 16 bytes: Rajbhandari et al., "ZeRO", 2020, section 3.1.
+            ("bf16-master", DType.BF16, DType.BF16, 12),
+            # As above with gradients summed in fp32: 18 bytes.
+            ("bf16-master-fp32-gradients", DType.BF16, DType.FP32, 12),
+            # PyTorch's AdamW for parameters in bf16: both moments in their type, no master copy.
+            ("bf16", DType.BF16, DType.BF16, 4),
+            ("fp32", DType.FP32, DType.FP32, 8),
+        )
+    }
+)
+"""Policies for Adam by name."""
+
+
+def state_policy(name: str) -> StatePolicy:
+    """Return the policy of this name. Raises ConfigError if there is none."""
+    return named(STATE_POLICIES, name, "state policy")

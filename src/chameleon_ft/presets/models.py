@@ -1,4 +1,4 @@
-"""Shapes of published models.
+"""Shapes of published models, and of models published on Hugging Face.
 
 Sources, for the shapes and (in the tests) the numbers of parameters:
 
@@ -17,65 +17,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from chameleon_ft.errors import ConfigError
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.presets._lookup import named
 from chameleon_ft.presets.shape import Bias, ModelShape
 
-__all__ = ["MODELS", "model_shape"]
+__all__ = ["MODELS", "from_hugging_face", "model_shape"]
 
-
-def _llama_2(size: str, hidden: int, blocks: int, heads: int, kv_heads: int, ffn: int) -> ModelShape:
-    return _shape(f"llama2-{size}", hidden, blocks, heads, kv_heads, ffn, vocab=32_000, seq_len=4096)
-
-
-def _llama_3(size: str, hidden: int, blocks: int, heads: int, ffn: int) -> ModelShape:
-    return _shape(f"llama3-{size}", hidden, blocks, heads, 8, ffn, vocab=128_256, seq_len=8192)
-
-
-def _qwen_2_5(size: str, hidden: int, blocks: int, heads: int, kv_heads: int, ffn: int) -> ModelShape:
-    name = f"qwen2.5-{size}"
-    return _shape(name, hidden, blocks, heads, kv_heads, ffn, vocab=152_064, seq_len=4096, bias=Bias.QKV)
-
-
-def _shape(
-    name: str,
-    hidden: int,
-    blocks: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    *,
-    vocab: int,
-    seq_len: int,
-    bias: Bias = Bias.NONE,
-) -> ModelShape:
-    return ModelShape(
-        name=name,
-        hidden=hidden,
-        blocks=blocks,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        ffn=ffn,
-        vocab=vocab,
-        seq_len=seq_len,
-        bias=bias,
-    )
+# Model types of Hugging Face made of the blocks that `ModelShape` describes, with their default biases.
+_TYPES: Final[Mapping[str, Bias]] = FrozenMap({"llama": Bias.NONE, "mistral": Bias.NONE, "qwen2": Bias.QKV})
 
 
 MODELS: Final[Mapping[str, ModelShape]] = FrozenMap(
     {
-        shape.name: shape
-        for shape in (
-            _llama_2("7b", 4096, 32, 32, 32, 11_008),
-            _llama_2("13b", 5120, 40, 40, 40, 13_824),
-            _llama_2("70b", 8192, 80, 64, 8, 28_672),
-            _llama_3("8b", 4096, 32, 32, 14_336),
-            _llama_3("70b", 8192, 80, 64, 28_672),
-            _llama_3("405b", 16_384, 126, 128, 53_248),
-            _qwen_2_5("7b", 3584, 28, 28, 4, 18_944),
-            _qwen_2_5("32b", 5120, 64, 40, 8, 27_648),
-            _qwen_2_5("72b", 8192, 80, 64, 8, 29_568),
+        name: ModelShape(
+            name=name,
+            hidden=hidden,
+            blocks=blocks,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=hidden // heads,
+            ffn=ffn,
+            vocab=vocab,
+            seq_len=seq_len,
+            bias=Bias.QKV if name.startswith("qwen") else Bias.NONE,
+        )
+        for name, hidden, blocks, heads, kv_heads, ffn, vocab, seq_len in (
+            ("llama2-7b", 4096, 32, 32, 32, 11_008, 32_000, 4096),
+            ("llama2-13b", 5120, 40, 40, 40, 13_824, 32_000, 4096),
+            ("llama2-70b", 8192, 80, 64, 8, 28_672, 32_000, 4096),
+            ("llama3-8b", 4096, 32, 32, 8, 14_336, 128_256, 8192),
+            ("llama3-70b", 8192, 80, 64, 8, 28_672, 128_256, 8192),
+            ("llama3-405b", 16_384, 126, 128, 8, 53_248, 128_256, 8192),
+            ("qwen2.5-7b", 3584, 28, 28, 4, 18_944, 152_064, 4096),
+            ("qwen2.5-32b", 5120, 64, 40, 8, 27_648, 152_064, 4096),
+            ("qwen2.5-72b", 8192, 80, 64, 8, 29_568, 152_064, 4096),
         )
     }
 )
@@ -83,5 +59,57 @@ MODELS: Final[Mapping[str, ModelShape]] = FrozenMap(
 
 
 def model_shape(name: str) -> ModelShape:
-    """The published model of this name; `dataclasses.replace` changes its `seq_len`. Raises ConfigError if unknown."""
+    """Return the published model of this name; `dataclasses.replace` changes its `seq_len`.
+
+    Raises ConfigError if it is unknown.
+    """
     return named(MODELS, name, "model")
+
+
+def from_hugging_face(config: Mapping[str, object], *, seq_len: int | None = None) -> ModelShape:
+    """Return the shape that `config`, a parsed `config.json`, describes.
+
+    Args:
+        config: keys and values of the file; keys that do not affect the shape are ignored.
+        seq_len: tokens in a training sequence; None for `max_position_embeddings`, which is often far longer than the
+            sequences of the training.
+
+    Raises:
+        ConfigError: a key that is missing or not a positive integer, or a type of model with other blocks: mixtures of
+            experts, biases in the output projection or the feed-forward, an activation other than SiLU.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _TYPES:
+        raise ConfigError(f"model_type is {model_type!r}; a shape can be read for these: {', '.join(_TYPES)}")
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(
+            f"hidden_act is {activation!r}; a {model_type} with another activation than 'silu' is unknown"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key, False):
+            raise ConfigError(f"{key} is set; a {model_type} with biases in all matrices of a block is unknown")
+
+    def integer(key: str, default: int | None = None) -> int:
+        # Files contain null for a value that follows from others.
+        value = default if (given := config.get(key)) is None else given
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problem = "is missing" if value is None else f"is {value!r}"
+            raise ConfigError(f"{key} {problem}; config.json must give it as an integer of at least 1")
+        return value
+
+    hidden, heads = integer("hidden_size"), integer("num_attention_heads")
+    if config.get("head_dim") is None and hidden % heads:
+        raise ConfigError(f"hidden_size {hidden} does not divide by num_attention_heads {heads}; give head_dim")
+    return ModelShape(
+        name=str(config.get("_name_or_path") or model_type),
+        hidden=hidden,
+        blocks=integer("num_hidden_layers"),
+        heads=heads,
+        kv_heads=integer("num_key_value_heads", heads),
+        head_dim=integer("head_dim", hidden // heads),
+        ffn=integer("intermediate_size"),
+        vocab=integer("vocab_size"),
+        seq_len=integer("max_position_embeddings") if seq_len is None else seq_len,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        bias=_TYPES[model_type],
+    )

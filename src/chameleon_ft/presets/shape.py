@@ -34,12 +34,12 @@ class Bias(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What decides the cost of a model: embedding, `blocks` transformer blocks, and final norm with output projection.
+    """The shape of a model: embedding, `blocks` transformer blocks, and final norm with output projection.
 
     These are its `blocks + 2` layers, the units of partition.
 
     Attributes:
-        name: what people call the model.
+        name: name of the model.
         hidden: width of the residual stream (h).
         blocks: transformer blocks (L).
         heads: query heads (a).
@@ -50,7 +50,7 @@ class ModelShape:
         seq_len: tokens in a training sequence (s).
         tied_embeddings: whether the output projection is the embedding. Its layer then holds a copy.
         feed_forward, norm, bias: variants of the block.
-        dropout: whether dropout is on after attention's softmax and both halves of a block, so that masks are kept.
+        dropout: whether dropout follows attention's softmax and both halves of a block, so that masks are kept.
         learned_positions: whether positions have embeddings of their own; with rotary positions they have none.
 
     Raises:
@@ -85,7 +85,7 @@ class ModelShape:
 
     @property
     def query_dim(self) -> int:
-        """Width of all query heads together, and of what attention puts out."""
+        """Width of all query heads together, and of the output of attention."""
         return self.heads * self.head_dim
 
     @property
