@@ -1,4 +1,4 @@
-"""What a profile holds, and what it may be used for."""
+"""The content of a profile, and its conditions of use."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from chameleon_ft.cluster import Cluster, Link, Worker
 from chameleon_ft.errors import ProfileError
+from chameleon_ft.presets import STATE_POLICIES, Device, Execution, ModelShape, StatePolicy, derive_workload
 from chameleon_ft.schedule import CostModel
 from chameleon_ft.workload import LayerCost, Workload
 
-__all__ = ["AllReduceTime", "Fingerprint", "LayerTimes", "Profile", "Spread"]
+__all__ = ["AllReduceTime", "Fingerprint", "LayerTimes", "Profile", "Spread", "derived_profile"]
 
-_LEAST_S: Final = 1e-9  # a layer that takes no time still has to be somewhere
+_LEAST_S: Final = 1e-9  # a layer that takes no time still needs a place
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Spread:
 class LayerTimes:
     """The measurements behind one layer's cost: F, B, I and W of one micro-batch.
 
-    `selective` is by how much F and B are longer if the layer is recomputed selectively; None if it cannot be.
+    `selective` is the additional time of F and B if the layer is recomputed selectively; None if it cannot be.
     """
 
     forward: Spread
@@ -61,15 +62,15 @@ class AllReduceTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """What the figures of a profile are true of.
+    """The conditions that the figures of a profile hold for.
 
     Attributes:
-        model: what identifies the layers: their parameters and boundaries, or the name of a preset.
+        model: identifies the layers: a hash of their parameters and boundaries, or the name of a preset.
         micro_batch_size: samples in one micro-batch.
         dtype: element type of the first layer's output, or of the matrix products of a preset.
-        device: what computed, as it calls itself ("NVIDIA H100 80GB HBM3").
-        threads: threads that a worker computes with on a CPU; 0 where that has no influence.
-        versions: package -> version, of what has an influence on the times.
+        device: the device's own name ("NVIDIA H100 80GB HBM3").
+        threads: threads that a worker computes with on a CPU; 0 if that has no influence.
+        versions: package -> version, of packages that influence the times.
     """
 
     model: str
@@ -82,20 +83,20 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What a model costs on a device.
+    """Costs of a model on a device.
 
     Attributes:
         name: the model in a few words.
-        fingerprint: what the figures are true of.
+        fingerprint: the conditions that the figures hold for.
         source: whether they were measured, or derived from a shape and rates.
         provenance: how and when, in a sentence or two.
         layers: cost of each layer for one micro-batch, in order.
-        times: the measurements behind them; empty where they are derived.
+        times: the measurements behind them; empty if they are derived.
         operation_overhead_s: fixed seconds of an operation.
         intra_host: link between two workers of one host.
-        inter_host: link between workers of two hosts; None where it was not measured.
-        all_reduces: measured all-reduces, to be held against the ring formula.
-        memory_bytes: capacity of a worker; None where it is not to be checked.
+        inter_host: link between workers of two hosts; None if it was not measured.
+        all_reduces: measured all-reduces, for a comparison with the ring formula.
+        memory_bytes: capacity of a worker; None if it is not checked.
 
     Raises:
         ProfileError: no layers, none that takes any time, or times of another number of layers.
@@ -123,11 +124,11 @@ class Profile:
 
     @property
     def relative_costs(self) -> tuple[float, ...]:
-        """By which layers are shared out: seconds of F and B, and for one that takes none next to nothing."""
+        """Seconds of F and B of each layer, by which layers are divided into stages; never zero."""
         return tuple(max(layer.forward_s + layer.backward_s, _LEAST_S) for layer in self.layers)
 
     def workload(self, micro_batches: int) -> Workload:
-        """One step of so many micro-batches."""
+        """Return the workload of a step of so many micro-batches."""
         return Workload(
             self.layers,
             micro_batches,
@@ -136,10 +137,11 @@ class Profile:
         )
 
     def cluster(self, hosts: Mapping[int, str], *, speeds: Mapping[int, float] | None = None) -> Cluster:
-        """The workers of `hosts`, worker -> host, with this profile's links and memory.
+        """Return the workers of `hosts`, worker -> host, with this profile's links and memory.
 
         Args:
-            speeds: of the workers that are not of speed 1.
+            hosts: the host of each worker.
+            speeds: the speed of each worker that does not have speed 1.
 
         Raises:
             ProfileError: there are several hosts, and the link between hosts was not measured.
@@ -160,14 +162,15 @@ class Profile:
         )
 
     def costs(self, micro_batches: int, hosts: Mapping[int, str]) -> CostModel:
-        """The cost model of a step on these workers; raises as `cluster` does."""
+        """Return the cost model of a step on these workers; raises as `cluster` does."""
         return CostModel(self.workload(micro_batches), self.cluster(hosts))
 
     def slowed(self, factor: float, *, least_latency_s: float = 0.0) -> Profile:
-        """The same with every operation and message `factor` times as long; what was measured is left out.
+        """Return the profile with every operation and message `factor` times as long, without its measurements.
 
         Args:
-            least_latency_s: latency of a link whose own would be shorter.
+            factor: at least 1 for a slower device.
+            least_latency_s: least latency of a link.
         """
 
         def slower(link: Link) -> Link:
@@ -184,26 +187,57 @@ class Profile:
         )
 
     def require(self, wanted: Mapping[str, object]) -> None:
-        """See that the profile is of what it is to be used for.
+        """Check that the profile may be used for something.
 
         Args:
-            wanted: fields of the fingerprint, by name, with what they have to be. Of `versions` those that are given.
+            wanted: fields of the fingerprint, by name, with their required values. Of `versions` only the given
+                packages are compared.
 
         Raises:
             ProfileError: the first field that differs, with both values.
         """
         own = dataclasses.asdict(self.fingerprint)
-        for field, value in wanted.items():
-            if field == "versions":
-                assert isinstance(value, Mapping)
-                for package, version in value.items():
-                    self._same(f"version of {package}", own["versions"].get(package), version)
-            else:
-                self._same(field, own[field], value)
+        pairs = [(field, own[field], value) for field, value in wanted.items() if field != "versions"]
+        versions: Any = wanted.get("versions", {})
+        pairs += [(f"version of {name}", own["versions"].get(name), value) for name, value in versions.items()]
+        for field, made_for, used_for in pairs:
+            if made_for != used_for:
+                raise ProfileError(
+                    f"the profile of {self.name} is of another {field}: it was made for {made_for!r}, and is to be "
+                    f"used for {used_for!r}; make one for this with `chameleon profile`"
+                )
 
-    def _same(self, field: str, own: object, wanted: object) -> None:
-        if own != wanted:
-            raise ProfileError(
-                f"the profile of {self.name} is of another {field}: it was made for {own!r}, and is to be used for "
-                f"{wanted!r}; make one for this with `chameleon profile`"
-            )
+
+def derived_profile(
+    shape: ModelShape,
+    device: Device,
+    *,
+    micro_batch_size: int,
+    execution: Execution = Execution(),  # noqa: B008 - frozen
+    state: StatePolicy = STATE_POLICIES["bf16-master"],
+) -> Profile:
+    """Return the profile of a published model on a known device, by `derive_workload`, and with its errors."""
+    workload = derive_workload(
+        shape, device, micro_batch_size=micro_batch_size, micro_batches=1, execution=execution, state=state
+    )
+    return Profile(
+        name=shape.name,
+        fingerprint=Fingerprint(
+            model=shape.name,
+            micro_batch_size=micro_batch_size,
+            dtype=str(state.parameters),
+            device=device.name,
+            threads=0,
+            versions={},
+        ),
+        source="derived",
+        provenance=(
+            f"from the shape of {shape.name} and the rates of {device.name}, {execution.attention} attention, "
+            f"recompute {execution.recompute}, state {state.name}; nothing was measured"
+        ),
+        layers=workload.layers,
+        operation_overhead_s=workload.operation_overhead_s,
+        intra_host=device.intra_host,
+        inter_host=device.inter_host,
+        memory_bytes=device.memory_bytes,
+    )
