@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
-from typing import Final
+from itertools import chain, combinations, groupby
+from typing import Final, TypeAlias
 
 from chameleon_ft.errors import NoHolderError
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
@@ -33,6 +33,19 @@ _HELPERS: Final = 2
 _BISECTIONS: Final = 30
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Layers of a route on a worker; `holders` are all workers that could run them, where their own is lost."""
+
+    layers: LayerRange
+    worker: int
+    holders: tuple[int, ...] = ()
+
+
+_Spread: TypeAlias = Mapping[int, tuple[_Piece, ...]]
+"""For each micro-batch that has lost a worker, its pieces in the order of layers."""
+
+
 def reroute(
     plan: Plan,
     lost: Collection[int],
@@ -40,13 +53,13 @@ def reroute(
     *,
     in_flight_limits: Mapping[int, InFlightLimit] | None = None,
 ) -> Plan:
-    """The plan without the lost workers: same placement otherwise, and only micro-batches that have lost one move.
+    """Return the plan without the lost workers: only micro-batches that have lost one move, and no layer does.
 
-    Several ways to spread them are scheduled, and the fastest is taken: either the lost hops alone go to live holders
-    of their layers, so that the largest load is least, and a hop may be cut between several; or whole micro-batches go
-    to other pipelines, and to new ones of workers that are left idle. In plans of up to a few hundred operations, hops
-    then move and change places as long as that makes the step shorter. Good, not proven optimal; deterministic. Works
-    on any plan, also one that was rerouted before. Workers that `plan` does not have are ignored.
+    Several spreads of these micro-batches are scheduled, and the fastest is taken: either the lost hops alone go to
+    live holders of their layers, so that the largest load is least, and a hop may be cut between several; or whole
+    micro-batches go to other pipelines, and to new ones of workers that are left idle. In plans of up to a few hundred
+    operations, hops then move and change places as long as that makes the step shorter. Good, not proven optimal;
+    deterministic. Works on any plan, also one that was rerouted before. Workers that `plan` does not have are ignored.
 
     Args:
         plan: what was running.
@@ -66,29 +79,27 @@ def reroute(
         return losses.rerouted({})
     operations = _OPERATIONS * sum(len(route.hops) for route in plan.routes)
     is_small = operations * _LEAST_TRIALS <= _SEARCH
-    spreads = _spreads(losses, cuts=(True, False) if is_small else (True,))
-    if is_small:
-        spreads += [_improved(spread, losses, costs, in_flight_limits) for spread in spreads[:2]]
-    plans = [losses.rerouted(spread) for spread in spreads]
-    effort = _COMPARE if is_small else DEFAULT_EFFORT
-    return min(
-        plans, key=lambda each: step_s_of(best_parts(each, costs, in_flight_limits=in_flight_limits, effort=effort))
-    )
-
-
-def _spreads(losses: _Losses, *, cuts: Iterable[bool]) -> list[_Spread]:
-    """Different spreads; the first is usually the fastest. `cuts` are the values of `cut` to look at."""
     wholes = (True, False) if losses.parts(whole_holders=True) != losses.parts(whole_holders=False) else (True,)
-    spreads = [losses.detoured(cut=cut, whole_holders=whole) for cut in cuts for whole in wholes]
+    spreads: list[_Spread] = []
+    # The first one is usually the fastest.
+    for cut in (True, False) if is_small else (True,):
+        spreads += [losses.detoured(cut=cut, whole_holders=whole) for whole in wholes]
     if (moved := losses.moved()) is not None:
         spreads.append(moved)
-    return [spread for number, spread in enumerate(spreads) if spread not in spreads[:number]]
+    spreads = [spread for number, spread in enumerate(spreads) if spread not in spreads[:number]]
+    if is_small:
+        spreads += [_improved(spread, losses, costs, in_flight_limits) for spread in spreads[:2]]
+    effort = _COMPARE if is_small else DEFAULT_EFFORT
+    return min(
+        map(losses.rerouted, spreads),
+        key=lambda each: step_s_of(best_parts(each, costs, in_flight_limits=in_flight_limits, effort=effort)),
+    )
 
 
 def _improved(
     start: _Spread, losses: _Losses, costs: CostModel, in_flight_limits: Mapping[int, InFlightLimit] | None
 ) -> _Spread:
-    """`start` after moves and swaps of pieces that made the step shorter, under the best rules first."""
+    """Return `start` after moves and swaps of pieces that made the step shorter, by the best heuristics first."""
     builder = builder_of(losses.rerouted(start), costs)
     ways = different_ways(route.hops for route in losses.routes(start))
     tried = ListSchedules(Problem.of(builder, *ways, in_flight_limits))
@@ -111,54 +122,26 @@ def _improved(
 
 
 def _neighbours(spread: _Spread) -> Iterator[_Spread]:
-    """Spreads that differ in the worker of one piece, or in those of two that have changed places."""
+    """Yield spreads that differ in the worker of one piece, or in those of two that have changed places."""
     pieces = {
         (micro_batch, index): piece
         for micro_batch, own in sorted(spread.items())
         for index, piece in enumerate(own)
         if piece.holders
     }
-    for place, piece in pieces.items():
-        for worker in piece.holders:
-            if worker != piece.worker:
-                yield _changed(spread, {place: worker})
-    for (one, a), (other, b) in combinations(pieces.items(), 2):
-        if a.worker != b.worker and b.worker in a.holders and a.worker in b.holders:
-            yield _changed(spread, {one: b.worker, other: a.worker})
-
-
-def _changed(spread: _Spread, workers: Mapping[tuple[int, int], int]) -> _Spread:
-    """The spread with other workers for some pieces, given by their micro-batch and place."""
-    changed = dict(spread)
-    for (micro_batch, index), worker in workers.items():
-        pieces = list(changed[micro_batch])
-        pieces[index] = replace(pieces[index], worker=worker)
-        changed[micro_batch] = tuple(pieces)
-    return changed
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Layers of a route on a worker; `holders` are all workers that could run them, where their own is lost."""
-
-    layers: LayerRange
-    worker: int
-    holders: tuple[int, ...] = ()
-
-
-# For each micro-batch that has lost a worker, its pieces in the order of layers.
-_Spread = Mapping[int, tuple[_Piece, ...]]
-
-
-def _joined_hops(pieces: Iterable[_Piece]) -> tuple[Hop, ...]:
-    """The pieces of a route as hops; neighbours on the same worker are one."""
-    hops: list[Hop] = []
-    for piece in pieces:
-        if hops and hops[-1].worker == piece.worker:
-            hops[-1] = Hop(piece.worker, LayerRange(hops[-1].layers.start, piece.layers.stop))
-        else:
-            hops.append(Hop(piece.worker, piece.layers))
-    return tuple(hops)
+    moves = ({place: worker} for place, own in pieces.items() for worker in own.holders if worker != own.worker)
+    swaps = (
+        {one: b.worker, other: a.worker}
+        for (one, a), (other, b) in combinations(pieces.items(), 2)
+        if a.worker != b.worker and b.worker in a.holders and a.worker in b.holders
+    )
+    for workers in chain(moves, swaps):
+        changed = dict(spread)
+        for (micro_batch, index), worker in workers.items():
+            own = list(changed[micro_batch])
+            own[index] = replace(own[index], worker=worker)
+            changed[micro_batch] = tuple(own)
+        yield changed
 
 
 class _Losses:
@@ -175,29 +158,30 @@ class _Losses:
         self.placement = placement
         self._costs = costs
         self._live = frozenset(placement.workers)
-        self._work_s: dict[tuple[float, LayerRange | None, bool, int, int], float] = {}
+        self._known_s: dict[tuple[object, ...], float] = {}
         ways, taken = different_ways(route.hops for route in plan.routes)
-        # Micro-batches of each way.
-        self._ways = {ways[way]: count for way, count in Counter(taken).items()}
-        self._intact = [hops for hops in ways if self._live.issuperset(hop.worker for hop in hops)]
-        is_broken = [not self._live.issuperset(hop.worker for hop in hops) for hops in ways]
+        # Micro-batches that go through the same hops.
+        self._counts = {ways[way]: count for way, count in Counter(taken).items()}
+        self._intact = {
+            hops: n for hops, n in self._counts.items() if self._live.issuperset(own.worker for own in hops)
+        }
         passed = Counter[int]()
         broken: list[tuple[int, int]] = []
-        for route, way in zip(plan.routes, taken, strict=True):
-            if is_broken[way]:
+        for route in plan.routes:
+            if route.hops not in self._intact:
                 broken.append((min(passed[hop.worker] for hop in route.hops), route.micro_batch))
                 passed.update(hop.worker for hop in route.hops)
         self.broken = [micro_batch for _, micro_batch in sorted(broken)]
 
     def routes(self, spread: _Spread) -> tuple[Route, ...]:
-        """All routes, of which broken ones go by this spread."""
+        """Return all routes, of which broken ones go by this spread."""
         return tuple(
             Route(route.micro_batch, _joined_hops(spread[route.micro_batch])) if route.micro_batch in spread else route
             for route in self.plan.routes
         )
 
     def rerouted(self, spread: _Spread) -> Plan:
-        """The plan in which broken routes go by this spread."""
+        """Return the plan in which broken routes go by this spread."""
         plan, ranges, routes = self.plan, self.placement.ranges, self.routes(spread)
         recompute = {worker: own for worker, own in plan.recompute.items() if worker in ranges}
         fused = plan.fused_workers
@@ -207,13 +191,13 @@ class _Losses:
         return Plan(self.placement, routes, plan.split_backward, recompute, fused)
 
     def detoured(self, *, cut: bool, whole_holders: bool) -> _Spread:
-        """Only the lost hops move, in the end to the same load on all that take some of them.
+        """Move only the lost hops, in the end to the same load on all workers that take some of them.
 
         Args:
             cut: whether a hop may be shared by several workers, which takes more messages.
             whole_holders: whether holders of the whole hop go before those of parts of it.
         """
-        load_s = self._loads(self._ways)
+        load_s = self._loads(self._counts)
         groups: dict[tuple[LayerRange, tuple[int, ...]], list[int]] = defaultdict(list)
         pieces: dict[int, list[_Piece]] = {}
         parts = self.parts(whole_holders=whole_holders)
@@ -231,21 +215,25 @@ class _Losses:
         return {micro_batch: tuple(sorted(own, key=lambda piece: piece.layers)) for micro_batch, own in pieces.items()}
 
     def parts(self, *, whole_holders: bool) -> dict[LayerRange, list[tuple[LayerRange, tuple[int, ...]]]]:
-        """For the layers of each lost hop, the ranges they are cut into, with the workers that hold all of each."""
-        lost = {hop.layers for hops in self._ways for hop in hops if hop.worker not in self._live}
-        return {
-            layers: [(part, self._holders(part)) for part in self._gaps(layers, whole_holders=whole_holders)]
-            for layers in sorted(lost)
-        }
+        """Return for the layers of each lost hop the ranges they are cut into, with the workers that hold each whole.
+
+        They are cut where their holders change, or with `whole_holders` not at all if some worker holds them all.
+        """
+        holders = self.placement.holders
+        found: dict[LayerRange, list[tuple[LayerRange, tuple[int, ...]]]] = {}
+        for layers in sorted({hop.layers for hops in self._counts for hop in hops if hop.worker not in self._live}):
+            whole = whole_holders and self._holders(layers)
+            inner = [] if whole else [each for each in list(layers)[1:] if holders(each) != holders(each - 1)]
+            ranges = map(LayerRange, (layers.start, *inner), (*inner, layers.stop))
+            found[layers] = [(part, self._holders(part)) for part in ranges]
+        return found
 
     def moved(self) -> _Spread | None:
-        """Whole micro-batches move to other pipelines, or to new ones of workers that have nothing else to do."""
-        intact = {hops: self._ways[hops] for hops in self._intact}
-        load_s = self._loads(intact)
-        ways = [*intact, *self._chains([worker for worker, load in load_s.items() if load == 0])]
+        """Move whole micro-batches to other pipelines, or to new ones of workers that have nothing else to do."""
+        load_s = self._loads(self._intact)
+        ways = [*self._intact, *self._chains([worker for worker, load in load_s.items() if load == 0])]
         if not ways:
             return None
-
         spread: dict[int, tuple[_Piece, ...]] = {}
         for micro_batch in self.broken:
             hops = min(ways, key=lambda way: max(load_s[hop.worker] + self._hop_s(hop) for hop in way))
@@ -258,36 +246,26 @@ class _Losses:
         return self._seconds(hop.worker, hop.layers.start, hop.layers.stop)
 
     def _seconds(self, worker: int, start: int, stop: int) -> float:
-        """Seconds that `worker` computes for these layers of a micro-batch."""
-        recompute = self.plan.recompute.get(worker)
-        split = self.plan.splits(worker)
+        """Return the seconds that `worker` computes for these layers of a micro-batch."""
+        recompute, split = self.plan.recompute.get(worker), self.plan.splits(worker)
         key = self._costs.pace(worker), recompute, split, start, stop
-        if key not in self._work_s:
-            halves = OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD
-            kinds = (OperationKind.FORWARD, *(halves if split else (OperationKind.BACKWARD,)))
+        if key not in self._known_s:
+            halves = (OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD) if split else (OperationKind.BACKWARD,)
             layers = LayerRange(start, stop)
-            self._work_s[key] = sum(self._costs.compute_s(worker, kind, layers, recompute=recompute) for kind in kinds)
-        return self._work_s[key]
+            self._known_s[key] = sum(
+                self._costs.compute_s(worker, kind, layers, recompute=recompute)
+                for kind in (OperationKind.FORWARD, *halves)
+            )
+        return self._known_s[key]
 
     def _loads(self, ways: Mapping[tuple[Hop, ...], int]) -> dict[int, float]:
-        """Seconds that each live worker computes, when so many micro-batches take these ways."""
+        """Return the seconds that each live worker computes, when so many micro-batches take these ways."""
         load_s = dict.fromkeys(self.placement.workers, 0.0)
         for hops, count in ways.items():
             for hop in hops:
                 if hop.worker in load_s:
                     load_s[hop.worker] += count * self._hop_s(hop)
         return load_s
-
-    def _gaps(self, layers: LayerRange, *, whole_holders: bool) -> Iterator[LayerRange]:
-        """`layers` cut where their holders change, or uncut if some worker holds them all and that is enough."""
-        if whole_holders and self._holders(layers):
-            yield layers
-            return
-        start = layers.start
-        for layer in layers:
-            if layer + 1 == layers.stop or self.placement.holders(layer + 1) != self.placement.holders(start):
-                yield LayerRange(start, layer + 1)
-                start = layer + 1
 
     def _holders(self, layers: LayerRange) -> tuple[int, ...]:
         holders = self.placement.holders(layers.start)
@@ -302,20 +280,21 @@ class _Losses:
         *,
         cut: bool,
     ) -> Iterator[tuple[int, _Piece]]:
-        """The workers that run `layers` of each micro-batch, so that the largest load is least.
+        """Yield the workers that run `layers` of each micro-batch, so that the largest load is least.
 
-        The micro-batches are laid end to end and dealt out: each worker takes the next layers, up to a common level.
+        The micro-batches are laid end to end and dealt out: each worker takes the next layers, up to a common level,
+        which is found by bisection.
         """
         count = len(micro_batches)
         chosen = sorted(sorted(holders, key=lambda worker: (load_s[worker], worker))[: _HELPERS * count])
+        low_s = min(load_s[worker] for worker in chosen)
+        own_s = {worker: self._seconds(worker, layers.start, layers.stop) for worker in chosen}
+        high_s = min(load_s[worker] + count * own_s[worker] for worker in chosen) * (1 + ROUNDING)
 
         def dealt(level_s: float) -> list[tuple[int, LayerRange, int]] | None:
             rooms_s = [(worker, level_s - load_s[worker]) for worker in chosen]
             return self._dealt(count, layers, rooms_s, cut=cut)
 
-        low_s = min(load_s[worker] for worker in chosen)
-        own_s = {worker: self._seconds(worker, layers.start, layers.stop) for worker in chosen}
-        high_s = min(load_s[worker] + count * own_s[worker] for worker in chosen) * (1 + ROUNDING)
         for _ in range(_BISECTIONS):
             level_s = (low_s + high_s) / 2
             low_s, high_s = (level_s, high_s) if dealt(level_s) is None else (low_s, level_s)
@@ -328,7 +307,7 @@ class _Losses:
     def _dealt(
         self, count: int, layers: LayerRange, rooms_s: Iterable[tuple[int, float]], *, cut: bool
     ) -> list[tuple[int, LayerRange, int]] | None:
-        """For each piece the number of its micro-batch, its layers and its worker; None if there is too little time.
+        """Return for each piece the number of its micro-batch, its layers and its worker; None if time is too short.
 
         Each worker takes as many of the next layers as it can run in its time.
         """
@@ -351,7 +330,7 @@ class _Losses:
         return dealt if number == count else None
 
     def _chains(self, idle: Sequence[int]) -> Iterator[tuple[Hop, ...]]:
-        """Pipelines of idle workers, each in one; at every layer, the worker that holds most of the next layers."""
+        """Yield pipelines of idle workers, each in one; at every layer, the worker that holds most of the next ones."""
         left = set(idle)
         while True:
             hops: list[Hop] = []
@@ -371,10 +350,19 @@ class _Losses:
             yield tuple(hops)
 
 
-def _order(dealt: Sequence[tuple[int, LayerRange, int]], layers: LayerRange) -> list[int]:
-    """For each number of a micro-batch its place: those of one worker evenly over all, cut ones in the middle.
+def _joined_hops(pieces: Iterable[_Piece]) -> tuple[Hop, ...]:
+    """Return the pieces of a route as hops; neighbours on the same worker are one."""
+    hops: list[Hop] = []
+    for worker, own in groupby(pieces, key=lambda piece: piece.worker):
+        layers = [piece.layers for piece in own]
+        hops.append(Hop(worker, LayerRange(layers[0].start, layers[-1].stop)))
+    return tuple(hops)
 
-    The middle, because a way through more workers takes longer, which the first and the last have to wait for.
+
+def _order(dealt: Sequence[tuple[int, LayerRange, int]], layers: LayerRange) -> dict[int, int]:
+    """Return the place of each micro-batch, by number: those of one worker evenly over all, cut ones in the middle.
+
+    In the middle, because a route through more workers takes longer, which the first and the last have to wait for.
     """
     uncut: dict[int, list[int]] = defaultdict(list)
     key: dict[int, tuple[float, int]] = {}
@@ -384,9 +372,5 @@ def _order(dealt: Sequence[tuple[int, LayerRange, int]], layers: LayerRange) -> 
         else:
             key[number] = 0.5, -1
     for worker, numbers in uncut.items():
-        for place, number in enumerate(numbers):
-            key[number] = (place + 0.5) / len(numbers), worker
-    order = [0] * len(key)
-    for place, number in enumerate(sorted(key, key=lambda number: (key[number], number))):
-        order[number] = place
-    return order
+        key.update({number: ((place + 0.5) / len(numbers), worker) for place, number in enumerate(numbers)})
+    return {number: place for place, number in enumerate(sorted(key, key=lambda number: (key[number], number)))}

@@ -35,7 +35,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Final, TypeAlias
@@ -85,7 +86,6 @@ class PipelineBounds:
         self._remembered = 0
         self._quick_s: dict[tuple[Shape, int, int], list[float]] = {}
         self._ranges_s: dict[tuple[Shape, int], tuple[float, float]] = {}
-        self._last_most: dict[tuple[Shape, bool], int] = {}
         edge = np.full(stages.num_layers + 1, np.inf)
         edge[-1] = 0.0
         self._end = Bounds(edge, edge, edge)
@@ -145,13 +145,11 @@ class PipelineBounds:
         """Return the most micro-batches, up to `enough`, that the bound, or the quick one, does not rule out."""
         # Where memory forbids it, it takes infinitely long.
         limit_s = min(time_s * (1 + SUM_ROUNDING), sys.float_info.max)
-        found = _last_fitting(
-            lambda count: self.quick_s(shape, count) <= limit_s if quick else self.holds(shape, count, limit_s),
-            enough,
-            self._last_most.get((shape, quick), enough),
-        )
-        self._last_most[shape, quick] = found
-        return found
+
+        def is_beyond(count: int) -> bool:
+            return self.quick_s(shape, count) > limit_s if quick else not self.holds(shape, count, limit_s)
+
+        return bisect_left(range(1, enough + 1), True, key=is_beyond)
 
     def bound_s(self, shape: Shape, cut_points: CutPoints, micro_batches: int, options: Sequence[int]) -> float:
         """Return the seconds below which no order of operations can be on this cut with these options."""
@@ -295,21 +293,6 @@ class PipelineBounds:
                     self._remembered = 3 * found.ended_s.size
             known[key] = found
         return found
-
-
-def _last_fitting(fits: Callable[[int], bool], most: int, at: int) -> int:
-    """Return the last number from 1 to `most` that fits, as all below it do; 0 if none does. By galloping from `at`."""
-    low, high, step = 0, most, 1
-    at = min(max(at, 1), most)
-    passed = failed = False
-    while low < high:
-        if fits(at):
-            low, passed = at, True
-        else:
-            high, failed = at - 1, True
-        step *= 2
-        at = (low + high + 1) // 2 if passed and failed else min(low + step, high) if passed else max(high - step, 1)
-    return low
 
 
 # The shapes of a search are asked for over and over.
