@@ -67,6 +67,31 @@ def test_workers_of_one_class(values: dict[Size, int], count: int, pipeline_rang
 
 
 @given(
+    values=st.dictionaries(sizes, st.integers(0, 9), max_size=6),
+    counts=st.tuples(*[st.integers(0, 6)] * 2),
+    pipeline_range=ranges,
+)
+def test_no_worker_is_idle_where_all_have_to_be_used(
+    values: dict[Size, int], counts: tuple[int, int], pipeline_range: tuple[int, int] | None
+) -> None:
+    found = best_mix(values, counts, pipeline_range, all_workers=True)
+
+    @cache
+    def most(left: tuple[int, ...], items: int) -> float:
+        if not items:
+            return -math.inf if any(left) else 0
+        rests = {size: tuple(map(int.__sub__, left, size)) for size in values if values[size]}
+        own = (values[size] + most(rest, items - 1) for size, rest in rests.items() if min(rest) >= 0)
+        return max(own, default=-math.inf)
+
+    fewest, last = pipeline_range or (0, sum(counts))
+    best = max(0, *(most(counts, items) for items in range(fewest, last + 1)))
+    assert found.bound == best == worth(found.mix, values)
+    if found.mix:
+        assert tuple(sum(size[kind] * n for size, n in found.mix.items()) for kind in range(2)) == counts
+
+
+@given(
     values=st.dictionaries(st.tuples(st.integers(1, 9)), st.integers(0, 30), max_size=6),
     count=st.integers(1, 40),
     fewest=st.integers(1, 8),
