@@ -125,6 +125,15 @@ def test_the_former_name_of_a_policy_is_accepted() -> None:
     assert config.recovery.policy == "repair"
 
 
+def test_the_former_name_of_a_policy_in_a_file_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "old.toml"
+    path.write_text('[recovery]\npolicy = "mend"\n')
+    assert load_config(path).recovery.policy == "repair"
+    assert caplog.messages == [
+        f'{path}: recovery.policy = "mend" is deprecated, and gone in the next release; use "repair"'
+    ]
+
+
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         TrainConfig().steps = 3  # type: ignore[misc]

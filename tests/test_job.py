@@ -109,7 +109,7 @@ def test_a_job_that_cannot_be_trained_says_what_to_change(fields: dict[str, Any]
 
 def test_a_boundary_has_elements() -> None:
     assert BoundarySpec((2, 3), torch.bfloat16).num_bytes == 12
-    assert BoundarySpec((), torch.float32).num_elements == 1
+    assert BoundarySpec((), torch.float32).num_bytes == 4
     with pytest.raises(ConfigError, match=r"\(2, 0\): every dimension"):
         BoundarySpec((2, 0), torch.float32)
 

@@ -1,7 +1,7 @@
-"""What is trained: layers, loss, data and optimizer, as plain callables that know nothing of the runtime.
+"""Jobs: the layers, loss, data and optimizer to train, as plain callables that know nothing of the runtime.
 
-A job is all that the runtime, the plain reference loop and the checkpoints share about a model. This module imports no
-torch, so that a reference to a job can be checked before torch is loaded.
+A job is all that the runtime, the plain reference loop and the checkpoints share about a model. This module does not
+import torch, so that a reference to a job can be checked before torch is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["BoundarySpec", "Dataset", "Job", "check_job_reference", "load_job", 
 
 
 class Dataset(Protocol):
-    """A map-style dataset: sample `i` is the same (input, target) in every process and at every time."""
+    """A map-style dataset: sample `i` is the same (input, target) in every process, at any time."""
 
     def __len__(self) -> int: ...
 
@@ -46,11 +46,9 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundarySpec:
-    """The tensor that leaves a layer for one micro-batch.
+    """The output tensor of a layer for one micro-batch: its shape, micro-batch dimension included, and element type.
 
-    Attributes:
-        shape: all its dimensions, the micro-batch's own included.
-        dtype: its element type; a gradient that comes back has the same.
+    The gradient that comes back has the same shape and type.
     """
 
     shape: tuple[int, ...]
@@ -61,38 +59,34 @@ class BoundarySpec:
             raise ConfigError(f"a boundary tensor has the shape {self.shape}: every dimension must be at least 1")
 
     @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def num_bytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A model as a list of layers, and what it takes to train it.
+    """A model as a list of layers, with its loss, data and optimizer.
 
-    Every worker builds only the layers it holds, and a tensor crosses from layer to layer, so a layer is any
-    ``nn.Module`` from one tensor to one tensor. A layer must not depend on anything but its input, its parameters and
-    torch's generator, which is seeded before each run of it: then it does not matter which worker runs it.
+    A layer is any ``nn.Module`` from one tensor to one tensor, because every worker builds only the layers it holds. It
+    may depend only on its input, its parameters and torch's generator, which is seeded before each run of a layer, so
+    that the result does not depend on the worker that runs it.
 
     Attributes:
         layers: a factory for each layer, first to last. Layer 0 gets the dataset's inputs, stacked: (micro-batch, ...).
         loss: (output of the last layer, stacked targets) -> the *sum* of the loss terms of the micro-batch, a scalar.
-        loss_terms: stacked targets -> how many terms `loss` sums for them; their sum over the global batch divides the
-            gradients, so that the loss that is trained on is the mean over all terms. Default: one for each sample.
+        loss_terms: stacked targets -> number of terms that `loss` sums. Their sum over the global batch divides the
+            gradients, so that the loss trained on is the mean over all terms. Default: one for each sample.
         dataset: sample number -> (input, target), each a tensor of the same shape for every sample.
-        optimizer: parameters of this worker -> optimizer. Its state must be elementwise or for each parameter alone, as
+        optimizer: parameters of this worker -> optimizer. Its state must be elementwise or per parameter, because
             workers hold different parameters.
-        learning_rate: step (from 0) -> the rate that is set on all groups before the update of that step; None leaves
-            the optimizer's own.
-        clip_norm: the largest global L2 norm of the gradient; above it the gradient is scaled down. None: no clipping.
-        layer_costs: relative cost of running each layer, by which layers are shared out; None: all alike.
-        tied: parameters that layers share: for each, the (layer, name in the layer) of all its copies. The first says
-            how they begin; the gradient of all is that of all together, so that they stay equal and are one parameter.
-        boundaries: for a model whose layers cannot be run on torch's meta device: (micro-batch size) -> what
-            leaves each layer. None: found by running the layers on the meta device.
+        learning_rate: step (from 0) -> rate set on all groups before the update of that step; None leaves the
+            optimizer's own.
+        clip_norm: largest global L2 norm of the gradient, which is scaled down above it. None: no clipping.
+        layer_costs: relative cost of running each layer, by which layers are distributed; None: all equal.
+        tied: parameters that layers share: for each, the (layer, name in the layer) of all its copies. The first copy
+            gives the initial value. The gradients of all copies are added, so they stay equal and are one parameter.
+        boundaries: micro-batch size -> output of each layer, for a model whose layers cannot be run on torch's meta
+            device. None: found by running the layers there.
 
     Raises:
         ConfigError: a field is missing or out of range; the message says which and what to change.
@@ -110,7 +104,7 @@ class Job:
     boundaries: Callable[[int], Sequence[BoundarySpec]] | None = None
 
     def __post_init__(self) -> None:
-        # nn.Sequential is no Sequence, and neither is a class: both would fail later and less clearly.
+        # nn.Sequential is not a Sequence and neither is a class; both would fail later with a less clear error.
         if not isinstance(self.layers, Sequence):
             raise ConfigError(f"`layers` is {type(self.layers).__name__}: give a list of functions that build layers")
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -138,18 +132,18 @@ class Job:
         return len(self.layers)
 
     def tied_with(self, layers: Collection[int]) -> tuple[tuple[tuple[int, str], ...], ...]:
-        """The copies, by (layer, name), of each parameter that exactly these layers share."""
+        """Return the copies, by (layer, name), of each parameter that exactly these layers share."""
         wanted = set(layers)
         return tuple(tuple(copies) for copies in self.tied if {layer for layer, _ in copies} == wanted)
 
     @property
     def relative_costs(self) -> tuple[float, ...]:
-        """The cost of each layer, in units that only compare layers; all 1 where the job gives none."""
+        """The cost of each layer relative to the others; all 1 if the job gives none."""
         return (1.0,) * self.num_layers if self.layer_costs is None else tuple(self.layer_costs)
 
 
 def check_job_reference(reference: str) -> None:
-    """See that the file or module of a reference exists, without importing it (the packages around it excepted).
+    """Check that the file or module of a reference exists, without importing more than the packages around it.
 
     Raises:
         ConfigError: the reference is malformed, or its file or module does not exist.
@@ -171,12 +165,12 @@ def load_job(reference: str, config: RunConfig) -> Job:
 
     Args:
         reference: ``package.module:function`` or ``path/to/file.py:function``; without ``:function`` it is ``job``.
-            Modules are also looked for in the working directory. The folder of a file is put on the import path, as it
-            is for a script.
-        config: handed to the function if that has to be given an argument.
+            Modules are also looked for in the working directory. The folder of a file is put on the import path, as
+            for a script.
+        config: passed to the function if it requires an argument.
 
     Raises:
-        ConfigError: nothing of that name, or it does not give a `Job`. What the function itself raises passes through.
+        ConfigError: there is no such function, or it returns no `Job`. Errors of the function itself pass through.
     """
     check_job_reference(reference)
     location, name = _split_reference(reference)
@@ -193,7 +187,7 @@ def load_job(reference: str, config: RunConfig) -> Job:
 
 
 def _require_factory(index: int, factory: object) -> None:
-    # A module is callable too, and building it late is the point: name the mistake instead of failing in a worker.
+    # A module is callable too, but must be built by the worker: name the mistake instead of failing there.
     if hasattr(factory, "parameters") and not isinstance(factory, type):
         raise ConfigError(f"layers[{index}] is a module: give a factory that builds it, e.g. `lambda: Block(...)`")
     _require_callable(f"layers[{index}]", factory)
@@ -232,7 +226,7 @@ def _checked_costs(costs: Sequence[float], num_layers: int) -> tuple[float, ...]
 
 def _split_reference(reference: str) -> tuple[str, str]:
     head, colon, tail = reference.rpartition(":")
-    # A path may hold a colon that separates nothing: what follows the separator is a plain name.
+    # A path may contain a colon; the one that separates the function is followed by an identifier.
     location, name = (head, tail) if colon and tail.isidentifier() else (reference, "job")
     if not (_is_file(location) or all(part.isidentifier() for part in location.split("."))):
         raise ConfigError(f"job {reference!r}: write it as package.module:function or path/to/file.py:function")
@@ -247,14 +241,14 @@ def _module_exists(location: str) -> bool:
     try:
         return importlib.util.find_spec(location) is not None
     except ModuleNotFoundError as error:
-        # A package on the way may lack something else that it imports: that is another message, and not ours.
+        # A parent package that exists but fails to import something else is another error.
         if f"{location}.".startswith(f"{error.name}."):
             return False
         raise
 
 
 def _look_in_working_directory() -> None:
-    # An installed command, unlike `python -m`, does not. Last, so that nothing lying around shadows what is installed.
+    # An installed command, unlike `python -m`, does not. Appended, so that no local file shadows an installed package.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -262,7 +256,7 @@ def _look_in_working_directory() -> None:
 
 def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
-    # The name is fixed by the path: another process, and pickle, find the same module under the same name.
+    # The name is derived from the path, so that other processes, and pickle, find the module under the same name.
     name = f"chameleon_job_{path.stem}_{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
@@ -282,6 +276,6 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _needs_an_argument(function: Callable[..., Any]) -> bool:
-    # One with a default may be anything but a configuration.
+    # A parameter with a default may be meant for anything.
     parameters = inspect.signature(function).parameters.values()
     return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)

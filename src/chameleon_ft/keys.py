@@ -1,7 +1,7 @@
-"""Keys for everything random: a number that depends on what is drawn, not on where or when it is drawn.
+"""Keys for random numbers, which depend on what is drawn and not on where or when.
 
-A layer is initialised alike on every worker that builds it, and a micro-batch meets the same dropout mask wherever a
-layer runs, because each draw is preceded by seeding with a key made of (run seed, purpose, position).
+Before each draw the generator is seeded with a key of (run seed, purpose, position). So every worker initialises a
+layer alike, and a micro-batch gets the same dropout mask on any worker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _KEY_MASK = (1 << 63) - 1
 
 
 class Purpose(IntEnum):
-    """What a key is for; the first part of a key, so that two purposes never share a key by accident."""
+    """The purpose of a key and its first part, so that two purposes never share a key by accident."""
 
     INIT = 1
     STEP = 2
@@ -23,23 +23,23 @@ class Purpose(IntEnum):
 
 
 def random_key(seed: int, *parts: int) -> int:
-    """A key in [0, 2**63) that is a fixed function of its arguments, on every machine and Python version.
+    """Return a key in [0, 2**63) that is a fixed function of its arguments, on every machine and Python version.
 
     Args:
         seed: the seed of the run.
-        parts: what the key is for, e.g. a `Purpose` and a layer; any integers, of any size. The number of parts counts
-            too: ``random_key(1, 2)`` and ``random_key(1, 2, 0)`` are unrelated.
+        parts: integers of any size, e.g. a `Purpose` and a layer. Their number counts too: ``random_key(1, 2)`` and
+            ``random_key(1, 2, 0)`` are unrelated.
     """
-    # Decimal text with a separator is the same for an int and an IntEnum, and has no limit of size.
+    # Decimal text is the same for an int and an IntEnum, and has no size limit.
     text = ",".join(str(int(part)) for part in (seed, *parts))
     return int.from_bytes(blake2b(text.encode("ascii"), digest_size=8).digest(), "little") & _KEY_MASK
 
 
 def init_key(seed: int, layer: int) -> int:
-    """The key that is seeded with before layer `layer` is built."""
+    """Return the key to seed with before building `layer`."""
     return random_key(seed, Purpose.INIT, layer)
 
 
 def step_key(seed: int, *, step: int, micro_batch: int, layer: int) -> int:
-    """The key that is seeded with before `layer` runs forward on a micro-batch, by its number in the global batch."""
+    """Return the key to seed with before the forward of `layer` on a micro-batch, numbered in the global batch."""
     return random_key(seed, Purpose.STEP, step, micro_batch, layer)

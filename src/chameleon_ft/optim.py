@@ -1,4 +1,4 @@
-"""The optimizer of a Llama and its learning rate."""
+"""The optimizer of a Llama and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
 ) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) that decays matrices and larger tensors, but no vectors (norms, biases).
+    """Return AdamW (Loshchilov and Hutter 2019) that decays matrices and larger tensors, but not vectors.
 
-    The state is kept for each parameter alone (``step``, ``exp_avg``, ``exp_avg_sq``), so that a layer can move between
-    workers with it. `parameters` may be empty: a layer without parameters has an optimizer with nothing to do.
+    The state is per parameter (``step``, ``exp_avg``, ``exp_avg_sq``), so that a layer can move between workers with
+    it. `parameters` may be empty, for a layer without any.
     """
     decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
     others = [parameter for parameter in parameters if parameter.ndim < 2]
@@ -31,16 +31,16 @@ def adamw(
         lr=lr,
         betas=betas,
         eps=eps,
-        # On the CPU too: for a worker's share of a small Llama it takes 0.4 of the time of either other way.
+        # On the CPU too, where it takes 0.4 times as long as the alternatives for a worker's share of a small Llama.
         fused=True,
     )
 
 
 def warmup_cosine(step: int, *, peak: float, floor: float, warmup_steps: int, total_steps: int) -> float:
-    """The learning rate of `step` (from 0): linear up to `peak`, then half a cosine down to `floor`.
+    """Return the learning rate of `step` (from 0): linear up to `peak`, then half a cosine down to `floor`.
 
-    Step ``warmup_steps - 1`` is the first at `peak`, and step ``total_steps - 1`` and all later ones are at `floor`; no
-    step has the rate 0 unless `floor` is. A warm-up as long as the run, or longer, never comes down.
+    Step ``warmup_steps - 1`` is the first at `peak`; step ``total_steps - 1`` and all later ones are at `floor`. A
+    warm-up as long as the run, or longer, never decays.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

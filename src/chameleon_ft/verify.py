@@ -1,14 +1,14 @@
 """The plain loop that a run is compared with: one process, one model, PyTorch and nothing of the runtime.
 
-It shares with the runtime only what defines the job: its layers and their seeds, the order of the samples, the
-optimizer and its learning rate. No plan, no program, no message and no recovery takes part, so agreement says that
-these changed nothing.
+It shares with the runtime only the definition of the job: its layers and their seeds, the order of the samples, the
+optimizer and its learning rate. Plans, programs, messages and recoveries take no part, so agreement shows that they
+changed nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,18 +38,18 @@ class StepComparison:
 
     @property
     def loss_deviation(self) -> float:
-        """Relative to the plain loop; infinite where either is not a number."""
+        """Relative to the plain loop; infinite if either is not a number."""
         return _deviation(self.loss, self.plain_loss)
 
     @property
     def grad_norm_deviation(self) -> float:
-        """Relative to the plain loop; infinite where either is not a number."""
+        """Relative to the plain loop; infinite if either is not a number."""
         return _deviation(self.grad_norm, self.plain_grad_norm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """How far a run is from the plain loop."""
+    """The deviation of a run from the plain loop."""
 
     steps: int
     tolerance: float
@@ -62,7 +62,7 @@ class Verification:
 
     @classmethod
     def of(cls, comparisons: Iterable[StepComparison], *, tolerance: float) -> Verification:
-        """Sum up `comparisons`. Raises ConfigError where there are none."""
+        """Sum up `comparisons`. Raises ConfigError if there are none."""
         found = list(comparisons)
         if not found:
             raise ConfigError("this run has committed no step yet; let it train before it is verified")
@@ -97,15 +97,22 @@ class Verification:
 
 
 def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepComparison]:
-    """Train the job of `run` from its beginning and yield each committed step, the first `limit`, as it is repeated.
+    """Train the job of `run` from its beginning and yield each committed step, up to `limit` of them.
 
-    Raises ConfigError where the job cannot be loaded or a step is missing from the records.
+    Raises ConfigError if the job cannot be loaded or a step is missing from the records.
     """
     config = run.config()
-    rates = _LearningRates(config, run.events())
-    loop = _PlainLoop(config, rates.job)
+    starts = [(event["first_step"], event["steps"]) for event in run.events() if event["event"] == "started"]
+    # A learning rate may depend on the number of steps, which a resumed run may have changed.
+    jobs = {
+        steps: load_job(config.job, config.model_copy(update={"steps": steps}))
+        for steps in {config.steps, *(steps for _, steps in starts)}
+    }
+    loop = _PlainLoop(config, jobs[config.steps])
     for record in _committed(run.steps())[:limit]:
-        plain_loss, plain_grad_norm = loop.run_step(record.step, rates.at(record.step))
+        steps = next((steps for first, steps in reversed(starts) if first <= record.step), config.steps)
+        rate = jobs[steps].learning_rate
+        plain_loss, plain_grad_norm = loop.run_step(record.step, None if rate is None else rate(record.step))
         yield StepComparison(
             step=record.step,
             loss=record.loss,
@@ -116,12 +123,12 @@ def repeat_run(run: RunDirectory, *, limit: int | None = None) -> Iterator[StepC
 
 
 class _PlainLoop:
-    """A whole model and its optimizer, in the state after the steps that were run."""
+    """A whole model and its optimizer, after the steps run so far."""
 
     def __init__(self, config: RunConfig, job: Job) -> None:
         self._config = config
         self._job = job
-        # What emulated devices compute is computed on the CPU.
+        # Emulated devices run their layers on the CPU.
         self._device = torch.device("cpu" if config.device == "emulated" else config.device)
         self._layers = [build_layer(job, layer, config.seed).to(self._device) for layer in range(job.num_layers)]
         tie(job, self._layers)
@@ -162,30 +169,8 @@ class _PlainLoop:
         return hidden
 
 
-class _LearningRates:
-    """The learning rate of each step.
-
-    A job may take it from the number of steps of the whole run, and a run may have been resumed with another number.
-    """
-
-    def __init__(self, config: RunConfig, events: Sequence[Mapping[str, Any]]) -> None:
-        self.job = load_job(config.job, config)
-        self._jobs = {config.steps: self.job}
-        self._starts = [(event["first_step"], event["steps"]) for event in events if event["event"] == "started"]
-        for _, steps in self._starts:
-            if steps not in self._jobs:
-                self._jobs[steps] = load_job(config.job, config.model_copy(update={"steps": steps}))
-        self._steps = config.steps
-
-    def at(self, step: int) -> float | None:
-        """Return the rate of `step`, None where the job leaves the optimizer's own."""
-        total = next((steps for first, steps in reversed(self._starts) if first <= step), self._steps)
-        rate = self._jobs[total].learning_rate
-        return None if rate is None else rate(step)
-
-
 def _committed(records: Iterable[StepRecord]) -> list[StepRecord]:
-    """Return the last record of each step, in order. Raises ConfigError where one is missing."""
+    """Return the last record of each step, in order. Raises ConfigError if one is missing."""
     last = {record.step: record for record in records}
     ordered = [last[step] for step in sorted(last)]
     for number, record in enumerate(ordered):

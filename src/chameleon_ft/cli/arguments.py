@@ -161,7 +161,7 @@ def _flag(name: str, info: FieldInfo) -> tuple[str, Any, Any]:
         text = f"{text} Each as {_FAILURE_FORM}; or {_NO_FAILURES}."
     elif Path in {get_args(part)[0] if get_origin(part) is Annotated else part for part in get_args(kind)}:
         kind, form = str, "PATH"
-    hint = "" if default is None else f"(default: {default})"
+    hint = "" if default in (None, "") else f"(default: {default})"
     extra = info.json_schema_extra
     aliases = [str(extra["flag"])] if isinstance(extra, dict) and "flag" in extra else []
     described = tyro.conf.arg(metavar=form, help=text, help_behavior_hint=hint, aliases=aliases)

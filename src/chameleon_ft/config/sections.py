@@ -121,10 +121,12 @@ class Recovery(Section):
         default=0.25,
         ge=0,
         le=1,
-        description="Prior fraction of failures that take all workers of a host, of the same weight.",
+        description="Prior fraction of failures that take all workers of a host; prior_weight applies to it too.",
     )
     restart_cost_s: float = Field(
-        default=300.0, ge=0, description="Seconds that a return to a checkpoint takes, without the steps since it."
+        default=300.0,
+        ge=0,
+        description="Seconds that a return to a checkpoint takes, without repeating the steps since.",
     )
     respawn: bool = Field(default=False, description="Restart a lost worker on the host that ran it.")
     respawn_delay_s: float = Field(
