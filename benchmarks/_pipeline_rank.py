@@ -168,7 +168,7 @@ def main() -> None:
     config = load_config(arguments.config)
     if not isinstance(config, TrainConfig):
         raise SystemExit(f"--config {arguments.config}: is not of a Llama")
-    rank = _Rank(config.model_copy(update={"out": arguments.out}), arguments.out)
+    rank = _Rank(config.model_copy(update={"output_dir": arguments.out}), arguments.out)
     first_step = rank.restore()
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     with (arguments.out / f"rank-{dist.get_rank()}.jsonl").open("a", encoding="utf-8", buffering=1) as records:

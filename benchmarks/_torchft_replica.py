@@ -116,7 +116,7 @@ def main() -> None:
         raise SystemExit(f"--config {arguments.config}: is not of a Llama")
     times = {"heartbeat_interval": arguments.heartbeat_ms, "timeout": arguments.timeout_ms}
     replica = _Replica(
-        config.model_copy(update={"out": arguments.out}),
+        config.model_copy(update={"output_dir": arguments.out}),
         arguments.out,
         number=arguments.replica,
         of=arguments.replicas,
