@@ -178,5 +178,5 @@ def test_json_has_all_that_the_event_has() -> None:
 @pytest.mark.parametrize("field", ["lost", "rate", "corrections", "candidates"])
 def test_a_field_that_is_missing_is_named(field: str) -> None:
     event = {name: value for name, value in decided(2, 5).items() if name != field}
-    with pytest.raises(ConfigError, match=f"the decision of generation 2 cannot be told: {field}: .*another version"):
+    with pytest.raises(ConfigError, match=f"the decision of generation 2 cannot be read: {field}: .*another version"):
         decision_stories([started(), event])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isqrt
 
 from chameleon_ft.errors import ConfigError
@@ -24,16 +24,10 @@ class SampleOrder:
 
     num_samples: int
     seed: int
-    # Radices of the Feistel network: it permutes [0, left * right), which exceeds num_samples by less than `left`.
-    _left: int = field(init=False, repr=False, compare=False)
-    _right: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise ConfigError(f"a sample order needs at least one sample, not {self.num_samples}: check the data set")
-        left = isqrt(self.num_samples - 1) + 1
-        object.__setattr__(self, "_left", left)
-        object.__setattr__(self, "_right", -(-self.num_samples // left))
 
     def ids(self, step: int, batch_size: int) -> list[int]:
         """Return the sample ids of a step, in the order of its micro-batches.
@@ -44,6 +38,9 @@ class SampleOrder:
         """
         if step < 0 or batch_size < 1:
             raise ConfigError(f"step {step} of {batch_size} samples: the step must be >= 0 and the batch >= 1")
+        # Radices of the Feistel network: the box [0, left * right) exceeds num_samples by less than `left`.
+        left = isqrt(self.num_samples - 1) + 1
+        right = -(-self.num_samples // left)
         keys: tuple[int, ...] = ()
         keys_epoch = -1
         ids = []
@@ -54,22 +51,22 @@ class SampleOrder:
                 keys = tuple(random_key(self.seed, Purpose.SHUFFLE, epoch, number) for number in range(_ROUNDS))
             # Cycle walking: a permutation of the box, repeated until its value is a sample, is a permutation of the
             # samples. The box exceeds them by less than its square root, so repetitions are rare.
-            value = self._permute_box(value, keys)
+            value = _permute_box(value, keys, left, right)
             while value >= self.num_samples:
-                value = self._permute_box(value, keys)
+                value = _permute_box(value, keys, left, right)
             ids.append(value)
         return ids
 
-    def _permute_box(self, value: int, keys: tuple[int, ...]) -> int:
-        """Apply a Feistel network over the radices left and right: each round adds a hash of one digit to the other."""
-        left, right = self._left, self._right
-        high, low = divmod(value, right)
-        for number, key in enumerate(keys):
-            if number % 2:
-                low = (low + _mix(high ^ key)) % right
-            else:
-                high = (high + _mix(low ^ key)) % left
-        return high * right + low
+
+def _permute_box(value: int, keys: tuple[int, ...], left: int, right: int) -> int:
+    """Apply a Feistel network over the radices left and right: each round adds a hash of one digit to the other."""
+    high, low = divmod(value, right)
+    for number, key in enumerate(keys):
+        if number % 2:
+            low = (low + _mix(high ^ key)) % right
+        else:
+            high = (high + _mix(low ^ key)) % left
+    return high * right + low
 
 
 def _mix(value: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -110,13 +110,8 @@ class GenerationComparison:
                 for step in self.steps
             ],
             "kinds": {
-                kind.kind.value: {
-                    "count": kind.count,
-                    "predicted_s": kind.predicted_s,
-                    "measured_s": kind.measured_s,
-                    "mean_error": kind.mean_error,
-                }
-                for kind in self.kinds
+                each.kind.value: {name: value for name, value in asdict(each).items() if name != "kind"}
+                for each in self.kinds
             },
         }
 

@@ -189,6 +189,6 @@ def _decision(event: Mapping[str, Any]) -> DecisionEvent:
         return DecisionEvent.model_validate(event)
     except ValidationError as error:
         raise ConfigError(
-            f"the decision of generation {event.get('generation')} cannot be told: {describe_invalid(error)}; the file "
+            f"the decision of generation {event.get('generation')} cannot be read: {describe_invalid(error)}; the file "
             "was written by another version of chameleon or is damaged"
         ) from None

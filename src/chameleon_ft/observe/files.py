@@ -107,7 +107,7 @@ class RunDirectory:
             raise ConfigError(f"{path}: there is no such directory; give the one that a run printed as its files")
         if not run.config_file.is_file():
             raise ConfigError(
-                f"{path}: is not a run directory, for it holds no {run.config_file.name}; "
+                f"{path}: is not a run directory, because it has no {run.config_file.name}; "
                 "give the directory that a run printed as its files"
             )
         return run
@@ -175,7 +175,7 @@ class RunDirectory:
             return ControlAddress(**json.loads(self.control_file.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise ConfigError(
-                f"{self.path}: this run is not live, for it has no {self.control_file.name}; "
+                f"{self.path}: this run is not live, because it has no {self.control_file.name}; "
                 "start it, or give the directory of one that is running"
             ) from None
         except (OSError, ValueError, TypeError) as error:

@@ -23,7 +23,7 @@ from chameleon_ft.observe.records import (
     StepRecord,
     Summary,
 )
-from chameleon_ft.quantities import data_size, duration, in_ranges
+from chameleon_ft.quantities import counted, data_size, duration, in_ranges
 
 __all__ = ["TerminalView", "facts_table", "output"]
 
@@ -118,8 +118,9 @@ class TerminalView(View):
 
     def outcome(self, record: OutcomeRecord) -> None:
         """Print predicted and measured results of a decision, and a warning if they differ much."""
-        steps = f"{record.steps} step{'' if record.steps == 1 else 's'}"
-        self._print(Text(f"after {steps} of {record.policy}: ", style="cyan").append(record.describe()))
+        self._print(
+            Text(f"after {counted(record.steps, 'step')} of {record.policy}: ", style="cyan").append(record.describe())
+        )
         if record.warning is not None:
             self._print(Text(record.warning, style="bold yellow"))
 
@@ -215,5 +216,5 @@ def _describe_stall(record: FailureRecord | JoinRecord) -> str:
 
 def _describe_transfer(record: FailureRecord | JoinRecord) -> str:
     rate = f", {data_size(record.moved_bytes / record.transfer_s)}/s" if record.transfer_s else ""
-    rounds = f"{record.rounds} round{'' if record.rounds == 1 else 's'}"
-    return f"{data_size(record.moved_bytes)} in {rounds} and {duration(record.transfer_s)}{rate}"
+    rounds, time = counted(record.rounds, "round"), duration(record.transfer_s)
+    return f"{data_size(record.moved_bytes)} in {rounds} and {time}{rate}"
