@@ -182,15 +182,30 @@ def schedule(network: Network, rules: Rules, ways: Integers | None = None) -> Sc
 def schedule_under(network: Network, rules: Rules, ways: Integers) -> Schedule | None:
     """The list schedule under exactly these rules, or None at a dead end; see the kernel for both."""
     # Imported here, as everywhere: importing a kernel loads numba, and most users of this module run none.
+    from chameleon_ft.schedule._kernels import scheduler_state as state
     from chameleon_ft.schedule._kernels.list_scheduler import run_scheduler
-    from chameleon_ft.schedule._kernels.scheduler_state import Run, initial_state
 
-    split = network.split_backward
-    # Returned as a plain tuple: unboxing a named one from a kernel takes much longer.
-    run = Run(*initial_state(network.slots, network.channels, rules.limits, 3 if split else 2))
-    ended, strained, beyond_limits = run_scheduler(
-        run, ways, split, rules.forward_first, rules.patience, rules.gradients_only
+    num_slots, num_workers, count = len(network.slots), len(network.workers), len(network.operations)
+    run = state.Run(
+        slots=network.slots,
+        channels=network.channels,
+        first=network.first,
+        limits=rules.limits,
+        ways=ways,
+        split=network.split_backward,
+        forward_first=rules.forward_first,
+        patience=rules.patience,
+        gradients_only=rules.gradients_only,
+        hops=np.zeros(num_slots, state.HOP),
+        workers=np.zeros(num_workers, state.WORKER),
+        queues=np.zeros(len(network.channels) + 2 * num_workers, state.QUEUE),
+        codes=np.empty(count, np.int64),
+        # An operation adds three events at most: its end, an arrival, and its sender's wake-up; a wake-up after a
+        # denial follows an event of the denied worker's own.
+        events=np.empty(3 * (count + num_workers), state.EVENT),
+        state=np.zeros(1, state.STATE),
     )
+    ended, strained, beyond_limits = run_scheduler(run)
     return replayed(network, rules, run.codes, strained=strained, beyond_limits=beyond_limits) if ended else None
 
 

@@ -12,36 +12,31 @@ sends that ends, and the program they make cannot deadlock.
 from __future__ import annotations
 
 import math
+from typing import Any, Final
 
 from chameleon_ft.schedule._kernels.scheduler_state import Run
 from chameleon_ft.schedule.jit import no_refcount_inline, no_refcount_kernel
-from chameleon_ft.schedule.records import Integers
+from chameleon_ft.schedule.records import Records
+
+# Arrivals this close (relative to the longest operation) differ by rounding only.
+_SLACK: Final = 1e-9
 
 
 @no_refcount_kernel
-def run_scheduler(
-    run: Run, ways: Integers, split: bool, forward_first: bool, patience: float, gradients_only: bool
-) -> tuple[bool, bool, bool]:
-    """Schedule; returns whether all operations have been, whether it is strained, and whether it exceeds a limit.
+def run_scheduler(run: Run) -> tuple[bool, bool, bool]:
+    """Schedule; return whether all operations have been, whether the schedule is strained, and beyond a limit.
 
-    There is a dead end if any further operation would close a cycle of blocked workers. If limits stop all workers, the
-    one with the first ready forward exceeds its own.
-
-    Args:
-        run: as it is at time zero.
-        ways: the first slot of each route by priority, the highest first; int64 [routes].
-        split: whether backward is split.
-        forward_first, patience, gradients_only: of `Rules`.
+    At a dead end, any further operation would close a cycle of blocked workers. If limits stop all workers, the one
+    with the first ready forward exceeds its own.
     """
     state = run.state[0]
-    state.split, state.forward_first = split, forward_first
-    state.patience, state.gradients_only = patience, gradients_only
-    _start_routes(run, ways)
+    _connect(run)
+    _start_routes(run)
     remaining = len(run.codes)
     now = 0.0
     while remaining:
         if state.events:
-            now, worker = _pop(run)
+            now, worker = _pop_event(run)
             # The last message of a worker may wait for the one before it to be received.
             if run.workers[worker].free > now or _is_blocked(run, worker):
                 continue
@@ -53,50 +48,75 @@ def run_scheduler(
         if end >= 0:
             remaining -= 1
             run.workers[worker].free = end
-            _push(run, end, worker)
-    return True, (state.strained or state.beyond_limits) and not gradients_only, state.beyond_limits
+            _push_event(run, end, worker)
+    return True, (state.strained or state.beyond_limits) and not run.gradients_only, state.beyond_limits
 
 
 @no_refcount_inline
-def _start_routes(run: Run, ways: Integers) -> None:
-    starts = len(run.queues) - len(run.workers)
-    for place in range(len(ways)):
-        slot = ways[place]
-        _append(run, starts + run.slots[slot].worker, slot)
-        run.hops[slot].rank = place
-        while not run.slots[slot].last:
+def _connect(run: Run) -> None:
+    """Set workers to their limits, and link each to its queues, those of lower numbers first."""
+    num_channels, num_workers = len(run.channels), len(run.workers)
+    for index in range(num_workers):
+        worker, starts = run.workers[index], num_channels + 2 * index
+        worker.room, worker.kept, worker.deferred = run.limits[0, index], run.limits[1, index], run.limits[2, index]
+        worker.done, worker.sending = run.first[index], -1
+        worker.starts, worker.pending = starts, starts + 1
+        worker.forward_in, worker.backward_in = starts, -1
+        run.queues[starts].head = run.queues[starts + 1].head = run.queues[starts].next_in = -1
+    for number in range(num_channels - 1, -1, -1):
+        queue, channel = run.queues[number], run.channels[number]
+        queue.sender, queue.receiver, queue.gradient = channel.sender, channel.receiver, channel.gradient
+        queue.remote, queue.head = channel.sender != channel.receiver, -1
+        receiver = run.workers[channel.receiver]
+        if channel.gradient:
+            queue.next_in, receiver.backward_in = receiver.backward_in, number
+        else:
+            queue.next_in, receiver.forward_in = receiver.forward_in, number
+
+
+@no_refcount_inline
+def _start_routes(run: Run) -> None:
+    state = run.state[0]
+    for rank in range(len(run.ways)):
+        slot = run.ways[rank]
+        _append(run, run.workers[run.slots[slot].worker].starts, slot)
+        is_last = False
+        while not is_last:
+            run.hops[slot].rank = rank
+            own = run.slots[slot]
+            state.slack_s = max(state.slack_s, _SLACK * own.forward_s, _SLACK * own.backward_s)
+            is_last = own.last
             slot += 1
-            run.hops[slot].rank = place
     for worker in range(len(run.workers)):
-        _push(run, 0.0, worker)
+        _push_event(run, 0.0, worker)
 
 
 @no_refcount_inline
 def _decide(run: Run, worker: int, now: float) -> float:
-    """Start the operation that `worker` should run now; returns its end, or -1 if there is none."""
-    state, own = run.state[0], run.workers[worker]
-    horizon = now + state.slack_s
-    pending = own.pending_end > own.pending
+    """Start the operation that `worker` should run now; return its end, or -1 if there is none."""
+    own = run.workers[worker]
+    horizon = now + run.state[0].slack_s
+    is_pending = run.queues[own.pending].head >= 0
     # A further I would defer more W than allowed.
-    full = own.pending_end - own.pending >= own.deferred
+    is_full = own.deferred <= 0
     forward = -1
-    if own.room > 0 and state.forward_first:
+    if own.room > 0 and run.forward_first:
         forward = _ready(run, worker, True, horizon)
         if forward >= 0:
             if own.kept > 0:
                 return _start_forward(run, worker, forward, now)
-            if pending:
+            if is_pending:
                 return _start_weight_grad(run, worker, now)
     backward = _ready(run, worker, False, horizon)
     if backward >= 0:
-        if full:
+        if is_full:
             return _start_weight_grad(run, worker, now)
         return _start_backward(run, worker, backward, now)
-    if own.room > 0 and not state.forward_first:
+    if own.room > 0 and not run.forward_first:
         forward = _ready(run, worker, True, horizon)
         if forward >= 0 and own.kept > 0:
             return _start_forward(run, worker, forward, now)
-    if pending and (full or forward >= 0 or not _better_soon(run, worker, horizon)):
+    if is_pending and (is_full or forward >= 0 or not _better_soon(run, worker, horizon)):
         return _start_weight_grad(run, worker, now)
     return -1.0
 
@@ -104,15 +124,16 @@ def _decide(run: Run, worker: int, now: float) -> float:
 @no_refcount_inline
 def _ready(run: Run, worker: int, forward: bool, horizon: float) -> int:
     """The slot of the ready forward, or backward, with the highest priority whose result may be sent, or -1."""
-    own, best = run.workers[worker], -1
-    begin, end = (own.forward_in, own.forward_in_end) if forward else (own.backward_in, own.backward_in_end)
-    for place in range(begin, end):
-        slot = _first_in(run, run.lists[place])
+    best = -1
+    queue = run.workers[worker].forward_in if forward else run.workers[worker].backward_in
+    while queue >= 0:
+        slot = run.queues[queue].head
         if slot >= 0 and (run.hops[slot].forward_at if forward else run.hops[slot].backward_at) <= horizon:
             channel = run.slots[slot].down if forward else run.slots[slot].up
             # `_may_send` comes last because it records a denial.
             if _goes_before(run, slot, best) and _may_send(run, worker, channel):
                 best = slot
+        queue = run.queues[queue].next_in
     return best
 
 
@@ -123,30 +144,28 @@ def _goes_before(run: Run, slot: int, best: int) -> bool:
 
 @no_refcount_inline
 def _better_soon(run: Run, worker: int, horizon: float) -> bool:
-    """Whether a tensor that the worker can use arrives within its patience for the next W."""
+    """Whether an input that the worker can use arrives within its patience for the next W."""
     own = run.workers[worker]
-    until = horizon + run.state[0].patience * run.slots[run.lists[own.pending]].weight_s
-    for place in range(own.backward_in, own.backward_in_end):
-        slot = _first_in(run, run.lists[place])
-        if slot >= 0 and horizon < run.hops[slot].backward_at < until:
-            return True
-    if own.room > 0 and own.kept > 0:
-        for place in range(own.forward_in, own.forward_in_end):
-            slot = _first_in(run, run.lists[place])
-            if slot >= 0 and horizon < run.hops[slot].forward_at < until:
+    until = horizon + run.patience * run.slots[run.queues[own.pending].head].weight_s
+    for forward in (False, True):
+        queue = own.forward_in if forward else own.backward_in
+        while queue >= 0 and not (forward and (own.room <= 0 or own.kept <= 0)):
+            slot = run.queues[queue].head
+            if slot >= 0 and horizon < (run.hops[slot].forward_at if forward else run.hops[slot].backward_at) < until:
                 return True
+            queue = run.queues[queue].next_in
     return False
 
 
 @no_refcount_inline
 def _start_forward(run: Run, worker: int, slot: int, now: float) -> float:
-    hop = run.slots[slot]
-    run.workers[worker].room -= 1
-    run.workers[worker].kept -= 1
+    hop, own = run.slots[slot], run.workers[worker]
+    own.room -= 1
+    own.kept -= 1
     _append_code(run, worker, slot)
     end: float = max(run.hops[slot].forward_at, now) + hop.forward_s
     if hop.up < 0:
-        run.queues[len(run.queues) - len(run.workers) + worker].head += 1
+        _remove_first(run, own.starts)
     else:
         _take(run, run.slots[slot - 1].down, now)
     if hop.last:
@@ -162,17 +181,17 @@ def _start_forward(run: Run, worker: int, slot: int, now: float) -> float:
 def _start_backward(run: Run, worker: int, slot: int, now: float) -> float:
     hop, own = run.slots[slot], run.workers[worker]
     own.room += 1
-    if run.state[0].split:
-        run.lists[own.pending_end] = slot
-        own.pending_end += 1
-    else:
-        own.kept += 1
     _append_code(run, worker, len(run.slots) + slot)
     end: float = max(run.hops[slot].backward_at, now) + hop.backward_s
     if hop.last:
-        run.queues[hop.down].head += 1
+        _remove_first(run, hop.down)
     else:
         _take(run, run.slots[slot + 1].up, now)
+    if run.split:
+        own.deferred -= 1
+        _append(run, own.pending, slot)
+    else:
+        own.kept += 1
     if hop.up >= 0:
         run.hops[slot - 1].backward_at = end + hop.up_s
         _send(run, worker, hop.up, slot - 1, end + hop.up_s)
@@ -182,8 +201,9 @@ def _start_backward(run: Run, worker: int, slot: int, now: float) -> float:
 @no_refcount_inline
 def _start_weight_grad(run: Run, worker: int, now: float) -> float:
     own = run.workers[worker]
-    slot = run.lists[own.pending]
-    own.pending += 1
+    slot = run.queues[own.pending].head
+    _remove_first(run, own.pending)
+    own.deferred += 1
     own.kept += 1
     _append_code(run, worker, 2 * len(run.slots) + slot)
     end: float = now + run.slots[slot].weight_s
@@ -197,16 +217,19 @@ def _append_code(run: Run, worker: int, code: int) -> None:
 
 
 @no_refcount_inline
-def _first_in(run: Run, queue: int) -> int:
-    """The first slot in a queue, or -1."""
+def _append(run: Run, queue: int, slot: int) -> None:
     own = run.queues[queue]
-    return run.lists[own.head] if own.tail > own.head else -1
+    run.hops[slot].next = -1
+    if own.head < 0:
+        own.head = slot
+    else:
+        run.hops[own.tail].next = slot
+    own.tail = slot
 
 
 @no_refcount_inline
-def _append(run: Run, queue: int, slot: int) -> None:
-    run.lists[run.queues[queue].tail] = slot
-    run.queues[queue].tail += 1
+def _remove_first(run: Run, queue: int) -> None:
+    run.queues[queue].head = run.hops[run.queues[queue].head].next
 
 
 @no_refcount_inline
@@ -217,32 +240,36 @@ def _send(run: Run, worker: int, channel: int, slot: int, arrival: float) -> Non
         run.workers[worker].sending = channel
         # A receiver that is busy beyond then decides anyway when it is free.
         if run.workers[queue.receiver].free <= arrival:
-            _push(run, arrival, queue.receiver)
+            _push_event(run, arrival, queue.receiver)
 
 
 @no_refcount_inline
 def _take(run: Run, channel: int, now: float) -> None:
-    queue, denied = run.queues[channel], run.state[0].denied
-    queue.head += 1
+    """Take the first message out of a channel, and wake its sender and the workers that were denied a send."""
+    queue, state = run.queues[channel], run.state[0]
+    _remove_first(run, channel)
     if not queue.remote:
         return
     sender = run.workers[queue.sender]
-    if denied >= 0 or queue.awaited or (queue.tail > queue.head and sender.sending == channel):
-        _push(run, max(sender.free, now), queue.sender)
+    if state.denied or queue.awaited or (queue.head >= 0 and sender.sending == channel):
+        _push_event(run, max(sender.free, now), queue.sender)
         queue.awaited = False
-    while denied >= 0:
-        run.workers[denied].denied = False
-        _push(run, now, denied)
-        denied = run.workers[denied].next_denied
-    run.state[0].denied = -1
+    if state.denied:
+        for worker in range(len(run.workers)):
+            if run.workers[worker].denied:
+                run.workers[worker].denied = False
+                _push_event(run, now, worker)
+        state.denied = False
 
 
 @no_refcount_inline
 def _is_blocked(run: Run, worker: int) -> bool:
     """Whether the last message of `worker` waits for the receiver to take the one before it."""
     channel = run.workers[worker].sending
-    held_back: bool = channel >= 0 and run.queues[channel].tail > run.queues[channel].head + 1
-    return held_back
+    if channel < 0 or run.queues[channel].head < 0:
+        return False
+    blocked: bool = run.hops[run.queues[channel].head].next >= 0
+    return blocked
 
 
 @no_refcount_inline
@@ -251,9 +278,9 @@ def _may_send(run: Run, worker: int, channel: int) -> bool:
     if channel < 0:
         return True
     queue = run.queues[channel]
-    if queue.tail == queue.head or not queue.remote:
+    if queue.head < 0 or not queue.remote:
         return True
-    if run.state[0].gradients_only and not queue.gradient:
+    if run.gradients_only and not queue.gradient:
         # The sender is woken when the receiver takes a message from this channel.
         queue.awaited = True
         return False
@@ -261,17 +288,14 @@ def _may_send(run: Run, worker: int, channel: int) -> bool:
     while _is_blocked(run, holder):
         holder = run.queues[run.workers[holder].sending].receiver
         if holder == worker:
-            own, state = run.workers[worker], run.state[0]
-            if not own.denied:
-                own.denied, own.next_denied, state.denied = True, state.denied, worker
-            state.strained = True
+            run.workers[worker].denied = run.state[0].denied = run.state[0].strained = True
             return False
     return True
 
 
 @no_refcount_inline
 def _exceed_limit(run: Run) -> int:
-    """Allow one more forward on a worker that only its limits stop; returns the worker, or -1 if there is none."""
+    """Allow one more forward on a worker that only its limits stop; return the worker, or -1 if there is none."""
     first, best = -1, -1
     for worker in range(len(run.workers)):
         if not _is_blocked(run, worker):
@@ -286,43 +310,43 @@ def _exceed_limit(run: Run) -> int:
 
 
 @no_refcount_inline
-def _push(run: Run, at_s: float, worker: int) -> None:
+def _push_event(run: Run, at_s: float, worker: int) -> None:
     """Add an event to the heap; of events at one time, that of the lowest worker comes first."""
-    events = run.events
-    place = run.state[0].events
+    events, place = run.events, run.state[0].events
     run.state[0].events += 1
-    while place:
-        above = (place - 1) // 2
-        if not _is_before(at_s, worker, events[above].at_s, events[above].worker):
-            break
-        events[place] = events[above]
-        place = above
     events[place].at_s, events[place].worker = at_s, worker
+    while place and _is_before(events[place], events[(place - 1) // 2]):
+        _swap(events, place, (place - 1) // 2)
+        place = (place - 1) // 2
 
 
 @no_refcount_inline
-def _pop(run: Run) -> tuple[float, int]:
+def _pop_event(run: Run) -> tuple[float, int]:
     """Remove the first event from the heap."""
     events = run.events
-    first_s, first = events[0].at_s, events[0].worker
+    first = events[0].at_s, events[0].worker
     run.state[0].events -= 1
     count = run.state[0].events
-    last_s, last = events[count].at_s, events[count].worker
-    place = 0
-    while 2 * place + 1 < count:
-        below = 2 * place + 1
-        if below + 1 < count and _is_before(
-            events[below + 1].at_s, events[below + 1].worker, events[below].at_s, events[below].worker
-        ):
-            below += 1
-        if not _is_before(events[below].at_s, events[below].worker, last_s, last):
-            break
-        events[place] = events[below]
-        place = below
-    events[place].at_s, events[place].worker = last_s, last
-    return first_s, first
+    events[0] = events[count]
+    place, least = -1, 0
+    while least != place:
+        place = least
+        for below in range(2 * place + 1, min(count, 2 * place + 3)):
+            if _is_before(events[below], events[least]):
+                least = below
+        if least != place:
+            _swap(events, place, least)
+    return first
 
 
 @no_refcount_inline
-def _is_before(one_s: float, one: int, other_s: float, other: int) -> bool:
-    return one_s < other_s or (one_s == other_s and one < other)
+def _is_before(one: Any, other: Any) -> bool:
+    before: bool = one.at_s < other.at_s or (one.at_s == other.at_s and one.worker < other.worker)
+    return before
+
+
+@no_refcount_inline
+def _swap(events: Records, one: int, other: int) -> None:
+    at_s, worker = events[one].at_s, events[one].worker
+    events[one] = events[other]
+    events[other].at_s, events[other].worker = at_s, worker
