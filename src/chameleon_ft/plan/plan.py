@@ -1,9 +1,11 @@
-"""A plan: where the layers are, and which way each micro-batch takes through them."""
+"""A plan: where the layers are, and the route of each micro-batch through them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import _json
@@ -12,25 +14,28 @@ from chameleon_ft.plan.placement import LayerRange, Placement, RecomputedLayers
 
 __all__ = ["Hop", "Plan", "Route"]
 
+# A placement has a list as long as its layers, which a typing error in a file must not make endless.
+_MOST_LAYERS: Final = 1_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One stop of a micro-batch: `worker` runs `layers` on it."""
+    """A part of a micro-batch's route: `worker` runs `layers`."""
 
     worker: int
     layers: LayerRange
 
     def __hash__(self) -> int:
-        # That of the layers would be asked for in Python as well, and hops are looked up time and again.
+        # One Python call rather than two: hops are looked up often.
         layers = self.layers
         return hash((self.worker, layers.start, layers.stop))
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way of one micro-batch through the layers, from layer 0 to the last; backwards it is walked in reverse.
+    """The hops of one micro-batch, from layer 0 to the last; the backward takes them in reverse.
 
-    Raises PlanError when there are no hops, or they do not start at layer 0 and go on without gap or overlap.
+    Raises PlanError when there are no hops, or they do not cover the layers from 0 on without gap or overlap.
     """
 
     micro_batch: int
@@ -57,17 +62,15 @@ class Plan:
         placement: which layers each worker holds.
         routes: the route of micro-batch m at index m.
         split_backward: whether workers run the two halves of a backward as operations of their own.
-        fused_workers: those that run it in one go nevertheless: all workers of some pipelines, on whose routes there is
-            no other worker.
-        recompute: worker -> the layers by which it trades time for memory: of each it keeps less, and runs its forward,
-            or the fast part of it, again just before its backward. A range may span several held ranges; the model's
-            first and last layer are never run again. A worker that is not in the mapping keeps everything. Losses and
-            gradients do not depend on it.
+        recompute: worker -> the layers of which it keeps less, and runs the forward, or its fast part, again just
+            before the backward. A range may span several held ranges; the model's first and last layer are never
+            recomputed. A worker that is not in the mapping keeps everything. Losses and gradients do not depend on it.
+        fused_workers: workers whose backward is fused nevertheless: all workers of some pipelines.
 
     Raises:
         PlanError: no routes; micro-batches not numbered 0, 1, ... in order; a route that ends before the last layer, or
             with a hop whose worker does not hold its layers; a worker that is to recompute a range whose first or
-            last layer it does not hold; or a route on which only some workers are to split their backward.
+            last layer it does not hold; or a route on which only some workers split their backward.
     """
 
     placement: Placement
@@ -140,34 +143,56 @@ class Plan:
         return self.split_backward and worker not in self.fused_workers
 
     def to_json(self) -> str:
-        """The plan as one line of JSON; `from_json` reads it back to an equal plan."""
-        return _json.dump(
-            _json.PlanRecord(
-                num_layers=self.placement.num_layers,
-                ranges={w: [(r.start, r.stop) for r in ranges] for w, ranges in self.placement.ranges.items()},
-                routes=[[(hop.worker, hop.layers.start, hop.layers.stop) for hop in r.hops] for r in self.routes],
-                split_backward=self.split_backward,
-                recompute={
-                    worker: (own.start, own.stop, *((own.num_selective,) if own.num_selective else ()))
-                    for worker, own in self.recompute.items()
-                },
-                fused_workers=sorted(self.fused_workers),
-            )
-        )
+        """Return the plan as one line of JSON; `from_json` reads it back to an equal plan.
+
+        Ranges are (start, stop), hops (worker, start, stop), and recomputed layers (start, stop) or (start, stop,
+        num_selective). Fields that name no worker are left out.
+        """
+        fields: dict[str, object] = {
+            "format": _json.FORMAT,
+            "num_layers": self.placement.num_layers,
+            "placement": {str(w): [(r.start, r.stop) for r in ranges] for w, ranges in self.placement.ranges.items()},
+            "routes": [[(hop.worker, hop.layers.start, hop.layers.stop) for hop in r.hops] for r in self.routes],
+            "split_backward": self.split_backward,
+        }
+        if self.recompute:
+            fields["recompute"] = {
+                str(worker): (own.start, own.stop, *((own.num_selective,) if own.num_selective else ()))
+                for worker, own in self.recompute.items()
+            }
+        if self.fused_workers:
+            fields["fused_workers"] = sorted(self.fused_workers)
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote. Raises PlanError when `text` is anything else or breaks a rule of plans."""
-        record = _json.load(text)
-        placement = Placement(
-            record.num_layers, {w: tuple(LayerRange(*r) for r in ranges) for w, ranges in record.ranges.items()}
+        """Return the plan that `to_json` wrote. Raises PlanError when `text` is anything else or breaks a rule."""
+        fields = _json.fields_of(text)
+        num_layers = _json.integer(fields["num_layers"], "num_layers of a plan")
+        if num_layers > _MOST_LAYERS:
+            raise PlanError(f"num_layers of a plan must be at most {_MOST_LAYERS}")
+        ranges: dict[int, tuple[LayerRange, ...]] = {}
+        for worker, value in _json.by_worker(fields["placement"], "the placement of a plan").items():
+            where = f"the ranges of worker {worker}"
+            ranges[worker] = tuple(LayerRange(*_json.integers(each, 2, where)) for each in _json.array(value, where))
+        routes: list[Route] = []
+        for index, value in enumerate(_json.array(fields["routes"], "the routes of a plan")):
+            where = f"the route of micro-batch {index}"
+            hops = (_json.integers(each, 3, where) for each in _json.array(value, where))
+            routes.append(Route(index, tuple(Hop(worker, LayerRange(*layers)) for worker, *layers in hops)))
+        placement = Placement(num_layers, ranges)
+        own: object = fields.get("recompute", {})
+        if isinstance(own, list):
+            # Older files list the workers that recompute all that they hold.
+            workers = [_json.integer(worker, "a worker in recompute of a plan") for worker in own]
+            recompute = {worker: RecomputedLayers.in_full(placement.span(worker)) for worker in workers}
+        else:
+            recompute = {}
+            for worker, value in _json.by_worker(own, "recompute of a plan").items():
+                count = 3 if isinstance(value, list) and len(value) > 2 else 2
+                recompute[worker] = RecomputedLayers(*_json.integers(value, count, f"recompute of worker {worker}"))
+        fused = (
+            _json.integer(worker, "a worker in fused_workers of a plan")
+            for worker in _json.array(fields.get("fused_workers", []), "fused_workers of a plan")
         )
-        routes = tuple(
-            Route(index, tuple(Hop(worker, LayerRange(start, stop)) for worker, start, stop in hops))
-            for index, hops in enumerate(record.routes)
-        )
-        recompute = {
-            worker: RecomputedLayers(*own) if own else RecomputedLayers.in_full(placement.span(worker))
-            for worker, own in record.recompute.items()
-        }
-        return cls(placement, routes, record.split_backward, recompute, frozenset(record.fused_workers))
+        return cls(placement, tuple(routes), fields["split_backward"] is True, recompute, frozenset(fused))
