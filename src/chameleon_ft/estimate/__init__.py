@@ -6,8 +6,7 @@ The paper's own closed forms are in `chameleon_ft.estimate.paper`, apart from th
 from __future__ import annotations
 
 from chameleon_ft.estimate.gradient_sync import SyncEstimate, TimedReduction, estimate_sync, reduction_times
-from chameleon_ft.estimate.layer_memory import MemoryUse
-from chameleon_ft.estimate.memory import MessageBuffers, WorkerMemory, program_memory
+from chameleon_ft.estimate.memory import MemoryUse, MessageBuffers, WorkerMemory, program_memory
 from chameleon_ft.estimate.step import (
     PartsEstimate,
     StepEstimate,

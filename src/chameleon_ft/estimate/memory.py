@@ -32,23 +32,46 @@ working bytes of the last layer. With tensor parallelism all bytes are those of 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 
 from chameleon_ft.errors import ConfigError, PlanError
-from chameleon_ft.estimate.layer_memory import LayerMemory, MemoryUse, Moment
-from chameleon_ft.plan import LayerRange, Placement, RecomputedLayers
+from chameleon_ft.plan import LayerRange, Placement
 from chameleon_ft.schedule import Operation, Program
 from chameleon_ft.schedule.program import KINDS, operations_from
 from chameleon_ft.schedule.records import Integers, Records
 from chameleon_ft.workload import Workload
 
-__all__ = ["MessageBuffers", "WorkerMemory", "WorkloadMemory", "program_memory", "workload_memory"]
+__all__ = ["MemoryUse", "MessageBuffers", "WorkerMemory", "WorkloadMemory", "program_memory", "workload_memory"]
+
+
+_FORWARD, _BACKWARD, _INPUT_GRAD, _WEIGHT_GRAD = range(len(KINDS))
+# What an operation needs while one of its layers runs, the activations of its hop included.
+_MOMENT: Final = ("activation_bytes", "weight_grad_bytes", "message_bytes", "working_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes that a worker holds at one moment, by what they are for; the module's text defines what counts as what."""
+
+    param_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    sample_bytes: int = 0
+    activation_bytes: int = 0
+    weight_grad_bytes: int = 0
+    message_bytes: int = 0
+    working_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,53 +130,59 @@ def program_memory(
             "use the workload of the model that is planned"
         )
     of = workload_memory(workload)
-    memory = {worker: WorkerMemory(of.layers.state_of(placement, worker), None) for worker in placement.workers}
+    memory = {worker: WorkerMemory(of.state_of(held), None) for worker, held in placement.ranges.items()}
     places, amounts = of.worst(program.records, program.starts, buffers)
     for worker, place, own in zip(program.workers, places.tolist(), amounts.tolist(), strict=True):
         if place >= 0 and worker in memory:
-            peak = dataclasses.replace(memory[worker].peak, **Moment(*own)._asdict())
+            peak = replace(memory[worker].peak, **dict(zip(_MOMENT, own, strict=True)))
             memory[worker] = WorkerMemory(peak, *operations_from(program.records[place : place + 1]))
     return memory
 
 
 @lru_cache(maxsize=4)
 def workload_memory(workload: Workload) -> WorkloadMemory:
-    """The memory of a workload, shared by all callers: it remembers what it has worked out of its layers."""
+    """Return the memory of a workload, shared by all callers because it caches figures of its layers."""
     return WorkloadMemory(workload)
 
 
 class WorkloadMemory:
-    """Bytes that workers hold for the layers of a workload, throughout a step and at its worst moment.
-
-    Attributes:
-        layers: bytes of ranges of layers.
-    """
+    """Bytes that workers hold for the layers of a workload, throughout a step and at its worst moment."""
 
     def __init__(self, workload: Workload) -> None:
-        self.layers = LayerMemory(workload)
-        self._state_bytes: dict[tuple[object, ...], int] = {}
+        layers = self._layers = workload.layers
+        names = ("activation_bytes", "weight_grad_bytes", "working_bytes")
+        # Of each layer what it keeps, selectively, leaves for W, and works with.
+        own = [*([getattr(layer, name) for layer in layers] for name in names), workload.selective_bytes]
+        self._activations, self._weight_grads, self._working, self._selective = np.array(own, np.int64)
+        # Of each layer its input: none for the first. The output of the last one is a loss.
+        self._inputs = np.array([0, *(layer.output_bytes for layer in layers[:-1]), 0], np.int64)
+        self._state_bytes = cache(lambda ranges: self.state_of(ranges).total_bytes)
         self._figures = cache(self._new_figures)
 
+    def state_of(self, ranges: Iterable[LayerRange]) -> MemoryUse:
+        """Return the bytes that a worker with these layers holds throughout a step."""
+        held = [self._layers[layer] for layers in ranges for layer in layers]
+        return MemoryUse(
+            param_bytes=sum(layer.param_bytes for layer in held),
+            gradient_bytes=sum(layer.gradient_bytes for layer in held),
+            optimizer_bytes=sum(layer.optimizer_bytes for layer in held),
+            # A worker keeps inputs and targets together if it needs either.
+            sample_bytes=max((layer.sample_bytes for layer in held), default=0),
+        )
+
     def state_bytes(self, placement: Placement) -> dict[int, int]:
-        """Bytes that each worker holds all the time."""
-        found: dict[int, int] = {}
-        for worker, held in placement.ranges.items():
-            # Most hold one range, and few ranges are held.
-            key = (held[0].start, held[0].stop) if len(held) == 1 else held
-            if key not in self._state_bytes:
-                self._state_bytes[key] = self.layers.state_of(placement, worker).total_bytes
-            found[worker] = self._state_bytes[key]
-        return found
+        """Return the bytes that each worker holds throughout a step."""
+        return {worker: self._state_bytes(held) for worker, held in placement.ranges.items()}
 
     def moving_bytes(self, records: Records, starts: Sequence[int] | Integers) -> list[int]:
-        """The most that each worker holds beside its state, with the runtime's own buffers; arguments as of `worst`."""
+        """Return the most that each worker holds beside its state, with default buffers; arguments as of `worst`."""
         found: list[int] = self.worst(records, starts, MessageBuffers())[1].sum(axis=1).tolist()
         return found
 
     def worst(
         self, records: Records, starts: Sequence[int] | Integers, buffers: MessageBuffers
     ) -> tuple[Integers, Integers]:
-        """The worst moment of each worker.
+        """Find the worst moment of each worker.
 
         Args:
             records: operations of one worker after the other, `PROGRAM_RECORD`.
@@ -161,8 +190,8 @@ class WorkloadMemory:
             buffers: those of the runtime.
 
         Returns:
-            The places of the operations that the workers are in then, -1 for a worker that has none; and what they hold
-            beside their state by the fields of `Moment`, int64 [workers, 4].
+            The places of the operations that the workers are in then, -1 for a worker that has none; and the bytes that
+            they hold beside their state, by `_MOMENT`, int64 [workers, 4].
         """
         fields = ["start", "stop", "recompute_start", "recompute_stop", "recompute_selective"]
         width = 1 + int(records["stop"].max(initial=0))
@@ -178,31 +207,54 @@ class WorkloadMemory:
 
     def _new_figures(
         self, start: int, stop: int, again_start: int, again_stop: int, num_selective: int
-    ) -> tuple[tuple[int, ...], list[Moment]]:
-        """Of a range of layers, of which some are recomputed, `stages` and `moments` as in `_worst_moments`."""
-        of, layers = self.layers, LayerRange(start, stop)
-        again = RecomputedLayers(again_start, again_stop, num_selective) if again_stop else None
-        kept = of.activations(layers, again), of.weight_grads(layers), of.kept_output(layers, again)
-        return (of.output(start - 1), of.output(stop - 1), *kept), [of.worst(kind, layers, again) for kind in KINDS]
+    ) -> tuple[tuple[int, ...], Integers]:
+        """`stages` and `moments`, as in `_worst_moments`, of layers start to stop, of which some are recomputed."""
+        layer, own = np.arange(start, stop), slice(start, stop)
+        is_inner = (layer > 0) & (layer < len(self._layers) - 1)
+        is_again = is_inner & (again_start <= layer) & (layer < again_stop)
+        in_full = is_again & (layer < again_stop - num_selective)
+        activations, weight_grads, working = self._activations[own], self._weight_grads[own], self._working[own]
+        inputs, outputs = self._inputs[own], self._inputs[start + 1 : stop + 1]
+        # Kept from F to B or I, and the part of it that is in what I leaves for W.
+        kept = np.select([in_full, is_again], [inputs, self._selective[own]], activations)
+        left = np.where(weight_grads >= kept, kept, 0)
+        kept_output = 0 if in_full[-1] else int(outputs[-1])
+        # While the backward of a layer runs: what is made once more, and the gradient of its input.
+        rest = np.maximum(0, activations - kept)
+        again = working + np.where(in_full, outputs, 0)
+        sent = np.where(layer == start, inputs, 0)
+        from_above = np.append(outputs[:-1], 0)
 
-
-_FORWARD, _BACKWARD, _INPUT_GRAD, _WEIGHT_GRAD = range(len(KINDS))
+        # The amounts of `_MOMENT` by kind while each layer runs; layers below it, or above, it included.
+        moments = np.zeros((len(KINDS), 4, len(layer)), np.int64)
+        moments[_FORWARD] = kept.cumsum() + outputs, 0 * rest, 0 * rest, working + rest
+        moments[_BACKWARD] = kept.cumsum() + kept_output, 0 * rest, sent, again + rest + from_above + inputs - sent
+        moments[_INPUT_GRAD] = (
+            kept.sum() - left[::-1].cumsum()[::-1] + kept_output,
+            weight_grads[::-1].cumsum()[::-1],
+            sent,
+            again + np.where(weight_grads >= activations, 0, rest) + inputs - sent,
+        )
+        moments[_WEIGHT_GRAD, 1], moments[_WEIGHT_GRAD, 3] = weight_grads.sum(), working
+        worst = moments.sum(axis=1).argmax(axis=1)
+        stage = int(inputs[0]), int(outputs[-1]), int(kept.sum()), int(weight_grads.sum()), kept_output
+        return stage, moments[np.arange(len(KINDS)), :, worst]
 
 
 def _worst_moments(
     records: Records, starts: Integers, stages: Integers, moments: Integers, row_of: Integers, buffers: MessageBuffers
 ) -> tuple[Integers, Integers]:
-    """`WorkloadMemory.worst` by what single operations need.
+    """`WorkloadMemory.worst` from what single operations need.
 
-    Every amount that a worker holds is a sum of changes, each of which follows from one operation alone. So operations
-    are not gone through one by one: arrays have an element for each operation.
+    Every amount that a worker holds is a sum of changes, each of which follows from one operation alone, so arrays have
+    an element for each operation.
 
     Args:
-        stages: bytes of the layers of each operation: of the tensor that comes in from below, of that which leaves
-            above, of the activations that are kept, of what is kept for the weight gradients, and of the output if the
-            layers keep it themselves; int64 [operations, 5].
-        moments: what an operation needs at its worst, by row and kind, as in `Moment`; int64 [rows, 4, 4].
-        row_of: of each operation, the row in `moments`; int64 [operations].
+        stages: bytes of the layers of each operation: of the tensor that comes in from below, of the one that leaves
+            above, of kept activations, of what is kept for the weight gradients, and of the output if the layers keep
+            it themselves; int64 [operations, 5].
+        moments: what an operation needs at its worst, by row, kind and `_MOMENT`; int64 [rows, 4, 4].
+        row_of: the row in `moments` of each operation; int64 [operations].
     """
     below, above, activations, weight_grads, output = stages.T
     kind, first = records["kind"], records["first"]
