@@ -1,4 +1,4 @@
-"""Everything that is predicted of a step before it is run: lower bounds, time and memory."""
+"""Predictions for a step before it runs: lower bounds, time and memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.schedule import CostModel, PipelineTimes, Program, Timeline, replay
 from chameleon_ft.schedule.best import ScheduledPart, step_s_of
-from chameleon_ft.schedule.components import components
-from chameleon_ft.schedule.network import builder_of
+from chameleon_ft.schedule.network import component_builders
 from chameleon_ft.schedule.program import records_by_code
 
 __all__ = [
@@ -31,7 +30,7 @@ __all__ = [
 
 
 def pipeline_bound_s(times: PipelineTimes, micro_batches: int) -> float:
-    """A lower bound on the time of one pipeline, whatever the order of its operations; notation as in `PipelineTimes`.
+    """Return a lower bound on the time of one pipeline over all orders of operations; notation as in `PipelineTimes`.
 
     Of m micro-batches, at each stage i: the first activation has to come down, sum_{j<i} (f_j + c_j); the stage has
     m (f_i + b_i) to do; and after its last B or I the gradient has to go up, sum_{j<i} (b_j + c_j), and be followed by
@@ -50,28 +49,25 @@ def pipeline_bound_s(times: PipelineTimes, micro_batches: int) -> float:
 
 
 def plan_bound_s(plan: Plan, costs: CostModel) -> float:
-    """A lower bound on the time of a plan, whatever its program: `pipeline_bound_s` for each worker and its own routes.
+    """Return a lower bound on the time of a plan's programs: `pipeline_bound_s` for each worker and its own routes.
 
     Raises:
         PlanError: the workload has another number of layers than the plan.
         ConfigError: the plan has a worker that the cluster does not.
     """
-    builder = builder_of(plan, costs)
     return max(
-        builder.part(own.workers, split_backward=plan.splits(own.workers[0]))
-        .network(own.ways, own.taken)
-        .lower_bound_s()
-        for own in components(plan.routes)
+        builder.network(component.ways, component.taken).lower_bound_s()
+        for component, builder in component_builders(plan, costs)
     )
 
 
 def total_work_bound_s(costs: CostModel, *, micro_batches: int | None = None) -> float:
-    """A lower bound on the time of any plan: all work over the speed of all workers of the cluster.
+    """Return a lower bound on the time of any plan: all work over the speed of all workers of the cluster.
 
     `micro_batches` are the workload's unless given. Raises PlanError when the cluster is empty.
     """
     if not costs.cluster.workers:
-        raise PlanError("no worker is left to do the work; there is no time in which it gets done")
+        raise PlanError("no worker is left to do the work")
     per_micro_batch_s = math.fsum(layer.forward_s + layer.least_backward_s for layer in costs.workload.layers)
     count = costs.workload.micro_batches if micro_batches is None else micro_batches
     return count * per_micro_batch_s / math.fsum(worker.speed for worker in costs.cluster.workers)
@@ -79,7 +75,7 @@ def total_work_bound_s(costs: CostModel, *, micro_batches: int | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class PartsEstimate:
-    """The figures of a `StepEstimate` that decisions are made by.
+    """The figures of a `StepEstimate` on which decisions are based.
 
     Attributes:
         program_s: seconds until the last operation has ended.
@@ -92,13 +88,13 @@ class PartsEstimate:
     peak_bytes: Mapping[int, int]
 
     def over_capacity(self, costs: CostModel) -> dict[int, int]:
-        """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
+        """Return the missing bytes of workers whose peak exceeds their capacity; unknown capacities are not checked."""
         known = ((worker, peak, costs.cluster.worker(worker).memory_bytes) for worker, peak in self.peak_bytes.items())
         return {worker: peak - most for worker, peak, most in known if most is not None and peak > most}
 
 
 def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> PartsEstimate:
-    """The figures of `estimate_step` for the program of these parts, without making it; raises the same errors."""
+    """Return the figures of `estimate_step` for the program of these parts, without making it; raises its errors."""
     made_s: dict[int, dict[tuple[int, int], float]] = {}
     for part in parts:
         made_s |= _made_s(part)
@@ -108,7 +104,7 @@ def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel)
 
 
 def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> dict[int, int]:
-    """Bytes that each worker holds at its worst moment if it recomputes as `plan` says and runs the parts' operations.
+    """Return each worker's peak in bytes if it recomputes as `plan` says and runs the parts' operations.
 
     The parts may have been scheduled for a plan with other recomputation: the orders of their operations count, not
     their times.
@@ -152,7 +148,7 @@ class StepEstimate:
 
     Attributes:
         timeline: when each operation starts and ends.
-        bound_s: seconds below which no program of this plan can end.
+        bound_s: a lower bound on the seconds of any program of this plan.
         sync: when gradients are reduced.
         memory: worst moment of each worker.
         busy_s: seconds that each worker computes.
@@ -176,7 +172,7 @@ class StepEstimate:
 
     @property
     def gap(self) -> float:
-        """By which share of the bound the program is slower than it: 0 is proven optimal for the plan."""
+        """Relative distance of the program from the bound: 0 is proven optimal for the plan."""
         return self.program_s / self.bound_s - 1 if self.bound_s else 0.0
 
     @property
@@ -186,7 +182,7 @@ class StepEstimate:
         return 1 - sum(self.busy_s.values()) / available_s if available_s else 0.0
 
     def over_capacity(self, costs: CostModel) -> dict[int, int]:
-        """Bytes that are missing, by worker, where the peak passes the capacity; unknown capacities are not checked."""
+        """Return the missing bytes of workers whose peak exceeds their capacity, as `PartsEstimate` does."""
         peak_bytes = {worker: memory.peak_bytes for worker, memory in self.memory.items()}
         return PartsEstimate(self.program_s, self.step_s, peak_bytes).over_capacity(costs)
 
@@ -198,7 +194,7 @@ def estimate_step(
     *,
     buffers: MessageBuffers = MessageBuffers(),  # noqa: B008 - frozen
 ) -> StepEstimate:
-    """The prediction for one step of `program`, which is one of `plan`.
+    """Predict one step of `program`, which runs `plan`.
 
     Raises:
         PlanError: the workload has another number of layers than the plan.

@@ -1,4 +1,4 @@
-"""Programs of plans: by list scheduling alone, or those that a bounded local search finds to take the least time."""
+"""Programs of plans: by list scheduling alone, or also by a bounded local search for the least time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.schedule.components import Component, components
+from chameleon_ft.schedule.components import Component
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes
 from chameleon_ft.schedule.heuristics import Problem, best_schedule
 from chameleon_ft.schedule.list_scheduler import (
@@ -26,7 +26,7 @@ from chameleon_ft.schedule.list_scheduler import (
     replayed,
     schedule,
 )
-from chameleon_ft.schedule.network import NetworkBuilder, builder_of, pipeline_network
+from chameleon_ft.schedule.network import component_builders, pipeline_network
 from chameleon_ft.schedule.program import Program, records_by_code
 from chameleon_ft.schedule.records import PROGRAM_RECORD, Integers
 
@@ -49,11 +49,10 @@ DEFAULT_EFFORT: Final = 100_000
 
 
 class Preference(StrEnum):
-    """What a worker runs first when a forward and a backward are both ready and its limits allow both.
+    """The operation that a worker runs first when a forward and a backward are both ready and its limits allow both.
 
-    Forward first keeps as many micro-batches in flight as the limits allow, which is what 1F1B and ZB-H1 do, and is the
-    better choice where limits are tight. Backward first frees memory as early as it can, and is often better where they
-    are not.
+    Forward first keeps as many micro-batches in flight as the limits allow, as 1F1B and ZB-H1 do, and is better under
+    tight limits. Backward first frees memory as early as it can, and is often better under loose ones.
     """
 
     FORWARD = "forward"
@@ -74,7 +73,7 @@ class PipelineSchedule(Schedule):
     in_flight_limits: Integers
 
     def replayed(self, times: PipelineTimes) -> PipelineSchedule:
-        """These orders under other times of as many stages, such as those of other links."""
+        """Return these orders under other times of as many stages, such as those of other links."""
         network = pipeline_network(times, self.micro_batches, split_backward=self.split_backward)
         again = replayed(network, self.rules, self.codes)
         return replace(self, times=times, ends_s=again.ends_s, step_s=again.step_s)
@@ -82,13 +81,7 @@ class PipelineSchedule(Schedule):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledProgram:
-    """A program with its predicted time and how it was made.
-
-    Attributes:
-        program: what each worker runs.
-        step_s: seconds of its replay.
-        limits: what each worker was allowed to keep.
-    """
+    """A program with the seconds of its replay, and what each worker was allowed to keep."""
 
     program: Program
     step_s: float
@@ -97,9 +90,9 @@ class ScheduledProgram:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledPart:
-    """A component of a plan with the schedule that was chosen for it.
+    """A component of a plan with its schedule, which refers to workers by their index in `component.workers`.
 
-    Components that are alike share one schedule, which knows workers only by their index in `component.workers`.
+    Equal components share one schedule.
     """
 
     component: Component
@@ -113,11 +106,11 @@ def list_schedule(
     *,
     prefer: Preference = Preference.FORWARD,
 ) -> Program:
-    """A program that runs `plan`, made by letting every worker take what it can run as soon as it is free.
+    """Return a program that runs `plan`, in which every worker starts what it can run as soon as it is free.
 
-    On a pipeline of equal stages under `default_limits` the program is 1F1B, and with split backward ZB-H1. On any plan
-    it is deterministic and passes `check_program`. Among ready operations of a kind a worker takes the micro-batch that
-    is earliest in its own pipeline; a W is run when nothing else is ready or about to be, or to make room for an F.
+    On a pipeline of equal stages under `default_limits` it is 1F1B, and with split backward ZB-H1. On any plan it is
+    deterministic and passes `check_program`. Among ready operations of a kind a worker takes the micro-batch that is
+    earliest in its own pipeline; a W runs when nothing else is ready or about to be, or to make room for an F.
 
     A limit is exceeded, by as little as possible, only if otherwise no worker could run anything: limits that are too
     tight for a worker on several stages of one route.
@@ -135,12 +128,10 @@ def list_schedule(
     limits = default_limits(plan) if limits is None else limits
     if missing := [worker for worker in plan.workers if worker not in limits]:
         raise PlanError(f"the limits say nothing about worker {missing[0]}; give one for every worker of the plan")
-    builder = builder_of(plan, costs)
     parts: list[ScheduledPart] = []
-    for component in components(plan.routes):
-        own = builder.part(component.workers, split_backward=plan.splits(component.workers[0]))
-        rules = Rules(limits=limits_array(own.workers, limits), forward_first=prefer is Preference.FORWARD)
-        parts.append(ScheduledPart(component, schedule(own.network(component.ways, component.taken), rules)))
+    for component, builder in component_builders(plan, costs):
+        rules = Rules(limits=limits_array(builder.workers, limits), forward_first=prefer is Preference.FORWARD)
+        parts.append(ScheduledPart(component, schedule(builder.network(component.ways, component.taken), rules)))
     return program_of(plan, parts)
 
 
@@ -151,25 +142,23 @@ def best_program(
     in_flight_limits: Mapping[int, InFlightLimit] | None = None,
     effort: float = DEFAULT_EFFORT,
 ) -> ScheduledProgram:
-    """The fastest of up to a dozen list schedules: both preferences, the default limits and some larger ones. In
-    plans of up to a few hundred operations, a local search makes it shorter.
+    """Return the fastest of up to a dozen list schedules, made shorter by a local search in plans of up to a few
+    hundred operations.
 
-    Components, workers that no route joins, are scheduled independently, and those that are alike once. A plain
-    pipeline gets the schedule of `pipeline_schedule` with the same effort, whatever runs beside it.
+    The list schedules use both preferences, the default limits and some larger ones. Components, workers that no route
+    joins, are scheduled independently, and equal ones once. A plain pipeline gets the schedule of `pipeline_schedule`.
 
-    On a plain pipeline with free messages that is 1F1B at once: what meets the lower bound is left as it is. Where
-    stages are shared or messages take time, larger limits are usually faster: they cost memory, at most one pipeline
-    depth of micro-batches more on a worker than `default_limits(plan)`. `in_flight_limits` bounds that; workers that it
-    leaves out are not bounded. As in `list_schedule`, a limit is exceeded only where otherwise no worker could run
-    anything.
+    A schedule that meets the lower bound ends the search, as 1F1B does on a plain pipeline with free messages. Larger
+    limits are usually faster where stages are shared or messages take time. They cost memory: at most one pipeline
+    depth of micro-batches more on a worker than `default_limits(plan)`.
 
     Args:
         plan: what to run.
         costs: how long operations and messages take.
-        in_flight_limits: what each worker can keep at most.
+        in_flight_limits: what each worker can keep at most; workers that it lacks are not bounded. As in
+            `list_schedule`, a limit is exceeded only if otherwise no worker could run anything.
         effort: operations that may be scheduled for each component; a replayed one counts a seventh. Not a time, so
-            that the result is deterministic. The first list schedules are always made: one, and for a plain pipeline
-            the first few.
+            that the result is deterministic. One list schedule, or the first few of a plain pipeline, is always made.
 
     Raises:
         PlanError: the workload has another number of layers than the plan.
@@ -190,37 +179,33 @@ def best_parts(
     effort: float = DEFAULT_EFFORT,
     known: Iterable[PipelineSchedule] = (),
 ) -> list[ScheduledPart]:
-    """The schedules that `best_program` makes its program of; making the program takes longer than finding them.
+    """Return the schedules of which `best_program` makes its program; making the program takes longer than these.
 
-    Pipelines with the times, micro-batches and limits of one that is `known` get its schedule.
+    Pipelines with the times, micro-batches and limits of a `known` schedule get that one.
     """
-    found = {(one.times, one.split_backward, one.micro_batches, one.in_flight_limits.tobytes()): one for one in known}
-    builder = builder_of(plan, costs)
-
-    def scheduled(component: Component, own: NetworkBuilder, most: Integers) -> Schedule:
-        if not component.is_pipeline:
-            return best_schedule(Problem.of(own, component.ways, component.taken, in_flight_limits), effort=effort)
-        times, micro_batches, split = own.times(component.ways[0]), len(component.taken), own.split_backward
-        if (one := found.get((times, split, micro_batches, most.tobytes()))) is not None:
-            return one
-        return pipeline_schedule(times, micro_batches, split_backward=split, in_flight_limits=most, effort=effort)
-
-    # Components that are alike are scheduled once.
+    of_pipelines = {
+        (one.times, one.split_backward, one.micro_batches, one.in_flight_limits.tobytes()): one for one in known
+    }
+    # Equal components are scheduled once.
     schedules: dict[tuple[object, ...], Schedule] = {}
     parts: list[ScheduledPart] = []
-    for component in components(plan.routes):
-        split = plan.splits(component.workers[0])
-        own = builder.part(component.workers, split_backward=split)
+    for component, builder in component_builders(plan, costs):
+        ways, taken, split = component.ways, component.taken, builder.split_backward
         most = limits_array(component.workers, in_flight_limits or {})
-        key = split, component.taken, tuple(own.slots(hops).tobytes() for hops in component.ways), most.tobytes()
-        if key not in schedules:
-            schedules[key] = scheduled(component, own, most)
+        key = split, taken, tuple(builder.slots(hops).tobytes() for hops in ways), most.tobytes()
+        if key not in schedules and component.is_pipeline:
+            times = builder.times(ways[0])
+            schedules[key] = of_pipelines.get((times, split, len(taken), most.tobytes())) or pipeline_schedule(
+                times, len(taken), split_backward=split, in_flight_limits=most, effort=effort
+            )
+        elif key not in schedules:
+            schedules[key] = best_schedule(Problem.of(builder, ways, taken, in_flight_limits), effort=effort)
         parts.append(ScheduledPart(component, schedules[key]))
     return parts
 
 
 def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
-    """The program that runs these schedules of a plan's components."""
+    """Return the program that runs these schedules of a plan's components."""
     records = dict.fromkeys(plan.workers, np.empty(0, PROGRAM_RECORD))
     for part in parts:
         by_code = records_by_code(plan, part.component.routes)
@@ -229,7 +214,7 @@ def program_of(plan: Plan, parts: Iterable[ScheduledPart]) -> Program:
 
 
 def step_s_of(parts: Iterable[ScheduledPart]) -> float:
-    """Seconds until the last operation has ended."""
+    """Return the seconds until the last operation has ended."""
     return max(part.schedule.step_s for part in parts)
 
 
@@ -242,16 +227,16 @@ def pipeline_schedule(
     effort: float,
     slack: float = ROUNDING,
 ) -> PipelineSchedule:
-    """The schedule that `best_program` takes for a pipeline with a worker for each stage, alone or beside others.
+    """Return the schedule that `best_program` uses for a pipeline with a worker for each stage.
 
     Args:
         times: of each stage.
         micro_batches: their number.
         split_backward: whether backward is split.
         in_flight_limits: by stage, how many micro-batches it may have in flight, keep and defer; int64 [3, stages].
-        effort: as for `best_program`. With 0 a few list schedules are made, the best of which is seldom a hundredth
-            longer than what much effort finds.
-        slack: a step time that is longer than the lower bound by this share is good enough.
+        effort: as for `best_program`. With 0 it is the best of a few list schedules, seldom a hundredth longer than
+            the result of a large effort.
+        slack: relative distance from the lower bound that is good enough.
     """
     depth = times.depth
     problem = Problem(

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from chameleon_ft.plan import Hop, Route
+import numpy as np
 
-__all__ = ["Component", "Way", "components", "different_ways"]
+from chameleon_ft.plan import Hop, Route
+from chameleon_ft.schedule.records import Integers, Records
+
+__all__ = ["Component", "Way", "components", "different_ways", "records_of_routes"]
 
 Way = tuple[Hop, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """Workers that are joined by routes, and these routes.
+    """Workers that routes join, and these routes.
 
     Attributes:
         workers: in the order in which the routes pass them.
@@ -30,14 +33,14 @@ class Component:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether all micro-batches take one way, which passes every worker once."""
+        """Whether all micro-batches take one way, which visits every worker once."""
         return len(self.ways) == 1 and len(self.ways[0]) == len(self.workers)
 
 
 def components(routes: Sequence[Route]) -> list[Component]:
-    """The components of these routes, in the order of their first routes; workers without a route are in none."""
+    """Return the components of these routes, in the order of their first routes."""
     ways, taken = different_ways(route.hops for route in routes)
-    root = _joined(ways)
+    root = _representatives(ways)
     numbers: dict[int, list[int]] = {}
     for number, way in enumerate(taken):
         numbers.setdefault(root[ways[way][0].worker], []).append(number)
@@ -56,7 +59,7 @@ def components(routes: Sequence[Route]) -> list[Component]:
 
 
 def different_ways(hops_of_routes: Iterable[Way]) -> tuple[list[Way], list[int]]:
-    """The distinct hop sequences of routes, in the order of their first use, and for each route the index of its own.
+    """Return the distinct hop sequences of routes, in the order of their first use, and the index of each route's.
 
     Hashing hops is slow, and most routes share one tuple of hops, so tuples are looked up by identity first.
     """
@@ -65,15 +68,27 @@ def different_ways(hops_of_routes: Iterable[Way]) -> tuple[list[Way], list[int]]
     by_identity: dict[int, tuple[Way, int]] = {}
     taken: list[int] = []
     for hops in hops_of_routes:
-        known = by_identity.get(id(hops))
-        if known is None:
-            known = by_identity[id(hops)] = hops, by_hops.setdefault(hops, len(by_hops))
-        taken.append(known[1])
+        if id(hops) not in by_identity:
+            by_identity[id(hops)] = hops, by_hops.setdefault(hops, len(by_hops))
+        taken.append(by_identity[id(hops)][1])
     return list(by_hops), taken
 
 
-def _joined(ways: Iterable[Way]) -> dict[int, int]:
-    """For each worker the representative of its component (union-find)."""
+def records_of_routes(of_ways: Sequence[Records], taken: Sequence[int]) -> tuple[Records, Integers]:
+    """Return the records of routes one after the other, given those of each way, and where each route begins."""
+    way = np.array(taken)
+    lengths = np.array([len(own) for own in of_ways])
+    until = np.cumsum(lengths[way])
+    begins = until - lengths[way]
+    offsets = np.repeat((np.cumsum(lengths) - lengths)[way] - begins, lengths[way])
+    # As bytes: numpy concatenates and indexes records field by field, which takes many times as long.
+    dtype = of_ways[0].dtype
+    every = np.concatenate([own.view(f"V{dtype.itemsize}") for own in of_ways])
+    return every[offsets + np.arange(until[-1])].view(dtype), begins
+
+
+def _representatives(ways: Iterable[Way]) -> dict[int, int]:
+    """The representative of each worker's component (union-find)."""
     parent: dict[int, int] = {}
 
     def root(worker: int) -> int:

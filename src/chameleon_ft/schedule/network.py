@@ -9,7 +9,7 @@ Operations have *codes*: of n slots, slot for F, slot + n for B or I, and slot +
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -19,10 +19,11 @@ import numpy as np
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
+from chameleon_ft.schedule.components import Component, Way, components, records_of_routes
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes, pipeline_times
 from chameleon_ft.schedule.records import CHANNEL, OPERATION, SLOT, Integers, Records
 
-__all__ = ["Network", "NetworkBuilder", "builder_of", "pipeline_network"]
+__all__ = ["Network", "NetworkBuilder", "builder_of", "component_builders", "pipeline_network"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,15 +51,15 @@ class Network:
     ways: Integers
 
     def lower_bound_s(self) -> float:
-        """Seconds that no order of the operations can beat.
+        """Return the seconds that no order of the operations can beat.
 
-        For each worker: the shortest way of a micro-batch to it, all it has to compute, and the shortest way on from
-        there. A W may come last of all, but the last F or I is followed by the Is of the workers before, and their W.
+        For each worker: the shortest time in which a micro-batch reaches it, all its work, and the shortest time after
+        it. A W may come last of all, but the last F or I is followed by the Is of the workers before, and their W.
         """
         slots, num_workers = self.slots, len(self.workers)
         before_s, after_s = np.full((2, num_workers), np.inf)
         work_s, weight_s = np.zeros((2, num_workers))
-        # Of each route at once: the slot it has come to, seconds of the way there, and of the way back from it.
+        # All routes at once: the slot that each has reached, seconds until there, and seconds back from there.
         slot = np.flatnonzero(slots["up"] < 0)
         down_s, back_s = np.zeros(len(slot)), slots["weight_s"][slot]
         while len(slot):
@@ -70,15 +71,15 @@ class Network:
             np.add.at(weight_s, worker, own["weight_s"])
             down_s = down_s + own["forward_s"] + own["down_s"]
             back_s = back_s + own["backward_s"] + own["up_s"]
-            goes_on = ~own["last"]
-            slot, down_s, back_s = slot[goes_on] + 1, down_s[goes_on], back_s[goes_on]
+            continues = ~own["last"]
+            slot, down_s, back_s = slot[continues] + 1, down_s[continues], back_s[continues]
         is_used = before_s < np.inf
         bounds_s = before_s + work_s + np.maximum(weight_s, after_s)
         return float(bounds_s[is_used].max(initial=0.0))
 
 
 def pipeline_network(times: PipelineTimes, micro_batches: int, *, split_backward: bool) -> Network:
-    """The network of a pipeline with a worker for each stage; its slots have no layers."""
+    """Return the network of a pipeline with a worker for each stage; its slots have no layers."""
     depth = times.depth
     stage = np.arange(depth)
     route = _route_slots(times, stage, downs=2 * stage, ups=2 * stage - 1)
@@ -107,7 +108,7 @@ def _pipeline_channels(depth: int) -> Records:
 
 
 class NetworkBuilder:
-    """Builds networks of routes between given workers; remembers the slots of every route it has seen."""
+    """Builds networks of routes between given workers; caches the slots of every way."""
 
     def __init__(
         self,
@@ -125,21 +126,9 @@ class NetworkBuilder:
         self._channels: dict[tuple[int, int, bool], int] = {}
         self.slots = cache(self._slots)
 
-    def part(self, workers: tuple[int, ...], *, split_backward: bool) -> NetworkBuilder:
-        """A builder for routes between some of the workers, which are numbered in the order in which they are given."""
-        return NetworkBuilder(self._costs, split_backward=split_backward, recompute=self._recompute, workers=workers)
-
-    def network(self, ways: Sequence[tuple[Hop, ...]], way_of: Sequence[int]) -> Network:
-        """The network of routes over these ways; `way_of` has the index of that of each route."""
-        taken = np.array(way_of)
-        of_ways = [self.slots(hops) for hops in ways]
-        lengths = np.array([len(hops) for hops in ways])
-        until = np.cumsum(lengths[taken])
-        begin = until - lengths[taken]
-        of_route = np.repeat((np.cumsum(lengths) - lengths)[taken] - begin, lengths[taken])
-        # As bytes: numpy concatenates and indexes records field by field, which takes many times as long.
-        every = np.concatenate([each.view(f"V{SLOT.itemsize}") for each in of_ways])
-        slots: Records = every[of_route + np.arange(until[-1])].view(SLOT)
+    def network(self, ways: Sequence[Way], taken: Sequence[int]) -> Network:
+        """Return the network of routes over these ways, of which `taken` has the index for each route."""
+        slots, begins = records_of_routes([self.slots(hops) for hops in ways], taken)
         hops = np.bincount(slots["worker"], minlength=len(self.workers))
         return Network(
             workers=self.workers,
@@ -148,14 +137,14 @@ class NetworkBuilder:
             slots=slots,
             operations=_operations(slots, split_backward=self.split_backward),
             first=np.concatenate(([0], np.cumsum(hops))) * (3 if self.split_backward else 2),
-            ways=begin[_by_priority(slots, begin, ways, taken, len(self.workers))],
+            ways=begins[_by_priority(slots, begins, ways, np.array(taken), len(self.workers))],
         )
 
     def times(self, hops: Sequence[Hop]) -> PipelineTimes:
-        """Seconds of the operations and messages of a route."""
+        """Return the seconds of the operations and messages of a route."""
         return pipeline_times(hops, self._costs, split_backward=self.split_backward, recompute=self._recompute)
 
-    def _slots(self, hops: tuple[Hop, ...]) -> Records:
+    def _slots(self, hops: Way) -> Records:
         """The slots of one route; `SLOT` [hops]."""
         workers = [self._index[hop.worker] for hop in hops]
         downs = [self._channel(*pair, gradient=False) for pair in pairwise(workers)]
@@ -171,45 +160,51 @@ class NetworkBuilder:
 
 
 def builder_of(plan: Plan, costs: CostModel) -> NetworkBuilder:
-    """Builds networks of routes between the workers of a plan.
+    """Return a builder for networks of routes between the workers of a plan.
 
     Raises PlanError when the workload has another number of layers than the plan.
     """
+    _check_layers(plan, costs)
+    return NetworkBuilder(costs, split_backward=plan.split_backward, recompute=plan.recompute, workers=plan.workers)
+
+
+def component_builders(plan: Plan, costs: CostModel) -> Iterator[tuple[Component, NetworkBuilder]]:
+    """Yield the components of a plan, each with a builder that numbers workers as the component does.
+
+    Raises PlanError when the workload has another number of layers than the plan.
+    """
+    _check_layers(plan, costs)
+    for component in components(plan.routes):
+        workers = component.workers
+        split = plan.splits(workers[0])
+        yield component, NetworkBuilder(costs, split_backward=split, recompute=plan.recompute, workers=workers)
+
+
+def _check_layers(plan: Plan, costs: CostModel) -> None:
     if plan.placement.num_layers != len(costs.workload.layers):
         raise PlanError(
             f"the plan places {plan.placement.num_layers} layers, but the workload has "
             f"{len(costs.workload.layers)}; use the workload of the model that is planned"
         )
-    return NetworkBuilder(costs, split_backward=plan.split_backward, recompute=plan.recompute, workers=plan.workers)
 
 
-def _by_priority(
-    slots: Records, first_slots: Integers, ways: Sequence[tuple[Hop, ...]], taken: Integers, num_workers: int
-) -> Integers:
+def _by_priority(slots: Records, begins: Integers, ways: Sequence[Way], taken: Integers, num_workers: int) -> Integers:
     """The numbers of the routes in the order of `Network.ways`."""
     workers = [tuple(hop.worker for hop in hops) for hops in ways]
     routes_over = Counter[tuple[int, ...]]()
     for way, count in enumerate(np.bincount(taken, minlength=len(ways)).tolist()):
         routes_over[workers[way]] += count
     company = np.array([routes_over[each] for each in workers])[taken]
-    found: Integers = np.lexsort((company, _places_in_pipelines(slots, first_slots, num_workers)))
-    return found
-
-
-def _places_in_pipelines(slots: Records, first_slots: Integers, num_workers: int) -> Integers:
-    """For each route its place in its own pipeline.
-
-    A worker that takes over hops of other pipelines has more of them than its own pipeline's other workers. So the
-    least loaded worker on a route belongs to the micro-batch's own pipeline, and has its place in it.
-    """
-    workers, count = slots["worker"], len(slots)
-    load = np.bincount(workers, minlength=num_workers)
-    by_worker = np.argsort(workers, kind="stable")
+    # The place of each route in its own pipeline. A worker that takes over hops of other pipelines has more hops than
+    # its own pipeline's other workers. So the least loaded worker on a route belongs to its own pipeline.
+    worker, count = slots["worker"], len(slots)
+    load = np.bincount(worker, minlength=num_workers)
+    by_worker = np.argsort(worker, kind="stable")
     place = np.empty(count, np.int64)
     place[by_worker] = np.arange(count) - np.repeat(np.cumsum(load) - load, load)
     # The least load, and of equals the first slot.
-    home = np.minimum.reduceat(load[workers] * count + np.arange(count), first_slots) % count
-    found: Integers = place[home]
+    home = np.minimum.reduceat(load[worker] * count + np.arange(count), begins) % count
+    found: Integers = np.lexsort((company, place[home]))
     return found
 
 

@@ -1,7 +1,7 @@
 """The operations of a step, and the order in which each worker runs its own.
 
-A program of a large job has tens of thousands of operations. So it is kept as records in arrays, which are made,
-checked, handed on and renamed all at once, and become `Operation` objects where somebody looks at them.
+A program of a large job has tens of thousands of operations. So it is kept as records in arrays, which are created,
+checked and remapped all at once, and become `Operation` objects only on access.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from chameleon_ft.plan import LayerRange, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule.components import different_ways
+from chameleon_ft.schedule.components import different_ways, records_of_routes
 from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 
 __all__ = ["KINDS", "Operation", "OperationKind", "Program", "operations_from", "records_by_code", "records_from"]
@@ -32,13 +32,13 @@ class OperationKind(StrEnum):
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
 
-    # That of Enum is computed in Python on every call, and kinds are in the keys of all that looks at programs.
+    # Enum computes its hash in Python on every call, and kinds are parts of many keys.
     __hash__ = str.__hash__
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One piece of computing on one worker, with the message it waits for and the message it makes.
+    """One computation on one worker, with the message that it waits for and the message that it sends.
 
     F receives the activation from the worker of the previous hop and sends one to the worker of the next. B and I
     receive the gradient from the worker of the next hop and send one to the worker of the previous. W has no messages.
@@ -48,12 +48,12 @@ class Operation:
         micro_batch: number of the micro-batch in the global batch.
         hop: index of the hop in the micro-batch's route.
         layers: the layers of that hop.
-        receive_from: worker whose message is needed, or None: the route starts or turns here, or the tensor is handed
+        receive_from: worker whose message is needed; None if the route starts or turns here, or the tensor is handed
             over on the same worker.
         send_to: worker that the result goes to, or None likewise.
         first: whether the hop is the first of its route (F takes its input from the dataset).
         last: whether the hop is the last of its route (F ends in the loss; B and I start from it).
-        recompute: those of `layers` that the worker recomputes in the backward; None for none of them.
+        recompute: the part of `layers` that the worker recomputes in the backward, if any.
     """
 
     kind: OperationKind
@@ -73,9 +73,8 @@ class Operation:
     def of(
         cls, kind: OperationKind, route: Route, hop: int, recompute: Mapping[int, RecomputedLayers] = FrozenMap({})
     ) -> Operation:
-        """The operation of this kind at the hop with index `hop` of `route`; `recompute` is that of the plan."""
-        hops = route.hops
-        worker = hops[hop].worker
+        """Return the operation of a kind at the hop with index `hop` of `route`; `recompute` is that of the plan."""
+        hops, worker = route.hops, route.hops[hop].worker
         again = recompute.get(worker)
         before = hops[hop - 1].worker if hop else worker
         after = hops[hop + 1].worker if hop + 1 < len(hops) else worker
@@ -99,13 +98,13 @@ class Operation:
 
 
 KINDS: Final = tuple(OperationKind)
-"""By the number that a record has for it."""
+"""Kinds by their numbers in records."""
 
 _NUMBERS: Final = {kind: number for number, kind in enumerate(KINDS)}
 
 
 def records_from(operations: Iterable[Operation]) -> Records:
-    """The operations as an array of `PROGRAM_RECORD`."""
+    """Return the operations as an array of `PROGRAM_RECORD`."""
     rows = [
         (
             _NUMBERS[each.kind],
@@ -125,7 +124,7 @@ def records_from(operations: Iterable[Operation]) -> Records:
 
 
 def operations_from(records: Records) -> tuple[Operation, ...]:
-    """What `records_from` was given."""
+    """Return the operations of records; the inverse of `records_from`."""
     layers, recomputed = cache(LayerRange), cache(RecomputedLayers)
     operations = []
     for kind, micro_batch, hop, start, stop, receive_from, send_to, first, last, *again in records.tolist():
@@ -138,41 +137,32 @@ def operations_from(records: Records) -> tuple[Operation, ...]:
 
 
 def records_by_code(plan: Plan, routes: Sequence[Route]) -> Records:
-    """The operations of these routes by their codes, as an array of `PROGRAM_RECORD`.
+    """Return the operations of these routes by their codes, as an array of `PROGRAM_RECORD`.
 
     If only some of them split their backward, the B of the others has the code of I, and the plan asks for no operation
     with their codes of W.
     """
     ways, taken = different_ways(route.hops for route in routes)
     split = [plan.splits(hops[0].worker) for hops in ways]
-    # By phase.
-    kinds: tuple[OperationKind, ...] = (OperationKind.FORWARD, OperationKind.BACKWARD)
+    by_phase = [OperationKind.FORWARD, OperationKind.BACKWARD]
     if any(split):
-        kinds = OperationKind.FORWARD, OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD
-    # The fields that do not depend on the micro-batch: by phase, and way after way by hop.
-    common = [
-        records_from(
-            Operation.of(
-                kind if is_split or phase != 1 else OperationKind.BACKWARD, Route(0, hops), hop, plan.recompute
-            )
-            for hops, is_split in zip(ways, split, strict=True)
-            for hop in range(len(hops))
+        by_phase = [OperationKind.FORWARD, OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD]
+    found: list[Records] = []
+    for phase, kind in enumerate(by_phase):
+        of_ways: list[Records] = []
+        for hops, is_split in zip(ways, split, strict=True):
+            own = kind if is_split or phase != 1 else OperationKind.BACKWARD
+            route = Route(0, hops)
+            of_ways.append(records_from(Operation.of(own, route, hop, plan.recompute) for hop in range(len(hops))))
+        found.append(records_of_routes(of_ways, taken)[0])
+        found[-1]["micro_batch"] = np.repeat(
+            [route.micro_batch for route in routes], [len(route.hops) for route in routes]
         )
-        for phase, kind in enumerate(kinds)
-    ]
-    lengths = np.array([len(hops) for hops in ways])
-    begins = np.cumsum(lengths) - lengths
-    way = np.array(taken)
-    hops_of_route = lengths[way]
-    before = np.cumsum(hops_of_route) - hops_of_route
-    slots = np.arange(hops_of_route.sum()) + np.repeat(begins[way] - before, hops_of_route)
-    records = np.concatenate([own[slots] for own in common])
-    records["micro_batch"] = np.tile(np.repeat([route.micro_batch for route in routes], hops_of_route), len(kinds))
-    return records
+    return np.concatenate(found)
 
 
 class Program:
-    """For each worker the operations it runs in a step, in their order; a value, whose records cannot be written to.
+    """For each worker the operations that it runs in a step, in order; an immutable value.
 
     Args:
         operations: by worker; one may have none.
@@ -180,7 +170,7 @@ class Program:
     Attributes:
         workers: ascending.
         records: the operations of all workers, of each in its order, as an array of `PROGRAM_RECORD`.
-        starts: where in `records` the operations of each worker begin, and where the last ones end.
+        starts: where in `records` the operations of each worker begin, and in the end their number.
     """
 
     __slots__ = ("_operations", "records", "starts", "workers")
@@ -194,7 +184,7 @@ class Program:
 
     @classmethod
     def of_records(cls, records: Mapping[int, Records]) -> Program:
-        """The program in which each worker has the operations of these records."""
+        """Return the program in which each worker has the operations of these records."""
         program = cls.__new__(cls)
         program._fill(records)
         return program
@@ -219,7 +209,7 @@ class Program:
         return self._operations[worker]
 
     def records_of(self, worker: int) -> Records:
-        """The same as an array of `PROGRAM_RECORD`."""
+        """The operations of `worker` as an array of `PROGRAM_RECORD`."""
         place = bisect_left(self.workers, worker)
         if self.workers[place : place + 1] != (worker,):
             return self.records[:0]
