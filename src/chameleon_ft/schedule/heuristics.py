@@ -1,12 +1,11 @@
-"""The best schedule of a network as far as an effort goes: list scheduling under heuristics, then local search.
+"""The best schedule of a network within an effort: list scheduling under heuristics, then local search.
 
-A heuristic is a preference with limits. After them, the local search has two neighbourhoods. Where routes differ,
-micro-batches change their priority, and the list scheduler does the rest: messages between two workers keep their
-order, so the order on one worker binds the next, and no change on a single worker is better. Then operations on the
-critical path change places. The critical path consists of blocks, operations that follow each other without idle time
-on one worker; a neighbour moves an operation to the front or to the end of its block (as in job-shop scheduling:
-Dell'Amico and Trubian 1993), or exchanges two operations of one kind: under tight limits a forward is late because
-another one took its room.
+A heuristic is a preference with limits. The local search has two neighbourhoods. If routes differ, micro-batches change
+their priority, and the list scheduler does the rest: messages between two workers keep their order, so the order on one
+worker binds the next, and no change on a single worker is better. Then operations on the critical path change places.
+The critical path consists of blocks, operations that follow each other without idle time on one worker; a neighbour
+moves an operation to the front or to the end of its block (as in job-shop scheduling: Dell'Amico and Trubian 1993), or
+exchanges two operations of one kind, because under tight limits a forward may be late for want of another one's room.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from chameleon_ft.schedule.list_scheduler import (
     Rules,
     Schedule,
     limits_array,
-    limits_of_routes,
+    limits_of_ways,
     replayed,
     schedule,
 )
@@ -36,29 +35,26 @@ from chameleon_ft.schedule.records import Integers
 __all__ = ["ListSchedules", "Problem", "best_schedule", "reordered", "reprioritized"]
 
 
-# Shares of the effort that go into heuristics and, where routes share stages, into priorities; what a replay of an
-# operation costs, if scheduling one costs 1.
+# Shares of the effort for heuristics and, where routes share stages, for priorities; the cost of replaying an operation
+# if scheduling one costs 1.
 _HEURISTICS: Final = 1 / 2
 _PRIORITIES: Final = 1 / 4
 _REPLAY: Final = 1 / 7
 
-# On networks so large that a search could try fewer candidates there is none: there a list schedule alone is close to
-# the lower bound.
+# A search that could try fewer candidates is skipped: on such large networks a list schedule alone is close to the
+# lower bound.
 _LEAST_SCHEDULES: Final = 50
 _LEAST_REPLAYS: Final = 100
 
-# By how many places the priority of a micro-batch is raised or lowered, besides to the highest and to the lowest.
+# Places by which the priority of a micro-batch is raised or lowered, besides to the highest and to the lowest.
 _STEPS: Final = (2, 4)
-
-# The first slots of routes by priority.
-_Ways = tuple[int, ...]
 
 
 class Heuristic(NamedTuple):
     """A preference, as in `Rules`, and limits relative to the default ones.
 
-    in_flight, kept: by which share of its default limit a worker may have more in flight, and keep more. extra: by how
-    many micro-batches more besides.
+    in_flight, kept: shares of its default limits that a worker may have in flight, and keep, beyond them. extra:
+    micro-batches more of both.
     """
 
     forward_first: bool
@@ -70,10 +66,10 @@ class Heuristic(NamedTuple):
 
 _Table = tuple[Heuristic, ...]
 
-# In the order in which they are tried. The first is 1F1B or ZB-H1 on a plain pipeline. Each of the others is the one
-# that gained most over those before it, on some hundred plans, of presets and generated. With limits above ZB-H1's, no
-# patience, and twice as much in flight at the first stage as by default, bubbles become short (as in ZB-H2: Qi et al.,
-# Zero Bubble Pipeline Parallelism, 2023).
+# In the order in which they are tried. The first is 1F1B or ZB-H1 on a plain pipeline. Each of the others gained most
+# over the ones before it, on some hundred plans of presets and generated ones. Limits above ZB-H1's, no patience, and
+# twice as much in flight at the first stage make bubbles short (as ZB-H2: Qi et al., Zero Bubble Pipeline Parallelism,
+# 2023).
 _PLAIN_SPLIT: Final[_Table] = (
     Heuristic(True, 0.75),
     Heuristic(True, 0.25, 0.4, 0.5),
@@ -112,7 +108,7 @@ _SHARED_FUSED: Final[_Table] = (
     Heuristic(True, 0.0, 0.5, 0.5, 4),
     Heuristic(True, 0.0, 1.0, 1.0),
 )
-# On a plain pipeline these together come near to what all of them find.
+# On a plain pipeline these together come close to the best of all.
 _LEAST_PLAIN: Final = 7
 
 
@@ -142,22 +138,22 @@ class Problem:
         taken: Sequence[int],
         in_flight_limits: Mapping[int, InFlightLimit] | None,
     ) -> Problem:
-        """Routes between the builder's workers over these ways, of which `taken` has the index for each route.
+        """Return the problem of routes between the builder's workers, of which `taken` has the way of each.
 
         Workers that `in_flight_limits` lacks are not bounded.
         """
         return cls(
             network=builder.network(ways, taken),
-            default=limits_array(builder.workers, limits_of_routes(builder.workers, ways)),
+            default=limits_array(builder.workers, limits_of_ways(builder.workers, ways)),
             in_flight_limits=limits_array(builder.workers, in_flight_limits or {}),
             depth=max(map(len, ways)),
             shared=len(ways) > 1,
         )
 
     def rules(self) -> tuple[Rules, ...]:
-        """The rules to try, in order: the default limits and larger ones, by one pipeline depth at most.
+        """Return the rules to try, in order: the default limits and larger ones, by one pipeline depth at most.
 
-        More in flight than in 1F1B hides latency, and keeps the pipeline busy whose stage is shared with others.
+        More in flight than in 1F1B hides latency, and keeps a pipeline busy whose stage is shared with others.
         """
         if self.shared:
             table = _SHARED_SPLIT if self.network.split_backward else _SHARED_FUSED
@@ -178,10 +174,7 @@ class Problem:
         return found
 
     def _limits(self, table: Sequence[Heuristic]) -> Integers:
-        """Of each heuristic, limits that are raised by `depth` at most, as far as `in_flight_limits` allows.
-
-        int64 [heuristics, 3, workers].
-        """
+        """The limits of each heuristic, at most `depth` above the default; int64 [heuristics, 3, workers]."""
         default, in_flight_limits = self.default, self.in_flight_limits
         shares = np.array([[[each.in_flight], [each.kept]] for each in table])
         extra = np.array([[[each.extra]] for each in table])
@@ -194,15 +187,15 @@ class Problem:
 
 
 class ListSchedules:
-    """List schedules of a problem by heuristic after heuristic.
+    """List schedules of a problem under one heuristic after another.
 
-    Rules that denied an operation its send are tried once more with only gradients sent ahead, the best of them first:
-    when no heuristic is left, or, if the best schedule is one of them, when the effort is spent.
+    Rules that denied an operation its send are tried once more with only gradients sent ahead, the best first: when no
+    heuristic is left, or, if they made the best schedule, when the effort is spent.
 
     Attributes:
         schedules: best first: within the limits before those that exceed one, then by time, then in the order of trial.
-        effort: operations that were scheduled so far, without those of runs to a dead end.
-        enough_s: a step time that is good enough: the lower bound, and a share of `slack` above it.
+        effort: operations scheduled so far, without runs to a dead end.
+        enough_s: a step time that is good enough: the lower bound plus the share `slack`.
     """
 
     def __init__(self, problem: Problem, *, slack: float = ROUNDING) -> None:
@@ -245,12 +238,12 @@ def _quality(found: Schedule) -> tuple[bool, float]:
 
 
 def best_schedule(problem: Problem, *, effort: float, slack: float = ROUNDING) -> Schedule:
-    """The best schedule that is found.
+    """Return the best schedule found.
 
     Args:
         problem: what to schedule.
         effort: how many operations may be scheduled; replaying one counts a seventh. Some heuristics are always tried.
-        slack: a step time that is longer than the lower bound by this share is good enough.
+        slack: relative distance from the lower bound that is good enough.
     """
     listed = ListSchedules(problem, slack=slack)
     found, enough_s = listed.search(effort * _HEURISTICS), listed.enough_s
@@ -264,7 +257,7 @@ def best_schedule(problem: Problem, *, effort: float, slack: float = ROUNDING) -
 
 
 def reprioritized(network: Network, found: Schedule, *, enough_s: float, effort: float) -> Schedule:
-    """A schedule under the rules of `found`, whose priorities are the usual ones, that takes no longer.
+    """Return a schedule under the rules of `found`, with other priorities of routes, that takes no longer.
 
     Takes the first improvement until there is none, the time is `enough_s`, or `effort` operations have been scheduled.
     """
@@ -273,25 +266,19 @@ def reprioritized(network: Network, found: Schedule, *, enough_s: float, effort:
         return found
     best, ways = found, tuple(network.ways.tolist())
     seen = {ways}
-    improved = True
-    while improved:
-        improved = False
-        for neighbour in _neighbours(ways):
-            if trials == 0 or best.step_s <= enough_s:
-                return best
-            if neighbour in seen:
-                continue
+    neighbours = _neighbours(ways)
+    while trials and best.step_s > enough_s and (neighbour := next(neighbours, None)) is not None:
+        if neighbour not in seen:
             seen.add(neighbour)
             trials -= 1
             trial = schedule(network, found.rules, np.array(neighbour))
             if trial.step_s < best.step_s and not trial.beyond_limits:
-                best, ways, improved = trial, neighbour, True
-                break
+                best, neighbours = trial, _neighbours(neighbour)
     return best
 
 
-def _neighbours(ways: _Ways) -> Iterator[_Ways]:
-    """One route gets the highest or lowest priority, or one some places higher or lower."""
+def _neighbours(ways: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Orders of the routes in which one of them has the highest or lowest priority, or some places more or less."""
     last = len(ways) - 1
     for place, way in enumerate(ways):
         rest = ways[:place] + ways[place + 1 :]
@@ -302,7 +289,7 @@ def _neighbours(ways: _Ways) -> Iterator[_Ways]:
 
 
 def reordered(network: Network, found: Schedule, limits: Integers, *, enough_s: float, effort: float) -> Schedule:
-    """A schedule within `limits`, int64 [3, workers], that takes no longer than `found`, which must be within them too.
+    """Return a schedule within `limits`, int64 [3, workers], that takes no longer than `found`, which keeps them too.
 
     Tabu search: goes to the best neighbour that has not been visited, even if it takes longer, and returns the best
     schedule of all. Ends at `enough_s`, without such a neighbour, or when `effort` operations have been replayed.
@@ -310,9 +297,10 @@ def reordered(network: Network, found: Schedule, limits: Integers, *, enough_s: 
     if len(network.operations) * _LEAST_REPLAYS > effort:
         return found
     # Imported here, as everywhere: importing a kernel loads numba, and most users of this module run none.
-    from chameleon_ft.schedule._kernels.replay import Neighbourhood, changed, replay_neighbours
+    from chameleon_ft.schedule._kernels.replay import Neighbourhood, changed, replay_neighbours, run_blocking
 
     received_in, sent_in = _channels_of_operations(network)
+    senders, receivers = (np.ascontiguousarray(network.channels[name]) for name in ("sender", "receiver"))
     workers = np.ascontiguousarray(network.slots["worker"])
     of = Neighbourhood(workers, network.operations, received_in, sent_in, network.first, limits, network.split_backward)
     present = best = found.codes
@@ -325,7 +313,11 @@ def reordered(network: Network, found: Schedule, limits: Integers, *, enough_s: 
         # Of neighbours that take equally long, the one with the lowest sum of the workers' ends comes first.
         for number in np.lexsort((sums_s, steps_s)).tolist():
             neighbour = changed(present, *changes[number].tolist())
-            if neighbour.tobytes() not in visited and _can_run(network, received_in, sent_in, neighbour):
+            if neighbour.tobytes() in visited:
+                continue
+            # It must end if channels hold one message, as `check_program` demands.
+            ran = run_blocking(network.first, received_in[neighbour], sent_in[neighbour], senders, receivers)
+            if (ran[0] == network.first[1:]).all():
                 break
         else:
             break
@@ -337,7 +329,7 @@ def reordered(network: Network, found: Schedule, limits: Integers, *, enough_s: 
 
 
 def _channels_of_operations(network: Network) -> tuple[Integers, Integers]:
-    """By code, the channel that an operation receives from, and the one that it sends into; -1 for none."""
+    """The channels that each operation receives from and sends into, or -1; int64 [operations] by code."""
     slots, count = network.slots, len(network.slots)
     received_in, sent_in = np.full(len(network.operations), -1), np.full(len(network.operations), -1)
     # Slots whose activation goes to another worker, from which its gradient comes back.
@@ -345,12 +337,3 @@ def _channels_of_operations(network: Network) -> tuple[Integers, Integers]:
     sent_in[sender] = received_in[sender + 1] = slots["down"][sender]
     sent_in[count + sender + 1] = received_in[count + sender] = slots["up"][sender + 1]
     return received_in, sent_in
-
-
-def _can_run(network: Network, received_in: Integers, sent_in: Integers, codes: Integers) -> bool:
-    """Whether these orders end if channels hold one message, as `check_program` asks."""
-    from chameleon_ft.schedule._kernels.replay import run_blocking
-
-    senders, receivers = (np.ascontiguousarray(network.channels[name]) for name in ("sender", "receiver"))
-    reached, _ = run_blocking(network.first, received_in[codes], sent_in[codes], senders, receivers)
-    return bool((reached == network.first[1:]).all())

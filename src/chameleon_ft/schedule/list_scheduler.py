@@ -1,4 +1,4 @@
-"""One event loop that makes schedules of networks, under limits and preferences."""
+"""List scheduling of networks under limits and preferences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 
 from chameleon_ft.errors import PlanError
-from chameleon_ft.plan import Hop, Plan
+from chameleon_ft.plan import Plan
+from chameleon_ft.schedule.components import Way, different_ways
 from chameleon_ft.schedule.network import Network
 from chameleon_ft.schedule.records import Floats, Integers
 
@@ -22,7 +23,7 @@ __all__ = [
     "default_limits",
     "limits_array",
     "limits_of_array",
-    "limits_of_routes",
+    "limits_of_ways",
     "replayed",
     "schedule",
     "schedule_under",
@@ -59,30 +60,28 @@ UNLIMITED: Final = InFlightLimit(2**31, 2**31)
 
 
 def default_limits(plan: Plan) -> Mapping[int, InFlightLimit]:
-    """The limits under which the list scheduler makes 1F1B, and with split backward ZB-H1.
+    """Return the limits under which the list scheduler makes 1F1B, and with split backward ZB-H1.
 
     In flight: the worker's largest distance from the end of a route, which is p - i at stage i of a plain pipeline of
     depth p. Kept: the length of the longest route through the worker, which is what stage 0 of 1F1B keeps, and ZB-H1
     (Qi et al., Zero Bubble Pipeline Parallelism, 2023) lets every stage keep.
     """
-    return limits_of_routes(plan.workers, (route.hops for route in plan.routes))
+    return limits_of_ways(plan.workers, different_ways(route.hops for route in plan.routes)[0])
 
 
-def limits_of_routes(workers: Iterable[int], routes: Iterable[tuple[Hop, ...]]) -> dict[int, InFlightLimit]:
-    """`default_limits` of these workers and routes, the latter given by their hops."""
+def limits_of_ways(workers: Iterable[int], ways: Iterable[Way]) -> dict[int, InFlightLimit]:
+    """Return `default_limits` of these workers and the ways of their routes."""
     in_flight = dict.fromkeys(workers, 1)
     kept = dict(in_flight)
-    # By identity: hashing hops is slow, and most routes share one tuple of hops.
-    for hops in {id(hops): hops for hops in routes}.values():
-        depth = len(hops)
+    for hops in ways:
         for position, hop in enumerate(hops):
-            in_flight[hop.worker] = max(in_flight[hop.worker], depth - position)
-            kept[hop.worker] = max(kept[hop.worker], depth)
+            in_flight[hop.worker] = max(in_flight[hop.worker], len(hops) - position)
+            kept[hop.worker] = max(kept[hop.worker], len(hops))
     return {worker: InFlightLimit(in_flight[worker], kept[worker]) for worker in in_flight}
 
 
 def limits_of_array(limits: Integers) -> list[InFlightLimit]:
-    """The limits of the columns of an int64 [3, workers] array; `deferred` is None where `kept` bounds as much."""
+    """Return the limits in an int64 [3, workers] array; `deferred` is None where `kept` is as tight."""
     return [
         InFlightLimit(in_flight, kept, deferred if deferred < kept else None)
         for in_flight, kept, deferred in limits.T.tolist()
@@ -90,14 +89,14 @@ def limits_of_array(limits: Integers) -> list[InFlightLimit]:
 
 
 def limits_array(workers: Iterable[int], limits: Mapping[int, InFlightLimit]) -> Integers:
-    """In flight, kept and deferred of these workers, `UNLIMITED` where `limits` lacks one; int64 [3, workers]."""
+    """Return in flight, kept and deferred of these workers, `UNLIMITED` if `limits` lacks one; int64 [3, workers]."""
     own = [limits.get(worker, UNLIMITED) for worker in workers]
     deferred = [limit.kept if limit.deferred is None else limit.deferred for limit in own]
     return np.array([[limit.in_flight for limit in own], [limit.kept for limit in own], deferred], np.int64)
 
 
-# With this patience and free messages the split schedule of a plain pipeline under the default limits meets its bound
-# for every ratio of F, I and W that the tests try.
+# With this patience and free messages, split schedules of plain pipelines under the default limits meet the bound for
+# every ratio of F, I and W in the tests.
 _PATIENCE: Final = 0.75
 
 
@@ -108,9 +107,9 @@ class Rules:
     Attributes:
         limits: micro-batches in flight, kept and deferred by worker index, as in `InFlightLimit`; int64 [3, workers].
         forward_first: whether a forward goes before a backward when both are ready and the limits allow it.
-        patience: a worker delays a W if a tensor for an F, B or I will arrive before this share of the W is done.
-        gradients_only: whether only gradients may be sent ahead into a full channel. Then blocked sends can form
-            cycles in one direction only: fewer choices, but hardly ever a dead end.
+        patience: a worker delays a W if the input of an F, B or I will arrive before this share of the W is done.
+        gradients_only: whether only gradients may be sent ahead into a full channel. Blocked sends then form cycles in
+            one direction only: fewer choices, but hardly ever a dead end.
     """
 
     limits: Integers
@@ -124,14 +123,14 @@ class Schedule:
     """The order of operations on each worker, and the times that result.
 
     Attributes:
-        first: of the network, where the codes of each worker begin, and in the end their number; int64 [workers + 1].
-        rules: the rules that the schedule was made under; its limits are kept unless `beyond_limits`.
-        codes: of all operations, worker by worker, each worker's in its order; int64 [operations].
+        first: the place in `codes` of each worker's first operation, and in the end their number; int64 [workers + 1].
+        rules: of the schedule, which keeps their limits unless `beyond_limits`.
+        codes: all operations, worker by worker, each worker's in its order; int64 [operations].
         ends_s: end of each operation by its code, from the replay without blocking sends; float64 [operations].
         step_s: the latest of these.
-        strained: whether a send that could close a cycle of blocked workers was denied, or a limit was exceeded, while
-            activations too could be sent ahead: other rules with `gradients_only` may be better.
-        beyond_limits: whether a limit was exceeded because no worker could run anything otherwise.
+        strained: whether activations could be sent ahead, and a send that could close a cycle of blocked workers was
+            denied or a limit exceeded: rules with `gradients_only` may be better.
+        beyond_limits: whether a limit was exceeded because otherwise no worker could run anything.
     """
 
     first: Integers
@@ -160,11 +159,11 @@ class Schedule:
 
 
 def schedule(network: Network, rules: Rules, ways: Integers | None = None) -> Schedule:
-    """The list schedule under `rules`; after a dead end, under `gradients_only`; then under smaller limits; in the end
-    one micro-batch at a time, which cannot deadlock.
+    """Return the list schedule under `rules`; after a dead end, with `gradients_only`; then under smaller limits; in
+    the end one micro-batch at a time, which cannot deadlock.
 
-    Dead ends occur if routes share workers in many ways, or if a worker comes more than once in the order of the
-    layers. `ways` are the first slots of the routes by priority; `network.ways` when None.
+    Dead ends occur if routes share workers in many ways, or if a route visits a worker more than once. `ways` are the
+    first slots of the routes by priority; `network.ways` when None.
     """
     ways = network.ways if ways is None else ways
     while True:
@@ -180,7 +179,7 @@ def schedule(network: Network, rules: Rules, ways: Integers | None = None) -> Sc
 
 
 def schedule_under(network: Network, rules: Rules, ways: Integers) -> Schedule | None:
-    """The list schedule under exactly these rules, or None at a dead end; see the kernel for both."""
+    """Return the list schedule under exactly these rules, or None at a dead end; the kernel defines both."""
     # Imported here, as everywhere: importing a kernel loads numba, and most users of this module run none.
     from chameleon_ft.schedule._kernels import scheduler_state as state
     from chameleon_ft.schedule._kernels.list_scheduler import run_scheduler
@@ -212,7 +211,7 @@ def schedule_under(network: Network, rules: Rules, ways: Integers) -> Schedule |
 def replayed(
     network: Network, rules: Rules, codes: Integers, *, strained: bool = False, beyond_limits: bool = False
 ) -> Schedule:
-    """The schedule with these codes of all operations, worker by worker; see `Schedule` for what is said of it."""
+    """Return the schedule with these codes, as in `Schedule`, timed by a replay."""
     from chameleon_ft.schedule._kernels.replay import longest_path
 
     ends_s = longest_path(network.operations, codes, network.first)[1]

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from chameleon_ft.sync.rounds import SyncRounds, gradient_rounds
-from chameleon_ft.sync.segments import Segment, gradient_segments, issue_points, segment_bytes, tied_segments
+from chameleon_ft.sync.segments import (
+    Segment,
+    SyncRounds,
+    gradient_rounds,
+    gradient_segments,
+    issue_points,
+    segment_bytes,
+    tied_segments,
+)
 
 __all__ = [
     "Segment",

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from chameleon_ft.transfer.holdings import Holding, holdings_of, missing_between, moved_bytes, worker_kinds
-from chameleon_ft.transfer.roles import assign_roles, least_moved_bytes, remap_placement, remap_plan
+from chameleon_ft.transfer.roles import (
+    Holding,
+    assign_roles,
+    holdings_of,
+    least_moved_bytes,
+    missing_between,
+    moved_bytes,
+    remap_placement,
+    remap_plan,
+    worker_kinds,
+)
 from chameleon_ft.transfer.sources import Message, Sources, choose_sources
 from chameleon_ft.transfer.transfer import Transfer, message_rounds, plan_transfer, transfer_s, transfer_to
 

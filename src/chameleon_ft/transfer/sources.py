@@ -10,7 +10,7 @@ from heapq import heapify, heapreplace
 from chameleon_ft.errors import NoHolderError, PlanError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.transfer.holdings import Holding, groups_of
+from chameleon_ft.transfer.roles import Holding, groups_of
 from chameleon_ft.workload import LayerCost
 
 __all__ = ["Loads", "Message", "Sources", "choose_sources"]

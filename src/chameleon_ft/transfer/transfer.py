@@ -10,8 +10,7 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.transfer.holdings import Holding, holdings_of
-from chameleon_ft.transfer.roles import assign_roles, remap_placement
+from chameleon_ft.transfer.roles import Holding, assign_roles, holdings_of, remap_placement
 from chameleon_ft.transfer.sources import Message, choose_sources
 from chameleon_ft.workload import LayerCost
 
