@@ -1,9 +1,13 @@
 """The replay of orders, and of their neighbours in a local search.
 
 An operation starts when its worker is free and its input is there, so its end is the longest path to it over the
-operations. Orders are given as `codes`, int64 [operations], the codes of all operations worker by worker, and `first`,
-int64 [workers + 1], the place of each worker's first code and in the end their number. Times are in seconds by code,
-float64 [operations].
+operations. Arguments that recur:
+
+- operations: the predecessor and the times of each operation, by code; `OPERATION` [operations].
+- codes: the orders of all workers, one after the other; int64 [operations].
+- first: the place in `codes` of each worker's first operation, and in the end their number; int64 [workers + 1].
+- starts_s, ends_s: seconds since the start of the step, by code; float64 [operations].
+- received_in, sent_in: by code, the channel that an operation receives from and sends into, or -1; int64 [operations].
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ from chameleon_ft.schedule.records import Booleans, Floats, Integers, Records
 
 @kernel
 def longest_path(operations: Records, codes: Integers, first: Integers) -> tuple[Floats, Floats]:
-    """Start and end of each operation, if every worker runs its own in this order and sends do not block.
+    """Return start and end of each operation, if every worker runs its own in this order and sends do not block.
 
-    An operation that is in no order, or that never starts, ends at -1. `operations` is `OPERATION` by code.
+    An operation that is in no order, or that never starts, ends at -1.
     """
     starts_s = np.zeros(len(operations))
     ends_s = np.empty(len(operations))
@@ -34,11 +38,13 @@ def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Flo
     """Fill in starts and ends: run each worker until it waits for an operation, and again when that has run."""
     num_workers = len(first) - 1
     ends_s[:] = -1.0
+    # By worker: the place of its next operation, and when it is free.
     place = first[:-1].copy()
     free_s = np.zeros(num_workers)
     # Linked lists of waiting workers: by code the last one that waits for it, and by worker the one before; or -1.
     waiting = np.full(len(operations), -1)
     before = np.full(num_workers, -1)
+    # A stack of workers that can run, of which `left` are on it.
     runnable = np.arange(num_workers)
     left = num_workers
     while left:
@@ -49,16 +55,17 @@ def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Flo
             code = codes[place[worker]]
             needed = operations[code].needs
             if needed >= 0:
-                made_s = ends_s[needed]
-                if made_s < 0:
+                input_s = ends_s[needed]
+                if input_s < 0:
                     before[worker] = waiting[needed]
                     waiting[needed] = worker
                     break
-                now = max(now, made_s + operations[code].delay_s)
+                now = max(now, input_s + operations[code].delay_s)
             starts_s[code] = now
             now += operations[code].duration_s
             ends_s[code] = now
             place[worker] += 1
+            # Wake the workers that wait for this operation.
             other = waiting[code]
             while other >= 0:
                 runnable[left] = other
@@ -68,14 +75,12 @@ def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Flo
 
 
 class Neighbourhood(NamedTuple):
-    """All that the neighbours of orders depend on.
+    """What defines the neighbours of orders.
 
     Attributes:
-        workers: of each slot, by index; int64 [slots].
-        operations: `OPERATION` by code.
-        received_in, sent_in: by code, the channel that an operation receives from and sends into, or -1.
-        first: as for all orders, see above.
-        limits: in flight, kept and deferred by worker; int64 [3, workers].
+        workers: the index of each slot's worker; int64 [slots].
+        operations, received_in, sent_in, first: as above.
+        limits: micro-batches in flight, kept and deferred by worker; int64 [3, workers].
         split: whether backward is split.
     """
 
@@ -90,18 +95,16 @@ class Neighbourhood(NamedTuple):
 
 @kernel
 def replay_neighbours(of: Neighbourhood, codes: Integers) -> tuple[Integers, Floats, Floats]:
-    """Replay each order that differs from `codes` by one change of operations on the critical path.
+    """Replay all orders that differ from `codes` by one change of operations on the critical path.
 
-    The path is followed from its end to its start, block by block. In each block, operations move to its front and to
-    its end, as far as limits allow, and its first and last are exchanged with earlier ones of their kind, which keeps
-    any limit. Messages in one channel keep their order.
-
-    `codes` are orders that run to their end within the limits.
+    `codes` run to their end within the limits. The path is followed from its end to its start, block by block. In each
+    block, operations move to its front and to its end, as far as limits allow, and its first and last are exchanged
+    with earlier ones of their kind, which keeps any limit. Messages in one channel keep their order.
 
     Returns:
         Changes, int64 [changes, 3]: whether two operations are exchanged, and the places in `codes` of both, or those
-        from and to which one moves. For each, seconds of the step, and the sum of the workers' ends; infinite where
-        operations wait for each other.
+        from and to which one moves. Seconds of the step after each change, and the sum of the workers' ends, both
+        float64 [changes]; infinite if operations wait for each other.
     """
     starts_s, ends_s = np.zeros(len(codes)), np.empty(len(codes))
     _replay(of.operations, codes, of.first, starts_s, ends_s)
@@ -119,11 +122,12 @@ def replay_neighbours(of: Neighbourhood, codes: Integers) -> tuple[Integers, Flo
 
 @kernel
 def _changes(of: Neighbourhood, codes: Integers, starts_s: Floats, ends_s: Floats) -> Integers:
-    """The changes to try; see `replay_neighbours`."""
+    """The changes to try, int64 [changes, 3], as in `replay_neighbours`."""
     workers, received_in, sent_in, first = of.workers, of.received_in, of.sent_in, of.first
     count, num_slots = 0, len(workers)
     changes = np.empty((64, 3), np.int64)
     trial = codes.copy()
+    # The block that ends with `code`: places `begin` to `end` of the worker, whose operations begin at `low`.
     code = int(ends_s.argmax())
     while code >= 0:
         worker = workers[code % num_slots]
@@ -136,6 +140,7 @@ def _changes(of: Neighbourhood, codes: Integers, starts_s: Floats, ends_s: Float
         # Two moves of each operation in the block, and exchanges of two with all before them.
         while count + 2 * (end - begin + 1) + 2 * (end - low) > len(changes):
             changes = np.concatenate((changes, np.empty_like(changes)))
+        # Move each operation to the front and to the end.
         for source in range(begin, end + 1):
             for target in (begin, end):
                 # In a block of two, both moves are the same.
@@ -148,9 +153,10 @@ def _changes(of: Neighbourhood, codes: Integers, starts_s: Floats, ends_s: Float
                         changes[count] = 0, source, target
                         count += 1
                     _change(trial, 0, target, source)
+        # Exchange the first and the last with operations of their kind before them.
         for place in (begin, end):
-            if place == end and end == begin:
-                continue
+            if begin == end:
+                break
             for other in range(place - 1, low - 1, -1):
                 if _must_stay_in_order(num_slots, received_in, sent_in, codes[place], codes[other]):
                     break
@@ -164,7 +170,7 @@ def _changes(of: Neighbourhood, codes: Integers, starts_s: Floats, ends_s: Float
 
 @kernel
 def changed(codes: Integers, exchange: int, source: int, target: int) -> Integers:
-    """`codes` after one change, as `replay_neighbours` gives it."""
+    """Return `codes` after one change of `replay_neighbours`."""
     trial = codes.copy()
     _change(trial, exchange, source, target)
     return trial
@@ -185,7 +191,7 @@ def _change(codes: Integers, exchange: int, source: int, target: int) -> None:
 
 @no_refcount_inline
 def _passes(num_slots: int, received_in: Integers, sent_in: Integers, code: int, others: Integers) -> bool:
-    """Whether an operation may go past all of these."""
+    """Whether an operation may change places with all of these."""
     for other in others:
         if _must_stay_in_order(num_slots, received_in, sent_in, code, other):
             return False
@@ -244,20 +250,22 @@ def _last_ends(codes: Integers, first: Integers, ends_s: Floats) -> tuple[float,
 def run_blocking(
     starts: Integers, sources: Integers, targets: Integers, senders: Integers, receivers: Integers
 ) -> tuple[Integers, Booleans]:
-    """Run all workers until each has ended or is blocked, if a send into a full channel blocks.
+    """Run all workers until each has ended or is blocked, where a send into a full channel blocks its worker.
 
     Args:
         starts: the first operation of each worker, and in the end the number of operations; int64 [workers + 1].
-        sources, targets: by operation, the channel that it receives from and sends into, or -1; int64 [operations].
-        senders, receivers: by channel, the workers at its ends; int64 [channels].
+        sources, targets: the channel that each operation receives from and sends into, or -1; int64 [operations].
+        senders, receivers: the workers at the ends of each channel; int64 [channels].
 
     Returns:
-        By worker, the operation that it is blocked at or its end, and whether it has run that but not sent the result.
+        By worker, the operation that it is blocked at or its end, and whether it has run that but not sent the result;
+        int64 and bool [workers].
     """
     count = len(starts) - 1
     position = starts[:-1].copy()
     sending = np.zeros(count, np.bool_)
     full = np.zeros(len(senders), np.bool_)
+    # A stack of workers to look at, of which `number` are on it.
     waiting = np.arange(count)
     is_waiting = np.ones(count, np.bool_)
     number = count
