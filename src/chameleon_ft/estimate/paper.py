@@ -1,8 +1,8 @@
-"""The closed forms of the Chameleon paper (arXiv 2508.21613), to be laid beside our own estimates.
+"""The closed forms of the Chameleon paper (arXiv 2508.21613), for comparison with our own estimates.
 
-They are reported, not quoted: taken from public notes of a reproduction (DESIGN section 12). Messages are free in them,
-workers equal, and operations without overhead. `rerouted_step_s` is known to disagree with a replay: too low for one
-failure, too high for most that are spread over stages.
+They are as reported by public notes of a reproduction, with free messages, equal workers and operations without
+overhead. `rerouted_step_s` disagrees with a replay: it is too low for one failure, and too high for most failures that
+are spread over stages.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def pipeline_step_s(*, forward_s: Sequence[float], backward_s: Sequence[float], 
     # In wave k, stage i of P runs the forward of micro-batch k + P - 1 - i, whose input the stage before has made in
     # wave k - 1, and then the backward of micro-batch k.
     free_s = [0.0] * depth
-    made_s = [0.0] * (depth + 1)  # by the stage before
+    input_s = [0.0] * (depth + 1)  # when the stage before has made it
     for wave in range(1 - depth, micro_batches):
         for stage in range(min(depth, wave + depth) - 1, max(0, wave + depth - micro_batches) - 1, -1):
-            free_s[stage] = made_s[stage + 1] = max(free_s[stage], made_s[stage]) + forward_s[stage]
+            free_s[stage] = input_s[stage + 1] = max(free_s[stage], input_s[stage]) + forward_s[stage]
         if wave >= 0:
             done_s = 0.0
             for stage in reversed(range(depth)):
@@ -80,7 +80,7 @@ def rerouted_step_s(
 
 
 def samples_per_second(*, samples: int, step_s: float, transition_s: float, until_failure_s: float) -> float:
-    """What the choice maximises: (B / t_step) (D - t_transition) / D; t_transition of rerouting is taken to be zero.
+    """The objective of the paper's choice: (B / t_step) (D - t_transition) / D, where rerouting has no t_transition.
 
     `samples` (B) are those of a step, `until_failure_s` (D) the time until the next failure. Never negative.
     """

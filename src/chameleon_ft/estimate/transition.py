@@ -1,4 +1,4 @@
-"""The cost of going from one plan to another: the stall, and the work that is done twice."""
+"""The cost of a transition from one plan to another: the stall, and the work that is done twice."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["StallModel", "TransitionEstimate", "state_bytes"]
 class StallModel:
     """Seconds of each phase between a failure and the first operation of the step that is run again.
 
-    Measured ones are in a run's records of failures; the stall of a change without a failure has no detection.
+    A run's records of failures have measured ones; the stall of a change without a failure has no detection.
 
     Attributes:
-        detect_s: until the coordinator knows.
-        stop_s: until the last survivor has left its operation.
+        detect_s: until the coordinator has detected the failure.
+        stop_s: until the last survivor has stopped.
         decide_s: until the plan is chosen.
-        regroup_s: until new communicators stand, transfers left out.
+        regroup_s: until new communicators are formed, without transfers.
 
     Raises:
         ConfigError: a phase that is negative or not finite.
@@ -47,10 +47,10 @@ class TransitionEstimate:
     """The cost of a change of plans.
 
     Attributes:
-        phases: those of the stall that are there whatever moves.
+        phases: of the stall, whatever moves.
         transfer_s: until the last message has arrived (`chameleon_ft.transfer.transfer_s`); zero for rerouting.
-        repeat_s: work of the interrupted step that is done again: the time between the start of that step and the
-            failure. Half a step if it is unknown, zero if the step is not run again.
+        repeat_s: the time between the start of the interrupted step and the failure, whose work is repeated. Half a
+            step if it is unknown, zero if the step is not run again.
 
     Raises:
         ConfigError: a time that is negative or not finite.
@@ -71,12 +71,12 @@ class TransitionEstimate:
 
     @property
     def lost_s(self) -> float:
-        """Seconds in which nothing is gained: the stall, and what was computed in vain before it."""
+        """Seconds of lost work: the stall, and the repeated part of the step."""
         return self.stall_s + self.repeat_s
 
 
 def state_bytes(layer: LayerCost) -> int:
-    """Bytes that move with a layer: its parameters and optimizer state. Gradients are made anew."""
+    """Return the bytes that move with a layer: its parameters and optimizer state, but no gradients."""
     return layer.param_bytes + layer.optimizer_bytes - layer.unmoved_bytes
 
 

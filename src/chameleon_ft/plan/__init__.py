@@ -1,4 +1,4 @@
-"""Plans: where the layers are and which way each micro-batch takes through them."""
+"""Plans: where the layers are and the route of each micro-batch through them."""
 
 from __future__ import annotations
 

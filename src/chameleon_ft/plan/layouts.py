@@ -52,7 +52,7 @@ class PipelineLayout:
 def pipelines_plan(
     pipelines: Sequence[PipelineLayout], *, split_backward: bool = False, recompute: bool = False
 ) -> Plan:
-    """The plan of these pipelines, each with a contiguous share of the micro-batches; `recompute` is for all workers.
+    """Return the plan of these pipelines, each with a contiguous share of the micro-batches; `recompute` is for all.
 
     Raises:
         PlanError: no pipelines, a worker in two stages, or pipelines of different numbers of layers.
@@ -76,7 +76,7 @@ def pipelines_plan(
 
 
 def split_layers(costs: Sequence[float], stages: int) -> tuple[LayerRange, ...]:
-    """Cut the layers into `stages` contiguous ranges, none empty, so that the dearest costs as little as possible.
+    """Cut the layers into `stages` contiguous ranges, none empty, so that the most expensive costs least.
 
     `costs` are the layers' costs in any one unit. Exact, by dynamic programming over (stages, layers); among equal
     optima the one with the earliest cuts, which leaves the longer ranges to the later stages: those keep fewer
@@ -106,10 +106,8 @@ def split_layers(costs: Sequence[float], stages: int) -> tuple[LayerRange, ...]:
         cuts.append(cut)
     cut_points = [num_layers]
     for cut in reversed(cuts):
-        cut_points.append(cut[cut_points[-1]])
-    cut_points.append(0)
-    cut_points.reverse()
-    return tuple(LayerRange(start, stop) for start, stop in pairwise(cut_points))
+        cut_points.insert(0, cut[cut_points[0]])
+    return tuple(LayerRange(start, stop) for start, stop in pairwise([0, *cut_points]))
 
 
 def data_pipeline_plan(
@@ -121,7 +119,7 @@ def data_pipeline_plan(
     workers: Sequence[int] | None = None,
     split_backward: bool = False,
 ) -> Plan:
-    """`dp` pipelines of `pp` stages, each with an equal, contiguous share of the micro-batches.
+    """Return `dp` pipelines of `pp` stages, each with an equal, contiguous share of the micro-batches.
 
     Stage s of pipeline d is on `workers[d * pp + s]` (worker d * pp + s when `workers` is None), and the layers are cut
     by `split_layers(layer_costs, pp)`.

@@ -51,8 +51,8 @@ class LayerRange:
 class RecomputedLayers(LayerRange):
     """Layers that a worker recomputes in its backward: the first ones in full, the last `num_selective` selectively.
 
-    Of a layer that is recomputed in full only the input is kept. One that is recomputed selectively keeps what is slow
-    to compute (outputs of matrix products and of attention), and runs again what is fast (Korthikanti et al., "Reducing
+    A layer that is recomputed in full keeps only its input. One that is recomputed selectively keeps results that are
+    slow to compute (of matrix products and attention), and runs the fast parts again (Korthikanti et al., "Reducing
     Activation Recomputation in Large Transformer Models", 2022).
 
     Raises PlanError unless `num_selective` is between zero and the number of layers.
@@ -73,7 +73,7 @@ class RecomputedLayers(LayerRange):
 
     @classmethod
     def in_full(cls, layers: LayerRange) -> RecomputedLayers:
-        """These layers, all of them recomputed in full."""
+        """Return these layers, all recomputed in full."""
         return cls(layers.start, layers.stop)
 
     @property
@@ -87,7 +87,7 @@ class RecomputedLayers(LayerRange):
         return range(self.stop - self.num_selective, self.stop)
 
     def intersection(self, other: LayerRange) -> RecomputedLayers | None:
-        """Those of the layers that are in `other`; None if there are none."""
+        """Return the part of the layers that is in `other`; None if there is none."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         if start >= stop:
             return None
@@ -98,8 +98,8 @@ class RecomputedLayers(LayerRange):
 class Placement:
     """The layers held by each worker: one contiguous range, or several.
 
-    Workers are kept in ascending order and the ranges of a worker sorted, neighbouring ones merged, so that placements
-    which say the same are equal. Layers without a holder are allowed (`unheld_layers`): a failure can leave some.
+    Workers are kept in ascending order, and the ranges of a worker sorted and merged, so that equivalent placements are
+    equal. Layers without a holder are allowed (`unheld_layers`): a failure can leave some.
 
     Attributes:
         num_layers: layers of the model (L).
@@ -147,27 +147,27 @@ class Placement:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The workers that hold something, in ascending order."""
+        """The workers that hold something, ascending."""
         return tuple(self.ranges)
 
     @property
     def unheld_layers(self) -> tuple[int, ...]:
-        """The layers that no worker holds, in ascending order."""
+        """The layers that no worker holds, ascending."""
         return tuple(layer for layer, holders in enumerate(self._holders) if not holders)
 
     def ranges_of(self, worker: int) -> tuple[LayerRange, ...]:
-        """The ranges that `worker` holds, ascending; empty for a worker that is not in the placement."""
+        """Return the ranges that `worker` holds, ascending; empty for a worker that is not in the placement."""
         return self.ranges.get(worker, ())
 
     def span(self, worker: int) -> LayerRange:
-        """The range from the first layer that `worker` holds to the last. Raises PlanError if it holds none."""
+        """Return the range from the first layer that `worker` holds to the last. Raises PlanError if it holds none."""
         if not (held := self.ranges_of(worker)):
             workers = ", ".join(map(str, self.workers))
             raise PlanError(f"worker {worker} holds no layers; the workers of the placement are {workers}")
         return LayerRange(held[0].start, held[-1].stop)
 
     def holders(self, layer: int) -> tuple[int, ...]:
-        """The workers that hold `layer`, ascending. Raises PlanError when there is no such layer."""
+        """Return the workers that hold `layer`, ascending. Raises PlanError when there is no such layer."""
         if not 0 <= layer < self.num_layers:
             raise PlanError(f"there is no layer {layer}; the layers are 0 to {self.num_layers - 1}")
         return self._holders[layer]
@@ -177,19 +177,15 @@ class Placement:
         return any(held.covers(layers) for held in self.ranges_of(worker))
 
     def single_points_of_failure(self, groups: Mapping[int, GroupT]) -> frozenset[GroupT]:
-        """The groups of workers, hosts say, that have all holders of some layer among them.
+        """Return the groups of workers, such as hosts, that contain all holders of some layer.
 
         Args:
             groups: the group of each worker that holds something.
         """
-        found = set[GroupT]()
-        for holders in set(self._holders):
-            having = {groups[worker] for worker in holders}
-            if len(having) == 1:
-                found |= having
-        return frozenset(found)
+        of_holders = ({groups[worker] for worker in holders} for holders in set(self._holders))
+        return frozenset(group for having in of_holders if len(having) == 1 for group in having)
 
     def without(self, workers: Collection[int]) -> Placement:
-        """The placement that is left when `workers` are gone (workers it does not have are ignored)."""
+        """Return the placement without `workers`; workers that it does not have are ignored."""
         gone = frozenset(workers)
         return Placement(self.num_layers, {w: ranges for w, ranges in self.ranges.items() if w not in gone})

@@ -98,7 +98,7 @@ class Plan:
         if not self.routes:
             raise PlanError("a plan needs a route for every micro-batch; got no routes")
         held: set[Hop] = set()
-        # By identity, for hops are slow to hash, and most routes share theirs.
+        # By identity, because hops are slow to hash, and most routes share theirs.
         seen: set[int] = set()
         for index, route in enumerate(self.routes):
             if route.micro_batch != index:

@@ -1,4 +1,4 @@
-"""The conditions that every program must meet before it is run."""
+"""The conditions that every program must meet before it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_program(program: Program, plan: Plan) -> None:
 
 
 def _check_operations(program: Program, plan: Plan) -> None:
-    """Every operation that the plan asks for is there once, and on its worker after what it needs from there."""
+    """Check that each operation of the plan is there once, on its worker, after the operations there that it needs."""
     wanted = records_by_code(plan, plan.routes)
     hops = [hop for route in plan.routes for hop in route.hops]
     numbers = np.arange(len(wanted))
@@ -49,12 +49,12 @@ def _check_operations(program: Program, plan: Plan) -> None:
     is_wanted = is_asked[codes] & (runs_on[codes] == workers) & (wanted[codes] == records)
     codes = np.where(is_wanted, codes, -1)
 
-    # Where each operation is first; past the end if it is missing. The last element stands for "nothing".
+    # The first place of each operation; past the end if it is missing. The last element stands for "none".
     places = np.arange(len(codes))
     place = np.full(len(wanted) + 1, len(codes))
     np.minimum.at(place, codes, places)
     place[-1] = -1
-    # What other workers must have run is a matter of messages; a tensor that is handed over on a worker must be there.
+    # Inputs from other workers are left to the check of messages; one that is handed over on a worker must be there.
     needs_no_tensor = np.where(phase == 0, wanted["first"], wanted["last"] | (phase == 2))
     is_handed_over = (wanted["receive_from"] < 0) & ~needs_no_tensor
     needed = np.stack(
@@ -80,7 +80,7 @@ def _check_operations(program: Program, plan: Plan) -> None:
 
 
 def _keys(records: Records, hops: Sequence[Hop]) -> Integers:
-    """Numbers in the order of phase, micro-batch and hop, of which there are fewer than `hops`."""
+    """Numbers that ascend by phase, micro-batch and hop; the latter two are below `len(hops)`."""
     keys: Integers = (_PHASES[records["kind"]] * len(hops) + records["micro_batch"]) * len(hops) + records["hop"]
     return keys
 

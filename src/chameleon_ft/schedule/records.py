@@ -40,7 +40,7 @@ message time of F's result and of B's or I's. last: whether the slot is the last
 CHANNEL: Final = np.dtype([("sender", np.int64), ("receiver", np.int64), ("gradient", np.bool_)], align=True)
 """A channel: the indices of sender and receiver, and whether it carries gradients.
 
-A worker's channel to itself carries local hand-overs, and from its F to its B where a route turns.
+A worker's channel to itself carries tensors between its own hops, and from its F to its B where a route turns.
 """
 
 OPERATION: Final = np.dtype([("needs", np.int64), ("delay_s", np.float64), ("duration_s", np.float64)], align=True)

@@ -19,10 +19,7 @@ __all__ = ["TimedOperation", "Timeline", "replay"]
 
 
 class TimedOperation(NamedTuple):
-    """An operation on a worker with its start and end, in seconds since the start of the step.
-
-    A tuple, because a replay makes thousands of them.
-    """
+    """An operation on a worker with its start and end, in seconds since the start of the step."""
 
     worker: int
     operation: Operation
@@ -42,22 +39,22 @@ class Timeline:
         return max((timed.end_s for timed in self.operations), default=0.0)
 
     def of(self, worker: int) -> tuple[TimedOperation, ...]:
-        """The operations of one worker, in its order."""
+        """Return the operations of one worker, in its order."""
         return tuple(timed for timed in self.operations if timed.worker == worker)
 
     def busy_s(self, worker: int) -> float:
-        """Seconds that one worker computes."""
+        """Return the seconds that one worker computes."""
         return math.fsum(timed.end_s - timed.start_s for timed in self.of(worker))
 
 
 def replay(program: Program, costs: CostModel) -> Timeline:
-    """Run `program` under `costs`: an operation starts when its worker is free and what it needs is there.
+    """Replay `program` under `costs`: an operation starts when its worker is free and its input is there.
 
-    That is the longest path over the operations, exact for the cost model: messages take their time but hold up neither
-    end. Whether sends and receives match in order is left to `check_program`.
+    The result is the longest path over the operations, exact for the cost model: messages take time but delay neither
+    end. `check_program` checks whether sends and receives match in order.
 
     Raises:
-        ProgramError: operations wait for each other for ever, or for one that no worker runs.
+        ProgramError: operations wait for each other forever, or for one that no worker runs.
     """
     by_worker = program.operations
     operations = [*chain.from_iterable(by_worker.values())]
@@ -78,10 +75,10 @@ def replay(program: Program, costs: CostModel) -> Timeline:
 
 
 def _needs(workers: list[int], operations: list[Operation], costs: CostModel) -> Records:
-    """`OPERATION` of each operation, numbered in this order, on the worker at the same place.
+    """`OPERATION` of each operation, of which `workers` has the worker.
 
-    An output is identified by whether it is a gradient, its micro-batch, and the hop that makes it. W needs the
-    gradient that I makes, because what I leaves for it is there at the same time.
+    An output is identified by whether it is a gradient, its micro-batch, and its hop. W needs the output of I, because
+    what I leaves for it is there at the same time.
     """
     forward, weight_grad = OperationKind.FORWARD, OperationKind.WEIGHT_GRAD
     makers = {
