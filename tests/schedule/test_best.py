@@ -192,14 +192,14 @@ def test_pipelines_that_are_known_are_taken_as_they_are(case: Planned, data: st.
     }
     in_flight_limits = dict.fromkeys(plan.workers, InFlightLimit(3 * depth, 3 * depth))
 
-    parts = best_parts(plan, costs, in_flight_limits=in_flight_limits, effort=QUICK, known=slow.values())
+    parts = best_parts(plan, costs, in_flight_limits=in_flight_limits, effort=QUICK, reuse=slow.values())
 
     program = program_of(plan, parts)
     check_program(program, plan)
     assert replay(program, costs).step_s == pytest.approx(step_s_of(parts), rel=1e-12)
     alone = {part.component.workers: part for part in best_parts(plan, costs, effort=QUICK)}
     for part in parts:
-        (hops,) = part.component.ways
+        (hops,) = part.component.paths
         if times[hops] in slow:
             assert part.schedule is slow[times[hops]]
         else:
@@ -223,6 +223,6 @@ def test_what_is_known_of_workers_that_keep_more_is_not_taken(case: Planned, in_
         for hops, share in ways.items()
     ]
 
-    parts = best_parts(plan, costs, in_flight_limits=in_flight_limits, effort=QUICK, known=known)
+    parts = best_parts(plan, costs, in_flight_limits=in_flight_limits, effort=QUICK, reuse=known)
 
     assert program_of(plan, parts) == best_program(plan, costs, in_flight_limits=in_flight_limits, effort=QUICK).program

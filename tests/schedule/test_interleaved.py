@@ -8,7 +8,7 @@ import pytest
 
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.schedule import best_program, check_program, default_limits, list_schedule, replay
-from chameleon_ft.schedule.components import different_ways
+from chameleon_ft.schedule.components import distinct_paths
 from chameleon_ft.schedule.list_scheduler import Rules, limits_array, schedule_under
 from chameleon_ft.schedule.network import builder_of
 from tests.strategies import equal_costs
@@ -45,11 +45,11 @@ def test_a_dead_end_is_left_by_smaller_limits() -> None:
     equal = equal_costs(layers=4, micro_batches=3, workers=2)
     layers = tuple(replace(layer, forward_s=2.0 if i == 1 else 1.0) for i, layer in enumerate(equal.workload.layers))
     costs = replace(equal, workload=replace(equal.workload, layers=layers))
-    network = builder_of(plan, costs).network(*different_ways(route.hops for route in plan.routes))
+    network = builder_of(plan, costs).network(*distinct_paths(route.hops for route in plan.routes))
     limits = limits_array(plan.workers, default_limits(plan))
     for gradients_only in (False, True):
         rules = Rules(limits=limits, forward_first=True, gradients_only=gradients_only)
-        assert schedule_under(network, rules, network.ways) is None
+        assert schedule_under(network, rules, network.by_priority) is None
 
     program = list_schedule(plan, costs)
 

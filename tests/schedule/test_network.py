@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.schedule import Preference, list_schedule, replay
-from chameleon_ft.schedule.components import different_ways
+from chameleon_ft.schedule.components import distinct_paths
 from chameleon_ft.schedule.network import builder_of
 from tests.strategies import Planned, Shape, equal_costs, pipelined, pipelines, planned
 
 
 @given(st.one_of(planned(), pipelined()), st.sampled_from(list(Preference)))
 def test_no_schedule_beats_the_bound(case: Planned, prefer: Preference) -> None:
-    network = builder_of(case.plan, case.costs).network(*different_ways(route.hops for route in case.plan.routes))
+    network = builder_of(case.plan, case.costs).network(*distinct_paths(route.hops for route in case.plan.routes))
 
     step_s = replay(list_schedule(case.plan, case.costs, prefer=prefer), case.costs).step_s
 
@@ -25,6 +25,6 @@ def test_no_schedule_beats_the_bound(case: Planned, prefer: Preference) -> None:
 def test_plain_pipelines_meet_the_bound(split_backward: bool) -> None:
     plan = pipelines(Shape(dp=2, pp=4, share=8), split_backward=split_backward)
     costs = equal_costs(layers=4, micro_batches=16, workers=8)
-    network = builder_of(plan, costs).network(*different_ways(route.hops for route in plan.routes))
+    network = builder_of(plan, costs).network(*distinct_paths(route.hops for route in plan.routes))
 
     assert network.lower_bound_s() == replay(list_schedule(plan, costs), costs).step_s

@@ -169,7 +169,7 @@ def test_orders_are_replayed_under_other_times(seed: int) -> None:
         case.plan,
         others.costs,
         in_flight_limits=case.in_flight_limits,
-        known=[replace(again, in_flight_limits=found.in_flight_limits)],
+        reuse=[replace(again, in_flight_limits=found.in_flight_limits)],
     )
     assert part.schedule.step_s == again.step_s
     timeline = replay(program_of(case.plan, [part]), others.costs)

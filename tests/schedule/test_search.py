@@ -21,7 +21,7 @@ from chameleon_ft.schedule import (
     replay,
 )
 from chameleon_ft.schedule.best import ScheduledPart, program_of
-from chameleon_ft.schedule.components import Component, different_ways
+from chameleon_ft.schedule.components import Component, distinct_paths
 from chameleon_ft.schedule.heuristics import ListSchedules, Problem, reordered, reprioritized
 from chameleon_ft.schedule.list_scheduler import Rules, Schedule, schedule
 from chameleon_ft.schedule.network import builder_of
@@ -32,7 +32,7 @@ EFFORT = 15_000
 
 
 def problem_of(case: Planned) -> Problem:
-    ways = different_ways(route.hops for route in case.plan.routes)
+    ways = distinct_paths(route.hops for route in case.plan.routes)
     return Problem.of(builder_of(case.plan, case.costs), *ways, None)
 
 
@@ -97,7 +97,7 @@ def test_each_search_says_what_its_orders_take(case: Planned) -> None:
     assume(not found.beyond_limits)
 
     plan = case.plan
-    every = Component(workers=plan.workers, routes=plan.routes, ways=(), taken=())
+    every = Component(workers=plan.workers, routes=plan.routes, paths=(), path_of=())
     for better in (
         reprioritized(network, found, enough_s=0.0, effort=EFFORT),
         reordered(network, found, found.limits, enough_s=0.0, effort=EFFORT),

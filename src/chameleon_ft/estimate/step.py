@@ -56,7 +56,7 @@ def plan_bound_s(plan: Plan, costs: CostModel) -> float:
         ConfigError: the plan has a worker that the cluster does not.
     """
     return max(
-        builder.network(component.ways, component.taken).lower_bound_s()
+        builder.network(component.paths, component.path_of).lower_bound_s()
         for component, builder in component_builders(plan, costs)
     )
 
@@ -115,7 +115,7 @@ def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) 
     for part in parts:
         schedule, workers = part.schedule, part.component.workers
         recompute = tuple(map(plan.recompute.get, workers))
-        layers = [hop.layers for hop in part.component.ways[0]]
+        layers = [hop.layers for hop in part.component.paths[0]]
         # Pipelines whose stages take equally long share a schedule, even if they are cut differently.
         key = id(schedule), recompute, *layers
         if key not in known:
@@ -131,7 +131,7 @@ def _made_s(part: ScheduledPart) -> dict[int, dict[tuple[int, int], float]]:
     component, schedule = part.component, part.schedule
     if component.is_pipeline:
         # Each worker has one range, and its last operation makes gradients.
-        ends = zip(component.ways[0], schedule.last_s, strict=True)
+        ends = zip(component.paths[0], schedule.last_s, strict=True)
         return {hop.worker: {(hop.layers.start, hop.layers.stop): end_s} for hop, end_s in ends}
     hops = [hop for route in component.routes for hop in route.hops]
     found: dict[int, dict[tuple[int, int], float]] = {worker: {} for worker in component.workers}

@@ -255,7 +255,7 @@ def _draft(
     context: DecisionContext,
     schedules: Sequence[PipelineSchedule] = (),
 ) -> CourseDraft:
-    parts = best_parts(plan, context.costs, in_flight_limits=in_flight_limits, known=schedules)
+    parts = best_parts(plan, context.costs, in_flight_limits=in_flight_limits, reuse=schedules)
     return CourseDraft(plan, in_flight_limits, parts, estimate_parts(plan, parts, context.costs))
 
 

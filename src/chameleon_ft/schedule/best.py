@@ -131,7 +131,7 @@ def list_schedule(
     parts: list[ScheduledPart] = []
     for component, builder in component_builders(plan, costs):
         rules = Rules(limits=limits_array(builder.workers, limits), forward_first=prefer is Preference.FORWARD)
-        parts.append(ScheduledPart(component, schedule(builder.network(component.ways, component.taken), rules)))
+        parts.append(ScheduledPart(component, schedule(builder.network(component.paths, component.path_of), rules)))
     return program_of(plan, parts)
 
 
@@ -177,29 +177,29 @@ def best_parts(
     *,
     in_flight_limits: Mapping[int, InFlightLimit] | None = None,
     effort: float = DEFAULT_EFFORT,
-    known: Iterable[PipelineSchedule] = (),
+    reuse: Iterable[PipelineSchedule] = (),
 ) -> list[ScheduledPart]:
     """Return the schedules of which `best_program` makes its program; making the program takes longer than these.
 
-    Pipelines with the times, micro-batches and limits of a `known` schedule get that one.
+    Pipelines with the times, micro-batches and limits of a schedule to `reuse` get that one.
     """
     of_pipelines = {
-        (one.times, one.split_backward, one.micro_batches, one.in_flight_limits.tobytes()): one for one in known
+        (one.times, one.split_backward, one.micro_batches, one.in_flight_limits.tobytes()): one for one in reuse
     }
     # Equal components are scheduled once.
     schedules: dict[tuple[object, ...], Schedule] = {}
     parts: list[ScheduledPart] = []
     for component, builder in component_builders(plan, costs):
-        ways, taken, split = component.ways, component.taken, builder.split_backward
+        paths, path_of, split = component.paths, component.path_of, builder.split_backward
         most = limits_array(component.workers, in_flight_limits or {})
-        key = split, taken, tuple(builder.slots(hops).tobytes() for hops in ways), most.tobytes()
+        key = split, path_of, tuple(builder.slots(hops).tobytes() for hops in paths), most.tobytes()
         if key not in schedules and component.is_pipeline:
-            times = builder.times(ways[0])
-            schedules[key] = of_pipelines.get((times, split, len(taken), most.tobytes())) or pipeline_schedule(
-                times, len(taken), split_backward=split, in_flight_limits=most, effort=effort
+            times = builder.times(paths[0])
+            schedules[key] = of_pipelines.get((times, split, len(path_of), most.tobytes())) or pipeline_schedule(
+                times, len(path_of), split_backward=split, in_flight_limits=most, effort=effort
             )
         elif key not in schedules:
-            schedules[key] = best_schedule(Problem.of(builder, ways, taken, in_flight_limits), effort=effort)
+            schedules[key] = best_schedule(Problem.of(builder, paths, path_of, in_flight_limits), effort=effort)
         parts.append(ScheduledPart(component, schedules[key]))
     return parts
 

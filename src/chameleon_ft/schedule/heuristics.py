@@ -19,13 +19,13 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from chameleon_ft.quantities import ROUNDING
-from chameleon_ft.schedule.components import Way
+from chameleon_ft.schedule.components import HopPath
 from chameleon_ft.schedule.list_scheduler import (
     InFlightLimit,
     Rules,
     Schedule,
     limits_array,
-    limits_of_ways,
+    limits_of_paths,
     replayed,
     schedule,
 )
@@ -121,7 +121,7 @@ class Problem:
         default: `default_limits`.
         in_flight_limits: the largest limits allowed.
         depth: hops of the longest route.
-        shared: whether routes take different ways, so that pipelines share workers.
+        shared: whether routes take different paths, so that pipelines share workers.
     """
 
     network: Network
@@ -134,20 +134,20 @@ class Problem:
     def of(
         cls,
         builder: NetworkBuilder,
-        ways: Sequence[Way],
-        taken: Sequence[int],
+        paths: Sequence[HopPath],
+        path_of: Sequence[int],
         in_flight_limits: Mapping[int, InFlightLimit] | None,
     ) -> Problem:
-        """Return the problem of routes between the builder's workers, of which `taken` has the way of each.
+        """Return the problem of routes between the builder's workers, of which `path_of` has the path of each.
 
         Workers that `in_flight_limits` lacks are not bounded.
         """
         return cls(
-            network=builder.network(ways, taken),
-            default=limits_array(builder.workers, limits_of_ways(builder.workers, ways)),
+            network=builder.network(paths, path_of),
+            default=limits_array(builder.workers, limits_of_paths(builder.workers, paths)),
             in_flight_limits=limits_array(builder.workers, in_flight_limits or {}),
-            depth=max(map(len, ways)),
-            shared=len(ways) > 1,
+            depth=max(map(len, paths)),
+            shared=len(paths) > 1,
         )
 
     def rules(self) -> tuple[Rules, ...]:
@@ -264,9 +264,9 @@ def reprioritized(network: Network, found: Schedule, *, enough_s: float, effort:
     trials = int(effort) // len(network.operations)
     if trials < _LEAST_SCHEDULES:
         return found
-    best, ways = found, tuple(network.ways.tolist())
-    seen = {ways}
-    neighbours = _neighbours(ways)
+    best, order = found, tuple(network.by_priority.tolist())
+    seen = {order}
+    neighbours = _neighbours(order)
     while trials and best.step_s > enough_s and (neighbour := next(neighbours, None)) is not None:
         if neighbour not in seen:
             seen.add(neighbour)
@@ -277,15 +277,15 @@ def reprioritized(network: Network, found: Schedule, *, enough_s: float, effort:
     return best
 
 
-def _neighbours(ways: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _neighbours(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Orders of the routes in which one of them has the highest or lowest priority, or some places more or less."""
-    last = len(ways) - 1
-    for place, way in enumerate(ways):
-        rest = ways[:place] + ways[place + 1 :]
+    last = len(order) - 1
+    for place, slot in enumerate(order):
+        rest = order[:place] + order[place + 1 :]
         targets = (0, *(place - step for step in reversed(_STEPS)), *(place + step for step in _STEPS), last)
         for target in targets:
             if 0 <= target <= last and target != place:
-                yield (*rest[:target], way, *rest[target:])
+                yield (*rest[:target], slot, *rest[target:])
 
 
 def reordered(network: Network, found: Schedule, limits: Integers, *, enough_s: float, effort: float) -> Schedule:

@@ -11,7 +11,7 @@ import numpy as np
 
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Plan
-from chameleon_ft.schedule.components import Way, different_ways
+from chameleon_ft.schedule.components import HopPath, distinct_paths
 from chameleon_ft.schedule.network import Network
 from chameleon_ft.schedule.records import Floats, Integers
 
@@ -23,7 +23,7 @@ __all__ = [
     "default_limits",
     "limits_array",
     "limits_of_array",
-    "limits_of_ways",
+    "limits_of_paths",
     "replayed",
     "schedule",
     "schedule_under",
@@ -66,14 +66,14 @@ def default_limits(plan: Plan) -> Mapping[int, InFlightLimit]:
     depth p. Kept: the length of the longest route through the worker, which is what stage 0 of 1F1B keeps, and ZB-H1
     (Qi et al., Zero Bubble Pipeline Parallelism, 2023) lets every stage keep.
     """
-    return limits_of_ways(plan.workers, different_ways(route.hops for route in plan.routes)[0])
+    return limits_of_paths(plan.workers, distinct_paths(route.hops for route in plan.routes)[0])
 
 
-def limits_of_ways(workers: Iterable[int], ways: Iterable[Way]) -> dict[int, InFlightLimit]:
-    """Return `default_limits` of these workers and the ways of their routes."""
+def limits_of_paths(workers: Iterable[int], paths: Iterable[HopPath]) -> dict[int, InFlightLimit]:
+    """Return `default_limits` of these workers and the paths of their routes."""
     in_flight = dict.fromkeys(workers, 1)
     kept = dict(in_flight)
-    for hops in ways:
+    for hops in paths:
         for position, hop in enumerate(hops):
             in_flight[hop.worker] = max(in_flight[hop.worker], len(hops) - position)
             kept[hop.worker] = max(kept[hop.worker], len(hops))
@@ -158,18 +158,18 @@ class Schedule:
         return tuple(np.where(self.first[1:] > self.first[:-1], last, 0.0).tolist())
 
 
-def schedule(network: Network, rules: Rules, ways: Integers | None = None) -> Schedule:
+def schedule(network: Network, rules: Rules, by_priority: Integers | None = None) -> Schedule:
     """Return the list schedule under `rules`; after a dead end, with `gradients_only`; then under smaller limits; in
     the end one micro-batch at a time, which cannot deadlock.
 
-    Dead ends occur if routes share workers in many ways, or if a route visits a worker more than once. `ways` are the
-    first slots of the routes by priority; `network.ways` when None.
+    Dead ends occur if routes share workers in many ways, or if a route visits a worker more than once. `by_priority`
+    has the first slots of the routes; `network.by_priority` when None.
     """
-    ways = network.ways if ways is None else ways
+    by_priority = network.by_priority if by_priority is None else by_priority
     while True:
-        found = schedule_under(network, rules, ways)
+        found = schedule_under(network, rules, by_priority)
         if found is None and not rules.gradients_only:
-            found = schedule_under(network, replace(rules, gradients_only=True), ways)
+            found = schedule_under(network, replace(rules, gradients_only=True), by_priority)
         if found is not None:
             return found
         in_flight, *others = rules.limits
@@ -178,7 +178,7 @@ def schedule(network: Network, rules: Rules, ways: Integers | None = None) -> Sc
         rules = replace(rules, limits=np.stack([np.maximum(1, in_flight // 2), *others]))
 
 
-def schedule_under(network: Network, rules: Rules, ways: Integers) -> Schedule | None:
+def schedule_under(network: Network, rules: Rules, by_priority: Integers) -> Schedule | None:
     """Return the list schedule under exactly these rules, or None at a dead end; the kernel defines both."""
     # Imported here, as everywhere: importing a kernel loads numba, and most users of this module run none.
     from chameleon_ft.schedule._kernels import scheduler_state as state
@@ -190,7 +190,7 @@ def schedule_under(network: Network, rules: Rules, ways: Integers) -> Schedule |
         channels=network.channels,
         first=network.first,
         limits=rules.limits,
-        ways=ways,
+        by_priority=by_priority,
         split=network.split_backward,
         forward_first=rules.forward_first,
         patience=rules.patience,
@@ -231,7 +231,7 @@ def _one_by_one(network: Network, rules: Rules) -> Schedule:
     count = len(network.slots)
     workers = network.slots["worker"].tolist()
     orders: list[list[int]] = [[] for _ in network.workers]
-    for start, stop in pairwise([*sorted(network.ways.tolist()), count]):
+    for start, stop in pairwise([*sorted(network.by_priority.tolist()), count]):
         for slot in range(start, stop):
             orders[workers[slot]].append(slot)
         for slot in reversed(range(start, stop)):

@@ -19,7 +19,7 @@ import numpy as np
 from chameleon_ft.errors import PlanError
 from chameleon_ft.plan import Hop, Plan, RecomputedLayers
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule.components import Component, Way, components, records_of_routes
+from chameleon_ft.schedule.components import Component, HopPath, components, records_of_routes
 from chameleon_ft.schedule.costs import CostModel, PipelineTimes, pipeline_times
 from chameleon_ft.schedule.records import CHANNEL, OPERATION, SLOT, Integers, Records
 
@@ -38,8 +38,8 @@ class Network:
         operations: by code, `OPERATION`.
         first: for each worker the place of its first code if the orders of all workers are written one after the other,
             and in the end the number of codes; int64 [workers + 1].
-        ways: the first slot of each route by priority: by the place of its micro-batch in its own pipeline, and of
-            equals those whose workers few other routes share. Those are detours, which else come too late for a peer.
+        by_priority: the first slot of each route, highest priority first: by the place of its micro-batch in its own
+            pipeline, then by how few routes share its workers, because detours are otherwise late for a peer.
     """
 
     workers: tuple[int, ...]
@@ -48,7 +48,7 @@ class Network:
     slots: Records
     operations: Records
     first: Integers
-    ways: Integers
+    by_priority: Integers
 
     def lower_bound_s(self) -> float:
         """Return the seconds that no order of the operations can beat.
@@ -91,7 +91,7 @@ def pipeline_network(times: PipelineTimes, micro_batches: int, *, split_backward
         slots=slots,
         operations=_operations(slots, split_backward=split_backward),
         first=np.arange(depth + 1) * ((3 if split_backward else 2) * micro_batches),
-        ways=np.arange(micro_batches) * depth,
+        by_priority=np.arange(micro_batches) * depth,
     )
 
 
@@ -108,7 +108,7 @@ def _pipeline_channels(depth: int) -> Records:
 
 
 class NetworkBuilder:
-    """Builds networks of routes between given workers; caches the slots of every way."""
+    """Builds networks of routes between given workers; caches the slots of every path."""
 
     def __init__(
         self,
@@ -126,9 +126,9 @@ class NetworkBuilder:
         self._channels: dict[tuple[int, int, bool], int] = {}
         self.slots = cache(self._slots)
 
-    def network(self, ways: Sequence[Way], taken: Sequence[int]) -> Network:
-        """Return the network of routes over these ways, of which `taken` has the index for each route."""
-        slots, begins = records_of_routes([self.slots(hops) for hops in ways], taken)
+    def network(self, paths: Sequence[HopPath], path_of: Sequence[int]) -> Network:
+        """Return the network of routes over these paths, of which `path_of` has the index for each route."""
+        slots, begins = records_of_routes([self.slots(hops) for hops in paths], path_of)
         hops = np.bincount(slots["worker"], minlength=len(self.workers))
         return Network(
             workers=self.workers,
@@ -137,14 +137,14 @@ class NetworkBuilder:
             slots=slots,
             operations=_operations(slots, split_backward=self.split_backward),
             first=np.concatenate(([0], np.cumsum(hops))) * (3 if self.split_backward else 2),
-            ways=begins[_by_priority(slots, begins, ways, np.array(taken), len(self.workers))],
+            by_priority=begins[_route_order(slots, begins, paths, np.array(path_of), len(self.workers))],
         )
 
     def times(self, hops: Sequence[Hop]) -> PipelineTimes:
         """Return the seconds of the operations and messages of a route."""
         return pipeline_times(hops, self._costs, split_backward=self.split_backward, recompute=self._recompute)
 
-    def _slots(self, hops: Way) -> Records:
+    def _slots(self, hops: HopPath) -> Records:
         """The slots of one route; `SLOT` [hops]."""
         workers = [self._index[hop.worker] for hop in hops]
         downs = [self._channel(*pair, gradient=False) for pair in pairwise(workers)]
@@ -188,13 +188,15 @@ def _check_layers(plan: Plan, costs: CostModel) -> None:
         )
 
 
-def _by_priority(slots: Records, begins: Integers, ways: Sequence[Way], taken: Integers, num_workers: int) -> Integers:
-    """The numbers of the routes in the order of `Network.ways`."""
-    workers = [tuple(hop.worker for hop in hops) for hops in ways]
+def _route_order(
+    slots: Records, begins: Integers, paths: Sequence[HopPath], path_of: Integers, num_workers: int
+) -> Integers:
+    """The numbers of the routes in the order of `Network.by_priority`."""
+    workers = [tuple(hop.worker for hop in hops) for hops in paths]
     routes_over = Counter[tuple[int, ...]]()
-    for way, count in enumerate(np.bincount(taken, minlength=len(ways)).tolist()):
-        routes_over[workers[way]] += count
-    company = np.array([routes_over[each] for each in workers])[taken]
+    for path, count in enumerate(np.bincount(path_of, minlength=len(paths)).tolist()):
+        routes_over[workers[path]] += count
+    company = np.array([routes_over[each] for each in workers])[path_of]
     # The place of each route in its own pipeline. A worker that takes over hops of other pipelines has more hops than
     # its own pipeline's other workers. So the least loaded worker on a route belongs to its own pipeline.
     worker, count = slots["worker"], len(slots)

@@ -18,7 +18,7 @@ import numpy as np
 
 from chameleon_ft.plan import LayerRange, Plan, RecomputedLayers, Route
 from chameleon_ft.plan.frozen_map import FrozenMap
-from chameleon_ft.schedule.components import different_ways, records_of_routes
+from chameleon_ft.schedule.components import distinct_paths, records_of_routes
 from chameleon_ft.schedule.records import PROGRAM_RECORD, Records
 
 __all__ = ["KINDS", "Operation", "OperationKind", "Program", "operations_from", "records_by_code", "records_from"]
@@ -142,19 +142,19 @@ def records_by_code(plan: Plan, routes: Sequence[Route]) -> Records:
     If only some of them split their backward, the B of the others has the code of I, and the plan asks for no operation
     with their codes of W.
     """
-    ways, taken = different_ways(route.hops for route in routes)
-    split = [plan.splits(hops[0].worker) for hops in ways]
+    paths, path_of = distinct_paths(route.hops for route in routes)
+    split = [plan.splits(hops[0].worker) for hops in paths]
     by_phase = [OperationKind.FORWARD, OperationKind.BACKWARD]
     if any(split):
         by_phase = [OperationKind.FORWARD, OperationKind.INPUT_GRAD, OperationKind.WEIGHT_GRAD]
     found: list[Records] = []
     for phase, kind in enumerate(by_phase):
-        of_ways: list[Records] = []
-        for hops, is_split in zip(ways, split, strict=True):
+        of_paths: list[Records] = []
+        for hops, is_split in zip(paths, split, strict=True):
             own = kind if is_split or phase != 1 else OperationKind.BACKWARD
             route = Route(0, hops)
-            of_ways.append(records_from(Operation.of(own, route, hop, plan.recompute) for hop in range(len(hops))))
-        found.append(records_of_routes(of_ways, taken)[0])
+            of_paths.append(records_from(Operation.of(own, route, hop, plan.recompute) for hop in range(len(hops))))
+        found.append(records_of_routes(of_paths, path_of)[0])
         found[-1]["micro_batch"] = np.repeat(
             [route.micro_batch for route in routes], [len(route.hops) for route in routes]
         )

@@ -13,7 +13,7 @@ from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
 from chameleon_ft.quantities import ROUNDING
 from chameleon_ft.schedule import CostModel, InFlightLimit, OperationKind
 from chameleon_ft.schedule.best import DEFAULT_EFFORT, best_parts, step_s_of
-from chameleon_ft.schedule.components import components, different_ways
+from chameleon_ft.schedule.components import components, distinct_paths
 from chameleon_ft.schedule.heuristics import ListSchedules, Problem
 from chameleon_ft.schedule.list_scheduler import schedule
 from chameleon_ft.schedule.network import builder_of
@@ -101,7 +101,7 @@ def _improved(
 ) -> _Spread:
     """Return `start` after moves and swaps of pieces that made the step shorter, by the best heuristics first."""
     builder = builder_of(losses.rerouted(start), costs)
-    ways = different_ways(route.hops for route in losses.routes(start))
+    ways = distinct_paths(route.hops for route in losses.routes(start))
     tried = ListSchedules(Problem.of(builder, *ways, in_flight_limits))
     best, step_s = start, tried.search().step_s
     operations = tried.effort
@@ -112,7 +112,7 @@ def _improved(
             for neighbour in _neighbours(best):
                 if operations >= _SEARCH:
                     return best
-                ways = different_ways(route.hops for route in losses.routes(neighbour))
+                ways = distinct_paths(route.hops for route in losses.routes(neighbour))
                 found = schedule(builder.network(*ways), rules)
                 operations += len(found.codes)
                 if found.step_s < step_s * (1 - ROUNDING):
@@ -159,7 +159,7 @@ class _Losses:
         self._costs = costs
         self._live = frozenset(placement.workers)
         self._known_s: dict[tuple[object, ...], float] = {}
-        ways, taken = different_ways(route.hops for route in plan.routes)
+        ways, taken = distinct_paths(route.hops for route in plan.routes)
         # Micro-batches that go through the same hops.
         self._counts = {ways[way]: count for way, count in Counter(taken).items()}
         self._intact = {

@@ -13,7 +13,7 @@ from chameleon_ft.cluster import Cluster
 from chameleon_ft.errors import PlanError
 from chameleon_ft.estimate import state_bytes
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, Route
-from chameleon_ft.schedule.components import different_ways
+from chameleon_ft.schedule.components import distinct_paths
 from chameleon_ft.schedule.records import Integers
 from chameleon_ft.transfer._assignment import Balanced
 from chameleon_ft.workload import LayerCost
@@ -139,12 +139,12 @@ def remap_plan(plan: Plan, roles: Mapping[int, int]) -> Plan:
     """Return the plan with each worker replaced throughout by the one that takes its place (place -> worker)."""
     if _is_kept(plan.placement, roles):
         return plan
-    ways, way_of = different_ways(route.hops for route in plan.routes)
-    remapped = [tuple(Hop(roles[hop.worker], hop.layers) for hop in hops) for hops in ways]
+    paths, path_of = distinct_paths(route.hops for route in plan.routes)
+    remapped = [tuple(Hop(roles[hop.worker], hop.layers) for hop in hops) for hops in paths]
     return replace(
         plan,
         placement=remap_placement(plan.placement, roles),
-        routes=tuple(Route(micro_batch, remapped[way]) for micro_batch, way in enumerate(way_of)),
+        routes=tuple(Route(micro_batch, remapped[path]) for micro_batch, path in enumerate(path_of)),
         recompute={roles[worker]: layers for worker, layers in plan.recompute.items()},
         fused_workers=frozenset(map(roles.__getitem__, plan.fused_workers)),
     )

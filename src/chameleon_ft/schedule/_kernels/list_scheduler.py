@@ -77,8 +77,8 @@ def _connect(run: Run) -> None:
 @no_refcount_inline
 def _start_routes(run: Run) -> None:
     state = run.state[0]
-    for rank in range(len(run.ways)):
-        slot = run.ways[rank]
+    for rank in range(len(run.by_priority)):
+        slot = run.by_priority[rank]
         _append(run, run.workers[run.slots[slot].worker].starts, slot)
         is_last = False
         while not is_last:

@@ -84,7 +84,7 @@ class Run(NamedTuple):
         slots, channels: of the network; `SLOT` [slots] and `CHANNEL` [channels].
         first: the place in `codes` of each worker's first operation, and in the end their number; int64 [workers + 1].
         limits: micro-batches in flight, kept and deferred; int64 [3, workers].
-        ways: the first slot of each route, the highest priority first; int64 [routes].
+        by_priority: the first slot of each route, the highest priority first; int64 [routes].
         split: whether backward is split.
         forward_first, patience, gradients_only: of `Rules`.
         hops: `HOP` [slots], zeros at first, as all state.
@@ -99,7 +99,7 @@ class Run(NamedTuple):
     channels: Records
     first: Integers
     limits: Integers
-    ways: Integers
+    by_priority: Integers
     split: bool
     forward_first: bool
     patience: float
