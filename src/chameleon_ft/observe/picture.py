@@ -15,6 +15,7 @@ __all__ = ["fit_title", "require_picture", "save_picture"]
 
 _SUFFIXES: Final = (".svg", ".png", ".pdf")
 _TITLE_LINES: Final = 2
+_NARROWEST_LETTER: Final = 0.3  # width over font size
 _LEAST_TITLE: Final = 0.7  # of the usual size of a title; one that would have to be smaller is shortened
 
 
@@ -58,7 +59,8 @@ def fit_title(title: str, *, width: float, size: float) -> tuple[str, float]:
     shrunk = size * min(1.0, width / _bold_width(title, size)) if title else size
     if shrunk >= least:
         return title, shrunk
-    for characters in range(len(title), 0, -1):
+    most = int(width / (_NARROWEST_LETTER * least))  # more characters do not fit on a line
+    for characters in range(min(len(title), most), 0, -1):
         lines = textwrap.wrap(title, characters, max_lines=_TITLE_LINES, placeholder="…")
         if max(_bold_width(line, least) for line in lines) <= width:
             return "\n".join(lines), least
