@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from chameleon_ft.config import TrainConfig, load_config
+from benchmarks._plain_ranks import attach_gradients, flat_gradient, rank_config
+from chameleon_ft.config import TrainConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job, load_job
@@ -63,7 +64,7 @@ class _Rank:
         self._dp, self._pp = mesh.get_group("dp"), mesh.get_group("pp")
         self._module = _Stage(self._job, _layers(config, self._job, dist.get_rank()), config.seed)
         parameters = list(self._module.parameters())
-        self._gradient = _flat_gradient(parameters)
+        self._gradient = flat_gradient(parameters)
         self._optimizer = self._job.optimizer(parameters)
         self._order = SampleOrder(len(self._job.dataset), config.seed)
         self._schedule = Schedule1F1B(
@@ -151,7 +152,7 @@ class _Rank:
             self._module, self._optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
         )
         # Getting the optimizer's state creates it if missing, and clears the gradients.
-        _attach(self._gradient, list(self._module.parameters()))
+        attach_gradients(self._gradient, list(self._module.parameters()))
         return {"model": model, "optimizer": optimizer}
 
 
@@ -165,10 +166,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    config = load_config(arguments.config)
-    if not isinstance(config, TrainConfig):
-        raise SystemExit(f"--config {arguments.config}: is not of a Llama")
-    rank = _Rank(config.model_copy(update={"output_dir": arguments.out}), arguments.out)
+    config = rank_config(arguments.config, out=arguments.out)
+    rank = _Rank(config, arguments.out)
     first_step = rank.restore()
     first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     with (arguments.out / f"rank-{dist.get_rank()}.jsonl").open("a", encoding="utf-8", buffering=1) as records:
@@ -193,19 +192,6 @@ def _layers(config: TrainConfig, job: Job, rank: int) -> range:
     )
     (layers,) = plan.placement.ranges_of(rank)
     return range(layers.start, layers.stop)
-
-
-def _flat_gradient(parameters: list[nn.Parameter]) -> Tensor:
-    buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
-    _attach(buffer, parameters)
-    return buffer
-
-
-def _attach(buffer: Tensor, parameters: list[nn.Parameter]) -> None:
-    """Make every parameter's gradient a view into `buffer`."""
-    parts = buffer.split([parameter.numel() for parameter in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.grad = part.view_as(parameter)
 
 
 if __name__ == "__main__":

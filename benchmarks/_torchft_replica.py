@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found]
 
-from chameleon_ft.config import TrainConfig, load_config
+from benchmarks._plain_ranks import flat_gradient, rank_config
+from chameleon_ft.config import TrainConfig
 from chameleon_ft.data import SampleOrder
 from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import load_job
@@ -42,10 +43,7 @@ class _Replica:
         self._optimizer = self._job.optimizer(self._parameters)
         self._order = SampleOrder(len(self._job.dataset), config.seed)
         self._share = config.batch.micro_batches // of
-        self._gradient = torch.zeros(sum(parameter.numel() for parameter in self._parameters))
-        parts = self._gradient.split([parameter.numel() for parameter in self._parameters])
-        for parameter, part in zip(self._parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+        self._gradient = flat_gradient(self._parameters)
         self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         self.manager = Manager(
             pg=ProcessGroupGloo(**({"timeout": times["timeout"]} if "timeout" in times else {})),
@@ -111,12 +109,10 @@ def main() -> None:
     parser.add_argument("--kill-step", type=int, help="step in which this replica ends itself by SIGKILL")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    config = load_config(arguments.config)
-    if not isinstance(config, TrainConfig):
-        raise SystemExit(f"--config {arguments.config}: is not of a Llama")
+    config = rank_config(arguments.config, out=arguments.out)
     times = {"heartbeat_interval": arguments.heartbeat_ms, "timeout": arguments.timeout_ms}
     replica = _Replica(
-        config.model_copy(update={"output_dir": arguments.out}),
+        config,
         arguments.out,
         number=arguments.replica,
         of=arguments.replicas,

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import _torchft
 from benchmarks._common import ROOT, STAMPED_JOB, Bar, Report, Spread, base_config
+from benchmarks._plain_ranks import rank_config
 from benchmarks._stamped_job import Stamp, read_stamps
 from benchmarks.fidelity import Place
 from chameleon_ft.config import Failure
@@ -50,6 +51,11 @@ def test_a_report_is_written_and_printed(
     assert printed == json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert printed["numbers"] == [1]
     assert printed["bars"][0]["reached"] is (code == 0)
+
+
+def test_a_rank_trains_in_the_directory_that_it_is_given(tmp_path: Path) -> None:
+    config = rank_config(ROOT / "examples" / "quickstart.toml", out=tmp_path)
+    assert config.output_dir == tmp_path
 
 
 def test_the_base_configuration_is_without_failures_and_checkpoints() -> None:
