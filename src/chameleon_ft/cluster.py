@@ -1,11 +1,12 @@
-"""Who is there: the workers, how fast each is, and the links between them."""
+"""The cluster: workers with their speeds, and the links between them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from chameleon_ft.errors import ConfigError
 
@@ -29,13 +30,13 @@ class Link:
             raise ConfigError(f"bytes_per_s of a link must be positive; got {self.bytes_per_s}")
 
     def message_s(self, num_bytes: float) -> float:
-        """Seconds from the start of a send of `num_bytes` until it has arrived."""
+        """Return the seconds from the start of a send of `num_bytes` until it has arrived."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def ring_all_reduce_s(self, num_bytes: float, workers: int) -> float:
-        """Seconds of an all-reduce of `num_bytes` round a ring of `workers`; zero for a single one, and of nothing.
+        """Return the seconds of an all-reduce of `num_bytes` in a ring; zero for one worker, or no bytes.
 
-        2 (n - 1) steps, each of which passes on an n-th of the bytes (Patarasuk and Yuan 2009).
+        A ring of n workers takes 2 (n - 1) steps, each with an n-th of the bytes (Patarasuk and Yuan 2009).
         """
         if not num_bytes:
             return 0.0
@@ -44,13 +45,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What holds a stage and fails as one: the ranks of one tensor-parallel group, or one rank.
+    """The unit that holds a stage and fails as a whole: the ranks of one tensor-parallel group, or one rank.
 
     Attributes:
         id: number of the worker, unique in the cluster and kept for the whole run.
         host: name of the machine; workers with equal names are joined by the intra-host link.
         speed: 1 / (time an operation takes here relative to a worker of speed 1).
-        memory_bytes: capacity, or None where it is unknown and not checked.
+        memory_bytes: capacity, or None if it is unknown and not checked.
 
     Raises:
         ConfigError: a negative id, or a speed or memory that is not positive.
@@ -72,33 +73,30 @@ class Worker:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cluster:
-    """The workers and the two kinds of link between them.
+    """The workers and the two kinds of links between them.
 
-    Raises ConfigError when two workers share an id. A cluster may be empty: everybody can fail.
+    Raises ConfigError if two workers share an id. A cluster may be empty, because all workers can fail.
     """
 
     workers: tuple[Worker, ...]
     intra_host: Link
     inter_host: Link
-    _by_id: dict[int, Worker] = field(init=False, repr=False, compare=False)
-    _host_sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        by_id: dict[int, Worker] = {}
-        for worker in self.workers:
-            if worker.id in by_id:
-                raise ConfigError(f"worker {worker.id} is in the cluster twice; give every worker its own id")
-            by_id[worker.id] = worker
-        object.__setattr__(self, "_by_id", by_id)
-        sizes = Counter(worker.host for worker in self.workers)
-        object.__setattr__(self, "_host_sizes", tuple(sorted(sizes.values(), reverse=True)))
+        if len(self._by_id) < len(self.workers):
+            twice = next(worker for worker in self.workers if self._by_id[worker.id] is not worker)
+            raise ConfigError(f"worker {twice.id} is in the cluster twice; give every worker its own id")
 
-    @property
+    @cached_property
+    def _by_id(self) -> dict[int, Worker]:
+        return {worker.id: worker for worker in self.workers}
+
+    @cached_property
     def host_sizes(self) -> tuple[int, ...]:
-        """Workers of each host, the most first."""
-        return self._host_sizes
+        """The number of workers of each host, the most first."""
+        return tuple(sorted(Counter(worker.host for worker in self.workers).values(), reverse=True))
 
     @property
     def hosts(self) -> dict[int, str]:
@@ -106,7 +104,7 @@ class Cluster:
         return {worker.id: worker.host for worker in self.workers}
 
     def worker(self, worker_id: int) -> Worker:
-        """The worker with this id; raises ConfigError when there is none."""
+        """Return the worker with this id. Raises ConfigError if there is none."""
         try:
             return self._by_id[worker_id]
         except KeyError:
@@ -114,19 +112,19 @@ class Cluster:
             raise ConfigError(f"worker {worker_id} is not in the cluster; its workers are: {known}") from None
 
     def link(self, a: int, b: int) -> Link:
-        """The link between two workers: inside a host when both are on it, else between hosts."""
+        """Return the link between two workers: inside a host if both are on it, else between hosts."""
         return self.intra_host if self.worker(a).host == self.worker(b).host else self.inter_host
 
     def ring_all_reduce_s(self, workers: Collection[int], num_bytes: float) -> float:
-        """Seconds of an all-reduce of `num_bytes` round a ring of these workers; zero for a single one.
+        """Return the seconds of an all-reduce of `num_bytes` in a ring of these workers; zero for a single one.
 
-        The ring passes through them host by host; its slowest link sets the pace of every step.
+        The ring passes through them host by host; its slowest link determines the time of every step.
         """
         count, hosts = len(workers), len({self.worker(worker).host for worker in workers})
         links = ([self.inter_host] if hosts > 1 else []) + ([self.intra_host] if count > hosts else [])
         return max((link.ring_all_reduce_s(num_bytes, count) for link in links), default=0.0)
 
     def without(self, ids: Collection[int]) -> Cluster:
-        """The cluster that is left when the workers with these ids are gone (ids it does not have are ignored)."""
+        """Return the cluster without the workers with these ids; ids that it does not have are ignored."""
         gone = frozenset(ids)
         return Cluster(tuple(w for w in self.workers if w.id not in gone), self.intra_host, self.inter_host)

@@ -1,4 +1,4 @@
-"""What one training step has to compute: the layers, what each costs, and how many micro-batches pass through them."""
+"""The work of a training step: the costs of the layers, and the micro-batches that pass through them."""
 
 from __future__ import annotations
 
@@ -11,44 +11,29 @@ from chameleon_ft.errors import ConfigError
 
 __all__ = ["LayerCost", "TiedParameters", "Workload", "is_recomputed"]
 
-_SECONDS: Final = ("forward_s", "input_grad_s", "weight_grad_s", "fused_backward_s", "selective_s")
-_BYTES: Final = (
-    "param_bytes",
-    "activation_bytes",
-    "weight_grad_bytes",
-    "output_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "working_bytes",
-    "sample_bytes",
-    "unmoved_bytes",
-    "selective_bytes",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
     """Cost of one layer for one micro-batch on a worker of speed 1.
 
     Attributes:
-        name: what people call the layer ("embedding", "block 3").
+        name: a name for people ("embedding", "block 3").
         forward_s: seconds of the forward.
-        input_grad_s: seconds of the half of the backward that makes the gradient of the layer's input.
-        weight_grad_s: seconds of the half of the backward that makes the gradients of the layer's parameters.
-        fused_backward_s: seconds of the backward done in one go; None where that is the sum of both halves. Halves are
-            often slower together, for what they share is done twice.
+        input_grad_s: seconds of the half of the backward that computes the gradient of the layer's input.
+        weight_grad_s: seconds of the half of the backward that computes the gradients of the layer's parameters.
+        fused_backward_s: seconds of the backward in one go; None if that is the sum of both halves. Halves are often
+            slower together, because they repeat some work.
         param_bytes: bytes of the layer's parameters.
-        activation_bytes: bytes kept from the forward until the backward, the layer's input among them if it is kept.
+        activation_bytes: bytes kept from the forward until the backward, including the layer's input if it is kept.
         weight_grad_bytes: bytes kept from the input-gradient half until the weight-gradient half.
-        output_bytes: bytes of the output, which cross to the next worker when the layer ends a hop.
-        gradient_bytes: bytes of the gradients of the parameters, held all the time; what gradient sync reduces.
-        optimizer_bytes: bytes of the optimizer's state, master copies of the parameters included.
-        working_bytes: bytes needed on top of all this only while one of the layer's operations runs, at the most.
-        sample_bytes: bytes of the samples that a worker keeps at hand for the layer, which reads inputs or targets.
-        unmoved_bytes: those of `param_bytes` that do not move with the layer: buffers that every worker makes itself.
-        selective_bytes: what is left of `activation_bytes` if the layer is recomputed selectively; None if nothing of
-            it can be.
-        selective_s: seconds that the backward takes longer then.
+        output_bytes: bytes of the output, which is sent to the next worker if the layer ends a hop.
+        gradient_bytes: bytes of the gradients of the parameters, which are always held and which gradient sync reduces.
+        optimizer_bytes: bytes of the optimizer's state, including master copies of the parameters.
+        working_bytes: most additional bytes while one of the layer's operations runs.
+        sample_bytes: bytes of the samples that a worker holds for a layer that reads inputs or targets.
+        unmoved_bytes: the share of `param_bytes` that does not move with the layer: buffers that every worker creates.
+        selective_bytes: remainder of `activation_bytes` if the layer is recomputed selectively; None if it cannot be.
+        selective_s: additional seconds of the backward in that case.
 
     With tensor parallelism all bytes are those of one rank of the worker.
 
@@ -74,10 +59,9 @@ class LayerCost:
     selective_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for fields, unit in ((_SECONDS, "seconds"), (_BYTES, "bytes")):
-            for field in fields:
-                if (value := getattr(self, field)) is not None:
-                    _check_amount(value, f"{field} of layer {self.name!r}", unit)
+        for field, unit in _UNITS.items():
+            if (value := getattr(self, field)) is not None:
+                _check_amount(value, f"{field} of layer {self.name!r}", unit)
 
     @property
     def backward_s(self) -> float:
@@ -91,27 +75,21 @@ class LayerCost:
 
     @property
     def least_backward_s(self) -> float:
-        """Seconds of the backward, in one go or in halves, whichever takes less; bounds are made of it."""
+        """Seconds of the backward, in one go or in halves, whichever takes less; for lower bounds."""
         return min(self.backward_s, self.halves_s)
 
     def slowed(self, factor: float) -> LayerCost:
-        """The same with every operation `factor` times as long."""
-        fused_s = self.fused_backward_s
-        return dataclasses.replace(
-            self,
-            forward_s=self.forward_s * factor,
-            input_grad_s=self.input_grad_s * factor,
-            weight_grad_s=self.weight_grad_s * factor,
-            fused_backward_s=None if fused_s is None else fused_s * factor,
-            selective_s=self.selective_s * factor,
-        )
+        """Return the cost with every operation `factor` times as long."""
+        times = {field: getattr(self, field) for field, unit in _UNITS.items() if unit == "seconds"}
+        slower = {field: seconds * factor for field, seconds in times.items() if seconds is not None}
+        return dataclasses.replace(self, **slower)
 
     def recomputed(self, input_bytes: int) -> LayerCost:
-        """The cost of the layer on a worker that keeps only the layer's input, and runs its forward again for B or I.
+        """Return the cost on a worker that keeps only the layer's input of `input_bytes`, and reruns its forward.
 
-        `input_bytes` are those of the input. The second forward takes as long as the first; what it makes, the rest of
-        the activations and once more the output, is needed only while the layer runs. On top of a forward that is an
-        upper bound, as it is on top of an I that leaves the activations for W.
+        The second forward takes as long as the first. Its results, the rest of the activations and once more the
+        output, are needed only while the layer runs. Beside a forward, or an I that leaves the activations for W, that
+        is an upper bound.
         """
         again_s, fused_s = self.forward_s, self.fused_backward_s
         return dataclasses.replace(
@@ -125,13 +103,21 @@ class LayerCost:
         )
 
 
+# Of each amount of a `LayerCost`.
+_UNITS: Final = {
+    field.name: "seconds" if field.name.endswith("_s") else "bytes"
+    for field in dataclasses.fields(LayerCost)
+    if field.name != "name"
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TiedParameters:
-    """Parameters that several layers share, and of which each of them holds a copy.
+    """Parameters that several layers share; each of the layers holds a copy.
 
     Attributes:
-        layers: these layers, ascending.
-        gradient_bytes: of one copy; they are in the `gradient_bytes` of each of the layers too.
+        layers: the layers, ascending.
+        gradient_bytes: of one copy; each layer's own `gradient_bytes` include it.
 
     Raises:
         ConfigError: fewer than two layers, or not in ascending order, or a negative size.
@@ -154,11 +140,11 @@ class Workload:
         layers: cost of each layer, in order.
         micro_batches: micro-batches in the global batch (M), over all pipelines.
         micro_batch_size: samples in one micro-batch.
-        operation_overhead_s: fixed seconds that every operation costs whatever its layers, on any worker.
-        tied: what layers share, each set of layers at most once.
+        operation_overhead_s: fixed seconds of every operation on any worker.
+        tied: parameters that layers share, each set of layers at most once.
 
     Raises:
-        ConfigError: no layers, or a count below one, or a negative overhead, or layers that are tied and do not exist.
+        ConfigError: no layers, a count below one, a negative overhead, or tied layers that do not exist.
     """
 
     layers: tuple[LayerCost, ...]
@@ -180,7 +166,7 @@ class Workload:
 
     @property
     def tied_layers(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of layers that share something."""
+        """The sets of layers that share parameters."""
         return tuple(each.layers for each in self.tied)
 
     @property
@@ -190,7 +176,7 @@ class Workload:
 
     @property
     def selective_bytes(self) -> tuple[int, ...]:
-        """Bytes that each layer keeps from its forward if it is recomputed selectively, as far as it can be."""
+        """Bytes that each layer keeps from its forward if it is recomputed selectively, or all if it cannot be."""
         return tuple(
             layer.activation_bytes
             if layer.selective_bytes is None or not is_recomputed(number, len(self.layers))
@@ -199,7 +185,7 @@ class Workload:
         )
 
     def recomputed(self) -> Workload:
-        """The workload if every worker recomputes in full; `is_recomputed` tells of which layers that is true."""
+        """Return the workload if every worker recomputes in full; see `is_recomputed`."""
         layers = [
             layer.recomputed(self.layers[number - 1].output_bytes) if is_recomputed(number, len(self.layers)) else layer
             for number, layer in enumerate(self.layers)
@@ -208,10 +194,10 @@ class Workload:
 
 
 def is_recomputed(layer: int, num_layers: int) -> bool:
-    """Whether a worker that recomputes runs the forward of `layer` twice: not that of the first and of the last layer.
+    """Return whether a worker that recomputes runs the forward of `layer` twice: for all but the first and last layer.
 
-    There is nothing to be gained. The first one looks samples up, which are kept anyway; the last one's backward comes
-    right after its forward, so that what it keeps is there at the worst moment in any case, and it is dear.
+    The first layer looks up samples, which are kept anyway. The backward of the last layer follows its forward at once,
+    so its activations exist at the moment of peak memory in any case, and recomputing it is expensive.
     """
     return 0 < layer < num_layers - 1
 
