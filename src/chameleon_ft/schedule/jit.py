@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from numba import njit
 from numba.core.caching import FunctionCache
 
-__all__ = ["kernel", "no_refcount_inline", "no_refcount_kernel"]
+__all__ = ["kernel", "kernel_part", "no_refcount_inline", "no_refcount_kernel"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -21,6 +21,11 @@ _NO_REFCOUNT: dict[str, Any] = {"_nrt": False, "forceinline": True}
 def kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Compile `function` at its first call, and cache the result on disk for later processes if possible."""
     return _cached(njit()(function), function)
+
+
+def kernel_part(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Compile `function` into the kernels that call it, without a file of its own in the cache."""
+    return cast("Callable[_P, _T]", njit()(function))
 
 
 def no_refcount_kernel(function: Callable[_P, _T]) -> Callable[_P, _T]:

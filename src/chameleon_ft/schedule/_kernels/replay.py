@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chameleon_ft.schedule.jit import kernel, no_refcount_inline
+from chameleon_ft.schedule.jit import kernel, kernel_part, no_refcount_inline
 from chameleon_ft.schedule.records import Booleans, Floats, Integers, Records
 
 
@@ -33,7 +33,7 @@ def longest_path(operations: Records, codes: Integers, first: Integers) -> tuple
     return starts_s, ends_s
 
 
-@kernel
+@kernel_part
 def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Floats, ends_s: Floats) -> None:
     """Fill in starts and ends: run each worker until it waits for an operation, and again when that has run."""
     num_workers = len(first) - 1
@@ -120,7 +120,7 @@ def replay_neighbours(of: Neighbourhood, codes: Integers) -> tuple[Integers, Flo
     return changes, steps_s, sums_s
 
 
-@kernel
+@kernel_part
 def _changes(of: Neighbourhood, codes: Integers, starts_s: Floats, ends_s: Floats) -> Integers:
     """The changes to try, int64 [changes, 3], as in `replay_neighbours`."""
     workers, received_in, sent_in, first = of.workers, of.received_in, of.sent_in, of.first
