@@ -19,13 +19,11 @@ from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Placement
 from chameleon_ft.runtime.activity import Activity
-from chameleon_ft.runtime.batches import KEPT_MICRO_BATCHES, Batches
-from chameleon_ft.runtime.commit import Committer
 from chameleon_ft.runtime.communicators import Membership
-from chameleon_ft.runtime.executor import Executor
+from chameleon_ft.runtime.execution.commit import Committer, Reductions
+from chameleon_ft.runtime.execution.executor import KEPT_MICRO_BATCHES, Executor, MicroBatches, micro_batches_of
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
-from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
-from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.schedule import Operation
 from chameleon_ft.sync import gradient_segments
 
@@ -100,32 +98,32 @@ class Alone:
             activity=activity,
             faults=faults,
         )
-        batches = Batches(self.job, self.batch, seed=_SEED, device=_CPU)
+        micro_batches = micro_batches_of(self.job, self.batch, seed=_SEED, device=_CPU)
         communicators = _NoPeers(len(members))
         executor = Executor(
             job=self.job,
             held=held,
             boundaries=self.boundaries,
-            batches=batches,
+            micro_batches=micro_batches,
             device=_CPU,
             communicators=communicators,
             activity=activity,
             faults=faults,
         )
-        self._load_earlier(batches)
+        self._load_earlier(micro_batches)
         with Reductions(committer.buffers, self.operations, communicators) as reductions:
             for step in range(_STEPS):
                 committer.reduced = False
                 committer.buffers.zero()
-                sums = executor.run(step, self.operations, after=reductions.after)
-                committer.commit(sums, reductions, communicators, members, finish=False)
-                sums.under_way.clear()  # the vote is complete
+                stats = executor.run(step, self.operations, after=reductions.after)
+                committer.commit(stats, reductions, communicators, members, finish=False)
+                stats.in_flight.clear()  # the vote is complete
 
-    def _load_earlier(self, batches: Batches) -> None:
+    def _load_earlier(self, micro_batches: MicroBatches) -> None:
         """Request the samples that earlier steps have prefetched."""
         if any(operation.first or operation.last for operation in self.operations):
             for number in range(KEPT_MICRO_BATCHES):
-                batches.micro_batch(_STEPS + number // self.batch.micro_batches, number % self.batch.micro_batches)
+                micro_batches(_STEPS + number // self.batch.micro_batches, number % self.batch.micro_batches)
 
     def likeness(self) -> object:
         """Return a key that is equal for workers with equal work on the same layers, whatever their micro-batches."""

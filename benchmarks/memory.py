@@ -11,7 +11,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,9 +27,8 @@ from chameleon_ft.estimate import program_memory
 from chameleon_ft.job import BoundarySpec, Job, load_job
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.recovery import reroute
-from chameleon_ft.runtime.profiling.hops import ResidentLayers
-from chameleon_ft.runtime.profiling.layers import layer_bytes
-from chameleon_ft.runtime.profiling.measure import model_on_device
+from chameleon_ft.runtime.profiling.hops import ModelOnDevice, ResidentLayers
+from chameleon_ft.runtime.profiling.layers import sized_layer
 from chameleon_ft.schedule import CostModel, best_program, check_program
 from chameleon_ft.workload import LayerCost, Workload
 
@@ -128,12 +127,12 @@ def _own_model() -> Model:
 def _model(name: str, config: RunConfig) -> Model:
     job = load_job(config.job, config)
     progress(f"{name}: bytes of {job.num_layers} layers")
-    model = model_on_device(config, job, torch.device("cpu"))
+    model = ModelOnDevice(job, config, torch.device("cpu"))
     layers = []
     for layer, cost in enumerate(job.relative_costs):
-        sizes = layer_bytes(ResidentLayers(model, LayerRange(layer, layer + 1)))
+        sized = sized_layer(ResidentLayers(model, LayerRange(layer, layer + 1)))
         # Times determine only the order of operations, so those of the shape serve.
-        layers.append(LayerCost(f"layer {layer}", cost, cost, cost, **asdict(sizes)))
+        layers.append(replace(sized, forward_s=cost, input_grad_s=cost, weight_grad_s=cost))
     return Model(name, job, config, model.boundaries, tuple(layers))
 
 

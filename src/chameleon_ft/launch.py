@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import importlib
-import multiprocessing
 import os
 import secrets
 import signal
@@ -17,7 +16,6 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExec
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any, NoReturn
@@ -43,7 +41,7 @@ from chameleon_ft.plan import Plan
 from chameleon_ft.profiles import Profile, profile_of_run
 from chameleon_ft.recovery import warm_up
 from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
-from chameleon_ft.runtime.process import end_now, end_with_parent, ignore_interrupts, signals_blocked
+from chameleon_ft.runtime.process import end_with_parent, exit_immediately, fork_server, ignore_interrupts
 
 __all__ = ["coordinate", "run_agent", "train", "work"]
 
@@ -85,7 +83,7 @@ def work(*, coordinator: str, token: str, environ: Mapping[str, str]) -> NoRetur
         host=environ.get("CHAMELEON_HOST") or local_address_towards(coordinator),
         local_index=int(environ["LOCAL_RANK"]),
     )
-    end_now(code)
+    exit_immediately(code)
 
 
 async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, agent_here: bool) -> int:
@@ -220,14 +218,7 @@ async def _run_agent(*, coordinator: str, token: str, workers: int, host: str | 
 
 def _fork_server() -> ForkServerContext:
     """Start a fork server that loads everything a rank needs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["chameleon_ft.runtime.preload"])
-    # A terminal's Ctrl-C and a batch system's SIGTERM reach every process of the group. The fork server and its
-    # children inherit the block and ignore them from before their first import, because the coordinator ends the run.
-    resource_tracker.ensure_running()  # starting it together with the fork server would lift the block
-    with signals_blocked(signal.SIGINT, signal.SIGTERM):
-        forkserver.ensure_running()
-    return context
+    return fork_server("chameleon_ft.runtime.preload", signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
@@ -325,7 +316,7 @@ async def _inspect(context: ForkServerContext, config: RunConfig) -> JobInfo:
 @asynccontextmanager
 async def _store(context: ForkServerContext, host: str) -> AsyncIterator[int]:
     """Run the rendezvous store inside the block, which gets its port."""
-    with _child(context, partial(_call, "store", "store_main", host)) as pipe:
+    with _child(context, partial(_call, "communicators.store", "store_main", host)) as pipe:
         try:
             port = int(await _receive(pipe))
         except EOFError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.models.recomputation import recomputable, selective_recomputation
-from chameleon_ft.runtime.split_backward import input_gradient
+from chameleon_ft.runtime.execution.saved_activations import input_gradient
 
 
 class Counted:
@@ -62,7 +62,7 @@ def gradients(layer: nn.Module, *, selective: bool, split: bool = False) -> list
     incoming = torch.ones_like(output)
     if split:
         found, weight_half = input_gradient(output, incoming, x, parameters)
-        weight_half.run()
+        weight_half()
     else:
         output.backward(incoming)
         found = x.grad

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,8 +20,8 @@ import torch
 
 from chameleon_ft.config import Timeouts
 from chameleon_ft.runtime.communicators import Membership
-from chameleon_ft.runtime.communicators.c10d import Store, host_store
 from chameleon_ft.runtime.communicators.gloo import GlooCommunicators
+from chameleon_ft.runtime.communicators.store import serve_store
 from chameleon_ft.runtime.process import end_with_parent
 
 TIMEOUTS = Timeouts(heartbeat_timeout_s=10.0, watchdog_min_s=15.0, collective_timeout_s=60.0, rendezvous_s=90.0)
@@ -48,10 +47,8 @@ class Ranks:
     def __init__(self, count: int) -> None:
         self.count = count
         self._generation = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        port = self._listener.getsockname()[1]
-        self._store: Store = host_store("127.0.0.1", port, self._listener.detach(), timeout_s=60.0)
-        self.store = f"127.0.0.1:{port}"
+        self._stack = ExitStack()
+        self.store = f"127.0.0.1:{self._stack.enter_context(serve_store('127.0.0.1'))}"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["chameleon_ft.runtime.preload"])
         forkserver.ensure_running()
@@ -117,6 +114,7 @@ class Ranks:
             process.join(timeout=5)
             process.kill()
             process.join()
+        self._stack.close()
 
     @staticmethod
     def _answer(pipe: Connection) -> Any:

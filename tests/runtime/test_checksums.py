@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chameleon_ft.runtime import checksums
-from chameleon_ft.runtime.checksums import checksum, checksum_of_sums
+from chameleon_ft.runtime.state_transfer import layer_messages
+from chameleon_ft.runtime.state_transfer.layer_messages import checksum, checksum_of_sums
 
 ROW = 8 * 4096
 Checksum = Callable[[Tensor], int]
@@ -49,7 +49,7 @@ def test_on_a_cpu_it_is_xxh3() -> None:
 def test_it_does_not_depend_on_how_many_rows_are_summed_at_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     data = drawn(SIZES[-1])
     expected = checksum_of_sums(data)
-    monkeypatch.setattr(checksums, "_ROWS_AT_ONCE", rows)
+    monkeypatch.setattr(layer_messages, "_ROWS_AT_ONCE", rows)
     assert checksum_of_sums(data) == expected
 
 

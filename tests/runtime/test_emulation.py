@@ -31,8 +31,10 @@ from chameleon_ft.observe import RunDirectory, read_generation_plans, read_recor
 from chameleon_ft.observe.comparison import compare_generations
 from chameleon_ft.plan import LayerRange, RecomputedLayers, data_pipeline_plan
 from chameleon_ft.profiles import Fingerprint, Profile, read_profile, write_profile
-from chameleon_ft.runtime.communicators import CommunicationError, Membership
-from chameleon_ft.runtime.emulation import EmulatedLinks, EmulatedPace, links, pace
+from chameleon_ft.runtime import device
+from chameleon_ft.runtime.communicators import CommunicationError, Membership, emulated
+from chameleon_ft.runtime.communicators.emulated import EmulatedLinks
+from chameleon_ft.runtime.device import EmulatedPace
 from chameleon_ft.schedule import CostModel, Operation, OperationKind
 from chameleon_ft.workload import LayerCost, Workload
 from tests.harness import (
@@ -77,9 +79,9 @@ class Sleeper(threading.Event):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in (pace, links):
+    for module in (device, emulated):
         monkeypatch.setattr(module, "time", found)
-    monkeypatch.setattr("chameleon_ft.runtime.emulation.links.threading.Event", lambda: Sleeper(found))
+    monkeypatch.setattr("chameleon_ft.runtime.communicators.emulated.threading.Event", lambda: Sleeper(found))
     return found
 
 
@@ -220,29 +222,29 @@ def test_an_operation_takes_the_time_of_its_layers(clock: Clock) -> None:
     layers = (LayerCost("a", 1.0, 2.0, 3.0), LayerCost("b", 4.0, 5.0, 6.0, fused_backward_s=9.0))
     costs = CostModel(Workload(layers, 1, 1, operation_overhead_s=0.5), cluster())
     route = data_pipeline_plan(layer_costs=[1, 1], dp=1, pp=2, micro_batches=1).routes[0]
-    emulated = EmulatedPace(costs, 1)
+    paced = EmulatedPace(costs, 1)
     expected = {OperationKind.FORWARD: 4.5, OperationKind.BACKWARD: 9.5, OperationKind.WEIGHT_GRAD: 6.5}
     for kind, seconds in expected.items():
         since = clock.now
         clock.now += 0.25  # what the real computing took
-        emulated.fill(Operation.of(kind, route, 1), since=since)
+        paced(Operation.of(kind, route, 1), since)
         assert clock.now == pytest.approx(since + seconds)
 
 
 def test_a_forward_that_is_run_again_takes_its_time(clock: Clock) -> None:
     layers = (LayerCost("a", 1.0, 2.0, 3.0), LayerCost("b", 4.0, 5.0, 6.0), LayerCost("c", 1.0, 1.0, 1.0))
     route = data_pipeline_plan(layer_costs=[1, 1, 1], dp=1, pp=3, micro_batches=1).routes[0]
-    emulated = EmulatedPace(CostModel(Workload(layers, 1, 1), cluster()), 1)
+    paced = EmulatedPace(CostModel(Workload(layers, 1, 1), cluster()), 1)
     for recompute, seconds in (({}, 11.0), ({1: RecomputedLayers(1, 2)}, 15.0), ({}, 11.0)):
         since = clock.now
-        emulated.fill(Operation.of(OperationKind.BACKWARD, route, 1, recompute), since=since)
+        paced(Operation.of(OperationKind.BACKWARD, route, 1, recompute), since)
         assert clock.now == pytest.approx(since + seconds)
 
 
 def test_an_operation_that_is_late_already_is_not_held_up(clock: Clock) -> None:
     costs = CostModel(Workload((LayerCost("a", 1.0, 1.0, 1.0),), 1, 1), cluster())
     operation = Operation(OperationKind.FORWARD, 0, 0, LayerRange(0, 1), None, None, True, True)
-    EmulatedPace(costs, 0).fill(operation, since=clock.now - 7)
+    EmulatedPace(costs, 0)(operation, clock.now - 7)
     assert clock.now == 100.0
 
 

@@ -19,13 +19,11 @@ from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.recovery import reroute
 from chameleon_ft.runtime.activity import Activity
-from chameleon_ft.runtime.batches import Batches
-from chameleon_ft.runtime.commit import Committer
 from chameleon_ft.runtime.communicators import Communicators, Membership
-from chameleon_ft.runtime.executor import Executor
+from chameleon_ft.runtime.execution.commit import Committer, Reductions
+from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
-from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
-from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.schedule import Operation, best_program, check_program
 from chameleon_ft.sync import Segment, gradient_rounds, gradient_segments, tied_segments
 from tests.runtime.ranks import Ranks, opened
@@ -97,7 +95,7 @@ def take_part(task: Task) -> list[PlainStep]:
             job=job,
             held=held,
             boundaries=boundary_specs(job, task.batch.micro_batch_size),
-            batches=Batches(job, task.batch, seed=SEED, device=CPU),
+            micro_batches=micro_batches_of(job, task.batch, seed=SEED, device=CPU),
             device=CPU,
             communicators=communicators,
             activity=Activity(),
@@ -107,8 +105,8 @@ def take_part(task: Task) -> list[PlainStep]:
         reductions = stack.enter_context(kind(committer.buffers, task.operations, communicators))
         for step in range(STEPS):
             committer.buffers.zero()
-            sums = executor.run(step, task.operations, after=reductions.after)
-            applied = committer.commit(sums, reductions, communicators, task.membership.members, finish=False)
+            stats = executor.run(step, task.operations, after=reductions.after)
+            applied = committer.commit(stats, reductions, communicators, task.membership.members, finish=False)
             assert applied.vote.samples == task.batch.samples
             done.append(
                 PlainStep(

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from chameleon_ft.runtime.communicators import CommunicationError, Membership, open_store
-from chameleon_ft.runtime.communicators.c10d import Store, gloo_device, gloo_group
-from chameleon_ft.runtime.communicators.gloo import GlooCommunicators
+from chameleon_ft.runtime.communicators import CommunicationError, Membership
+from chameleon_ft.runtime.communicators.gloo import GlooCommunicators, gloo_group
+from chameleon_ft.runtime.communicators.store import open_store
 from tests.runtime.ranks import TIMEOUTS, RankLostError, Ranks, interrupted_in, open_descriptors, opened
 
 pytestmark = pytest.mark.multiprocess
@@ -200,7 +200,7 @@ def test_waiting_for_a_member_that_never_comes_can_be_interrupted(ranks: Ranks) 
 class AnsweringNothing(c10d.Store):
     """A store that lets its rank say where it listens, and then tells it nothing of the others."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: c10d.Store) -> None:
         super().__init__()
         self._store = store
 
@@ -216,7 +216,7 @@ def open_beside_members_that_have_left(membership: Membership, leaves: bool) -> 
     rank, prefix = membership.worker, f"generation-{membership.generation}/group-0"
     store = open_store(membership.store, timeout_s=60.0)
     if leaves:
-        device = gloo_device("127.0.0.1")
+        device = c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         with pytest.raises(RuntimeError):
             gloo_group(AnsweringNothing(store), prefix, rank, len(membership.members), device=device, timeout_s=60.0)
         store.set(f"left-{prefix}-{rank}", "")

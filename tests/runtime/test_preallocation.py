@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from chameleon_ft.job import Job
-from chameleon_ft.runtime import preallocation
-from chameleon_ft.runtime.preallocation import LayerAllocator, Memory
+from chameleon_ft.runtime.state_transfer import preallocation
+from chameleon_ft.runtime.state_transfer.preallocation import LayerAllocator, Memory
 from tests.runtime.toy import SEED, toy_job
 
 CPU = torch.device("cpu")

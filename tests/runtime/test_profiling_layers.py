@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -20,11 +19,10 @@ from chameleon_ft.estimate import program_memory
 from chameleon_ft.job import Job
 from chameleon_ft.models.llama import Block, Embedding, Head, next_token_loss
 from chameleon_ft.plan import LayerRange, Plan, RecomputedLayers, data_pipeline_plan
-from chameleon_ft.runtime.batches import KEPT_MICRO_BATCHES
 from chameleon_ft.runtime.device import claim_device, device_memory_bytes, device_name
+from chameleon_ft.runtime.execution.executor import KEPT_MICRO_BATCHES
 from chameleon_ft.runtime.profiling.hops import Hop, ModelOnDevice, ResidentLayers
-from chameleon_ft.runtime.profiling.layers import LayerBytes, layer_bytes, measure_layers, operation_overhead_s
-from chameleon_ft.runtime.profiling.measure import model_on_device
+from chameleon_ft.runtime.profiling.layers import measure_layers, operation_overhead_s, sized_layer
 from chameleon_ft.runtime.profiling.memory import held_in_phases
 from chameleon_ft.schedule import CostModel, best_program, list_schedule
 from chameleon_ft.workload import LayerCost, Workload
@@ -87,11 +85,11 @@ def llama_job() -> Job:
 
 
 def on_device(job: Job, *, samples: int = SAMPLES) -> ModelOnDevice:
-    return model_on_device(RunConfig(batch=Batch(micro_batch_size=samples)), job, CPU)
+    return ModelOnDevice(job, RunConfig(batch=Batch(micro_batch_size=samples)), CPU)
 
 
-def bytes_of(job: Job, layer: int, *, samples: int = SAMPLES) -> LayerBytes:
-    return layer_bytes(ResidentLayers(on_device(job, samples=samples), LayerRange(layer, layer + 1)))
+def bytes_of(job: Job, layer: int, *, samples: int = SAMPLES) -> LayerCost:
+    return sized_layer(ResidentLayers(on_device(job, samples=samples), LayerRange(layer, layer + 1)))
 
 
 def saved_by_autograd(job: Job, layer: int, *, samples: int) -> int:
@@ -220,7 +218,7 @@ def test_a_model_of_few_layers_has_nothing_to_be_compared_with(layers: int) -> N
 
 
 def test_what_every_hop_costs_beside_its_layers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fused_s(hop: Hop, model: ModelOnDevice) -> tuple[float, float]:
+    def fused_s(hop: Hop) -> tuple[float, float]:
         layers = len(hop.layers)
         return 0.25 + 2.0 * layers, 0.25 + 3.0 * layers
 
@@ -270,7 +268,8 @@ def plans(layers: int) -> list[Plan]:
 def test_a_run_holds_what_is_predicted_from_its_layers(job: Job) -> None:
     model = on_device(job)
     layers = tuple(
-        LayerCost(f"layer {layer}", 1.0, 1.0, 1.0, **asdict(bytes_of(job, layer))) for layer in range(job.num_layers)
+        dataclasses.replace(bytes_of(job, layer), forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0)
+        for layer in range(job.num_layers)
     )
     workers = tuple(Worker(worker, "host") for worker in range(job.num_layers))
     for plan in plans(job.num_layers):

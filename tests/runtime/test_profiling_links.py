@@ -17,10 +17,15 @@ from hypothesis import strategies as st
 from chameleon_ft.cluster import Link
 from chameleon_ft.config import Batch, Parallel, RunConfig
 from chameleon_ft.errors import ConfigError, ControlError
-from chameleon_ft.runtime.profiling.exchange import Exchange, fit_link
-from chameleon_ft.runtime.profiling.link_peer import measure_link_to, serve_link
-from chameleon_ft.runtime.profiling.links import local_backend, measure_local_links, message_sizes
-from chameleon_ft.runtime.profiling.members import Member, memberships, rendezvous_store, run_members
+from chameleon_ft.runtime.communicators.store import serve_store
+from chameleon_ft.runtime.profiling.exchange import Exchange, Member, fit_link, run_members
+from chameleon_ft.runtime.profiling.links import (
+    local_backend,
+    measure_link_to,
+    measure_local_links,
+    message_sizes,
+    serve_link,
+)
 from tests.runtime.ranks import TIMEOUTS
 
 sizes = st.lists(st.integers(1, 1 << 24), min_size=2, max_size=8, unique=True)
@@ -96,17 +101,18 @@ def test_links_between_processes_of_this_host() -> None:
 @pytest.mark.multiprocess
 def test_what_a_member_cannot_do_is_said_and_the_others_are_not_waited_for() -> None:
     exchange, config = Exchange(message_bytes=(64,), repeats=1), RunConfig(timeouts=TIMEOUTS)
-    with rendezvous_store("127.0.0.1", timeout_s=30.0) as store:
+    with serve_store("127.0.0.1") as port:
         both = [
             Member(
                 # The second one finds out that it has no such device while the first one waits for it.
-                config=config.model_copy(update={"device": "cuda"}) if membership.worker else config,
-                membership=membership,
+                config=config.model_copy(update={"device": "cuda"}) if worker else config,
                 exchange=exchange,
+                worker=worker,
+                workers=2,
+                store=f"127.0.0.1:{port}",
                 address="127.0.0.1",
-                local_index=0,
             )
-            for membership in memberships(2, (), store=store)
+            for worker in range(2)
         ]
         with pytest.raises(ControlError, match='device = "cuda"'):
             run_members(both)

@@ -20,10 +20,9 @@ from chameleon_ft.models.recomputation import recomputable
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route, data_pipeline_plan
 from chameleon_ft.runtime.activity import Activity
-from chameleon_ft.runtime.batches import Batches
-from chameleon_ft.runtime.executor import Executor
+from chameleon_ft.runtime.execution.executor import Executor, micro_batches_of
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.runtime.fault_injection import FaultInjector
-from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
 from chameleon_ft.schedule import best_program, check_program
 from chameleon_ft.sync import gradient_segments
 from tests.harness import assert_trained_as_if_nothing_failed, fails, small_config, train_here
@@ -124,7 +123,7 @@ def trained(job: Job, plan: Plan, steps: int = 2) -> list[Tensor]:
         job=job,
         held=held,
         boundaries=boundary_specs(job, batch.micro_batch_size),
-        batches=Batches(job, batch, seed=SEED, device=CPU),
+        micro_batches=micro_batches_of(job, batch, seed=SEED, device=CPU),
         device=CPU,
         communicators=None,  # type: ignore[arg-type]  # there are no peers
         activity=Activity(),
@@ -133,9 +132,9 @@ def trained(job: Job, plan: Plan, steps: int = 2) -> list[Tensor]:
     found: list[Tensor] = []
     for step in range(steps):
         buffers.zero()
-        sums = executor.run(step, program.of(0), after=lambda count: None)
+        stats = executor.run(step, program.of(0), after=lambda count: None)
         parameters = held.parameters(LayerRange(0, job.num_layers))
-        found += [torch.tensor(sums.loss, dtype=torch.float64), torch.tensor(sums.terms)]
+        found += [torch.tensor(stats.loss, dtype=torch.float64), torch.tensor(stats.terms)]
         found += [p.grad.clone() for p in parameters if p.grad is not None]
         held.update(step)
         found += [p.detach().clone() for p in parameters]

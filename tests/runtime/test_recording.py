@@ -9,29 +9,25 @@ import pytest
 from chameleon_ft.control.wire.messages import OperationTimes
 from chameleon_ft.observe import RecordedReduction, TimelineLog, read_recorded_steps
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.runtime.commit import CommitTimes
-from chameleon_ft.runtime.executor import StepSums
-from chameleon_ft.runtime.recording import StepRecorder, StepStart, operation_times
-from chameleon_ft.runtime.reductions import TimedReduction
+from chameleon_ft.runtime.execution.step_stats import StepRecorder, StepStats, TimedReduction
 from chameleon_ft.schedule import OperationKind
 from chameleon_ft.sync import Segment
 
-START = StepStart(clock_s=100.0, unix_s=1_750_000_000.0)
-SUMS = StepSums(
+STATS = StepStats(
     spans=[
         (OperationKind.FORWARD, 100.0, 100.25),
         (OperationKind.FORWARD, 100.25, 101.0),
         (OperationKind.INPUT_GRAD, 101.0, 101.5),
         (OperationKind.WEIGHT_GRAD, 101.5, 101.75),
-    ]
-)
-TIMES = CommitTimes(
-    reductions=(TimedReduction(Segment(LayerRange(2, 4), (0, 1)), 101.5, 102.0),), vote_s=(102.0, 102.25), end_s=102.5
+    ],
+    reductions=(TimedReduction(Segment(LayerRange(2, 4), (0, 1)), 101.5, 102.0),),
+    vote_s=(102.0, 102.25),
+    end_s=102.5,
 )
 
 
 def recorder(folder: Path, *, every: int = 10) -> StepRecorder:
-    return StepRecorder(TimelineLog(folder / "worker-3.jsonl"), worker=3, every=every)
+    return StepRecorder(log=TimelineLog(folder / "worker-3.jsonl"), worker=3, every=every)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +41,7 @@ def test_those_that_are_due_and_the_first_after_a_change(
 
 
 def test_a_step_is_written_in_seconds_since_it_began(tmp_path: Path) -> None:
-    recorder(tmp_path).record(40, SUMS, TIMES, generation=2, start=START)
+    recorder(tmp_path).record(40, STATS, generation=2, start_s=100.0, start_unix_s=1_750_000_000.0)
     (step,) = read_recorded_steps(tmp_path)
     assert (step.step, step.generation, step.worker, step.time) == (40, 2, 3, 1_750_000_000.0)
     assert step.operations == ((0.0, 0.25), (0.25, 1.0), (1.0, 1.5), (1.5, 1.75))
@@ -54,11 +50,11 @@ def test_a_step_is_written_in_seconds_since_it_began(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_does_not_stop_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorder(tmp_path / "no" / "folder").record(40, SUMS, TIMES, generation=2, start=START)
+    recorder(tmp_path / "no" / "folder").record(40, STATS, generation=2, start_s=100.0, start_unix_s=1_750_000_000.0)
     assert capsys.readouterr().err.startswith("the operations of step 40 cannot be written down: ")
 
 
 def test_the_halves_of_a_split_backward_count_as_one() -> None:
-    assert operation_times(SUMS) == OperationTimes(forward_s=0.5, backward_s=0.75, longest_s=0.75)
-    fused = StepSums(spans=[(OperationKind.BACKWARD, 1.0, 3.0)])
-    assert operation_times(fused) == OperationTimes(forward_s=0.0, backward_s=2.0, longest_s=2.0)
+    assert STATS.operation_times() == OperationTimes(forward_s=0.5, backward_s=0.75, longest_s=0.75)
+    fused = StepStats(spans=[(OperationKind.BACKWARD, 1.0, 3.0)])
+    assert fused.operation_times() == OperationTimes(forward_s=0.0, backward_s=2.0, longest_s=2.0)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from chameleon_ft.plan import Hop, LayerRange, Route
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
-from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
-from chameleon_ft.runtime.reductions import Reductions
+from chameleon_ft.runtime.execution.commit import Reductions
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.schedule import Operation, OperationKind
 from chameleon_ft.sync import Segment
 from tests.runtime.toy import SEED, toy_job

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from chameleon_ft.plan import Hop, LayerRange, Route
 from chameleon_ft.runtime.activity import Activity
-from chameleon_ft.runtime.communicators import CommunicationError, Membership
-from chameleon_ft.runtime.communicators.base import InFlight
-from chameleon_ft.runtime.sent_messages import SentMessages
+from chameleon_ft.runtime.communicators import CommunicationError, InFlight, Membership
+from chameleon_ft.runtime.execution.executor import SentMessages
 from chameleon_ft.schedule import Operation, OperationKind
 
 KEPT = 3
@@ -86,7 +85,7 @@ def test_an_activation_is_held_until_its_gradient_is_there_however_many_there_ar
 
     gc.collect()
     assert [number for number, tensor in enumerate(alive) if tensor() is None] == [7]
-    assert [message.operation.micro_batch for message in messages.under_way()] == [*range(7), *range(8, 20)]
+    assert [message.operation.micro_batch for message in messages.in_flight()] == [*range(7), *range(8, 20)]
     assert network.sent == [(2, 2 * number) for number in range(20)]
     assert network.waited == []
 
@@ -96,7 +95,7 @@ def test_before_a_gradient_is_sent_the_one_that_is_so_many_before_has_arrived() 
     for number in range(6):
         messages.send(backward(number), torch.zeros(2))
         assert network.waited == [(1, 2 * earlier + 1) for earlier in range(number + 1 - KEPT)]
-        held = [message.operation.micro_batch for message in messages.under_way()]
+        held = [message.operation.micro_batch for message in messages.in_flight()]
         assert held == list(range(max(0, number + 1 - KEPT), number + 1))
 
 
@@ -110,7 +109,7 @@ def test_gradients_to_different_workers_do_not_wait_for_each_other() -> None:
     messages.send(backward(KEPT), torch.zeros(2))
 
     assert network.waited == [(1, 1)]
-    assert len(messages.under_way()) == 2 * KEPT
+    assert len(messages.in_flight()) == 2 * KEPT
 
 
 def test_a_gradient_that_did_not_arrive_is_still_held() -> None:
@@ -122,7 +121,7 @@ def test_a_gradient_that_did_not_arrive_is_still_held() -> None:
     with pytest.raises(CommunicationError, match="worker 1 failed: it is gone"):
         messages.send(backward(KEPT), torch.zeros(2))
 
-    assert [message.operation.micro_batch for message in messages.under_way()] == list(range(KEPT))
+    assert [message.operation.micro_batch for message in messages.in_flight()] == list(range(KEPT))
     assert len(network.sent) == KEPT
 
 

@@ -6,8 +6,7 @@ import queue
 import threading
 
 from chameleon_ft.control.wire.messages import SlowIO
-from chameleon_ft.runtime.activity import Activity
-from chameleon_ft.runtime.slow_io import SlowIOReporter
+from chameleon_ft.runtime.activity import Activity, SlowIOReporter
 
 
 def test_who_waits_long_says_so_again_and_again_until_it_is_over() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chameleon_ft.runtime.split_backward import input_gradient
+from chameleon_ft.runtime.execution.saved_activations import input_gradient
 
 
 class Stage(nn.Module):
@@ -56,7 +56,7 @@ def test_both_halves_are_the_backward(name: str, first: bool) -> None:
 
     passed_back, pending = input_gradient(output, gradient, boundary, parameters)
     assert all(p.grad is None for p in parameters), "the weights come later"
-    pending.run()
+    pending()
 
     assert_equal(passed_back, again.grad)
     for parameter, wanted in zip(parameters, expected, strict=True):
@@ -75,7 +75,7 @@ def test_the_weight_half_adds_to_what_is_there() -> None:
         boundary.requires_grad_()
         pending.append(input_gradient(stage(boundary).sum(), None, boundary, list(stage.parameters()))[1])
     for half in reversed(pending):
-        half.run()
+        half()
     assert all(p.grad is b for p, b in zip(stage.parameters(), buffers, strict=True)), "accumulated in place"
     expected = torch.autograd.grad(
         torch.stack([stage(boundary.detach()).sum() for boundary in boundaries]).sum(), list(stage.parameters())

@@ -22,12 +22,11 @@ from chameleon_ft.observe import FaultLog, layer_directory, mark_complete
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.checkpoint import CheckpointWriter, read_layer
-from chameleon_ft.runtime.commit import Committer, NotFiniteError
 from chameleon_ft.runtime.communicators import CommunicationError, Communicators
-from chameleon_ft.runtime.executor import StepSums
+from chameleon_ft.runtime.execution.commit import Committer, NotFiniteError, Reductions
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.step_stats import StepStats
 from chameleon_ft.runtime.fault_injection import FaultInjector
-from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
-from chameleon_ft.runtime.reductions import Reductions
 from chameleon_ft.sync import Segment
 from tests.runtime.toy import SEED, toy_job
 
@@ -170,9 +169,9 @@ def committer(held: HeldLayers, tmp_path: Path, *, clip_norm: float | None, comm
     )
 
 
-def alone(committer: Committer, sums: StepSums, *, finish: bool = False) -> Any:
+def alone(committer: Committer, stats: StepStats, *, finish: bool = False) -> Any:
     with Reductions(committer.buffers, (), NOBODY) as reductions:
-        return committer.commit(sums, reductions, NOBODY, (0,), finish=finish)
+        return committer.commit(stats, reductions, NOBODY, (0,), finish=finish)
 
 
 NOBODY: Communicators = None  # type: ignore[assignment]  # a worker without peers
@@ -187,7 +186,7 @@ def test_a_commit_is_what_torch_does_with_the_mean_gradient(tmp_path: Path, clip
     optimizer = job.optimizer(parameters)
     for step in range(3):
         set_gradients(ours, step)
-        applied = alone(commit, StepSums(loss=12.0, terms=6, samples=4))
+        applied = alone(commit, StepStats(loss=12.0, terms=6, samples=4))
         random_numbers = torch.Generator().manual_seed(step)
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, generator=random_numbers).to(parameter.dtype) / 6
@@ -206,7 +205,7 @@ def test_a_vote_that_is_applied_later_is_the_same_step(tmp_path: Path) -> None:
     first, second = committer(now, tmp_path, clip_norm=0.2), committer(later, tmp_path, clip_norm=0.2)
     for held in (now, later):
         set_gradients(held, 0)
-    applied = alone(first, StepSums(loss=3.0, terms=7, samples=4))
+    applied = alone(first, StepStats(loss=3.0, terms=7, samples=4))
     second.reduced = True
     assert second.apply(applied.vote) == applied
     for one, other in zip(weights(now), weights(later), strict=True):
@@ -215,8 +214,8 @@ def test_a_vote_that_is_applied_later_is_the_same_step(tmp_path: Path) -> None:
 
 def test_whoever_wants_to_finish_is_heard(tmp_path: Path) -> None:
     commit = committer(held_layers(), tmp_path, clip_norm=None)
-    assert alone(commit, StepSums(loss=1.0, terms=1, samples=1), finish=True).vote.finish
-    assert not alone(commit, StepSums(loss=1.0, terms=1, samples=1)).vote.finish
+    assert alone(commit, StepStats(loss=1.0, terms=1, samples=1), finish=True).vote.finish
+    assert not alone(commit, StepStats(loss=1.0, terms=1, samples=1)).vote.finish
 
 
 @pytest.mark.parametrize(("loss", "gradient"), [(math.nan, 1.0), (1.0, math.inf), (math.inf, 1.0), (1.0, math.nan)])
@@ -226,7 +225,7 @@ def test_a_step_that_is_no_number_is_not_applied(tmp_path: Path, loss: float, gr
     before = weights(held)
     next(iter(commit.buffers.of(commit.buffers.segments[0]))).fill_(gradient)
     with pytest.raises(NotFiniteError, match=r"step 0: the loss is .*; lower the learning rate"):
-        alone(commit, StepSums(loss=loss, terms=2, samples=2))
+        alone(commit, StepStats(loss=loss, terms=2, samples=2))
     assert commit.committed == 0
     assert all(torch.equal(one, other) for one, other in zip(before, weights(held), strict=True))
 
@@ -251,7 +250,7 @@ def test_a_vote_without_everybody_is_none(tmp_path: Path) -> None:
         Reductions(commit.buffers, (), deaf) as reductions,
         pytest.raises(CommunicationError, match="the vote counted 1 of 2 workers"),
     ):
-        commit.commit(StepSums(loss=1.0, terms=1, samples=1), reductions, deaf, (0, 1), finish=False)
+        commit.commit(StepStats(loss=1.0, terms=1, samples=1), reductions, deaf, (0, 1), finish=False)
     assert commit.committed == 0
     assert commit.reduced, "it holds what it takes to follow, should another one have applied the step"
 

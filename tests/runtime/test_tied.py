@@ -17,7 +17,7 @@ from chameleon_ft.models.build import build_layer
 from chameleon_ft.models.hugging_face import to_hugging_face
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.checkpoint import read_layer
-from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
 from chameleon_ft.sync import Segment
 from tests.harness import Ended, assert_trained_as_if_nothing_failed, fails, resume_here, small_config, train_here
 from tests.models.transformers_llama import transformers_llama

@@ -23,20 +23,20 @@ from chameleon_ft.control.wire.messages import Transition
 from chameleon_ft.job import Job
 from chameleon_ft.observe import FaultLog
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.runtime import layer_messages
 from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import Channel, CommunicationError, Membership
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers, LayerState, blank_module
 from chameleon_ft.runtime.fault_injection import FaultInjector
-from chameleon_ft.runtime.layer_messages import (
+from chameleon_ft.runtime.state_transfer import layer_messages
+from chameleon_ft.runtime.state_transfer.layer_messages import (
     IncomingLayers,
     OutgoingLayer,
     OutgoingLayers,
     layer_checksums,
     tensor_bytes,
 )
-from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers, LayerState, blank_module
-from chameleon_ft.runtime.preallocation import LayerAllocator, Memory
-from chameleon_ft.runtime.transition import Mover, channels_of_transition
+from chameleon_ft.runtime.state_transfer.preallocation import LayerAllocator, Memory
+from chameleon_ft.runtime.state_transfer.transfer import StateTransfer, channels_of_transition
 from chameleon_ft.sync import Segment
 from chameleon_ft.workload import LayerCost
 from tests.runtime.toy import SEED, toy_job
@@ -172,15 +172,16 @@ def carry_out(
 
     def one(worker: int) -> Any:
         allocator = LayerAllocator(toy_job(LAYERS), seed=SEED, device=CPU, ahead=ahead)
-        mover = Mover(worker, CPU, allocator=allocator, activity=Activity(), faults=nobody_fails(worker, directory))
+        faults = nobody_fails(worker, directory)
+        transfer = StateTransfer(worker, CPU, allocator=allocator, activity=Activity(), faults=faults)
         part = part_of(planned, worker)
-        mover.begin(part, states[worker])
+        transfer.begin(part, states[worker])
         try:
-            return mover.carry_out(part, states[worker], Line(network, worker), step=3)
+            return transfer.carry_out(part, states[worker], Line(network, worker), step=3)
         except CommunicationError as error:
             return error
         finally:
-            mover.end()
+            transfer.end()
 
     with ThreadPoolExecutor(len(planned.participants)) as pool:
         return dict(zip(planned.participants, pool.map(one, planned.participants), strict=True))

@@ -189,14 +189,15 @@ def measured_profile(config: RunConfig, *, repeats: int, peer: str | None, comma
     Raises as `measure_profile` does, and DataError.
     """
     # Loads torch.
-    from chameleon_ft.runtime.profiling import Measuring, measure_profile
+    from chameleon_ft.runtime.profiling.profile import measure_profile
 
-    how = Measuring(repeats=repeats, peer=peer, command=command, progress=_show_progress)
     config = config.model_copy(update={"job": absolute_job(config.job)})
     with tempfile.TemporaryDirectory(prefix="chameleon-profile-") as folder:
         config = config.model_copy(update={"output_dir": Path(folder)})
         prepare_data_of(config)
-        profile = measure_profile(config, how)
+        profile = measure_profile(
+            config, repeats=repeats, peer=peer, command=command, progress=_show_progress
+        )
     _show_progress("")
     return profile
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -27,6 +28,11 @@ class Spread:
     least_s: float
     largest_s: float
     count: int
+
+    @classmethod
+    def of(cls, times_s: Sequence[float]) -> Spread:
+        """Summarise repeated measurements."""
+        return cls(statistics.median(times_s), min(times_s), max(times_s), len(times_s))
 
     def __post_init__(self) -> None:
         times = (self.least_s, self.median_s, self.largest_s)

@@ -1,6 +1,6 @@
 """Writing and reading the layers of a checkpoint, with torch.distributed.checkpoint.
 
-A checkpoint is a folder for each layer, written by one of the layer's holders alone. No rank waits for another one, a
+A checkpoint has a folder for each layer, written by one of the layer's holders alone. No rank waits for another one, a
 failure spoils only what the lost rank had not finished, and any other placement can read what it needs.
 """
 
@@ -10,7 +10,8 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from chameleon_ft.control.wire.messages import CheckpointSaved
 from chameleon_ft.errors import CheckpointError
 from chameleon_ft.observe import complete_checkpoints, layer_directory
-from chameleon_ft.runtime.layers import LayerState
+from chameleon_ft.runtime.execution.layers import LayerState
 
 __all__ = ["CheckpointWriter", "read_layer"]
 
@@ -41,11 +42,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self,
-        checkpoints: Path,
-        *,
-        saved: Callable[[CheckpointSaved], None],
-        before_write: Callable[[int], None],
+        self, checkpoints: Path, *, saved: Callable[[CheckpointSaved], None], before_write: Callable[[int], None]
     ) -> None:
         self._checkpoints = checkpoints
         self._saved = saved
@@ -56,17 +53,17 @@ class CheckpointWriter:
     def submit(self, generation: int, step: int, layers: Mapping[int, LayerState], *, copy_s: float) -> None:
         """Write these layers, as they are in `generation`, as part of the checkpoint that resumes at `step`.
 
-        They must not be changed after. `copy_s` is how many seconds it took to copy them, for the report.
+        They must not change afterwards. `copy_s` is the seconds it took to copy them, for the report.
         """
         self._jobs.put((generation, step, layers, copy_s))
 
     @property
     def is_busy(self) -> bool:
-        """Whether something submitted is not written yet."""
+        """Whether a submitted checkpoint is not written yet."""
         return self._jobs.unfinished_tasks > 0
 
     def join(self, *, unless: Callable[[], bool]) -> bool:
-        """Wait until everything submitted is written and return True, or False as soon as `unless` says so."""
+        """Wait until everything submitted is written and return True, or False as soon as `unless` is true."""
         while self.is_busy:
             if unless():
                 return False
@@ -79,13 +76,15 @@ class CheckpointWriter:
             started, error = time.perf_counter(), None
             try:
                 self._before_write(step)
-                complete = step in complete_checkpoints(self._checkpoints)
-                for layer, state in layers.items():
-                    if complete:
-                        break  # written before a failure made everyone come by here again: never touch a marked one
-                    _write_layer(layer_directory(self._checkpoints, step, layer), state)
+                # After a failure workers may pass this step again. A checkpoint that is marked complete never changes.
+                if step not in complete_checkpoints(self._checkpoints):
+                    for layer, state in layers.items():
+                        with _single_process():
+                            save(
+                                dict(state), checkpoint_id=layer_directory(self._checkpoints, step, layer), no_dist=True
+                            )
             except (Exception, CheckpointException) as failure:  # noqa: BLE001
-                error = _in_words(failure)  # disk full, folder gone: training goes on, and the user is told
+                error = _describe(failure)  # disk full, folder gone: training goes on, and the user is told
             self._saved(
                 CheckpointSaved(
                     generation=generation,
@@ -100,7 +99,7 @@ class CheckpointWriter:
 
 
 def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
-    """Read what `HeldLayers.snapshot` gave. Raises CheckpointError."""
+    """Read a layer's state, as `HeldLayers.snapshot` gave it. Raises CheckpointError."""
     path = layer_directory(checkpoints, step, layer)
     try:
         stored = FileSystemReader(path).read_metadata().state_dict_metadata
@@ -110,25 +109,26 @@ def read_layer(checkpoints: Path, step: int, layer: int) -> dict[str, Any]:
             else None
             for key, entry in stored.items()
         }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that no process group is used is what is meant
+        with _single_process():
             load(state, checkpoint_id=path, no_dist=True)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
-            f"layer {layer} cannot be read from {path}: {_in_words(error)}; "
+            f"layer {layer} cannot be read from {path}: {_describe(error)}; "
             "remove that checkpoint's folder to fall back to an older one"
         ) from error
     return state
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     # Torch's is no Exception; it holds the errors of all processes that took part, with tracebacks. Here that is one.
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}"
 
 
-def _write_layer(path: Path, state: LayerState) -> None:
+@contextmanager
+def _single_process() -> Iterator[None]:
+    """Silence torch's warning that there is no process group: there is meant to be none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        save(dict(state), checkpoint_id=path, no_dist=True)
+        yield

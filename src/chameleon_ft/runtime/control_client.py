@@ -1,4 +1,4 @@
-"""A rank's end of the control connection: a thread of its own, so that orders arrive while training is blocked."""
+"""A rank's end of the control connection: a thread of its own, so that orders arrive while training blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from chameleon_ft.runtime.fault_injection import FaultInjector
 __all__ = ["ControlClient", "Order"]
 
 Order = StartGeneration | Stop | Preallocate | Exit | Welcome | Refused
-"""What the training thread is told to do."""
+"""An order for the training thread."""
 
 _INTERRUPT_EVERY_S = 0.005
 
@@ -46,32 +46,29 @@ _INTERRUPT_EVERY_S = 0.005
 class ControlClient:
     """Connects to the coordinator and stays connected for the life of the process.
 
-    Orders go into `orders`, for the training thread to take. What cannot wait for it is done here: the communicators of
-    an ended generation are interrupted until the training thread has left them, and probes are answered.
+    Orders go into `orders`, for the training thread to take. The control thread itself does what cannot wait for it: it
+    interrupts the communicators of an ended generation until the training thread has left them, and answers probes.
 
     Attributes:
-        orders: orders in the sequence they came.
+        activity: of the training thread.
+        orders: orders in the sequence they arrived.
         ended: highest generation that is known to be over.
         finishing: whether the run shall end after the current step.
         pausing: highest generation that shall train no further after the current step.
     """
 
-    def __init__(
-        self, *, coordinator: str, token: str, worker: int, host: str, activity: Activity, incarnation: int = 0
-    ) -> None:
+    def __init__(self, *, coordinator: str, token: str, worker: int, host: str, incarnation: int = 0) -> None:
         self._coordinator = coordinator
         self._token = token
         self._hello = Hello(worker=worker, host=host, pid=os.getpid(), incarnation=incarnation)
-        self._activity = activity
         self._loop = asyncio.new_event_loop()
         self._connection: ClientConnection | None = None
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._interrupt: Callable[[], None] | None = None
         self._generation = 0
-        self._left = threading.Event()
-        self._left.set()
         self._faults: FaultInjector | None = None
         self._early: list[Inject] = []
+        self.activity = Activity()
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.ended = 0
         self.finishing = False
@@ -97,18 +94,18 @@ class ControlClient:
 
     def disconnect(self) -> None:
         """Cut the connection without a word, as a lost network would."""
-        self._loop.call_soon_threadsafe(self._cut)
+        assert self._connection is not None
+        self._loop.call_soon_threadsafe(self._connection.transport.abort)
 
     def arm(self, faults: FaultInjector) -> None:
-        """From now on this rank can be made to fail; what it was told before happens now."""
+        """Make this rank fail when told to; failures that were ordered before happen now."""
         self._loop.call_soon_threadsafe(self._arm, faults)
 
     def enter(self, generation: int, interrupt: Callable[[], None]) -> bool:
-        """The training thread enters a generation whose communicators `interrupt` breaks; False if it is over."""
+        """Enter a generation, in the training thread, whose communicators `interrupt` breaks; False if it is over."""
         # In this order: an interruption of the generation before, should one still be going on, must not hit this one.
         self._generation = generation
         self._interrupt = interrupt
-        self._left.clear()
         # Only now look: a Stop that came before found nothing to interrupt, one that comes after will.
         if self.ended >= generation:
             self.leave()
@@ -116,9 +113,8 @@ class ControlClient:
         return True
 
     def leave(self) -> None:
-        """The training thread has left its generation's communicators."""
+        """Note that the training thread has left its generation's communicators."""
         self._interrupt = None
-        self._left.set()
 
     async def _connect(self) -> ClientConnection:
         connection = await control_connection(self._coordinator, self._token)
@@ -130,7 +126,7 @@ class ControlClient:
         try:
             self._loop.run_until_complete(self._serve())
         finally:
-            # Without the coordinator this rank belongs to nothing: whatever it is doing, it is over.
+            # Without the coordinator this rank belongs to no run.
             self.orders.put(Exit(reason="the connection to the coordinator is lost"))
             self.ended = sys.maxsize  # this generation, and any that is on its way
             self._loop.run_until_complete(self._interrupt_until_left())
@@ -167,7 +163,7 @@ class ControlClient:
             case Pause(generation=generation):
                 self.pausing = generation
             case Probe(probe=probe):
-                doing, waiting, since_s = self._activity.read()
+                doing, waiting, since_s = self.activity.read()
                 self._outbox.put_nowait(
                     Position(probe=probe, generation=self._generation, doing=doing, waiting=waiting, since_s=since_s)
                 )
@@ -193,11 +189,7 @@ class ControlClient:
             self._inject(message)
 
     async def _interrupt_until_left(self) -> None:
-        # Again and again: the training thread may be connecting, with sockets that are not there yet.
-        while (interrupt := self._interrupt) is not None and not self._left.is_set() and self.ended >= self._generation:
+        # Again and again: the training thread may be connecting, with sockets that do not exist yet.
+        while (interrupt := self._interrupt) is not None and self.ended >= self._generation:
             interrupt()
             await asyncio.sleep(_INTERRUPT_EVERY_S)
-
-    def _cut(self) -> None:
-        assert self._connection is not None
-        self._connection.transport.abort()

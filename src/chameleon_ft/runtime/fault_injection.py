@@ -1,4 +1,4 @@
-"""Fault injection: this rank fails itself in a phase of a step, as a real failure would end it."""
+"""Fault injection: this rank fails in a phase of a step, as a real failure would end it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ __all__ = ["FaultInjector", "failures_of_incarnation"]
 
 
 class FaultInjector:
-    """Fails this rank at the phases and steps it was told, from its configuration or while it runs.
+    """Fails this rank at given phases and steps, from its configuration or ordered while it runs.
 
     Args:
-        worker: this rank's worker.
-        failures: failures of the run's configuration; those of other workers are passed over.
-        log: where the moment of a failure is noted, so that its detection can be timed.
+        failures: failures of the run's configuration; only those of `worker` count.
+        log: records the moment of a failure, so that its detection can be timed.
         disconnect: cuts the control connection.
     """
 
@@ -59,5 +58,5 @@ class FaultInjector:
 
 
 def failures_of_incarnation(failures: Iterable[Failure], worker: int, incarnation: int) -> list[Failure]:
-    """Return the failures of one incarnation, counted from 1: of several, each incarnation has one, in their order."""
+    """Return the failure of one incarnation, counted from 1: the n-th has the n-th failure of its worker."""
     return [failure for failure in failures if failure.worker == worker][incarnation - 1 : incarnation]

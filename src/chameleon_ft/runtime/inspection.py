@@ -1,9 +1,11 @@
-"""Looking at a job before any rank is started: what it is made of, and whether it can be trained at all."""
+"""Inspection of a job before any rank is started: its layers in numbers, and whether it can be trained at all."""
 
 from __future__ import annotations
 
 import contextlib
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import torch
@@ -12,7 +14,7 @@ from chameleon_ft.config import RunConfig, TrainConfig
 from chameleon_ft.control.job_info import JobInfo
 from chameleon_ft.control.wire.messages import BoundaryMessage
 from chameleon_ft.errors import ChameleonError, ConfigError
-from chameleon_ft.job import Job, load_job
+from chameleon_ft.job import load_job
 from chameleon_ft.models.build import boundary_specs, param_bytes, state_bytes, tied_bytes
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import data_size
@@ -20,11 +22,11 @@ from chameleon_ft.runtime.device import device_name
 from chameleon_ft.runtime.process import end_with_parent, ignore_interrupts
 from chameleon_ft.workload import TiedParameters
 
-__all__ = ["inspect_job", "inspection_main"]
+__all__ = ["inspect_job", "inspection_main", "users_errors"]
 
 
 def inspection_main(config: RunConfig, pipe: Connection) -> None:
-    """Send through `pipe` the JobInfo of the job that `config` names, or the ChameleonError that says why not."""
+    """Send through `pipe` the JobInfo of the job that `config` names, or the ChameleonError that explains why not."""
     end_with_parent()
     ignore_interrupts()
     found: JobInfo | ChameleonError
@@ -32,28 +34,36 @@ def inspection_main(config: RunConfig, pipe: Connection) -> None:
         found = inspect_job(config)
     except ChameleonError as error:
         found = error
-    with contextlib.suppress(OSError):  # interrupted meanwhile, nobody may be there to hear it
+    with contextlib.suppress(OSError):  # after an interrupt the receiver may be gone
         pipe.send(found)
+
+
+@contextmanager
+def users_errors(config: RunConfig) -> Iterator[None]:
+    """Turn any error that the user's code raises inside the block into a ConfigError that names the job."""
+    try:
+        yield
+    except ChameleonError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"job {config.job}: {type(error).__name__}: {error}") from error
 
 
 def inspect_job(config: RunConfig) -> JobInfo:
     """Load the job and measure its layers. Raises ConfigError where it cannot be trained with `config`."""
-    try:
+    with users_errors(config):
         job = load_job(config.job, config)
-    except ChameleonError:
-        raise
-    except Exception as error:  # whatever the user's file raises is the user's to mend
-        raise ConfigError(f"job {config.job}: {type(error).__name__}: {error}") from error
     if job.num_layers < config.parallel.pp:
         raise ConfigError(
             f"parallel.pp = {config.parallel.pp}: asks for more stages than the job has layers, {job.num_layers}"
         )
     boundaries = boundary_specs(job, config.batch.micro_batch_size)
-    sizes = param_bytes(job)
-    tied = tied_bytes(job)
+    sizes, tied = param_bytes(job), tied_bytes(job)
+    name = "Llama" if isinstance(config, TrainConfig) else config.job.rpartition("/")[2]
+    num_bytes = sum(sizes) - sum((len(layers) - 1) * size for layers, size in tied.items())
     return JobInfo(
-        model=_model_in_words(config, job, sum(sizes) - sum((len(layers) - 1) * size for layers, size in tied.items())),
-        data=_data_in_words(config, job),
+        model=f"{name}, {job.num_layers} layers, {data_size(num_bytes)} of parameters",
+        data=f"{len(job.dataset):,} samples, {config.batch.samples} a step",
         relative_costs=job.relative_costs,
         boundaries=tuple(
             BoundaryMessage(shape=spec.shape, dtype=str(spec.dtype).removeprefix("torch.")) for spec in boundaries
@@ -68,19 +78,10 @@ def inspect_job(config: RunConfig) -> JobInfo:
 
 
 def _device_name(config: RunConfig) -> str:
-    """What the workers would compute on if they were on this host; the coordinator's need not have a device."""
+    """Return the name of the device of workers on this host; empty if the host, say the coordinator's, has none."""
     if config.device == "emulated":
         return ""
     if config.device == "cpu":
         return device_name(torch.device("cpu"))
     accelerator = torch.accelerator.current_accelerator()
     return "" if accelerator is None or accelerator.type != config.device else device_name(accelerator)
-
-
-def _model_in_words(config: RunConfig, job: Job, num_bytes: int) -> str:
-    name = "Llama" if isinstance(config, TrainConfig) else config.job.rpartition("/")[2]
-    return f"{name}, {job.num_layers} layers, {data_size(num_bytes)} of parameters"
-
-
-def _data_in_words(config: RunConfig, job: Job) -> str:
-    return f"{len(job.dataset):,} samples, {config.batch.samples} a step"

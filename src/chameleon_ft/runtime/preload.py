@@ -13,8 +13,7 @@ import chameleon_ft.models.llama_job
 import chameleon_ft.runtime.communicators.gloo
 import chameleon_ft.runtime.inspection
 import chameleon_ft.runtime.rank
-import chameleon_ft.runtime.store
 from chameleon_ft.runtime.process import end_with_parent
 
-# The ranks end with the fork server, so they end with the coordinator or agent, also where they are stopped.
+# The ranks end with the fork server, and so with the coordinator or agent, even if those are stopped.
 end_with_parent()

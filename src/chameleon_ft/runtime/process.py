@@ -1,4 +1,4 @@
-"""Manners of a process that belongs to a run."""
+"""Life and death of the processes of a run: signals, parents, exits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext
 from typing import NoReturn
 
 __all__ = [
-    "end_now",
     "end_with_parent",
     "end_with_starter",
+    "exit_immediately",
+    "fork_server",
     "ignore_interrupts",
     "interrupts_held",
-    "signals_blocked",
     "wake_on_time",
 ]
 
@@ -26,11 +28,11 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 
 
-def end_now(code: int) -> NoReturn:
-    """End this process without the interpreter's own ending.
+def exit_immediately(code: int) -> NoReturn:
+    """End this process without the interpreter's own shutdown.
 
-    That would wait for threads of libraries, or break off with SIGABRT where one of them comes back from what it was at
-    while the interpreter ends.
+    The shutdown would wait for threads of libraries, or end in SIGABRT if one of them returns to the interpreter
+    meanwhile.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -38,7 +40,7 @@ def end_now(code: int) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process with its parent, so that nothing is left behind whatever happens to that."""
+    """Have the kernel end this process with its parent, so that no process is left behind."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -57,6 +59,23 @@ def end_with_starter() -> None:
     threading.Thread(target=watch, name="end with starter", daemon=True).start()
 
 
+def fork_server(preload: str, *blocked: signal.Signals) -> ForkServerContext:
+    """Start a fork server that imports the module `preload`, and return its context.
+
+    The signals are blocked in it from before its first import, and in all processes that it forks. A terminal sends its
+    Ctrl-C, and a batch system its SIGTERM, to every process of the group, but only the starter shall react.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([preload])
+    resource_tracker.ensure_running()  # its own start, which the fork server's includes, would lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
+
+
 def ignore_interrupts() -> None:
     """Leave Ctrl-C, which a terminal sends to every process, to the coordinator."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -64,33 +83,23 @@ def ignore_interrupts() -> None:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Have a Ctrl-C wait until the end of the block.
+    """Delay a Ctrl-C until the end of the block.
 
     Blocking the signal would not do: another thread gets it then, and Python raises KeyboardInterrupt in the main one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # it is not interrupted anyway
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 
-@contextmanager
-def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
-    """Block these signals inside the block; in processes that are forked inside it they stay blocked."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def wake_on_time() -> None:
-    """Have this thread's sleeps end when they should, and not up to 50 us later as is usual."""
+    """Have this thread's sleeps end on time, and not up to 50 us later, the kernel's default."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)

@@ -9,6 +9,7 @@ import tomllib
 import traceback
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -18,14 +19,11 @@ from chameleon_ft.control.wire.messages import Crashed, Ready, Refused, Welcome
 from chameleon_ft.errors import ChameleonError
 from chameleon_ft.job import BoundarySpec, load_job
 from chameleon_ft.observe import FaultLog, RunDirectory
-from chameleon_ft.runtime.activity import Activity
 from chameleon_ft.runtime.communicators import communicators_for
-from chameleon_ft.runtime.context import RankContext
 from chameleon_ft.runtime.control_client import ControlClient
-from chameleon_ft.runtime.device import claim_device
-from chameleon_ft.runtime.emulation import EmulatedDevice
+from chameleon_ft.runtime.device import EmulatedDevice, claim_device
 from chameleon_ft.runtime.fault_injection import FaultInjector, failures_of_incarnation
-from chameleon_ft.runtime.process import end_now, end_with_parent, ignore_interrupts
+from chameleon_ft.runtime.process import end_with_parent, exit_immediately, ignore_interrupts
 from chameleon_ft.runtime.trainer import Trainer
 
 __all__ = ["rank_main", "spawned_rank_main"]
@@ -33,13 +31,8 @@ __all__ = ["rank_main", "spawned_rank_main"]
 
 def spawned_rank_main(
     *, coordinator: str, token: str, worker: int, incarnation: int, host: str, local_index: int
-) -> None:
-    """Entry of a rank that an agent's fork server started; ends the process.
-
-    Args:
-        incarnation: which of the worker's incarnations this is, from 1.
-        local_index: number of this rank on its host, which picks its accelerator.
-    """
+) -> NoReturn:
+    """Run `rank_main` in a process that an agent's fork server started, and end the process."""
     end_with_parent()
     try:
         code = rank_main(
@@ -53,7 +46,7 @@ def spawned_rank_main(
     except ChameleonError as error:
         print(f"worker {worker}: {error}", file=sys.stderr)
         code = 1
-    end_now(code)
+    exit_immediately(code)
 
 
 def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_index: int, incarnation: int = 0) -> int:
@@ -61,17 +54,15 @@ def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_ind
 
     Args:
         coordinator: host:port.
-        incarnation: which of the worker's incarnations this is; 0 where only the coordinator knows.
         host: address by which other ranks reach this one.
+        local_index: number of this rank on its host, which picks its accelerator.
+        incarnation: number of the worker's incarnation, from 1; 0 where only the coordinator knows it.
 
     Raises:
         ControlError: the coordinator cannot be joined.
     """
     ignore_interrupts()
-    activity = Activity()
-    client = ControlClient(
-        coordinator=coordinator, token=token, worker=worker, host=host, activity=activity, incarnation=incarnation
-    )
+    client = ControlClient(coordinator=coordinator, token=token, worker=worker, host=host, incarnation=incarnation)
     client.start()
     try:
         welcome = client.orders.get()
@@ -79,39 +70,25 @@ def rank_main(*, coordinator: str, token: str, worker: int, host: str, local_ind
             print(f"worker {worker} is refused: {welcome.reason}", file=sys.stderr)
         if not isinstance(welcome, Welcome):
             return 1  # told to exit before it began
-        code = _serve(
-            welcome,
-            client=client,
-            activity=activity,
-            worker=worker,
-            host=host,
-            coordinator=coordinator,
-            local_index=local_index,
-        )
+        trainer = _trainer(welcome, client, worker=worker, host=host, coordinator=coordinator, local_index=local_index)
+        client.send(Ready())
+        code = trainer.serve()
     except Exception as error:  # noqa: BLE001
         client.send(Crashed(error=f"{type(error).__name__}: {error}"))
         if not isinstance(error, ChameleonError):
             traceback.print_exc()
         code = 1
-    with contextlib.suppress(TimeoutError, RuntimeError):  # nobody may be listening any more
+    with contextlib.suppress(TimeoutError, RuntimeError):  # the coordinator may be gone
         client.flush()
     return code
 
 
-def _serve(
-    welcome: Welcome,
-    *,
-    client: ControlClient,
-    activity: Activity,
-    worker: int,
-    host: str,
-    coordinator: str,
-    local_index: int,
-) -> int:
+def _trainer(
+    welcome: Welcome, client: ControlClient, *, worker: int, host: str, coordinator: str, local_index: int
+) -> Trainer:
     run = RunDirectory(Path(welcome.run))
     data = tomllib.loads(welcome.config)
-    config = parse_config(config_type(data), data, source="the coordinator's configuration")
-    config = run.own(config)
+    config = run.own(parse_config(config_type(data), data, source="the coordinator's configuration"))
     _redirect_output(run.logs / f"worker-{worker}.log")
     device = claim_device(config, local_index)
     failures = failures_of_incarnation(config.failures, worker, welcome.incarnation)
@@ -119,7 +96,7 @@ def _serve(
     client.arm(faults)
     emulated = EmulatedDevice(config, worker) if config.device == "emulated" else None
     new_communicators = partial(communicators_for, config, address=host)
-    context = RankContext(
+    return Trainer(
         worker=worker,
         config=config,
         run=run,
@@ -129,14 +106,13 @@ def _serve(
         coordinator_host=split_address(coordinator)[0],
         new_communicators=new_communicators if emulated is None else lambda: emulated.links(new_communicators()),
         pace=None if emulated is None else emulated.pace,
+        client=client,
+        faults=faults,
     )
-    trainer = Trainer(context, client=client, activity=activity, faults=faults)
-    client.send(Ready())
-    return trainer.serve()
 
 
 def _redirect_output(path: Path) -> None:
-    """Send what this process prints to its log, also what native libraries print."""
+    """Send all output of this process to its log, that of native libraries included."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()

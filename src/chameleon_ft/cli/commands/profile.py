@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parse_arguments(ProfileArguments, arguments, command="profile")
     _check(given)
     if given.serve is not None:
-        from chameleon_ft.runtime.profiling import serve_link
+        from chameleon_ft.runtime.profiling.links import serve_link
 
         serve_link(given.serve, tell=lambda text: print(text, flush=True))
         return 0

@@ -6,28 +6,33 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from chameleon_ft.config import Timeouts
-from chameleon_ft.runtime.communicators.base import CommunicationError, InFlight, Membership, open_store
-from chameleon_ft.runtime.communicators.c10d import Group, Work, gloo_device, gloo_group
+from chameleon_ft.runtime.communicators.base import CommunicationError, InFlight, Membership, issue
 from chameleon_ft.runtime.communicators.sockets import SocketTracker
-from chameleon_ft.runtime.communicators.waiter import Waiter
+from chameleon_ft.runtime.communicators.store import open_store
 
-__all__ = ["GlooCommunicators"]
+__all__ = ["CalledOffError", "GlooCommunicators", "Waiter", "gloo_group"]
 
-_MESSAGES, _REDUCTIONS = 0, 1  # the waiters: gradients are reduced while messages are waited for
-_CALL_OFF_AFTER_S = 0.05  # what ends with its connection ends within milliseconds of it
+_Group = Any  # torch's stubs of a backend leave out send, recv and allreduce
+
+_MESSAGES, _REDUCTIONS = 0, 1  # the waiters: reductions are waited for beside messages
+_CALL_OFF_AFTER_S = 0.05  # an operation that ends with its connection ends within milliseconds of it
 
 
 class GlooCommunicators:
     """One gloo group over all members for messages and for the vote, and one for each smaller group that reduces.
 
-    The groups are made directly, not by `dist.init_process_group`, so that nothing global is left behind by a
-    generation that fails. Tensors on an accelerator travel through host memory.
+    The groups are made directly, not by `dist.init_process_group`, so that a generation that fails leaves nothing
+    global behind. Tensors on an accelerator travel through host memory.
     """
 
     def __init__(self, *, timeouts: Timeouts, address: str) -> None:
@@ -37,19 +42,19 @@ class GlooCommunicators:
         self._interrupted_at: float | None = None
         self._lock = threading.Lock()
         self._waiters: tuple[Waiter, ...] = ()
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], _Group] = {}
         self._reductions: list[Work] = []
         self._world: tuple[int, ...] = ()
 
     def open(self, membership: Membership) -> None:
-        _bury_the_dead()
+        _LEFTOVERS[:] = [leftover for leftover in _LEFTOVERS if not leftover.at_rest()]
         self._sockets.start()
         with self._lock:
             self._waiters = (Waiter(), Waiter())
             waiter = self._waiters[_MESSAGES]
         try:
             store = open_store(membership.store, timeout_s=self._timeouts.rendezvous_s)
-            device = gloo_device(self._address)
+            device = ProcessGroupGloo.create_device(hostname=self._address)
             for index, group in enumerate((membership.members, *membership.groups)):
                 if membership.worker in group and group not in self._groups:
                     self._raise_if_interrupted()
@@ -65,7 +70,6 @@ class GlooCommunicators:
                         )
                     )
                     waiter.wait(forming)
-                    assert forming.group is not None
                     self._groups[group] = forming.group
         except RuntimeError as error:
             raise CommunicationError(None, f"the communicators cannot be formed: {error}") from None
@@ -75,20 +79,14 @@ class GlooCommunicators:
         self._raise_if_interrupted()
 
     def send(self, tensor: Tensor, *, peer: int, tag: int, stands_for_bytes: int | None = None) -> InFlight:
-        tensor = tensor.cpu()
-        try:
-            work = self._groups[self._world].send([tensor], self._world.index(peer), tag)
-        except RuntimeError as error:
-            raise CommunicationError(peer, str(error)) from None
-        return self._message(work, peer, tensor)
+        host = tensor.cpu()
+        work = issue(peer, self._groups[self._world].send, [host], self._world.index(peer), tag)
+        return _Message(work, peer, host, None, self._waiters[_MESSAGES])
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
-        arriving = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
-        try:
-            work = self._groups[self._world].recv([arriving], self._world.index(peer), tag)
-        except RuntimeError as error:
-            raise CommunicationError(peer, str(error)) from None
-        return self._message(work, peer, arriving, None if arriving is tensor else tensor)
+        host = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
+        work = issue(peer, self._groups[self._world].recv, [host], self._world.index(peer), tag)
+        return _Message(work, peer, host, tensor, self._waiters[_MESSAGES])
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         return self._reduce(tensor, group, _REDUCTIONS)
@@ -113,40 +111,47 @@ class GlooCommunicators:
             waiters, self._waiters = self._waiters, ()
         for waiter in waiters:
             waiter.stop()
-        dead = _Dead(self._groups, self._reductions, waiters)
+        leftover = _Leftover(self._groups, self._reductions, waiters)
         self._groups, self._reductions = {}, []
-        if not dead.at_rest(within_s=_CALL_OFF_AFTER_S):
-            _DEAD.append(dead)
+        if not leftover.at_rest(within_s=_CALL_OFF_AFTER_S):
+            _LEFTOVERS.append(leftover)
 
     def _reduce(self, tensor: Tensor, group: tuple[int, ...], waiter: int) -> InFlight:
         host = tensor.cpu()
-        try:
-            work = self._groups[group].allreduce([host])
-        except RuntimeError as error:
-            raise CommunicationError(None, str(error)) from None
+        work = issue(None, self._groups[group].allreduce, [host])
         self._reductions = [earlier for earlier in self._reductions if not earlier.is_completed()]
         self._reductions.append(work)
-        return _Message(work, None, host, None if host is tensor else tensor, self._waiters[waiter])
-
-    def _message(self, work: Work, peer: int, host: Tensor, target: Tensor | None = None) -> InFlight:
-        return _Message(work, peer, host, target, self._waiters[_MESSAGES])
+        return _Message(work, None, host, tensor, self._waiters[waiter])
 
     def _raise_if_interrupted(self) -> None:
         if self._interrupted_at is not None:
             raise CommunicationError(None, "the generation is over")
 
 
+def gloo_group(store: Store, prefix: str, rank: int, size: int, *, device: Any, timeout_s: float) -> Any:
+    """Connect a group with all its members, which are numbered from 0; blocks until they are there.
+
+    Raises:
+        RuntimeError: a member is gone.
+    """
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [device]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 1
+    return gloo(PrefixStore(prefix, store), rank, size, options)
+
+
 @dataclass(slots=True)
 class _Forming:
     """A group that is being formed.
 
-    Whoever is to be connected to, and not to connect, has no connection yet that could be ended: where the other side
-    does not come because its generation is over already, gloo sleeps until its timeout. So this is waited for as
-    messages are.
+    A member that others connect to has no connection yet that an interruption could end. If the others have left, gloo
+    sleeps until its timeout. So a `Waiter` waits for the group, as for a message.
     """
 
-    form: Callable[[], Group]
-    group: Group | None = None
+    form: Callable[[], _Group]
+    group: _Group = None
 
     def wait(self) -> None:
         self.group = self.form()
@@ -154,7 +159,7 @@ class _Forming:
 
 @dataclass(slots=True)
 class _Message:
-    """A gloo message, with the host tensor it reads or fills and the accelerator's tensor that this is copied to."""
+    """A gloo message, with the host tensor it reads or fills, and the tensor to copy that to if it is another one."""
 
     work: Work | None
     peer: int | None
@@ -172,27 +177,25 @@ class _Message:
         finally:
             # A live Work keeps the group's sockets open after the group is gone.
             self.work = None
-        if self.target is not None:
+        if self.target is not None and self.target is not self.host:
             self.target.copy_(self.host)
 
 
 @dataclass(slots=True)
-class _Dead:
-    """Groups whose generation is over, with an operation in them that may still be asleep.
+class _Leftover:
+    """Groups of a closed generation, in which an operation may still be asleep.
 
     The destructor of a group waits for its reductions, and holds the interpreter's lock meanwhile.
     """
 
-    groups: dict[tuple[int, ...], Group]
+    groups: dict[tuple[int, ...], _Group]
     reductions: list[Work]
     waiters: tuple[Waiter, ...]
 
     def at_rest(self, *, within_s: float = 0.0) -> bool:
         deadline = time.monotonic() + within_s
-        for waiter in self.waiters:
-            waiter.join(max(0.0, deadline - time.monotonic()))
-            if waiter.asleep:
-                return False
+        if not all(waiter.join(max(0.0, deadline - time.monotonic())) for waiter in self.waiters):
+            return False
         while not all(reduction.is_completed() for reduction in self.reductions):
             if time.monotonic() >= deadline:
                 return False
@@ -200,9 +203,78 @@ class _Dead:
         return True
 
 
-_DEAD: list[_Dead] = []
+_LEFTOVERS: list[_Leftover] = []
 
 
-def _bury_the_dead() -> None:
-    """Let go of the groups in which nothing sleeps any more."""
-    _DEAD[:] = [dead for dead in _DEAD if not dead.at_rest()]
+class _Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+class CalledOffError(RuntimeError):
+    """The wait was called off; the operation may still be asleep."""
+
+
+class _Ticket:
+    """One wait. The first to release `settled`, the waiting thread or `call_off`, decides how it ended."""
+
+    def __init__(self, work: _Waitable) -> None:
+        self.work: _Waitable | None = work
+        self.error: BaseException | None = None
+        self.finished = False
+        self.settled = threading.Semaphore(0)
+
+
+class Waiter:
+    """Waits for one operation at a time on behalf of another thread, in a way that can be called off.
+
+    When a connection ends in the middle of a message, gloo (as of torch 2.13) tells the operations that are queued, but
+    not the one whose bytes are in flight, which sleeps until its timeout. So a separate thread sleeps there.
+    """
+
+    def __init__(self) -> None:
+        self._tickets: SimpleQueue[_Ticket | None] = SimpleQueue()
+        self._current: _Ticket | None = None
+        self._called_off = False
+        self._thread = threading.Thread(target=self._work, name="gloo-waiter", daemon=True)
+        self._thread.start()
+
+    def wait(self, work: _Waitable) -> None:
+        """Block until `work` is done. Raises its error, or CalledOffError."""
+        ticket = _Ticket(work)
+        self._current = ticket
+        if self._called_off:  # read after `_current` is set; `call_off` sets and reads in the opposite order
+            raise CalledOffError("the wait was called off")
+        self._tickets.put(ticket)
+        ticket.settled.acquire()
+        self._current = None
+        if ticket.error is not None:
+            raise ticket.error
+        if not ticket.finished:
+            raise CalledOffError("the wait was called off")
+
+    def call_off(self) -> None:
+        """End the current wait, and every later one, at once. Called from any thread."""
+        self._called_off = True
+        if (ticket := self._current) is not None:
+            ticket.settled.release()
+
+    def stop(self) -> None:
+        """Have the thread end as soon as it wakes."""
+        self._tickets.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end after `stop`; False if it still sleeps in an operation that was called off."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (ticket := self._tickets.get()) is not None:
+            assert ticket.work is not None
+            try:
+                ticket.work.wait()
+                ticket.finished = True
+            except BaseException as error:  # noqa: BLE001
+                ticket.error = error.with_traceback(None)  # a traceback would keep the operation alive
+            ticket.work = None
+            ticket.settled.release()
+            del ticket

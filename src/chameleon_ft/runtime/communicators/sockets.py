@@ -1,8 +1,8 @@
-"""Ending the TCP connections of a communication library from outside it.
+"""Ends the TCP connections of a communication library from outside it.
 
 On torch 2.13, neither `abort` nor `shutdown` of a gloo process group wakes a thread that waits in it; shutting down
-its sockets does, within milliseconds. The library does not tell its sockets, so they are found by what appears in
-/proc/self/fd while it connects.
+its sockets does, within milliseconds. The library does not expose its sockets, so this file finds them by what appears
+in /proc/self/fd while it connects.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SocketTracker:
         self._settled: list[socket.socket] = []
 
     def start(self) -> None:
-        """Everything that is connected from now on is tracked."""
+        """Track every connection from now on."""
         with self._lock:
             self._before = {inode for _, inode in _open_sockets()}
 
     def settle(self) -> None:
-        """Nothing is added from now on: what this process connects later is its own business."""
+        """Track no later connection."""
         with self._lock:
             # A duplicate names the connection itself, whatever becomes of the library's descriptor.
             self._settled = list(self._new_connections())
@@ -49,8 +49,8 @@ class SocketTracker:
             for connection in self._settled:
                 _shut_down(connection)
             for connection in self._new_connections():
-                _shut_down(connection)
-                connection.close()
+                with connection:
+                    _shut_down(connection)
 
     def close(self) -> None:
         """End the tracked connections and forget them."""
@@ -71,7 +71,11 @@ class SocketTracker:
                 connection = socket.socket(fileno=os.dup(descriptor))
             except OSError:
                 continue  # closed since it was listed
-            if _is_tcp_connection(connection):
+            if (
+                connection.family in (socket.AF_INET, socket.AF_INET6)
+                and connection.type == socket.SOCK_STREAM
+                and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            ):
                 yield connection
             else:
                 connection.close()
@@ -84,14 +88,6 @@ def _open_sockets() -> Iterator[tuple[int, int]]:
             target = str(entry.readlink())
             if target.startswith("socket:["):
                 yield int(entry.name), int(target[len("socket:[") : -1])
-
-
-def _is_tcp_connection(connection: socket.socket) -> bool:
-    return (
-        connection.family in (socket.AF_INET, socket.AF_INET6)
-        and connection.type == socket.SOCK_STREAM
-        and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    )
 
 
 def _shut_down(connection: socket.socket) -> None:

@@ -1,39 +1,57 @@
-"""Messages and reductions between processes, timed, and the link that they come to."""
+"""Messages and reductions that are timed between processes, each with the communicators of a rank."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing.connection
+import os
+import signal
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from multiprocessing.connection import Connection
+from typing import Final
 
 import torch
 
 from chameleon_ft.cluster import Link
-from chameleon_ft.errors import ConfigError
-from chameleon_ft.runtime.communicators import Communicators
+from chameleon_ft.config import RunConfig
+from chameleon_ft.errors import ChameleonError, ConfigError, ControlError
+from chameleon_ft.profiles import AllReduceTime, Spread
+from chameleon_ft.runtime.communicators import Channel, Communicators, Membership, communicators_for
+from chameleon_ft.runtime.device import claim_device
+from chameleon_ft.runtime.process import (
+    end_with_parent,
+    end_with_starter,
+    exit_immediately,
+    fork_server,
+    ignore_interrupts,
+    interrupts_held,
+)
 
-__all__ = ["Exchange", "Exchanged", "TimedMessages", "TimedReductions", "fit_link", "run_exchange"]
+__all__ = ["Exchange", "MeasuredLinks", "Member", "fit_link", "run_members"]
 
-_WARM_UP = 3
-_TAG = 0
-_MOST_BYTES = 1 << 30
-_MOST_REPEATS = 10_000
-_ELEMENT = torch.float32
+_WARM_UP: Final = 3
+_TAG: Final = 0
+_ELEMENT: Final = torch.float32
+_MOST_BYTES: Final = 1 << 30
+_MOST_REPEATS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """What processes exchange, all of them alike.
+    """The messages and reductions of some processes.
 
     Attributes:
         message_bytes: sizes of the messages that workers 0 and 1 send each other.
         reduced_bytes: sizes of the all-reduces.
-        reducing: numbers of workers, the first ones, that reduce.
+        reducing: for each number, so many of the first workers reduce.
         repeats: how often each is timed.
 
     Raises:
-        ConfigError: sizes or repeats that nobody can mean.
+        ConfigError: sizes or repeats that make no sense.
     """
 
     message_bytes: tuple[int, ...]
@@ -50,51 +68,188 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedMessages:
-    """Messages of one size: seconds from the start of a send until it has arrived, half of there and back."""
+class MeasuredLinks:
+    """The link between workers 0 and 1 of an exchange, and its reductions."""
 
-    num_bytes: int
-    times_s: tuple[float, ...]
+    link: Link
+    all_reduces: tuple[AllReduceTime, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TimedReductions:
-    """All-reduces of one size over so many workers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process of an exchange.
 
+    Attributes:
+        config: names the backend, the device and the timeouts.
+        worker: its number among `workers`.
+        store: host:port of the rendezvous store.
+        address: address of this host by which the others reach it.
+        local_index: number of this process on its host, which picks its accelerator.
+    """
+
+    config: RunConfig
+    exchange: Exchange
+    worker: int
     workers: int
-    num_bytes: int
-    times_s: tuple[float, ...]
+    store: str
+    address: str
+    local_index: int = 0
+
+
+def run_members(members: Sequence[Member]) -> MeasuredLinks | None:
+    """Run one process for each member and return what worker 0 measured, if it is the first. Leaves no process behind.
+
+    Raises:
+        ChameleonError: a member could not take part.
+    """
+    # Torch would print of every connection to the store that it does not know the name of its other end.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    context = fork_server(__name__, signal.SIGINT)
+    pipes: list[Connection] = []
+    processes = []
+    try:
+        for member in members:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_member_main, args=(member, theirs), daemon=True)
+            with interrupts_held():  # or a started process might not be among those to end
+                process.start()
+                processes.append(process)
+            theirs.close()
+            pipes.append(ours)
+        # The first error ends the wait for the others, which may hang without the member that failed.
+        found: dict[Connection, MeasuredLinks | None] = {}
+        while len(found) < len(pipes):
+            for pipe in multiprocessing.connection.wait([pipe for pipe in pipes if pipe not in found]):
+                assert isinstance(pipe, Connection)
+                found[pipe] = _received(pipe)
+        return found[pipes[0]]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for pipe in pipes:
+            pipe.close()
+
+
+def _received(pipe: Connection) -> MeasuredLinks | None:
+    try:
+        found = pipe.recv()
+    except EOFError:
+        raise ControlError("a process that measures links has ended without a word") from None
+    if isinstance(found, ChameleonError):
+        raise found
+    assert found is None or isinstance(found, MeasuredLinks)
+    return found
+
+
+def _member_main(member: Member, pipe: Connection) -> None:
+    ignore_interrupts()
+    end_with_parent()
+    end_with_starter()
+    found: MeasuredLinks | ChameleonError | None
+    try:
+        found = _take_part(member)
+    except ChameleonError as error:
+        found = ControlError(f"links cannot be measured: {error}")
+    with contextlib.suppress(OSError):  # after an interrupt the receiver may be gone
+        pipe.send(found)
+    pipe.close()
+    exit_immediately(0)
+
+
+def _take_part(member: Member) -> MeasuredLinks | None:
+    device = claim_device(member.config, member.local_index)
+    communicators = communicators_for(member.config, address=member.address)
+    members = tuple(range(member.workers))
+    membership = Membership(
+        generation=1,
+        worker=member.worker,
+        members=members,
+        groups=tuple(members[:count] for count in member.exchange.reducing),
+        channels=(Channel(0, 1, forward=True), Channel(1, 0, forward=True)) if member.worker < 2 else (),
+        store=member.store,
+    )
+    try:
+        communicators.open(membership)
+        return _Exchanging(communicators, device, member.exchange.repeats).run(member.exchange, member.worker)
+    finally:
+        communicators.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
-    """What worker 0 has seen of an exchange; others have seen nothing."""
+class _Exchanging:
+    """One worker's part in an exchange."""
 
-    messages: tuple[TimedMessages, ...] = ()
-    reductions: tuple[TimedReductions, ...] = ()
+    communicators: Communicators
+    device: torch.device
+    repeats: int
 
+    def run(self, exchange: Exchange, worker: int) -> MeasuredLinks | None:
+        """Take part; worker 0 returns what it has measured. Raises CommunicationError."""
+        messages: list[tuple[int, float]] = []
+        for num_bytes in exchange.message_bytes:
+            if worker == 0:
+                # Half of the seconds there and back.
+                messages.append((num_bytes, statistics.median(self._ping(num_bytes)) / 2))
+            elif worker == 1:
+                self._pong(num_bytes)
+        reductions = [
+            AllReduceTime(workers, num_bytes, Spread.of(self._reduce(tuple(range(workers)), num_bytes)))
+            for workers in exchange.reducing
+            if worker < workers
+            for num_bytes in exchange.reduced_bytes
+        ]
+        return MeasuredLinks(fit_link(messages), tuple(reductions)) if worker == 0 else None
 
-def run_exchange(exchange: Exchange, communicators: Communicators, *, worker: int, device: torch.device) -> Exchanged:
-    """Take part in an exchange as `worker`. Raises CommunicationError."""
-    messages: list[TimedMessages] = []
-    reductions: list[TimedReductions] = []
-    for num_bytes in exchange.message_bytes:
-        if worker == 0:
-            messages.append(TimedMessages(num_bytes, _ping(communicators, num_bytes, exchange.repeats, device)))
-        elif worker == 1:
-            _pong(communicators, num_bytes, exchange.repeats, device)
-    for workers in exchange.reducing:
-        for num_bytes in exchange.reduced_bytes if worker < workers else ():
-            times_s = _reduce(communicators, tuple(range(workers)), num_bytes, exchange.repeats, device)
-            reductions.append(TimedReductions(workers, num_bytes, times_s))
-    return Exchanged(tuple(messages), tuple(reductions)) if worker == 0 else Exchanged()
+    def _ping(self, num_bytes: int) -> list[float]:
+        there, back = self._tensor(num_bytes), self._tensor(num_bytes)
+
+        def once() -> None:
+            answer = self.communicators.receive(back, peer=1, tag=_TAG)
+            sent = self.communicators.send(there, peer=1, tag=_TAG)
+            answer.wait()
+            sent.wait()
+
+        return self._timed(once)
+
+    def _pong(self, num_bytes: int) -> None:
+        there, back = self._tensor(num_bytes), self._tensor(num_bytes)
+        count = _WARM_UP + self.repeats
+        receive = self.communicators.receive(there, peer=0, tag=_TAG)
+        for number in range(count):
+            receive.wait()
+            self._synchronize()
+            if number + 1 < count:
+                receive = self.communicators.receive(there, peer=0, tag=_TAG)  # before it is needed, as a rank does
+            self.communicators.send(back, peer=0, tag=_TAG).wait()
+
+    def _reduce(self, group: tuple[int, ...], num_bytes: int) -> list[float]:
+        # One waits for all others, so that each begins where the one before has ended.
+        reduced = self._tensor(num_bytes)
+        return self._timed(lambda: self.communicators.all_reduce(reduced, group).wait())
+
+    def _timed(self, once: Callable[[], None]) -> list[float]:
+        times_s: list[float] = []
+        for _ in range(_WARM_UP + self.repeats):
+            start = time.perf_counter()
+            once()
+            self._synchronize()
+            times_s.append(time.perf_counter() - start)
+        return times_s[_WARM_UP:]
+
+    def _tensor(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(-(-num_bytes // _ELEMENT.itemsize), dtype=_ELEMENT, device=self.device)
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
 
 def fit_link(times: Sequence[tuple[int, float]]) -> Link:
-    """The link whose predictions for messages of (bytes, seconds) are off by the least sum of relative errors.
+    """Return the link whose predictions for messages of (bytes, seconds) have the least sum of relative errors.
 
-    Single measurements that are far off have no more weight than others. The best of the lines that rise passes through
-    two of the points, or through one with no latency at all, so that trying these is enough.
+    Unlike least squares, this gives single measurements that are far off no more weight than others. The best of the
+    rising lines passes through two of the points, or through one with no latency at all, so trying these is enough.
     """
     candidates = [(0.0, seconds / num_bytes) for num_bytes, seconds in times]
     for (few, short_s), (many, long_s) in combinations(sorted(times), 2):
@@ -106,54 +261,3 @@ def fit_link(times: Sequence[tuple[int, float]]) -> Link:
         key=lambda line: sum(abs(line[0] + line[1] * num_bytes - seconds) / seconds for num_bytes, seconds in times),
     )
     return Link(latency_s, 1 / byte_s)
-
-
-def _ping(communicators: Communicators, num_bytes: int, repeats: int, device: torch.device) -> tuple[float, ...]:
-    there, back = _tensor(num_bytes, device), _tensor(num_bytes, device)
-
-    def once() -> None:
-        answer = communicators.receive(back, peer=1, tag=_TAG)
-        sent = communicators.send(there, peer=1, tag=_TAG)
-        answer.wait()
-        sent.wait()
-
-    return tuple(seconds / 2 for seconds in _timed(once, repeats, device))
-
-
-def _pong(communicators: Communicators, num_bytes: int, repeats: int, device: torch.device) -> None:
-    there, back = _tensor(num_bytes, device), _tensor(num_bytes, device)
-    count = _WARM_UP + repeats
-    receive = communicators.receive(there, peer=0, tag=_TAG)
-    for number in range(count):
-        receive.wait()
-        _synchronize(device)
-        if number + 1 < count:
-            receive = communicators.receive(there, peer=0, tag=_TAG)  # ahead of what it is for, as a rank does
-        communicators.send(back, peer=0, tag=_TAG).wait()
-
-
-def _reduce(
-    communicators: Communicators, group: tuple[int, ...], num_bytes: int, repeats: int, device: torch.device
-) -> tuple[float, ...]:
-    # One waits for all others, so that each begins where the one before has ended.
-    reduced = _tensor(num_bytes, device)
-    return tuple(_timed(lambda: communicators.all_reduce(reduced, group).wait(), repeats, device))
-
-
-def _timed(once: Callable[[], None], repeats: int, device: torch.device) -> list[float]:
-    times_s: list[float] = []
-    for _ in range(_WARM_UP + repeats):
-        start = time.perf_counter()
-        once()
-        _synchronize(device)
-        times_s.append(time.perf_counter() - start)
-    return times_s[_WARM_UP:]
-
-
-def _tensor(num_bytes: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(-(-num_bytes // _ELEMENT.itemsize), dtype=_ELEMENT, device=device)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

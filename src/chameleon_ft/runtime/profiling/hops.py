@@ -1,46 +1,43 @@
-"""One hop of a route, computed as the executor does, in pieces that can be measured one by one."""
+"""One hop of a route, computed as the executor does, in phases that can be measured one by one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from chameleon_ft.data.order import SampleOrder
+from chameleon_ft.config import RunConfig
 from chameleon_ft.data.samples import load_micro_batch
-from chameleon_ft.job import BoundarySpec, Job
+from chameleon_ft.data.order import SampleOrder
+from chameleon_ft.job import Job
+from chameleon_ft.models.build import boundary_specs
 from chameleon_ft.plan import LayerRange
-from chameleon_ft.runtime.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
+from chameleon_ft.runtime.execution.saved_activations import WeightHalf, input_gradient
 from chameleon_ft.runtime.profiling.memory import held_in_phases
-from chameleon_ft.runtime.split_backward import PendingWeightGradient, WholeBackward, input_gradient
 from chameleon_ft.sync import Segment
 
-__all__ = ["Hop", "ModelOnDevice", "ResidentLayers", "StateBytes"]
+__all__ = ["Hop", "ModelOnDevice", "ResidentLayers"]
+
+Phases = dict[str, Callable[[], None]]
 
 
 class ModelOnDevice:
-    """A job whose layers are built a few at a time, with one micro-batch to run them on.
+    """A job whose layers are built a few at a time, with the first micro-batch of a run to run them on.
 
     Attributes:
-        boundaries: what leaves each layer for one micro-batch.
+        boundaries: the output of each layer for one micro-batch.
         samples: inputs and targets of the micro-batch.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        boundaries: tuple[BoundarySpec, ...],
-        micro_batch_size: int,
-        seed: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, job: Job, config: RunConfig, device: torch.device) -> None:
+        size = config.batch.micro_batch_size
         self.job = job
-        self.boundaries = boundaries
-        self.seed = seed
+        self.boundaries = boundary_specs(job, size)
+        self.seed = config.seed
         self.device = device
-        self._ids = SampleOrder(len(job.dataset), seed).ids(0, micro_batch_size)
+        self._ids = SampleOrder(len(job.dataset), config.seed).ids(0, size)
         self.samples = self.load()
 
     @property
@@ -48,62 +45,50 @@ class ModelOnDevice:
         return self.job.num_layers
 
     def load(self) -> tuple[Tensor, Tensor]:
-        """Load the micro-batch, which costs what loading another one costs."""
+        """Load the micro-batch, which costs as much as loading another one."""
         inputs, targets = load_micro_batch(self.job.dataset, self._ids)
         return inputs.to(self.device), targets.to(self.device)
 
     def kind(self, layer: int) -> str:
-        """What the factory of `layer` is called, in lower case."""
+        """Return the name of the factory of `layer`, in lower case."""
         factory = self.job.layers[layer]
         name = str(getattr(getattr(factory, "func", factory), "__name__", "layer")).lower()
         return name if name.isidentifier() else "layer"
 
     def boundary_before(self, layer: int) -> Tensor:
-        """What comes in to `layer`; random where an earlier layer makes it.
+        """Return the samples, or a random tensor of the shape and type that `layer` receives.
 
-        Its size is what is needed and its values are not: an integer one is all zeros, which every layer knows.
+        An integer one is all zeros, a value that every layer accepts.
         """
-        if layer == 0:
-            return self.samples[0]
-        return self._like(self.boundaries[layer - 1])
+        return self.samples[0] if layer == 0 else self._like_output(layer - 1)
 
     def gradient_after(self, layer: int) -> Tensor | None:
-        """The gradient that comes in for the output of `layer`; None for the loss."""
-        return None if layer == self.num_layers - 1 else self._like(self.boundaries[layer])
+        """Return a gradient of the output of `layer`; None for the loss."""
+        return None if layer == self.num_layers - 1 else self._like_output(layer)
 
     def boundary_bytes(self, layer: int) -> int:
-        """Bytes of what crosses behind `layer`; none before the first and behind the last."""
+        """Return the bytes that cross behind `layer`; none before the first and behind the last."""
         return self.boundaries[layer].num_bytes if 0 <= layer < self.num_layers - 1 else 0
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has completed its work."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
-    def _like(self, spec: BoundarySpec) -> Tensor:
-        if spec.dtype.is_floating_point or spec.dtype.is_complex:
-            return torch.randn(spec.shape, dtype=spec.dtype, device=self.device)
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
-
-
-@dataclass(frozen=True, slots=True)
-class StateBytes:
-    """Bytes that a worker holds for its layers all the time; buffers count as parameters.
-
-    `commit_bytes` are those that it works with in a commit, for norm and update.
-    """
-
-    param_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    commit_bytes: int
+    def _like_output(self, layer: int) -> Tensor:
+        spec = self.boundaries[layer]
+        make = torch.randn if _is_differentiable(spec.dtype) else torch.zeros
+        return make(spec.shape, dtype=spec.dtype, device=self.device)
 
 
 class ResidentLayers:
-    """Some layers on the device, with gradients that are added up and an optimizer that has been used, as in a run.
+    """Some layers on the device, with accumulated gradients and an optimizer that has been used, as in a run.
 
     Attributes:
-        state: what that takes.
+        param_bytes: bytes held for parameters and buffers.
+        gradient_bytes: bytes held for gradients.
+        optimizer_bytes: bytes held for the optimizer's state.
+        commit_bytes: bytes in use only during a commit, for norm and update.
     """
 
     held: HeldLayers
@@ -111,18 +96,17 @@ class ResidentLayers:
     def __init__(self, model: ModelOnDevice, layers: LayerRange) -> None:
         self.model = model
         self.layers = layers
-        taken_in = held_in_phases(
-            {
-                "layers": self._build,
-                "gradients": self._add_gradients,
-                "optimizer": self._commit,
-                "commit": self._commit,
-            },
-            model.device,
+        phases = {
+            "layers": self._build,
+            "gradients": self._add_gradients,
+            "optimizer": self._commit,
+            "commit": self._commit,
+        }
+        held = held_in_phases(phases, model.device)
+        self.param_bytes, self.gradient_bytes, self.optimizer_bytes = (
+            held[name].after - held[name].before for name in ("layers", "gradients", "optimizer")
         )
-        taken = {name: during.after - during.before for name, during in taken_in.items()}
-        commit = taken_in["commit"].peak - taken_in["commit"].before
-        self.state = StateBytes(taken["layers"], taken["gradients"], taken["optimizer"], commit)
+        self.commit_bytes = held["commit"].peak - held["commit"].before
 
     def _build(self) -> None:
         self.held = HeldLayers(self.model.job, self.layers, seed=self.model.seed, device=self.model.device)
@@ -137,84 +121,84 @@ class ResidentLayers:
 
 
 class Hop:
-    """Runs `layers`, which are resident, on one micro-batch: `enter`, `forward`, then `backward` or its halves.
+    """Runs `layers`, which are resident, on one micro-batch, phase by phase.
 
     With `selective`, all of them are recomputed selectively.
     """
 
     def __init__(self, resident: ResidentLayers, layers: LayerRange, *, selective: bool = False) -> None:
         self._selective = layers if selective else ()
-        self._resident = resident
-        self._model = resident.model
+        self._held = resident.held
+        self.model = resident.model
         self.layers = layers
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == self.model.num_layers
         self._boundary: Tensor | None = None
         self._output: Tensor | None = None
         self._incoming: Tensor | None = None
         self._outgoing: Tensor | None = None
-        self._pending: PendingWeightGradient | WholeBackward | None = None
+        self._weight_half: WeightHalf | None = None
         self._graph: Tensor | None = None
 
     @property
-    def is_first(self) -> bool:
-        return self.layers.start == 0
+    def fused_phases(self) -> Phases:
+        """The phases of a forward and a whole backward, in order; the operations are F and B."""
+        begin = {"enter": self._enter, "F": self._forward, "gradient": self._receive_gradient}
+        return {**begin, "B": self._backward, "leave": self._leave}
 
     @property
-    def is_last(self) -> bool:
-        return self.layers.stop == self._model.num_layers
+    def split_phases(self) -> Phases:
+        """The phases of a forward and a backward in halves; not of a route's first hop, which has no I."""
+        begin = {"enter": self._enter, "F": self._forward, "gradient": self._receive_gradient}
+        return {**begin, "graph": self._keep_graph, "I": self._input_grad, "W": self._weight_grad, "leave": self._leave}
 
-    def enter(self) -> None:
-        """Receive what comes in for the forward."""
-        boundary = self._model.boundary_before(self.layers.start)
-        self._boundary = boundary if self.is_first else boundary.requires_grad_(_is_differentiable(boundary))
+    def _enter(self) -> None:
+        boundary = self.model.boundary_before(self.layers.start)
+        self._boundary = boundary if self.is_first else boundary.requires_grad_(_is_differentiable(boundary.dtype))
 
-    def forward(self) -> None:
-        """The forward, which loads the samples that it needs, as in a step."""
+    def _forward(self) -> None:
+        """Run F, which loads the samples that it needs, as in a step."""
         assert self._boundary is not None
         if self.is_first:
-            self._model.load()
-        output = self._resident.held.forward(
-            self.layers, self._boundary, step=0, micro_batch=0, selective=self._selective
-        )
+            self.model.load()
+        output = self._held.forward(self.layers, self._boundary, step=0, micro_batch=0, selective=self._selective)
         if self.is_last:
             if not self.is_first:
-                self._model.load()
-            output = self._model.job.loss(output, self._model.samples[1])
+                self.model.load()
+            output = self.model.job.loss(output, self.model.samples[1])
         self._output = output
 
-    def receive_gradient(self) -> None:
-        """Receive what comes in for the backward."""
-        self._incoming = self._model.gradient_after(self.layers.stop - 1)
+    def _receive_gradient(self) -> None:
+        self._incoming = self.model.gradient_after(self.layers.stop - 1)
 
-    def backward(self) -> None:
-        """All of the backward in one go."""
-        boundary, output = self._taken()
+    def _backward(self) -> None:
+        boundary, output = self._take()
         if output.requires_grad:
             torch.autograd.backward(output, self._incoming)
         self._outgoing, self._incoming = boundary.grad, None
 
-    def input_grad(self) -> None:
-        """The half that makes the gradient of the input."""
-        boundary, output = self._taken()
-        parameters = self._resident.held.parameters(self.layers)
-        self._outgoing, self._pending = input_gradient(output, self._incoming, boundary, parameters)
+    def _keep_graph(self) -> None:
+        """Keep the graph of I until W, as a layer does that is followed by other layers of its hop."""
+        if not self.is_last:
+            assert self._output is not None
+            self._graph = self._output.view_as(self._output)
+
+    def _input_grad(self) -> None:
+        boundary, output = self._take()
+        parameters = self._held.parameters(self.layers)
+        self._outgoing, self._weight_half = input_gradient(output, self._incoming, boundary, parameters)
         self._incoming = None
 
-    def weight_grad(self) -> None:
-        """The other half."""
-        assert self._pending is not None
-        self._pending.run()
-        self._pending = self._graph = None
+    def _weight_grad(self) -> None:
+        assert self._weight_half is not None
+        self._weight_half()
+        self._weight_half = self._graph = None
 
-    def keep_graph(self) -> None:
-        """Keep, until W, all that I has been through, as a layer does that other layers of its hop come after."""
-        assert self._output is not None
-        self._graph = self._output.view_as(self._output)
-
-    def leave(self) -> None:
-        """Let go of the gradient that goes on to the hop before."""
+    def _leave(self) -> None:
+        """Release the gradient for the hop before."""
         self._outgoing = None
 
-    def _taken(self) -> tuple[Tensor, Tensor]:
+    def _take(self) -> tuple[Tensor, Tensor]:
         boundary, output = self._boundary, self._output
         assert boundary is not None
         assert output is not None
@@ -222,5 +206,5 @@ class Hop:
         return boundary, output
 
 
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _is_differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

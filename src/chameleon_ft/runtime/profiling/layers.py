@@ -1,38 +1,23 @@
-"""Seconds and bytes of each layer, and what an operation costs beside its layers."""
+"""Measures seconds and bytes of each layer, and the fixed seconds of an operation beside its layers."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.profiles import LayerTimes, Spread
-from chameleon_ft.runtime.batches import KEPT_MICRO_BATCHES
+from chameleon_ft.runtime.execution.executor import KEPT_MICRO_BATCHES
 from chameleon_ft.runtime.profiling.hops import Hop, ModelOnDevice, ResidentLayers
 from chameleon_ft.runtime.profiling.memory import held_in_phases
 from chameleon_ft.workload import LayerCost, is_recomputed
 
-__all__ = ["LayerBytes", "MeasuredLayers", "layer_bytes", "measure_layers", "operation_overhead_s", "spread"]
+__all__ = ["MeasuredLayers", "measure_layers", "operation_overhead_s", "sized_layer"]
 
 _WARM_UP = 3
 _MOST_LAYERS_TOGETHER = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBytes:
-    """The bytes of a `LayerCost`, by the same names."""
-
-    param_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
-    weight_grad_bytes: int
-    output_bytes: int
-    working_bytes: int
-    sample_bytes: int
-    selective_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +38,28 @@ def measure_layers(model: ModelOnDevice, *, repeats: int, progress: Callable[[st
     for layer in range(model.num_layers):
         progress(f"layer {layer + 1} of {model.num_layers}")
         resident = ResidentLayers(model, LayerRange(layer, layer + 1))
-        sizes = layer_bytes(resident)
-        measured = _times(resident, repeats, selective=sizes.selective_bytes is not None)
-        costs.append(_cost(f"{model.kind(layer)} {layer}", measured, sizes, overhead_s))
+        sized = sized_layer(resident)
+        measured = _times(resident, repeats, selective=sized.selective_bytes is not None)
         times.append(measured)
+        costs.append(
+            replace(
+                sized,
+                forward_s=max(0.0, measured.forward.median_s - overhead_s),
+                input_grad_s=max(0.0, measured.input_grad.median_s - overhead_s),
+                weight_grad_s=max(0.0, measured.weight_grad.median_s - overhead_s),
+                fused_backward_s=max(0.0, measured.backward.median_s - overhead_s),
+                selective_s=0.0 if measured.selective is None else measured.selective.median_s,
+            )
+        )
     return MeasuredLayers(tuple(costs), tuple(times), overhead_s)
 
 
-def spread(times_s: Sequence[float]) -> Spread:
-    """What repeated measurements come to."""
-    return Spread(statistics.median(times_s), min(times_s), max(times_s), len(times_s))
-
-
 def operation_overhead_s(model: ModelOnDevice, *, repeats: int) -> float:
-    """Seconds that a hop of several layers saves over the same layers one by one, for each operation saved.
+    """Return the seconds that a hop of several layers saves over the same layers one by one, per operation saved.
 
-    The median over the ranges of a few neighbouring layers, over F and B, and over the rounds in which all of them are
-    run one after the other, so that a machine that becomes slower on the way does so for both. Zero where one by one
-    takes no longer, and where there are fewer than three layers: a hop through a whole model loads its samples once.
+    The median over the ranges of a few neighbouring layers, over F and B, and over rounds that each run all of them one
+    after the other, so that a machine that slows down does so for both. Zero where one by one takes no longer, and
+    where there are fewer than three layers: a hop through a whole model loads its samples once.
     """
     together = min(_MOST_LAYERS_TOGETHER, model.num_layers)
     start = (model.num_layers - together) // 2
@@ -85,72 +74,53 @@ def operation_overhead_s(model: ModelOnDevice, *, repeats: int) -> float:
     ]
     saved: list[float] = []
     for number in range(_WARM_UP + repeats if longer else 0):
-        alone = [_fused_s(hop, model) for hop in singles]
+        alone = [_fused_s(hop) for hop in singles]
         for first, hop, count in longer:
-            whole = _fused_s(hop, model)
+            whole = _fused_s(hop)
             parts = alone[first : first + count]
             if number >= _WARM_UP:
                 saved += [(sum(part[kind] for part in parts) - whole[kind]) / (count - 1) for kind in (0, 1)]
     return max(0.0, statistics.median(saved)) if saved else 0.0
 
 
-def layer_bytes(resident: ResidentLayers) -> LayerBytes:
-    """The bytes of the one layer that is resident.
+def sized_layer(resident: ResidentLayers) -> LayerCost:
+    """Return the one layer that is resident with its bytes, and no seconds yet.
 
-    As `chameleon_ft.estimate.memory` counts them: an input belongs to the activations of the layer that it comes in to,
-    and an output does not. What a layer works with is the most of what an operation holds beyond that; or a commit,
-    when there are no activations. Between I and W everything is kept that I has been through, for the graph of the
-    layers below and of the weights hangs on it; only what lies above the last weights is let go of, and that is counted
-    out for the last layer and its loss alone.
+    The bytes are those of `chameleon_ft.estimate.memory`: an input belongs to the activations of the layer that
+    receives it, and an output does not. The working memory of a layer is the most that an operation holds beyond that;
+    or a commit, when there are no activations. Between I and W everything that I has been through is kept, because the
+    graph of the layers below and of the weights hangs on it. Only the part above the last weights is released, and only
+    for the last layer and its loss is that counted.
     """
     model, hop = resident.model, Hop(resident, resident.layers)
     layer = resident.layers.start
     before, behind = model.boundary_bytes(layer - 1), model.boundary_bytes(layer)
-    _run_all(hop)
-    fused = held_in_phases(
-        {
-            "enter": hop.enter,
-            "F": hop.forward,
-            "gradient": hop.receive_gradient,
-            "B": hop.backward,
-            "end": hop.leave,
-        },
-        model.device,
-    )
+    _warm_up(hop)
+    fused = held_in_phases(hop.fused_phases, model.device)
     base = fused["enter"].before
     activations = max(0, fused["F"].after - base - behind)
     working = [
-        resident.state.commit_bytes - activations - behind,
+        resident.commit_bytes - activations - behind,
         fused["F"].peak - base - activations - behind,
         fused["B"].peak - base - activations - 2 * behind - before,
     ]
-    left = activations
+    kept_for_weights = activations
     if not hop.is_first:
-        split = held_in_phases(
-            {
-                "enter": hop.enter,
-                "F": hop.forward,
-                "gradient": hop.receive_gradient,
-                "graph": (lambda: None) if hop.is_last else hop.keep_graph,
-                "I": hop.input_grad,
-                "W": hop.weight_grad,
-                "end": hop.leave,
-            },
-            model.device,
-        )
+        split = held_in_phases(hop.split_phases, model.device)
         base = split["enter"].before
-        left = max(activations, split["I"].after - base - before - behind)
-        working += [
-            split["I"].peak - base - left - behind - before,
-            split["W"].peak - base - left - behind - before,
-        ]
+        kept_for_weights = max(activations, split["I"].after - base - before - behind)
+        working += [split[half].peak - base - kept_for_weights - behind - before for half in ("I", "W")]
     samples = KEPT_MICRO_BATCHES * sum(tensor.nbytes for tensor in model.samples)
-    return LayerBytes(
-        param_bytes=resident.state.param_bytes,
-        gradient_bytes=resident.state.gradient_bytes,
-        optimizer_bytes=resident.state.optimizer_bytes,
+    return LayerCost(
+        f"{model.kind(layer)} {layer}",
+        0.0,
+        0.0,
+        0.0,
+        param_bytes=resident.param_bytes,
+        gradient_bytes=resident.gradient_bytes,
+        optimizer_bytes=resident.optimizer_bytes,
         activation_bytes=activations,
-        weight_grad_bytes=left,
+        weight_grad_bytes=kept_for_weights,
         output_bytes=behind,
         working_bytes=max(0, *working),
         sample_bytes=samples if hop.is_first or hop.is_last else 0,
@@ -159,30 +129,21 @@ def layer_bytes(resident: ResidentLayers) -> LayerBytes:
 
 
 def _selective_bytes(resident: ResidentLayers, activation_bytes: int) -> int | None:
-    """Bytes that the layer keeps if it is recomputed selectively; None if that is no less."""
+    """Return the bytes that the layer keeps if it is recomputed selectively; None if that saves nothing."""
     model, layer = resident.model, resident.layers.start
     if not is_recomputed(layer, model.num_layers):
         return None
     hop = Hop(resident, resident.layers, selective=True)
-    _run_all(hop)
-    held = held_in_phases(
-        {
-            "enter": hop.enter,
-            "F": hop.forward,
-            "gradient": hop.receive_gradient,
-            "B": hop.backward,
-            "end": hop.leave,
-        },
-        model.device,
-    )
+    _warm_up(hop)
+    held = held_in_phases(hop.fused_phases, model.device)
     kept = max(0, held["F"].after - held["enter"].before - model.boundary_bytes(layer))
     return kept if kept < activation_bytes else None
 
 
 def _times(resident: ResidentLayers, repeats: int, *, selective: bool) -> LayerTimes:
-    """F, B, I and W of the one layer that is resident. The first layer's I makes nothing, and its W is its B.
+    """Time F, B, I and W of the one layer that is resident. The first layer's I makes nothing, and its W is its B.
 
-    With `selective`, also by how much F and B are longer if the layer is recomputed selectively.
+    With `selective`, also how much longer F and B take if the layer is recomputed selectively.
     """
     hop = Hop(resident, resident.layers)
     again = Hop(resident, resident.layers, selective=True)
@@ -190,72 +151,43 @@ def _times(resident: ResidentLayers, repeats: int, *, selective: bool) -> LayerT
     split: list[tuple[float, float]] = []
     longer: list[float] = []
     for _ in range(_WARM_UP + repeats):
-        fused.append(_fused_s(hop, resident.model))
+        fused.append(_fused_s(hop))
         if selective:
-            longer.append(max(0.0, sum(_fused_s(again, resident.model)) - sum(fused[-1])))
+            longer.append(max(0.0, sum(_fused_s(again)) - sum(fused[-1])))
         if not hop.is_first:
-            split.append(_split_s(hop, resident.model))
-    backward = spread([seconds for _, seconds in fused[_WARM_UP:]])
+            seconds = _seconds(hop, hop.split_phases)
+            split.append((seconds["I"], seconds["W"]))
+    forward, backward = (Spread.of(times) for times in zip(*fused[_WARM_UP:], strict=True))
+    input_grad, weight_grad = Spread(0.0, 0.0, 0.0, repeats), backward
+    if split:
+        input_grad, weight_grad = (Spread.of(times) for times in zip(*split[_WARM_UP:], strict=True))
     return LayerTimes(
-        forward=spread([seconds for seconds, _ in fused[_WARM_UP:]]),
+        forward=forward,
         backward=backward,
-        input_grad=spread([seconds for seconds, _ in split[_WARM_UP:]]) if split else Spread(0.0, 0.0, 0.0, repeats),
-        weight_grad=spread([seconds for _, seconds in split[_WARM_UP:]]) if split else backward,
-        selective=spread(longer[_WARM_UP:]) if longer else None,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        selective=Spread.of(longer[_WARM_UP:]) if longer else None,
     )
 
 
-def _cost(name: str, times: LayerTimes, sizes: LayerBytes, overhead_s: float) -> LayerCost:
-    def own(measured: Spread) -> float:
-        return max(0.0, measured.median_s - overhead_s)
-
-    return LayerCost(
-        name=name,
-        forward_s=own(times.forward),
-        input_grad_s=own(times.input_grad),
-        weight_grad_s=own(times.weight_grad),
-        fused_backward_s=own(times.backward),
-        selective_s=0.0 if times.selective is None else times.selective.median_s,
-        **asdict(sizes),
-    )
+def _fused_s(hop: Hop) -> tuple[float, float]:
+    seconds = _seconds(hop, hop.fused_phases)
+    return seconds["F"], seconds["B"]
 
 
-def _fused_s(hop: Hop, model: ModelOnDevice) -> tuple[float, float]:
-    hop.enter()
-    forward_s = _seconds(hop.forward, model)
-    hop.receive_gradient()
-    backward_s = _seconds(hop.backward, model)
-    hop.leave()
-    return forward_s, backward_s
+def _seconds(hop: Hop, phases: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, run in phases.items():
+        hop.model.synchronize()
+        start = time.perf_counter()
+        run()
+        hop.model.synchronize()
+        found[name] = time.perf_counter() - start
+    return found
 
 
-def _split_s(hop: Hop, model: ModelOnDevice) -> tuple[float, float]:
-    hop.enter()
-    hop.forward()
-    hop.receive_gradient()
-    input_grad_s = _seconds(hop.input_grad, model)
-    hop.leave()
-    return input_grad_s, _seconds(hop.weight_grad, model)
-
-
-def _seconds(run: Callable[[], None], model: ModelOnDevice) -> float:
-    model.synchronize()
-    start = time.perf_counter()
-    run()
-    model.synchronize()
-    return time.perf_counter() - start
-
-
-def _run_all(hop: Hop) -> None:
-    """Once through, so that what libraries set aside for good is there before anything is counted."""
-    hop.enter()
-    hop.forward()
-    hop.receive_gradient()
-    hop.backward()
-    if not hop.is_first:
-        hop.enter()
-        hop.forward()
-        hop.receive_gradient()
-        hop.input_grad()
-        hop.weight_grad()
-    hop.leave()
+def _warm_up(hop: Hop) -> None:
+    """Run all phases once, so that memory that libraries take for good is not counted."""
+    for phases in (hop.fused_phases, {} if hop.is_first else hop.split_phases):
+        for run in phases.values():
+            run()

@@ -1,6 +1,6 @@
-"""What the allocator hands out while something runs: how much is held before, at the most and after.
+"""Measures what the allocator hands out while something runs: the bytes held before, at the most and after.
 
-On a CPU torch counts nothing by itself, but its profiler is told of every block that is taken and given back, those
+On a CPU torch counts nothing by itself, but reports to its profiler every block that is taken and given back, those
 inside kernels too. An accelerator's allocator keeps the figures, rounded up to its blocks.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,9 +19,8 @@ __all__ = ["Held", "held_in_phases"]
 _MARK = "phase "
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes that are held before, at the most during, and after something; only differences mean something."""
+class Held(NamedTuple):
+    """Bytes that are held before, at the most during, and after a phase; only differences mean something."""
 
     before: int
     peak: int
@@ -30,11 +28,11 @@ class Held:
 
 
 def held_in_phases(phases: Mapping[str, Callable[[], None]], device: torch.device) -> dict[str, Held]:
-    """Run the phases in order and return what tensors on `device` hold in each.
+    """Run the phases in order and return the bytes that tensors on `device` hold in each.
 
-    Blocks taken before the first phase are in none of the figures on a CPU, so none of them may be given back in one.
+    On a CPU no figure counts the blocks taken before the first phase, so no phase may give one of them back.
     """
-    # What is found to be garbage is given back at any time, also what was taken before.
+    # Garbage is collected at any time, also garbage from before.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -52,14 +50,13 @@ def _from_statistics(phases: Mapping[str, Callable[[], None]], device: torch.dev
         before = torch.accelerator.memory_allocated(device)
         run()
         torch.accelerator.synchronize(device)
-        found[name] = Held(
-            before, torch.accelerator.max_memory_allocated(device), torch.accelerator.memory_allocated(device)
-        )
+        peak, after = torch.accelerator.max_memory_allocated(device), torch.accelerator.memory_allocated(device)
+        found[name] = Held(before, peak, after)
     return found
 
 
 def _from_events(phases: Mapping[str, Callable[[], None]]) -> dict[str, Held]:
-    # Torch's library for traces, which is loaded even if it is not used, would write to the terminal.
+    # Torch loads its library for traces even if it is not used, and the library would write to the terminal.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.autograd.profiler.profile(use_cpu=True, profile_memory=True, use_kineto=False) as profiler:
         for name, run in phases.items():

@@ -1,9 +1,8 @@
 """Preallocates memory for layers before they arrive.
 
-Memory that a process has from its system costs as much to touch for the first time as to receive: one page after the
-other is looked for and cleared. So that a transfer does not wait for it, a thread makes room while everyone has
-something else to wait for: modules for the parameters, and a block of memory for what the optimizer keeps of them. How
-that is divided is known only when the layer is described.
+The first touch of a page that the system gives out costs as much as receiving it. So that a transfer does not wait for
+that, a thread allocates while the rank waits for something else: modules for the parameters, and a block of memory for
+the optimizer's state, whose division is known only when the layer is described.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_ft.job import Job
-from chameleon_ft.runtime.layers import blank_module
+from chameleon_ft.runtime.execution.layers import blank_module
 
 __all__ = ["Allocation", "LayerAllocator", "Memory"]
 
 _PIECE_BYTES: Final = 1 << 24  # between two looks at whether it is still wanted: some milliseconds
 _ALIGNMENT: Final = 64  # bytes, as torch's allocator has it on a CPU
 _TENSORS: Final = 4  # that an optimizer keeps of a parameter, at most of those that are known
-_LEAST_BYTES: Final = 1 << 12  # what is smaller has no page of its own
+_LEAST_BYTES: Final = 1 << 12  # a smaller tensor has no page of its own
 
 
 class Memory:
-    """A block of host memory of which parts are given out, first to last. It goes when none of them is used."""
+    """A block of host memory that is given out in parts, first to last. It is freed with the last part in use."""
 
     def __init__(self, num_bytes: int) -> None:
         self._block = torch.empty(num_bytes, dtype=torch.uint8)
         self._used = 0
 
     def touch(self, *, unless: Callable[[], bool]) -> None:
-        """Have the system give out all pages; ends early where `unless` says so."""
+        """Have the system give out all pages; return early once `unless` is true."""
         for piece in self._block.split(_PIECE_BYTES):
             if unless():
                 return
             piece.zero_()
 
     def part(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """A contiguous tensor that may hold anything; None where it does not fit, or is too small to be worth it."""
+        """Return a contiguous tensor of any values; None where it does not fit, or is too small to be worth it."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < _LEAST_BYTES or self._used + num_bytes > self._block.numel():
             return None
@@ -55,11 +54,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Memory for a layer that is going to arrive.
+    """Memory for a layer that will arrive: a module whose parameters may hold anything, and a block for the rest.
 
-    Attributes:
-        module: its parameters may hold anything.
-        memory: for what the optimizer keeps of them; None where that gets memory as it arrives.
+    Without `memory`, the optimizer's state gets its memory as it arrives.
     """
 
     module: nn.Module
@@ -70,8 +67,7 @@ class LayerAllocator:
     """Allocates layers, ahead of their arrival if possible.
 
     Args:
-        device: where layers are.
-        ahead: whether room in host memory is made before it is asked for. An accelerator's costs nothing to touch.
+        ahead: whether host memory is allocated before it is needed. An accelerator's costs nothing to touch.
     """
 
     def __init__(self, job: Job, *, seed: int, device: torch.device, ahead: bool) -> None:
@@ -79,55 +75,55 @@ class LayerAllocator:
         self._seed = seed
         self._device = device
         self._ahead = ahead and device.type == "cpu"
-        # No other thread makes layers meanwhile: the generator that their factories draw from is one for all.
-        self._maker = ThreadPoolExecutor(1, thread_name_prefix="room")
-        self._coming: dict[int, Future[Allocation]] = {}
+        # Only this thread builds layers, because their factories draw from one global generator.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="preallocation")
+        self._pending: dict[int, Future[Allocation]] = {}
         self._stop = threading.Event()
 
     def preallocate(self, state_bytes: Mapping[int, int], *, then: Callable[[], object] = lambda: None) -> None:
-        """Begin to make room for these layers, in this order, and let go of any other.
+        """Begin to allocate these layers, in this order, and release any other.
 
         Args:
-            state_bytes: layer -> bytes of its state, with what the optimizer keeps.
-            then: called, by another thread perhaps, once there is nothing more to do.
+            state_bytes: layer -> bytes of its state, the optimizer's included.
+            then: called at the end, perhaps by another thread.
         """
         if not self._ahead:
             then()
             return
-        self._let_go(of=lambda layer: layer not in state_bytes)
+        self._release(lambda layer: layer not in state_bytes)
         self._stop.clear()
         for layer, num_bytes in state_bytes.items():
-            if layer not in self._coming:
-                self._coming[layer] = self._maker.submit(self._made, layer, num_bytes)
-        self._maker.submit(then)
+            if layer not in self._pending:
+                self._pending[layer] = self._thread.submit(self._allocate, layer, num_bytes)
+        self._thread.submit(then)
 
     def take(self, layer: int) -> Allocation:
-        """Give out the room for a layer; blocks until it is there. Raises what making the layer raises."""
+        """Return the memory for a layer; blocks until it is allocated. Raises as the layer's factory does."""
         if not self._ahead:
             return Allocation(self._blank(layer))
-        coming = self._coming.pop(layer, None) or self._maker.submit(self._made, layer, 0)
-        return coming.result()
+        pending = self._pending.pop(layer, None) or self._thread.submit(self._allocate, layer, 0)
+        return pending.result()
 
     def hurry(self) -> None:
-        """Touch no memory any more until something else is expected. Called from any thread."""
+        """Touch no more memory until the next `preallocate`. Called from any thread."""
         self._stop.set()
 
     def drop(self) -> None:
-        """Let go of all that has been made and was not taken; when this returns, nothing is being made any more."""
-        self._let_go(of=lambda layer: True)
+        """Release all that was not taken; when this returns, no allocation is in progress."""
+        self._release(lambda layer: True)
 
-    def _let_go(self, *, of: Callable[[int], bool]) -> None:
-        """What has not been begun is given up in any case, so that it can be begun in another order."""
-        gone = [layer for layer, coming in self._coming.items() if coming.cancel() or of(layer)]
-        under_way = [self._coming.pop(layer) for layer in gone]
-        if any(not coming.done() for coming in under_way):
+    def _release(self, unwanted: Callable[[int], bool]) -> None:
+        """Release unwanted layers, and those that are not begun, so that they can begin in another order."""
+        gone = [layer for layer, pending in self._pending.items() if pending.cancel() or unwanted(layer)]
+        running = [self._pending.pop(layer) for layer in gone]
+        if any(not pending.done() for pending in running):
             self._stop.set()
-            wait(under_way)
+            wait(running)
 
     def _blank(self, layer: int) -> nn.Module:
         return blank_module(self._job, layer, seed=self._seed, device=self._device)
 
-    def _made(self, layer: int, num_bytes: int) -> Allocation:
+    def _allocate(self, layer: int, num_bytes: int) -> Allocation:
         module = self._blank(layer)
         rest = num_bytes - sum(value.nbytes for value in module.state_dict().values() if isinstance(value, Tensor))
         if rest <= 0:
@@ -136,9 +132,7 @@ class LayerAllocator:
         rest += _TENSORS * _ALIGNMENT * sum(1 for _ in module.parameters())
         try:
             memory = Memory(rest)
-        except (
-            RuntimeError
-        ):  # so torch says that there is none; without it the layer may fit, as it arrives piece by piece
+        except RuntimeError:  # no memory for all of it at once; piece by piece, as it arrives, the layer may fit
             return Allocation(module)
         memory.touch(unless=self._stop.is_set)
         return Allocation(module, memory)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,16 @@ from chameleon_ft.sync import Segment
 
 __all__ = ["GradientBuffers", "HeldLayers", "LayerState", "blank_module"]
 
-# A norm in float64 is taken of a copy, which must not be one of all gradients; a launch costs more than a call.
-_NORM_ELEMENTS = {True: 1 << 14, False: 1 << 22}  # on a CPU, elsewhere
+# Elements of one norm. In float64 it is taken of a copy, which must stay small on a CPU; elsewhere a launch costs more.
+_NORM_ELEMENTS_ON_CPU: Final = 1 << 14
+_NORM_ELEMENTS: Final = 1 << 22
 
 LayerState = dict[str, Any]
 """One layer's state by flat key: ``module/NAME`` for parameters and persistent buffers, ``optimizer/NAME/KEY``."""
 
 
 def blank_module(job: Job, layer: int, *, seed: int, device: torch.device) -> nn.Module:
-    """Make a layer for `HeldLayers.take_in`; its parameters may hold anything."""
+    """Build a layer for `HeldLayers.take_in`; its parameters may hold anything."""
     return blank_layer(job, layer, seed).to(device).train()
 
 
@@ -59,13 +60,13 @@ class HeldLayers:
         self.restore(layer, state)
 
     def keep_only(self, layers: Collection[int]) -> None:
-        """Let go of all other layers, and of their memory."""
+        """Release all other layers, and their memory."""
         if not self.layers.issubset(layers):
             self._modules = {layer: module for layer, module in self._modules.items() if layer in layers}
             self._renew_optimizer()
 
     def drop_gradients(self) -> None:
-        """Let go of the gradients' memory, as far as nothing else needs it."""
+        """Release the memory of the gradients, unless something else refers to it."""
         for module in self._modules.values():
             module.zero_grad(set_to_none=True)
 
@@ -79,7 +80,7 @@ class HeldLayers:
                 boundary = self._modules[layer](boundary)
         return boundary
 
-    def parameters(self, layers: LayerRange) -> list[nn.Parameter]:
+    def parameters(self, layers: Iterable[int]) -> list[nn.Parameter]:
         """The trained parameters of `layers`, in order."""
         return [p for layer in layers for p in self._modules[layer].parameters() if p.requires_grad]
 
@@ -90,18 +91,6 @@ class HeldLayers:
             for copies in self._job.tied_with(layers)
         )
         return [copies for copies in groups if copies and copies[0].requires_grad]
-
-    def _placed(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
-        """Put a value of the optimizer's state where the optimizer keeps it: with its parameter, but for the counter.
-
-        Torch keeps a counter called "step" on the CPU unless the update is fused or capturable.
-        """
-        if not isinstance(value, Tensor):
-            return value
-        assert self._optimizer is not None
-        group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
-        on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-        return value.to("cpu" if on_host else parameter.device)
 
     def update(self, step: int) -> float:
         """Run the optimizer on the gradients as they are and return the learning rate of that step."""
@@ -124,29 +113,36 @@ class HeldLayers:
         return state
 
     def snapshot(self, layer: int) -> LayerState:
-        """Copy what `state_of` gives to host memory."""
-        state = self.state_of(layer).items()
-        return {key: _to_host(value) if isinstance(value, Tensor) else value for key, value in state}
+        """Copy the state of a layer to host memory, even if it is there: training goes on changing it."""
+        return {
+            key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            for key, value in self.state_of(layer).items()
+        }
 
     def restore(self, layer: int, state: Mapping[str, Any]) -> None:
-        """Take over what `state_of` or `snapshot` gave for this layer."""
+        """Take over the state that `state_of` or `snapshot` gave for this layer."""
         module = self._modules[layer]
-        weights = {key.removeprefix("module/"): value for key, value in state.items() if key.startswith("module/")}
-        module.load_state_dict(weights)
+        module.load_state_dict(_under("module/", state))
         if self._optimizer is None:
             return
         for name, parameter in module.named_parameters():
-            prefix = f"optimizer/{name}/"
-            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            if own:
+            if own := _under(f"optimizer/{name}/", state):
                 self._optimizer.state[parameter] = {
-                    key: self._placed(key, value, parameter) for key, value in own.items()
+                    key: value.to(self._optimizer_device(key, parameter)) if isinstance(value, Tensor) else value
+                    for key, value in own.items()
                 }
 
+    def _optimizer_device(self, key: str, parameter: nn.Parameter) -> torch.device:
+        """Return where torch keeps a value: the counter "step" on the CPU, unless the update is fused or capturable."""
+        assert self._optimizer is not None
+        group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
+        on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+        return torch.device("cpu") if on_host else parameter.device
+
     def _renew_optimizer(self) -> None:
-        """Make an optimizer for the parameters that are held now; what it kept for them stays."""
+        """Make an optimizer for the parameters that are held now, with the state that the last one kept for them."""
         before = None if self._optimizer is None else self._optimizer.state
-        parameters = [p for module in self._modules.values() for p in module.parameters() if p.requires_grad]
+        parameters = self.parameters(self._modules)
         self._optimizer = self._job.optimizer(parameters) if parameters else None
         if self._optimizer is not None and before is not None:
             self._optimizer.state.update({p: before[p] for p in parameters if p in before})
@@ -156,7 +152,7 @@ class GradientBuffers:
     """The gradients of the held layers as views into one flat buffer for each segment and element type.
 
     Autograd accumulates into the views in place, so that a segment is reduced without being gathered first. The copies
-    of a tied parameter have one view together, which sums their gradients.
+    of a tied parameter share one view, which sums their gradients.
     """
 
     def __init__(self, held: HeldLayers, segments: Sequence[Segment]) -> None:
@@ -182,44 +178,40 @@ class GradientBuffers:
 
     def zero(self) -> None:
         """Start a step."""
-        for buffer in self._all():
-            buffer.zero_()
+        for buffers in self._buffers.values():
+            for buffer in buffers:
+                buffer.zero_()
 
     def scale(self, factor: float) -> None:
-        for buffer in self._all():
-            buffer.mul_(factor)
+        for buffers in self._buffers.values():
+            for buffer in buffers:
+                buffer.mul_(factor)
 
     def square_sum(self, worker: int) -> float:
-        """The squared L2 norm of the segments that `worker` is the first holder of.
+        """Return the squared L2 norm of the segments that `worker` is the first holder of.
 
-        Every layer has one first holder, so that the sum of this over all workers counts each layer once.
+        Every layer has one first holder, so the sum of this over all workers counts each layer once.
         """
         own = [buffer for segment in self.segments if segment.holders[0] == worker for buffer in self.of(segment)]
-        parts = [part for buffer in own for part in buffer.split(_NORM_ELEMENTS[buffer.is_cpu])]
+        parts = [part for b in own for part in b.split(_NORM_ELEMENTS_ON_CPU if b.is_cpu else _NORM_ELEMENTS)]
         return math.fsum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
 
-    def _all(self) -> Iterable[Tensor]:
-        for buffers in self._buffers.values():
-            yield from buffers
 
-
-def _flat_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> tuple[Tensor, ...]:
-    """Give the copies of each parameter, mostly there is one, their view."""
+def _flat_gradients(parameters: Iterable[Sequence[nn.Parameter]]) -> tuple[Tensor, ...]:
+    """Make flat buffers, one for each element type, and give all copies of each parameter its view as gradient."""
     buffers: list[Tensor] = []
     by_type = sorted(parameters, key=lambda copies: str(copies[0].dtype))
     for dtype, group in groupby(by_type, key=lambda copies: copies[0].dtype):
-        same = list(group)
-        buffer = torch.zeros(sum(copies[0].numel() for copies in same), dtype=dtype, device=same[0][0].device)
-        offset = 0
-        for copies in same:
-            size = copies[0].numel()
+        alike = list(group)
+        offset, size = 0, sum(copies[0].numel() for copies in alike)
+        buffer = torch.zeros(size, dtype=dtype, device=alike[0][0].device)
+        for copies in alike:
             for copy in copies:
-                copy.grad = buffer[offset : offset + size].view_as(copy)
-            offset += size
+                copy.grad = buffer[offset : offset + copy.numel()].view_as(copy)
+            offset += copies[0].numel()
         buffers.append(buffer)
     return tuple(buffers)
 
 
-def _to_host(value: Tensor) -> Tensor:
-    # `clone` also where the tensor is on the CPU already: training goes on changing it.
-    return value.detach().to("cpu", copy=True)
+def _under(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}

@@ -12,22 +12,29 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.cluster import Cluster
-from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight, Membership
+from chameleon_ft.runtime.communicators.base import CommunicationError, Communicators, InFlight, Membership
 
 __all__ = ["EmulatedLinks"]
 
 _STAMP_BYTES: Final = 16  # when a message is due, and how long it keeps its receiver from the next one
 
 
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """A message or a reduction that does its work when it is waited for."""
+
+    wait: Callable[[], None]
+
+
 class EmulatedLinks:
     """Communicators that carry every tensor at once and hand it over when the emulated link would have.
 
     A message carries the time at which it is due, by the clock of the machine that all ranks share. An all-reduce
-    begins when all of its group wait for it, and is due a ring's time later: so those that a rank has issued are done
-    one after the other. The vote takes its own time only.
+    begins when all of its group wait for it, and is due a ring's time later: so the reductions of a rank run one after
+    the other. The vote takes its own time only.
 
     Args:
-        inner: what carries the tensors; not opened yet.
+        inner: carries the tensors; not opened yet.
         cluster_of: gives the links and hosts of emulated workers; not all of them may be there from the beginning.
         scale: bytes that a byte stands for.
     """
@@ -61,26 +68,29 @@ class EmulatedLinks:
 
     def receive(self, tensor: Tensor, *, peer: int, tag: int) -> InFlight:
         packed = torch.empty(_STAMP_BYTES + tensor.nbytes, dtype=torch.uint8)
-        return _Message(self._inner.receive(packed, peer=peer, tag=tag), packed, tensor, peer, self)
+        arriving = self._inner.receive(packed, peer=peer, tag=tag)
+
+        def wait() -> None:
+            arriving.wait()
+            due, busy_s = packed[:_STAMP_BYTES].view(torch.float64).tolist()
+            if busy_s:
+                due = self._received_at = max(due, self._received_at + busy_s)
+            self._sleep_until(due, peer)
+            tensor.copy_(packed[_STAMP_BYTES:].view(tensor.dtype).view_as(tensor))
+
+        return _Deferred(wait)
 
     def all_reduce(self, tensor: Tensor, group: tuple[int, ...]) -> InFlight:
         ring_s = self._cluster.ring_all_reduce_s(group, tensor.nbytes * self._scale)
-        return _Reduction(self._inner, tensor, group, ring_s, self)
+
+        def wait() -> None:
+            self._inner.all_reduce(tensor, group).wait()
+            self._sleep_until(time.perf_counter() + ring_s, None)
+
+        return _Deferred(wait)
 
     def vote(self, ballot: Tensor, group: tuple[int, ...]) -> InFlight:
         return self._inner.vote(ballot, group)
-
-    def taken(self, due: float, busy_s: float) -> float:
-        """When a message that was due at `due` has been received, by one who receives one after the other."""
-        if busy_s:
-            due = self._received_at = max(due, self._received_at + busy_s)
-        return due
-
-    def sleep_until(self, due: float, peer: int | None) -> None:
-        """Sleep, and raise CommunicationError as soon as the generation is over."""
-        remaining = due - time.perf_counter()
-        if remaining > 0 and self._over.wait(remaining):
-            raise CommunicationError(peer, "the generation is over")
 
     def interrupt(self) -> None:
         self._over.set()
@@ -89,30 +99,8 @@ class EmulatedLinks:
     def close(self) -> None:
         self._inner.close()
 
-
-@dataclass(slots=True)
-class _Message:
-    inner: InFlight
-    packed: Tensor
-    target: Tensor
-    peer: int
-    links: EmulatedLinks
-
-    def wait(self) -> None:
-        self.inner.wait()
-        due, busy_s = self.packed[:_STAMP_BYTES].view(torch.float64).tolist()
-        self.links.sleep_until(self.links.taken(due, busy_s), self.peer)
-        self.target.copy_(self.packed[_STAMP_BYTES:].view(self.target.dtype).view_as(self.target))
-
-
-@dataclass(slots=True)
-class _Reduction:
-    inner: Communicators
-    tensor: Tensor
-    group: tuple[int, ...]
-    ring_s: float
-    links: EmulatedLinks
-
-    def wait(self) -> None:
-        self.inner.all_reduce(self.tensor, self.group).wait()
-        self.links.sleep_until(time.perf_counter() + self.ring_s, None)
+    def _sleep_until(self, due: float, peer: int | None) -> None:
+        """Sleep; raise CommunicationError as soon as the generation is over."""
+        remaining = due - time.perf_counter()
+        if remaining > 0 and self._over.wait(remaining):
+            raise CommunicationError(peer, "the generation is over")

@@ -1,0 +1,1 @@
+"""Execution of a step: the layers that a rank holds, its program, and the commit."""

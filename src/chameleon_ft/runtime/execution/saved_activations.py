@@ -1,0 +1,152 @@
+"""Activations that a worker saves of a hop from its forward to its backward, and the backward: whole, or in halves.
+
+The cut of a backward into I (gradient of the input) and W (gradients of the weights) is torch's own, from its
+pipelining package. It is private there, and only this file uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from chameleon_ft.plan import LayerRange
+from chameleon_ft.runtime.execution.layers import HeldLayers
+from chameleon_ft.schedule import Operation
+from chameleon_ft.workload import is_recomputed
+
+__all__ = ["SavedActivations", "WeightHalf", "input_gradient"]
+
+WeightHalf = Callable[[], object]
+"""The W of a split backward. A single call adds to the gradients of the parameters."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """Some layers of a hop: their input, detached from the layers before, and their output with its graph.
+
+    The output is None if the backward runs the layers again.
+    """
+
+    layers: LayerRange
+    boundary: Tensor
+    output: Tensor | None
+
+
+class SavedActivations:
+    """The saved state of one hop, whose backward runs once, whole or in halves.
+
+    Each layer that is recomputed in full is a part of its own, of which only the input is saved. So is each stretch of
+    layers between those, of which autograd keeps the graph. A layer that is recomputed in full runs with a graph the
+    first time too, which is freed at once: without a graph torch may choose other kernels, and the loss would differ
+    in its last bits. A layer that is recomputed selectively keeps its graph, which makes some of its tensors again: see
+    `chameleon_ft.models.recomputation`.
+
+    Args:
+        operation: the hop's F.
+        num_layers: layers of the model.
+    """
+
+    def __init__(self, held: HeldLayers, operation: Operation, *, step: int, num_layers: int) -> None:
+        again = operation.recompute
+        selective = frozenset(layer for layer in (again.selective if again else ()) if is_recomputed(layer, num_layers))
+        self._held = held
+        self._operation = operation
+        self._num_layers = num_layers
+        self._run = partial(held.forward, step=step, micro_batch=operation.micro_batch, selective=selective)
+        self._parts: list[_Part] = []
+
+    def forward(self, boundary: Tensor) -> Tensor:
+        """Run the hop's F on its input; return the output, with its graph if it is that of the model's last layer."""
+        for layers, again in _parts_of(self._operation, self._num_layers):
+            boundary = self._part_forward(layers, boundary, again=again)
+        return boundary
+
+    def end_in(self, loss: Tensor) -> None:
+        """Replace the output of the route's last hop by the loss computed from it."""
+        self._parts[-1].output = loss
+
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        """Add to the gradients of the parameters; return the gradient of the hop's input, None where it has none.
+
+        `gradient` is that of the hop's output; None for the loss.
+        """
+        while self._parts:
+            part = self._parts.pop()
+            _backward(self._output(part), gradient)
+            gradient = part.boundary.grad
+            if gradient is None:  # the layers below have no part in the loss
+                self._parts.clear()
+        return gradient
+
+    def input_gradient(self, gradient: Tensor | None) -> tuple[Tensor | None, WeightHalf]:
+        """Run I: return the gradient of the hop's input, None where it has none, and the W that remains."""
+        if not self._parts[0].boundary.requires_grad:
+            return None, partial(self.backward, gradient)
+        halves: list[WeightHalf] = []
+        while self._parts:
+            part = self._parts.pop()
+            parameters = self._held.parameters(part.layers)
+            gradient, half = input_gradient(self._output(part), gradient, part.boundary, parameters)
+            halves.append(half)
+            if gradient is None:
+                self._parts.clear()
+        return gradient, partial(_run_all, halves)
+
+    def _part_forward(self, layers: LayerRange, boundary: Tensor, *, again: bool) -> Tensor:
+        output = self._run(layers, boundary)
+        self._parts.append(_Part(layers, boundary, None if again else output))
+        if layers.stop == self._num_layers:
+            return output
+        return output.detach().requires_grad_(output.requires_grad)
+
+    def _output(self, part: _Part) -> Tensor:
+        return self._run(part.layers, part.boundary) if part.output is None else part.output
+
+
+def input_gradient(
+    output: Tensor, output_gradient: Tensor | None, boundary: Tensor, parameters: list[nn.Parameter]
+) -> tuple[Tensor | None, WeightHalf]:
+    """Compute the gradient of `boundary` and save what W needs.
+
+    Args:
+        output: the output of some layers, or the scalar loss.
+        output_gradient: gradient of `output`; None for the loss.
+        boundary: the input of the layers. If it needs no gradient, W is the whole backward.
+        parameters: the trained parameters of the layers.
+    """
+    if not boundary.requires_grad:
+        return None, partial(_backward, output, output_gradient)
+    if output._is_view():
+        output = output.clone()  # torch detaches the output in place, which it does not allow of a view
+    whole = partial(_backward, output.view_as(output), output_gradient)
+    gradients = None if output_gradient is None else [output_gradient]
+    (gradient,), groups = stage_backward_input([output], gradients, [boundary], iter(parameters))
+    # Torch leaves the gradient there too, where it would stay for as long as W keeps the input.
+    boundary.grad = None
+    # Torch looks for weights on the path from the output to the input; where there is no such path it finds none.
+    return gradient, whole if gradient is None else partial(stage_backward_weight, iter(parameters), groups)
+
+
+def _backward(output: Tensor, gradient: Tensor | None) -> None:
+    if output.requires_grad:
+        torch.autograd.backward(output, gradient)
+
+
+def _run_all(halves: list[WeightHalf]) -> None:
+    while halves:
+        halves.pop()()
+
+
+def _parts_of(operation: Operation, num_layers: int) -> Iterator[tuple[LayerRange, bool]]:
+    """Yield the parts of a hop from below, and whether the backward runs each again."""
+    layers, recomputed = operation.layers, operation.recompute
+    again = [layer for layer in (recomputed.full if recomputed else ()) if is_recomputed(layer, num_layers)]
+    edges = {layers.start, layers.stop, *again, *(layer + 1 for layer in again)}
+    for start, stop in pairwise(sorted(edges)):
+        yield LayerRange(start, stop), start in again

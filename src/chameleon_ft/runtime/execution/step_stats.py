@@ -1,0 +1,99 @@
+"""Sums and times of a step, their record in the run directory and their summary for the coordinator."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import dataclass, field
+
+from chameleon_ft.control.wire.messages import OperationTimes
+from chameleon_ft.observe import RecordedReduction, RecordedStep, TimelineLog
+from chameleon_ft.schedule import OperationKind
+from chameleon_ft.sync import Segment
+
+__all__ = ["StepRecorder", "StepStats", "TimedReduction"]
+
+_AFTER_A_CHANGE = 2  # steps of a new generation that are recorded whatever their number
+
+
+@dataclass(frozen=True, slots=True)
+class TimedReduction:
+    """When the all-reduce of a segment was issued and when it was done, by `time.perf_counter`."""
+
+    segment: Segment
+    start_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Sums and times of one worker's step. The executor begins it and the commit completes it.
+
+    All times are by `time.perf_counter`.
+    """
+
+    loss: float = 0.0
+    terms: int = 0
+    samples: int = 0
+    spans: list[tuple[OperationKind, float, float]] = field(default_factory=list)
+    """(kind, start of the computation, end of it) of each operation, in order."""
+    in_flight: list[object] = field(default_factory=list)
+    """Messages that may not have arrived: to be held until the step's vote is complete."""
+    reductions: tuple[TimedReduction, ...] = ()
+    vote_s: tuple[float, float] = (0.0, 0.0)
+    """(start, end)"""
+    end_s: float = 0.0
+
+    def operation_times(self) -> OperationTimes:
+        """Return the median seconds of the operations; the halves of a split backward count as one."""
+        return OperationTimes(
+            forward_s=self._median_s(OperationKind.FORWARD),
+            backward_s=self._median_s(OperationKind.BACKWARD)
+            or self._median_s(OperationKind.INPUT_GRAD) + self._median_s(OperationKind.WEIGHT_GRAD),
+            longest_s=max((end - start for _, start, end in self.spans), default=0.0),
+        )
+
+    def _median_s(self, kind: OperationKind) -> float:
+        found = [end - start for each, start, end in self.spans if each is kind]
+        return statistics.median(found) if found else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecorder:
+    """Writes steps of one worker to `log`: each whose number `every` divides, and the first after a change.
+
+    With `every` = 0 it writes none.
+    """
+
+    log: TimelineLog
+    worker: int
+    every: int
+
+    def wants(self, step: int, *, first_step: int) -> bool:
+        """Whether this step of a generation that began with `first_step` is to be written."""
+        return self.every > 0 and (step % self.every == 0 or step < first_step + _AFTER_A_CHANGE)
+
+    def record(self, step: int, stats: StepStats, *, generation: int, start_s: float, start_unix_s: float) -> None:
+        """Write a step, which began at `start_s` of the clock of `stats`; an OSError is only printed."""
+        recorded = RecordedStep(
+            generation=generation,
+            step=step,
+            worker=self.worker,
+            time=start_unix_s,
+            operations=tuple((begun - start_s, ended - start_s) for _, begun, ended in stats.spans),
+            reductions=tuple(
+                RecordedReduction(
+                    timed.segment.layers.start,
+                    timed.segment.layers.stop,
+                    timed.start_s - start_s,
+                    timed.end_s - start_s,
+                )
+                for timed in stats.reductions
+            ),
+            vote_s=(stats.vote_s[0] - start_s, stats.vote_s[1] - start_s),
+            end_s=stats.end_s - start_s,
+        )
+        try:
+            self.log.append(recorded)
+        except OSError as error:  # training does not depend on it
+            print(f"the operations of step {step} cannot be written down: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Transfer of layers between ranks in a change of placement."""

@@ -1,0 +1,251 @@
+"""Messages that carry the state of layers from one worker to another: a description, the tensors, their checksums.
+
+Under one tag a sender sends, in this order: size and checksum of the description; the description, with type and shape
+of every tensor of every layer and the value of everything else; then for each layer its tensors, large ones in pieces,
+and the checksum of each piece. So a receiver needs to know nothing of the sender's optimizer, and no tensor is copied
+on either side. Because the receiver knows all layers from the beginning, it can allocate the next one, and have it
+arrive, while it still works on the one before.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import xxhash
+from torch import Tensor
+
+from chameleon_ft.runtime.communicators import CommunicationError, Communicators, InFlight
+from chameleon_ft.runtime.execution.layers import LayerState
+from chameleon_ft.runtime.state_transfer.preallocation import Memory
+
+__all__ = [
+    "IncomingLayers",
+    "OutgoingLayer",
+    "OutgoingLayers",
+    "checksum",
+    "checksum_of_sums",
+    "layer_checksums",
+    "tensor_bytes",
+]
+
+_PIECE_BYTES: Final = 1 << 25  # a piece is checked while the next one arrives
+_COLUMNS: Final = 4096
+_ROW_BYTES: Final = 8 * _COLUMNS
+_ROWS_AT_ONCE: Final = 1 << 12  # enough for a launch to pay
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingLayer:
+    """A layer to be sent.
+
+    Attributes:
+        state: as `HeldLayers.state_of` gives it.
+        num_bytes: the layer's bytes in the profile, for links that are emulated.
+        checksums: `layer_checksums` of the state, which may still be computed.
+    """
+
+    state: Mapping[str, Any]
+    num_bytes: int
+    checksums: Future[list[int]]
+
+
+def tensor_bytes(state: Mapping[str, Any]) -> int:
+    """Return the bytes of the tensors of a state."""
+    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+
+
+class OutgoingLayers:
+    """Layers that are sent to one worker after the other, described at once.
+
+    Args:
+        layers: in the order in which they are sent.
+        peer: the receiver.
+        device: where tensors are sent from; those elsewhere, such as a counter of an optimizer, are copied to it.
+
+    Raises:
+        CommunicationError: the peer is gone; so do the methods.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[OutgoingLayer],
+        communicators: Communicators,
+        *,
+        peer: int,
+        tag: int,
+        device: torch.device,
+    ) -> None:
+        self._waiting = deque(layers)
+        self._in_flight: deque[list[tuple[InFlight, Tensor]]] = deque()
+        self._communicators = communicators
+        self._peer = peer
+        self._tag = tag
+        self._device = device
+        entries = [{key: _described(value) for key, value in layer.state.items()} for layer in layers]
+        description = torch.frombuffer(bytearray(pickle.dumps(entries)), dtype=torch.uint8)
+        size = torch.tensor([description.numel(), checksum(description)], dtype=torch.int64, device=device)
+        self._description = [self._send(size), self._send(description.to(device))]
+
+    def start_next(self) -> None:
+        """Start sending the next layer, if there is one. Its tensors must not change until it has been finished."""
+        if not self._waiting:
+            return
+        layer = self._waiting.popleft()
+        total = max(1, tensor_bytes(layer.state))
+        pieces = _pieces_of(layer.state, self._device)
+        sent, self._description = self._description, []
+        sent += [self._send(piece, layer.num_bytes * piece.numel() // total) for piece in pieces]
+        if checksums := layer.checksums.result():
+            sent.append(self._send(torch.tensor(checksums, dtype=torch.int64, device=self._device)))
+        self._in_flight.append(sent)
+
+    def finish_next(self) -> None:
+        """Block until the earliest layer in flight has arrived."""
+        sent = self._in_flight.popleft()
+        if sent:
+            sent[-1][0].wait()  # they arrive in the order in which they were sent
+
+    def _send(self, tensor: Tensor, stands_for_bytes: int = 0) -> tuple[InFlight, Tensor]:
+        sending = self._communicators.send(tensor, peer=self._peer, tag=self._tag, stands_for_bytes=stands_for_bytes)
+        return sending, tensor
+
+
+class IncomingLayers:
+    """Layers that are received from a worker one after the other; their tensors are on `device`.
+
+    All methods raise CommunicationError where the peer is gone, or a checksum is not the sender's.
+    """
+
+    def __init__(self, communicators: Communicators, *, peer: int, tag: int, device: torch.device) -> None:
+        self._communicators = communicators
+        self._peer = peer
+        self._tag = tag
+        self._device = device
+        self._described: deque[dict[str, tuple[Any, ...]]] = deque()
+        self._in_flight: deque[tuple[LayerState, list[tuple[InFlight, Tensor]]]] = deque()
+
+    def describe(self) -> None:
+        """Receive the description of the layers. Call it once, before all else."""
+        size, expected = map(int, self._arrived(torch.empty(2, dtype=torch.int64, device=self._device)))
+        description = self._arrived(torch.empty(size, dtype=torch.uint8, device=self._device))
+        self._require([checksum(description)], [expected])
+        self._described = deque(pickle.loads(description.numpy().data))
+
+    def start_next(self, targets: Mapping[str, Tensor], memory: Memory | None = None) -> None:
+        """Start receiving the next layer.
+
+        Args:
+            targets: tensors to receive into, by the keys of the state; not used where type, shape or device differ, or
+                where they are not contiguous.
+            memory: for tensors without a target, as far as it goes.
+        """
+        state = {key: self._target(entry, targets.get(key), memory) for key, entry in self._described.popleft().items()}
+        pieces = [piece for value in state.values() if isinstance(value, Tensor) for piece in _pieces(value)]
+        in_flight = [self._receive(piece) for piece in pieces]
+        if pieces:
+            in_flight.append(self._receive(torch.empty(len(pieces), dtype=torch.int64, device=self._device)))
+        self._in_flight.append((state, in_flight))
+
+    def finish_next(self) -> LayerState:
+        """Wait for the earliest layer in flight, and check it."""
+        state, in_flight = self._in_flight.popleft()
+        if in_flight:
+            *pieces, (last, expected) = in_flight
+            found = []
+            for receive, piece in pieces:
+                receive.wait()
+                found.append(checksum(piece))
+            last.wait()
+            self._require(found, expected.tolist())
+        return state
+
+    def _receive(self, tensor: Tensor) -> tuple[InFlight, Tensor]:
+        return self._communicators.receive(tensor, peer=self._peer, tag=self._tag), tensor
+
+    def _arrived(self, tensor: Tensor) -> Tensor:
+        receive, _ = self._receive(tensor)
+        receive.wait()
+        return tensor.cpu()
+
+    def _target(self, entry: tuple[Any, ...], target: Tensor | None, memory: Memory | None) -> Any:
+        """Return the value of an entry of the description, or the tensor to receive into."""
+        if len(entry) == 1:
+            return entry[0]
+        dtype, shape = entry
+        if (
+            target is not None
+            and (target.dtype, target.shape, target.device) == (dtype, shape, self._device)
+            and target.is_contiguous()
+        ):
+            return target.detach()
+        if memory is not None and (part := memory.part(shape, dtype)) is not None:
+            return part
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _require(self, found: list[int], expected: list[int]) -> None:
+        if found != expected:
+            raise CommunicationError(
+                self._peer, "the state of a layer has arrived with another checksum than it was sent with"
+            )
+
+
+def layer_checksums(state: Mapping[str, Any], device: torch.device) -> list[int]:
+    """Return the checksums of all pieces of a layer that is sent from `device`, in order."""
+    return [checksum(piece) for piece in _pieces_of(state, device)]
+
+
+def checksum(data: Tensor) -> int:
+    """Return a checksum, below 2^63, of contiguous bytes: XXH3 on a CPU, `checksum_of_sums` on an accelerator.
+
+    Both are several times as fast as a link.
+    """
+    if data.device.type != "cpu":
+        return checksum_of_sums(data)
+    return xxhash.xxh3_64_intdigest(data.numpy().data) >> 1
+
+
+def checksum_of_sums(data: Tensor) -> int:
+    """Return a checksum, below 2^32, of contiguous bytes, computed on their device.
+
+    The bytes form a table of 64-bit words. The checksum is the CRC-32 of its row and column sums, modulo 2^64. A change
+    goes unnoticed if it leaves every sum as it was, and then it affects four words at least, at the corners of a
+    rectangle and by one amount; or if the CRC of the new sums is that of the old, as in one change of 2^32.
+    """
+    whole = data.numel() - data.numel() % _ROW_BYTES
+    rest = zlib.crc32(data[whole:].cpu().numpy().data)
+    if not whole:
+        return rest
+    table = data[:whole]
+    if table.storage_offset() % 8:
+        table = table.clone()  # torch takes words only where words begin
+    words = table.view(torch.int64).view(-1, _COLUMNS)
+    columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=data.device)
+    rows = []
+    for part in words.split(_ROWS_AT_ONCE):
+        rows.append(part.sum(1))
+        columns += part.sum(0)
+    return zlib.crc32(torch.cat([*rows, columns]).cpu().numpy().data, rest)
+
+
+def _described(value: Any) -> tuple[Any, ...]:
+    return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (value,)
+
+
+def _pieces_of(state: Mapping[str, Any], device: torch.device) -> Iterator[Tensor]:
+    for value in state.values():
+        if isinstance(value, Tensor):
+            yield from _pieces(value.detach().to(device).contiguous())
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the bytes of a contiguous tensor, in place and in pieces of bounded size."""
+    flat = tensor.view(-1).view(torch.uint8)
+    if flat.numel():
+        yield from flat.split(_PIECE_BYTES)
