@@ -128,7 +128,7 @@ class ControlClient:
         finally:
             # Without the coordinator this rank belongs to no run.
             self.orders.put(Exit(reason="the connection to the coordinator is lost"))
-            self.ended = sys.maxsize  # this generation, and any that is on its way
+            self.ended = sys.maxsize
             self._loop.run_until_complete(self._interrupt_until_left())
 
     async def _serve(self) -> None:
@@ -149,14 +149,12 @@ class ControlClient:
 
     def _receive(self, message: Message) -> None:
         match message:
-            case Stop(generation=generation):
-                self.ended = generation - 1
+            case Stop() | Exit():
+                # An Exit ends this generation, and any that is on its way.
+                self.ended = message.generation - 1 if isinstance(message, Stop) else sys.maxsize
                 self.orders.put(message)
                 self._interrupting = self._loop.create_task(self._interrupt_until_left())
-            case StartGeneration() | Welcome() | Preallocate() | Exit() | Refused():
-                if isinstance(message, Exit):
-                    self.ended = sys.maxsize  # this generation, and any that is on its way
-                    self._interrupting = self._loop.create_task(self._interrupt_until_left())
+            case StartGeneration() | Welcome() | Preallocate() | Refused():
                 self.orders.put(message)
             case Finish():
                 self.finishing = True

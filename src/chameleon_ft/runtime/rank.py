@@ -9,7 +9,7 @@ import tomllib
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -29,20 +29,11 @@ from chameleon_ft.runtime.trainer import Trainer
 __all__ = ["rank_main", "spawned_rank_main"]
 
 
-def spawned_rank_main(
-    *, coordinator: str, token: str, worker: int, incarnation: int, host: str, local_index: int
-) -> NoReturn:
-    """Run `rank_main` in a process that an agent's fork server started, and end the process."""
+def spawned_rank_main(*, worker: int, **arguments: Any) -> NoReturn:
+    """Run `rank_main`, with its arguments, in a process that an agent's fork server started, and end the process."""
     end_with_parent()
     try:
-        code = rank_main(
-            coordinator=coordinator,
-            token=token,
-            worker=worker,
-            incarnation=incarnation,
-            host=host,
-            local_index=local_index,
-        )
+        code = rank_main(worker=worker, **arguments)
     except ChameleonError as error:
         print(f"worker {worker}: {error}", file=sys.stderr)
         code = 1

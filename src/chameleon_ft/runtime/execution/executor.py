@@ -255,14 +255,10 @@ def _tag_of(micro_batch: int, forward: bool) -> int:
 
 def channels_of(worker: int, operations: Sequence[Operation]) -> tuple[Channel, ...]:
     """Return the channels on which a worker's program sends and receives, each once, in order."""
-    found: set[Channel] = set()
-    for operation in operations:
-        forward = operation.kind is OperationKind.FORWARD
-        if operation.receive_from is not None:
-            found.add(Channel(operation.receive_from, worker, forward))
-        if operation.send_to is not None:
-            found.add(Channel(worker, operation.send_to, forward))
-    return tuple(sorted(found))
+    forward = OperationKind.FORWARD
+    received = {Channel(o.receive_from, worker, o.kind is forward) for o in operations if o.receive_from is not None}
+    sent = {Channel(worker, o.send_to, o.kind is forward) for o in operations if o.send_to is not None}
+    return tuple(sorted(received | sent))
 
 
 def _middle_of_each_kind(operations: Sequence[Operation]) -> dict[int, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,13 +15,14 @@ from chameleon_ft.job import Job
 from chameleon_ft.models.build import boundary_specs
 from chameleon_ft.plan import LayerRange
 from chameleon_ft.runtime.execution.layers import GradientBuffers, HeldLayers
-from chameleon_ft.runtime.execution.saved_activations import WeightHalf, input_gradient
+from chameleon_ft.runtime.execution.saved_activations import input_gradient
 from chameleon_ft.runtime.profiling.memory import held_in_phases
 from chameleon_ft.sync import Segment
 
 __all__ = ["Hop", "ModelOnDevice", "ResidentLayers"]
 
 Phases = dict[str, Callable[[], None]]
+"""The parts of a computation by name, to be called one after the other."""
 
 
 class ModelOnDevice:
@@ -96,28 +98,21 @@ class ResidentLayers:
     def __init__(self, model: ModelOnDevice, layers: LayerRange) -> None:
         self.model = model
         self.layers = layers
-        phases = {
-            "layers": self._build,
-            "gradients": self._add_gradients,
-            "optimizer": self._commit,
-            "commit": self._commit,
-        }
-        held = held_in_phases(phases, model.device)
+        held = held_in_phases(_in_phases(self._build(), "layers", "gradients", "optimizer", "commit"), model.device)
         self.param_bytes, self.gradient_bytes, self.optimizer_bytes = (
             held[name].after - held[name].before for name in ("layers", "gradients", "optimizer")
         )
         self.commit_bytes = held["commit"].peak - held["commit"].before
 
-    def _build(self) -> None:
+    def _build(self) -> Iterator[None]:
         self.held = HeldLayers(self.model.job, self.layers, seed=self.model.seed, device=self.model.device)
-
-    def _add_gradients(self) -> None:
-        self._buffers = GradientBuffers(self.held, (Segment(self.layers, (0,)),))
-
-    def _commit(self) -> None:
-        self._buffers.zero()
-        self._buffers.square_sum(0)
-        self.held.update(0)
+        yield
+        buffers = GradientBuffers(self.held, (Segment(self.layers, (0,)),))
+        for _ in ("optimizer", "commit"):
+            yield
+            buffers.zero()
+            buffers.square_sum(0)
+            self.held.update(0)
 
 
 class Hop:
@@ -133,77 +128,68 @@ class Hop:
         self.layers = layers
         self.is_first = layers.start == 0
         self.is_last = layers.stop == self.model.num_layers
-        self._boundary: Tensor | None = None
-        self._output: Tensor | None = None
-        self._incoming: Tensor | None = None
-        self._outgoing: Tensor | None = None
-        self._weight_half: WeightHalf | None = None
-        self._graph: Tensor | None = None
 
-    @property
     def fused_phases(self) -> Phases:
-        """The phases of a forward and a whole backward, in order; the operations are F and B."""
-        begin = {"enter": self._enter, "F": self._forward, "gradient": self._receive_gradient}
-        return {**begin, "B": self._backward, "leave": self._leave}
+        """The phases of a forward and a whole backward; the operations are F and B."""
+        return _in_phases(self._fused(), "enter", "F", "gradient", "B", "leave")
 
-    @property
     def split_phases(self) -> Phases:
         """The phases of a forward and a backward in halves; not of a route's first hop, which has no I."""
-        begin = {"enter": self._enter, "F": self._forward, "gradient": self._receive_gradient}
-        return {**begin, "graph": self._keep_graph, "I": self._input_grad, "W": self._weight_grad, "leave": self._leave}
+        return _in_phases(self._split(), "enter", "F", "gradient", "graph", "I", "W", "leave")
 
-    def _enter(self) -> None:
+    # Each phase ends with the release of what a run does not hold any more.
+
+    def _fused(self) -> Iterator[None]:
+        boundary = self._boundary()
+        yield
+        output = self._forward(boundary)
+        yield
+        gradient = self.model.gradient_after(self.layers.stop - 1)
+        yield
+        if output.requires_grad:
+            torch.autograd.backward(output, gradient)
+        outgoing = boundary.grad
+        del boundary, output, gradient
+        yield
+        del outgoing
+
+    def _split(self) -> Iterator[None]:
+        boundary = self._boundary()
+        yield
+        output = self._forward(boundary)
+        yield
+        gradient = self.model.gradient_after(self.layers.stop - 1)
+        yield
+        # The graph of I stays until W, as that of a layer does which other layers of its hop follow.
+        graph = None if self.is_last else output.view_as(output)
+        yield
+        outgoing, weight_half = input_gradient(output, gradient, boundary, self._held.parameters(self.layers))
+        del boundary, output, gradient
+        yield
+        weight_half()
+        del weight_half, graph
+        yield
+        del outgoing
+
+    def _boundary(self) -> Tensor:
         boundary = self.model.boundary_before(self.layers.start)
-        self._boundary = boundary if self.is_first else boundary.requires_grad_(_is_differentiable(boundary.dtype))
+        return boundary if self.is_first else boundary.requires_grad_(_is_differentiable(boundary.dtype))
 
-    def _forward(self) -> None:
+    def _forward(self, boundary: Tensor) -> Tensor:
         """Run F, which loads the samples that it needs, as in a step."""
-        assert self._boundary is not None
         if self.is_first:
             self.model.load()
-        output = self._held.forward(self.layers, self._boundary, step=0, micro_batch=0, selective=self._selective)
+        output = self._held.forward(self.layers, boundary, step=0, micro_batch=0, selective=self._selective)
         if self.is_last:
             if not self.is_first:
                 self.model.load()
             output = self.model.job.loss(output, self.model.samples[1])
-        self._output = output
+        return output
 
-    def _receive_gradient(self) -> None:
-        self._incoming = self.model.gradient_after(self.layers.stop - 1)
 
-    def _backward(self) -> None:
-        boundary, output = self._take()
-        if output.requires_grad:
-            torch.autograd.backward(output, self._incoming)
-        self._outgoing, self._incoming = boundary.grad, None
-
-    def _keep_graph(self) -> None:
-        """Keep the graph of I until W, as a layer does that is followed by other layers of its hop."""
-        if not self.is_last:
-            assert self._output is not None
-            self._graph = self._output.view_as(self._output)
-
-    def _input_grad(self) -> None:
-        boundary, output = self._take()
-        parameters = self._held.parameters(self.layers)
-        self._outgoing, self._weight_half = input_gradient(output, self._incoming, boundary, parameters)
-        self._incoming = None
-
-    def _weight_grad(self) -> None:
-        assert self._weight_half is not None
-        self._weight_half()
-        self._weight_half = self._graph = None
-
-    def _leave(self) -> None:
-        """Release the gradient for the hop before."""
-        self._outgoing = None
-
-    def _take(self) -> tuple[Tensor, Tensor]:
-        boundary, output = self._boundary, self._output
-        assert boundary is not None
-        assert output is not None
-        self._boundary = self._output = None
-        return boundary, output
+def _in_phases(steps: Iterator[None], *names: str) -> Phases:
+    """Name the phases that end with each `yield` of `steps`, and with its end. They must be called in this order."""
+    return dict.fromkeys(names, partial(next, steps, None))
 
 
 def _is_differentiable(dtype: torch.dtype) -> bool:

@@ -96,7 +96,7 @@ def sized_layer(resident: ResidentLayers) -> LayerCost:
     layer = resident.layers.start
     before, behind = model.boundary_bytes(layer - 1), model.boundary_bytes(layer)
     _warm_up(hop)
-    fused = held_in_phases(hop.fused_phases, model.device)
+    fused = held_in_phases(hop.fused_phases(), model.device)
     base = fused["enter"].before
     activations = max(0, fused["F"].after - base - behind)
     working = [
@@ -106,7 +106,7 @@ def sized_layer(resident: ResidentLayers) -> LayerCost:
     ]
     kept_for_weights = activations
     if not hop.is_first:
-        split = held_in_phases(hop.split_phases, model.device)
+        split = held_in_phases(hop.split_phases(), model.device)
         base = split["enter"].before
         kept_for_weights = max(activations, split["I"].after - base - before - behind)
         working += [split[half].peak - base - kept_for_weights - behind - before for half in ("I", "W")]
@@ -135,7 +135,7 @@ def _selective_bytes(resident: ResidentLayers, activation_bytes: int) -> int | N
         return None
     hop = Hop(resident, resident.layers, selective=True)
     _warm_up(hop)
-    held = held_in_phases(hop.fused_phases, model.device)
+    held = held_in_phases(hop.fused_phases(), model.device)
     kept = max(0, held["F"].after - held["enter"].before - model.boundary_bytes(layer))
     return kept if kept < activation_bytes else None
 
@@ -155,7 +155,7 @@ def _times(resident: ResidentLayers, repeats: int, *, selective: bool) -> LayerT
         if selective:
             longer.append(max(0.0, sum(_fused_s(again)) - sum(fused[-1])))
         if not hop.is_first:
-            seconds = _seconds(hop, hop.split_phases)
+            seconds = _seconds(hop, hop.split_phases())
             split.append((seconds["I"], seconds["W"]))
     forward, backward = (Spread.of(times) for times in zip(*fused[_WARM_UP:], strict=True))
     input_grad, weight_grad = Spread(0.0, 0.0, 0.0, repeats), backward
@@ -171,7 +171,7 @@ def _times(resident: ResidentLayers, repeats: int, *, selective: bool) -> LayerT
 
 
 def _fused_s(hop: Hop) -> tuple[float, float]:
-    seconds = _seconds(hop, hop.fused_phases)
+    seconds = _seconds(hop, hop.fused_phases())
     return seconds["F"], seconds["B"]
 
 
@@ -188,6 +188,6 @@ def _seconds(hop: Hop, phases: Mapping[str, Callable[[], None]]) -> dict[str, fl
 
 def _warm_up(hop: Hop) -> None:
     """Run all phases once, so that memory that libraries take for good is not counted."""
-    for phases in (hop.fused_phases, {} if hop.is_first else hop.split_phases):
+    for phases in (hop.fused_phases(), {} if hop.is_first else hop.split_phases()):
         for run in phases.values():
             run()
