@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.config import Batch
-from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.data.order import SampleOrder
+from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.estimate import MessageBuffers
 from chameleon_ft.job import BoundarySpec, Job
 from chameleon_ft.runtime.activity import Activity

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from chameleon_ft.config import RunConfig
-from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.data.order import SampleOrder
+from chameleon_ft.data.samples import load_micro_batch
 from chameleon_ft.job import Job
 from chameleon_ft.models.build import boundary_specs
 from chameleon_ft.plan import LayerRange
