@@ -195,9 +195,7 @@ def measured_profile(config: RunConfig, *, repeats: int, peer: str | None, comma
     with tempfile.TemporaryDirectory(prefix="chameleon-profile-") as folder:
         config = config.model_copy(update={"output_dir": Path(folder)})
         prepare_data_of(config)
-        profile = measure_profile(
-            config, repeats=repeats, peer=peer, command=command, progress=_show_progress
-        )
+        profile = measure_profile(config, repeats=repeats, peer=peer, command=command, progress=_show_progress)
     _show_progress("")
     return profile
 
