@@ -414,7 +414,6 @@ SURFACE = {
     "transfer": [
         "Holding",
         "Message",
-        "Sources",
         "Transfer",
         "assign_roles",
         "choose_sources",

@@ -83,7 +83,7 @@ def a_plan(workers: Collection[int], *, first_step: int, moves_to: int | None = 
     if moves_to is not None:
         source = min(worker for worker in plan.workers if worker != moves_to)
         message = Transferred(source, moves_to, LayerRange(0, 1), 64)
-        transfer = Transfer(placement=plan.placement, roles={}, rounds=((message,),), least_largest_send_bytes=64)
+        transfer = Transfer(placement=plan.placement, roles={}, rounds=((message,),))
         transition = PlannedTransition(
             transfer=transfer, participants=tuple(sorted({*plan.workers, moves_to})), keep={}
         )

@@ -181,7 +181,6 @@ def test_transfers_that_took_longer_make_stalls_longer_where_something_moves() -
         placement=decision.plan.placement,
         roles={},
         rounds=((Message(0, 1, LayerRange(0, 1), 10**9),),),
-        least_largest_send_bytes=0,
     )
     by.transferred(moved, 5 * PROFILE.intra_host.message_s(10**9), HOSTS)
     after = lose(by, decision, 1)

@@ -13,13 +13,12 @@ from chameleon_ft.transfer.roles import (
     remap_plan,
     worker_kinds,
 )
-from chameleon_ft.transfer.sources import Message, Sources, choose_sources
+from chameleon_ft.transfer.sources import Message, choose_sources
 from chameleon_ft.transfer.transfer import Transfer, message_rounds, plan_transfer, transfer_s, transfer_to
 
 __all__ = [
     "Holding",
     "Message",
-    "Sources",
     "Transfer",
     "assign_roles",
     "choose_sources",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
@@ -13,7 +13,7 @@ from chameleon_ft.plan import LayerRange
 from chameleon_ft.transfer.roles import Holding, groups_of
 from chameleon_ft.workload import LayerCost
 
-__all__ = ["Loads", "Message", "Sources", "choose_sources"]
+__all__ = ["Loads", "Message", "choose_sources"]
 
 # Steps (worker, layer): each worker passes a copy of its layer on to a worker of the next step, or to the taker.
 _Chain = tuple[tuple[int, int], ...]
@@ -45,28 +45,18 @@ class Message:
             raise PlanError(f"a message needs zero or more bytes; got {self.num_bytes}")
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """The messages of a transfer.
-
-    Attributes:
-        messages: by destination and layer. Neighbouring layers with the same source are one message.
-        least_largest_send_bytes: a lower bound on the bytes that the busiest sender sends, whatever the sources.
-    """
-
-    messages: tuple[Message, ...]
-    least_largest_send_bytes: int
-
-
 def choose_sources(
     holders: Mapping[int, Holding], missing: Mapping[int, Sequence[int]], layers: Sequence[LayerCost]
-) -> Sources:
-    """Choose sources with a small largest send, counted in bytes.
+) -> tuple[Message, ...]:
+    """Return the messages that bring each worker its missing layers, by destination and layer.
+
+    Sources are chosen for a small largest send, counted in bytes. Neighbouring layers with the same source are one
+    message.
 
     Each layer is first sent by the holder with the least to send so far; then layers are passed on along chains of
     holders as long as the largest send shrinks. If all missing layers have equal bytes, the result is optimal: without
     such a chain, the holders that a chain would reach cannot send less (Hall 1935). Otherwise the least largest send is
-    NP-hard to find, and the bound says how far off it is at most.
+    NP-hard to find.
 
     Args:
         holders: what each live worker holds.
@@ -90,8 +80,8 @@ def choose_sources(
     loads = Loads([workers for _, workers in groups], held_by, num_bytes)
     for layer in sorted(held_by, key=lambda layer: (-num_bytes[layer], loads.num_holders(layer), layer)):
         loads.spread(layer, copies[layer])
-    bound = loads.even_out()
-    return Sources(_messages(loads.senders(), missing, num_bytes), bound)
+    loads.even_out()
+    return _messages(loads.senders(), missing, num_bytes)
 
 
 def _messages(
@@ -156,18 +146,13 @@ class Loads:
             self._bytes[worker] = load
         self._wanted[layer] += copies
 
-    def even_out(self) -> int:
-        """Pass layers on along chains of holders until no chain reduces the largest send.
-
-        Returns:
-            A lower bound on the bytes that the busiest sender sends, however the copies are shared out.
-        """
-        bound = self._bound(self._wanted)
+    def even_out(self) -> None:
+        """Pass layers on along chains of holders until no chain reduces the largest send."""
+        bound = self._bound()
         while (most := max(self._bytes.values(), default=0)) > bound:
             fullest = next(worker for worker, load in self._bytes.items() if load == most)
-            found = self._find_chain(fullest, most)
-            if found is None:
-                return max(bound, self._bound(self._reached(fullest)))
+            if (found := self._find_chain(fullest, most)) is None:
+                return
             taker, chain = found
             for worker, layer in reversed(chain):
                 self._copies[worker][layer] -= 1
@@ -177,7 +162,6 @@ class Loads:
                 self._bytes[worker] -= self._num_bytes[layer]
                 self._bytes[taker] += self._num_bytes[layer]
                 taker = worker
-        return bound
 
     def senders(self) -> dict[int, dict[int, int]]:
         """Return layer -> the workers that send it, ascending, with the copies of each."""
@@ -220,27 +204,11 @@ class Loads:
                         extend(chain, worker, layer)
         return None
 
-    def _reached(self, worker: int) -> set[int]:
-        """The layers that chains from `worker` can pass on, whatever their bytes."""
-        layers = set(self._copies[worker])
-        queue = deque(layers)
-        groups: set[int] = set()
-        while queue:
-            for group in set(self._groups_of[queue.popleft()]) - groups:
-                groups.add(group)
-                sent = {layer for each in self._groups[group] for layer in self._copies[each]}
-                queue.extend(sent - layers)
-                layers |= sent
-        return layers
-
-    def _bound(self, layers: Collection[int]) -> int:
-        """Bytes that some holder of these layers sends at least: the mean, or its share of the largest in whole copies.
-
-        Layers are added from the largest on, so that the bound holds for each set of the largest ones.
-        """
+    def _bound(self) -> int:
+        """Bytes that some holder sends at least: the mean of the largest layers, or a share of them in whole copies."""
         bound = copies = total = 0
         groups: set[int] = set()
-        for layer in sorted(layers, key=lambda layer: -self._num_bytes[layer]):
+        for layer in sorted(self._wanted, key=lambda layer: -self._num_bytes[layer]):
             groups.update(self._groups_of[layer])
             copies += self._wanted[layer]
             total += self._wanted[layer] * self._num_bytes[layer]

@@ -25,7 +25,6 @@ class Transfer:
         placement: which layers each worker holds when all has arrived.
         roles: worker of the plan that was asked for -> the live worker that takes its place in `placement`.
         rounds: the messages; in a round, a worker sends to one other at most and receives from one at most.
-        least_largest_send_bytes: a lower bound on the bytes that the busiest sender sends, whatever the sources.
 
     Raises:
         PlanError: a worker sends, or receives, two messages in a round.
@@ -34,7 +33,6 @@ class Transfer:
     placement: Placement
     roles: Mapping[int, int]
     rounds: tuple[tuple[Message, ...], ...]
-    least_largest_send_bytes: int
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", FrozenMap(self.roles))
@@ -55,27 +53,6 @@ class Transfer:
     def total_bytes(self) -> int:
         """Bytes of all messages."""
         return sum(message.num_bytes for message in self.messages)
-
-    @property
-    def largest_send_bytes(self) -> int:
-        """The most bytes that a worker sends."""
-        return self._largest_bytes("source")
-
-    @property
-    def largest_receive_bytes(self) -> int:
-        """The most bytes that a worker receives."""
-        return self._largest_bytes("destination")
-
-    @property
-    def bound_bytes(self) -> int:
-        """Bytes that, with these roles, some worker has to send or to receive whatever the sources and rounds."""
-        return max(self.least_largest_send_bytes, self.largest_receive_bytes)
-
-    def _largest_bytes(self, end: str) -> int:
-        totals: Counter[int] = Counter()
-        for message in self.messages:
-            totals[getattr(message, end)] += message.num_bytes
-        return max(totals.values(), default=0)
 
 
 def plan_transfer(
@@ -171,10 +148,4 @@ def _transfer(
     for worker, ranges in new.ranges.items():
         held = {layer for own in workers[worker].ranges for layer in own}
         missing[worker] = [layer for own in ranges for layer in own if layer not in held]
-    sources = choose_sources(workers, missing, layers)
-    return Transfer(
-        placement=new,
-        roles=roles,
-        rounds=message_rounds(sources.messages),
-        least_largest_send_bytes=sources.least_largest_send_bytes,
-    )
+    return Transfer(placement=new, roles=roles, rounds=message_rounds(choose_sources(workers, missing, layers)))
