@@ -41,7 +41,7 @@ def test_a_text_file_is_its_bytes(tmp_path: Path) -> None:
     assert load_tokens(config).tobytes().decode() == "grüße, world"
 
 
-def test_a_folder_is_read_in_the_order_of_names_and_says_what_it_skips(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_the_order_of_names_and_skipped_files_are_listed(tmp_path: Path) -> None:
     write(tmp_path / "b.txt", "second")
     write(tmp_path / "a" / "z.txt", "fourth")
     write(tmp_path / "B.txt", "first")
@@ -154,7 +154,7 @@ def test_a_token_file_is_its_ids(tmp_path: Path, dtype: str, suffix: str) -> Non
         ("ids.bin", b"\xff\xfe" * 20, {"kind": "text"}, "is not UTF-8 text"),
     ],
 )
-def test_data_that_cannot_be_used_says_what_to_change(
+def test_unusable_data_has_a_remedy(
     tmp_path: Path, name: str, content: bytes | None, options: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / name

@@ -1,4 +1,4 @@
-"""Sample order: every epoch a permutation, the same in every process and version, with nothing between the steps."""
+"""Sample order: every epoch a permutation, equal in every process and version, without state between steps."""
 
 from __future__ import annotations
 

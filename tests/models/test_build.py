@@ -1,4 +1,4 @@
-"""Layers are the same wherever they are built and run, and their boundaries are known without running them."""
+"""Layers are equal in every process, and their boundaries are found on the meta device."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_layer_has_the_same_weights_whenever_it_is_built() -> None:
 
 
 class Keeping(nn.Module):
-    """Keeps something beside its state, made as it is told."""
+    """Has a buffer outside its state, computed by `make`."""
 
     def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_building_leaves_the_callers_generator_alone() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_a_layer_drops_the_same_wherever_and_after_whatever_it_runs(layer: int) -> None:
+def test_dropout_of_a_layer_depends_only_on_its_step_and_micro_batch(layer: int) -> None:
     inputs = torch.ones(2, 8, dtype=torch.int64) if layer == 0 else torch.ones(2, 8, 16)
 
     def run(step: int, micro_batch: int, *, draws_before: int) -> Tensor:
@@ -154,7 +154,7 @@ def test_boundaries_are_those_of_real_runs_for_layers_that_share_a_factory() -> 
     assert [spec.shape for spec in boundary_specs(job, 6)] == [(6, 1, 4), (6, 1, 2), (6, 2), (6, 5)]
 
 
-def test_a_tensor_made_in_forward_does_not_stand_in_the_way() -> None:
+def test_forward_may_create_a_tensor() -> None:
     class AddPositions(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.arange(x.shape[1])
@@ -240,7 +240,7 @@ def _amsgrad(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, _momentum, torch.optim.AdamW, _adamw, _amsgrad])
-def test_the_state_of_a_layer_is_what_torch_keeps_of_it_after_a_step(optimizer: Any) -> None:
+def test_the_state_of_a_layer_is_that_of_torch_after_a_step(optimizer: Any) -> None:
     job = Job(
         layers=(*llama_layers(CONFIG), Buffered, nn.Identity),
         loss=next_token_loss,
@@ -297,7 +297,7 @@ def test_copies_of_a_parameter_begin_alike_and_all_the_rest_as_ever() -> None:
                 assert torch.equal(module.get_parameter(name), parameter)
 
 
-def test_a_whole_model_has_one_parameter_of_what_is_tied() -> None:
+def test_a_whole_model_shares_one_tied_parameter() -> None:
     job = tied_job("weight", "1.weight")
     layers = [build_layer(job, layer, 7) for layer in range(3)]
 
@@ -315,6 +315,6 @@ def test_a_whole_model_has_one_parameter_of_what_is_tied() -> None:
         (("weight", "1.bias"), "these differ in shape, type or in whether they are trained"),
     ],
 )
-def test_what_cannot_be_one_parameter_is_refused(names: tuple[str, str], message: str) -> None:
+def test_parameters_that_cannot_be_tied_are_refused(names: tuple[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tied_bytes(tied_job(*names))

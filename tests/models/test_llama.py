@@ -1,4 +1,4 @@
-"""The layered Llama: the same function as transformers' with the same weights, built layer by layer."""
+"""The layered Llama computes the function of transformers' Llama with the same weights."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_weights_go_to_transformers_names_and_back() -> None:
         assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
 
 
-def test_weights_of_another_shape_are_refused_with_what_is_missing() -> None:
+def test_weights_of_another_shape_are_refused_with_the_missing_names() -> None:
     state = to_hugging_face({0: Embedding(GROUPED).state_dict()}, GROUPED.num_layers)
 
     with pytest.raises(ConfigError, match=r"layer 4: missing .*model.norm"):

@@ -1,4 +1,4 @@
-"""Parts of a layer that are run again: what they keep, how often they run, and that gradients do not change."""
+"""Recomputed parts of a layer: saved tensors, number of runs, and unchanged gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chameleon_ft.runtime.execution.saved_activations import input_gradient
 
 
 class Counted:
-    """A function that counts how often it is called and remembers what it has returned, without keeping it alive."""
+    """A function that counts its calls and has weak references to its results."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self.function = function
@@ -28,7 +28,7 @@ class Counted:
 
 
 class Layer(nn.Module):
-    """(n, 4) -> (n, 4): a matrix, a part that can be run again, another matrix."""
+    """(n, 4) -> (n, 4): a matrix, a recomputable part, another matrix."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection() -> Iterator[None]:
-    # What is only freed by it would be in memory until some later step.
+    # Tensors that only the collector frees would stay in memory until a later step.
     gc.disable()
     yield
     gc.enable()

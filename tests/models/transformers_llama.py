@@ -10,7 +10,7 @@ from chameleon_ft.config import LlamaConfig
 
 
 def transformers_llama(config: LlamaConfig) -> Any:
-    """The model of transformers of this shape, with weights of its own; skips the test where there is none."""
+    """Return transformers' model of this shape with random weights; skip the test if it is not installed."""
     transformers = pytest.importorskip("transformers", reason="the development extra has it")
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(

@@ -1,4 +1,4 @@
-"""Schedules to draw and trace."""
+"""Schedules for pictures and traces."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_records_are_read_as_they_were_written_to_the_microsecond(tmp_path: Path
     assert read_recorded_steps(tmp_path / "nowhere") == []
 
 
-def test_what_ran_as_predicted_has_no_error_but_the_vote() -> None:
+def test_steps_as_predicted_differ_only_by_the_vote() -> None:
     plan = planned()
     steps = [step for number in (3, 4, 5) for step in recorded(plan, number, overhead_s=0.5)]
 

@@ -104,7 +104,7 @@ def came(generation: int) -> dict[str, Any]:
     return {"time": 1.0, "event": "outcome", **outcome_record().to_json(), "generation": generation}
 
 
-def test_what_belongs_to_a_decision_is_found() -> None:
+def test_a_decision_has_its_losses_policy_and_outcome() -> None:
     events = [started(), decided(2, 5), planned(2, "repartition"), lost(5, 2), came(2)]
     (story,) = decision_stories(events)
     assert (story.number, story.session, story.policy) == (1, 1, "repartition")
@@ -135,7 +135,7 @@ def test_a_decision_that_was_overtaken_has_its_losses_and_no_outcome() -> None:
     assert second.outcome is not None
 
 
-def test_to_go_on_is_not_what_made_the_generation_that_goes_on() -> None:
+def test_a_no_op_has_no_outcome_of_the_running_generation() -> None:
     stay = decided(2, trigger="join", chosen="stay", candidates=[weighed("stay", 0.4, 0.0, 0)])
     events = [started(), decided(2, 5), planned(2, "repartition"), lost(5, 2), stay, came(2)]
     first, second = decision_stories(events)
@@ -153,7 +153,7 @@ def test_a_worker_that_came_back_and_is_lost_again_has_two_losses() -> None:
     assert [(loss.generation, loss.cause) for loss in second.losses] == [(4, "hung")]
 
 
-def test_the_lives_of_a_run_are_told_apart() -> None:
+def test_sessions_of_a_run_are_distinguished() -> None:
     events = [started(), decided(2, 5), planned(2, "repartition"), lost(5, 2)]
     events += [started(), decided(4, 5), planned(4, "repartition"), lost(5, 4), came(4)]
     first, second = decision_stories(events)

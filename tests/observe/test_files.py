@@ -19,7 +19,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "a" / "run", TrainConfig())
 
 
-def test_a_directory_is_made_with_its_configuration(run: RunDirectory) -> None:
+def test_a_new_directory_has_its_configuration(run: RunDirectory) -> None:
     assert run.checkpoints.is_dir()
     assert run.logs.is_dir()
     assert run.config() == TrainConfig(output_dir=run.path)
@@ -35,7 +35,7 @@ def test_an_existing_directory_is_never_written_over(run: RunDirectory) -> None:
         RunDirectory.create(run.path, TrainConfig())
 
 
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be made"):
         RunDirectory.create(tmp_path / "file" / "run", TrainConfig())

@@ -160,7 +160,7 @@ def test_detours_are_marked_and_explained(tmp_path: Path) -> None:
     assert "detour" in picture.texts
 
 
-def test_the_legend_names_what_is_there_and_nothing_else(tmp_path: Path) -> None:
+def test_the_legend_names_exactly_the_drawn_kinds(tmp_path: Path) -> None:
     fused, split = draw(tmp_path, PLAIN).texts, draw(tmp_path, SPLIT).texts
     assert {"F  forward", "B  backward", "idle"} <= set(fused)
     assert not {"detour", "lost worker", "gradient all-reduce"} & set(fused)
@@ -170,7 +170,7 @@ def test_the_legend_names_what_is_there_and_nothing_else(tmp_path: Path) -> None
     assert not any(text.startswith("B ") for text in split)
 
 
-def test_kinds_and_idle_time_can_be_told_apart_in_grey(tmp_path: Path) -> None:
+def test_kinds_and_idle_time_are_distinct_in_grey(tmp_path: Path) -> None:
     boxes = draw(tmp_path, SPLIT).boxes
     names = ["idle", "forward", "backward-weight-gradient", "backward-input-gradient", "gradient-all-reduce"]
     found = [luminance(boxes[name][0]) for name in names]
@@ -192,7 +192,7 @@ def test_gradient_reductions_are_drawn_apart_from_operations(tmp_path: Path) -> 
     assert all(one.bottom <= other.top + 0.01 or other.bottom <= one.top for one in operations for other in reductions)
 
 
-def test_what_gradient_sync_adds_is_part_of_the_step(tmp_path: Path) -> None:
+def test_the_step_includes_gradient_sync_after_the_program(tmp_path: Path) -> None:
     # Three workers reduce in four messages of 0.25 s; those of the first stage begin when the program ends.
     program_s = LOST.lane.timeline.step_s
     picture = draw(tmp_path, LOST)
@@ -302,7 +302,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         draw_schedule(path, title="a title", plan=PLAIN.plan, pipelines=PLAIN.pipelines, lanes=[PLAIN.lane])
 
 
-def test_without_matplotlib_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
         monkeypatch.setitem(sys.modules, name, None)

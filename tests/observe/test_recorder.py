@@ -23,7 +23,7 @@ def recorder(run: RunDirectory) -> Recorder:
     return Recorder(run, View(), clock=lambda: next(ticks))
 
 
-def test_what_is_recorded_is_on_disk_before_the_recorder_is_closed(run: RunDirectory) -> None:
+def test_records_are_on_disk_before_the_recorder_is_closed(run: RunDirectory) -> None:
     with recorder(run) as records:
         records.started(run_info())
         records.step(step_record(0))
@@ -38,7 +38,7 @@ def test_what_is_recorded_is_on_disk_before_the_recorder_is_closed(run: RunDirec
         ]
 
 
-def test_a_resumed_run_goes_on_after_a_line_that_a_crash_cut_short(run: RunDirectory) -> None:
+def test_a_resumed_run_removes_a_line_that_a_crash_cut_short(run: RunDirectory) -> None:
     with recorder(run) as records:
         records.step(step_record(0))
     with run.metrics_file.open("a") as file:
@@ -48,7 +48,7 @@ def test_a_resumed_run_goes_on_after_a_line_that_a_crash_cut_short(run: RunDirec
     assert [record.step for record in run.steps()] == [0, 1]
 
 
-def test_the_summary_covers_what_was_recorded_before_a_resume(run: RunDirectory) -> None:
+def test_the_summary_covers_the_records_before_a_resume(run: RunDirectory) -> None:
     with recorder(run) as records:
         records.step(step_record(0))
         records.finish("interrupted", reason="Ctrl-C")

@@ -15,7 +15,7 @@ from tests.observe.records import failure_record, join_record, outcome_record, r
 
 
 def shown(*, terminal: bool = False, failure: FailureRecord | None = None) -> str:
-    """Return what a whole run prints."""
+    """Return the output of a whole run."""
     failure = failure or failure_record(1)
     out = io.StringIO()
     view = TerminalView(Console(file=out, force_terminal=terminal, width=80, highlight=False))
@@ -80,7 +80,7 @@ def test_a_prediction_that_is_far_off_is_not_to_be_trusted(
     assert out.getvalue().count("chameleon profile") == ("--profile FILE" in out.getvalue())
 
 
-def test_what_was_not_predicted_is_not_warned_of() -> None:
+def test_there_is_no_warning_without_a_prediction() -> None:
     record = dataclasses.replace(outcome_record(), predicted_step_s=None, predicted_stall_s=None)
     assert record.warning is None
 
@@ -93,7 +93,7 @@ def test_what_was_not_predicted_is_not_warned_of() -> None:
         (3, None, "from    fresh weights: the run has no complete checkpoint to go on from"),
     ],
 )
-def test_it_says_what_a_run_goes_on_from(generation: int, checkpoint: int | None, words: str | None) -> None:
+def test_the_header_names_the_restored_state(generation: int, checkpoint: int | None, words: str | None) -> None:
     out = io.StringIO()
     view = TerminalView(Console(file=out, width=80, highlight=False))
     view.started(dataclasses.replace(run_info(), generation=generation, checkpoint=checkpoint))
@@ -101,7 +101,7 @@ def test_it_says_what_a_run_goes_on_from(generation: int, checkpoint: int | None
     assert found == ([] if words is None else [words])
 
 
-def test_what_has_moved_is_in_the_banner() -> None:
+def test_the_banner_has_the_moved_state() -> None:
     moved = dataclasses.replace(
         failure_record(1), transfer_s=0.25, moved_bytes=50_000_000, rounds=2, regroup_s=0.1, stall_s=0.383
     )
@@ -141,7 +141,7 @@ def test_a_terminal_gets_colours_and_its_own_width() -> None:
     assert "\x1b[" in text
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_unknown_phases_are_omitted() -> None:
     text = shown(failure=failure_record(1, detect_s=None))
     assert "0.123 s = stop 0.020 + decide 0.003 + regroup 0.100" in text
 

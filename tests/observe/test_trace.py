@@ -136,7 +136,7 @@ def test_flows_of_two_timelines_are_kept_apart() -> None:
     assert {(sender["pid"], receiver["pid"]) for sender, receiver in pairs} == {(1, 1), (2, 2)}
 
 
-def test_an_operation_tells_what_is_known_of_it() -> None:
+def test_an_operation_has_its_arguments() -> None:
     events = operations(traced(LOST.plan, LOST.pipelines, LOST.lane))
     first = next(event for event in events if event["name"] == "F0" and event["args"]["hop"] == 1)
     assert first["args"] == {

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from matplotlib.collections import PolyCollection
@@ -88,19 +88,18 @@ class _Row:
     bottom: float
 
 
-class _Box(NamedTuple):
-    """A filled rectangle: left and right in seconds, top and bottom in points."""
+class _OperationBox(NamedTuple):
+    """The box of an operation: left and right in seconds, top and bottom in points."""
 
     left: float
     right: float
     top: float
     bottom: float
-
-
-class _OperationBox(NamedTuple):
-    box: _Box
     operation: Operation
     is_detour: bool
+
+
+_Sides: TypeAlias = tuple[float, float, float, float]  # as those of an operation
 
 
 def draw_schedule(
@@ -198,7 +197,7 @@ class _Drawing:
                 for _, operation, start_s, end_s in operations.get(row.worker, ()):
                     if end_s > start_s:
                         is_detour = (operation.micro_batch, operation.hop) in detours
-                        yield _OperationBox(_Box(start_s, end_s, top, bottom), operation, is_detour)
+                        yield _OperationBox(start_s, end_s, top, bottom, operation, is_detour)
 
     def _make_figure(self) -> None:
         self._left = 92.0 if len(self._lanes) == 1 else 138.0
@@ -223,9 +222,9 @@ class _Drawing:
         """Fill the background, which stays visible as idle time and as the rows of lost workers."""
         height = self._strip_height
         strips = [(lane, row.tops[index]) for index, lane in enumerate(self._lanes) for row in self._live_rows]
-        steps = [_Box(0, lane.step_s, top, top + height) for lane, top in strips]
-        idle = [_Box(0, lane.program_s, top, top + self._operation_height) for lane, top in strips]
-        lost = [_Box(0, self._longest_s, row.tops[0], row.bottom) for row in self._rows if not row.layers]
+        steps = [(0.0, lane.step_s, top, top + height) for lane, top in strips]
+        idle = [(0.0, lane.program_s, top, top + self._operation_height) for lane, top in strips]
+        lost = [(0.0, self._longest_s, row.tops[0], row.bottom) for row in self._rows if not row.layers]
         self._fill("step", steps, facecolor="white", edgecolor=_LINE, linewidth=0.8)
         self._fill("idle", idle, facecolor=_IDLE, edgecolor="none")
         self._fill("lost", lost, **_LOST)
@@ -236,7 +235,7 @@ class _Drawing:
         for suffix, edges in (plain, detours):
             for kind, style in _STYLES.items():
                 found = (each for each in self._operations if each.operation.kind is kind)
-                boxes = [each.box for each in found if each.is_detour == bool(suffix)]
+                boxes = [each[:4] for each in found if each.is_detour == bool(suffix)]
                 self._fill(style.name + suffix, boxes, facecolor=style.fill, **edges)
 
     def _draw_reductions(self) -> None:
@@ -245,10 +244,10 @@ class _Drawing:
         for index, reductions in enumerate(self._reductions):
             for each in reductions:
                 top = rows[each.worker].tops[index]
-                boxes.append(_Box(each.start_s, each.end_s, top + self._operation_height, top + self._strip_height))
+                boxes.append((each.start_s, each.end_s, top + self._operation_height, top + self._strip_height))
         self._fill(_REDUCTION.name, boxes, facecolor=_REDUCTION.fill, edgecolor="white", linewidth=0.4)
 
-    def _fill(self, name: str, boxes: Sequence[_Box], **style: Any) -> None:
+    def _fill(self, name: str, boxes: Sequence[_Sides], **style: Any) -> None:
         """Draw all boxes of a name as one collection, because there may be thousands."""
         if not boxes:
             return
@@ -262,18 +261,18 @@ class _Drawing:
         points_per_s = self._width / self._longest_s
         texts = [str(each.operation.micro_batch) for each in self._operations]
         fitting = [
-            ((each.box.right - each.box.left) * points_per_s - 1.5) / (_DIGIT_WIDTH * len(text))
+            ((each.right - each.left) * points_per_s - 1.5) / (_DIGIT_WIDTH * len(text))
             for each, text in zip(self._operations, texts, strict=True)
         ]
         least, most = _NUMBER_SIZES
         usual = min(most, 0.72 * self._operation_height, max(least, statistics.median(fitting or [least])))
-        for (box, operation, is_detour), text, size in zip(self._operations, texts, fitting, strict=True):
+        for each, text, size in zip(self._operations, texts, fitting, strict=True):
             if size >= least:
-                style = _STYLES[operation.kind]
+                style = _STYLES[each.operation.kind]
                 # Not by the axes, which would clip each of thousands, and take twice as long.
                 self.figure.text(
-                    (box.left + box.right) / 2 * self._scale,
-                    (box.top + box.bottom) / 2,
+                    (each.left + each.right) / 2 * self._scale,
+                    (each.top + each.bottom) / 2,
                     text,
                     size=min(usual, size),
                     color=style.ink,
@@ -282,7 +281,7 @@ class _Drawing:
                     parse_math=False,
                     transform=self._axes.transData,
                     # No hatching behind the number of a detour.
-                    bbox={"facecolor": style.fill, "edgecolor": "none", "pad": 0.5} if is_detour else None,
+                    bbox={"facecolor": style.fill, "edgecolor": "none", "pad": 0.5} if each.is_detour else None,
                 )
 
     def _draw_labels(self) -> None:
