@@ -19,7 +19,7 @@ __all__ = ["BoundarySpec", "ChameleonError", "ConfigError", "Job", "RunConfig", 
 
 __version__ = "0.1.0"
 
-# The library logs to children of this logger; whoever uses it decides where that goes. The command line has a handler.
+# The library logs to children of this logger. A program that uses it chooses the handlers; the command line has one.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _HOME = {

@@ -25,7 +25,7 @@ expected   the next failure in 16.7 min, by 1 failure in 240.0 s of work by all 
            expected beforehand: one per worker in 3.8 h, which counts like 1; 25% of failures take a whole host
 stall      0.500 s = repeat 0.250 + detect 0.125 + stop 0.025 + decide 0.050 + regroup 0.050; transfers on top
 corrected  operations x 3.50, worker 3 at 0.50 of the speed of others
-weighed in 20 ms
+scored in 20 ms
 +---------------------------------------------------------------------------------------+
 |             |   step |  stall |   moves | samples until then |                        |
 |-------------+--------+--------+---------+--------------------+------------------------|
@@ -82,7 +82,7 @@ def test_one_decision_of_several_in_several_lives(tmp_path: Path, capsys: pytest
 def test_what_is_not_known_yet_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path, started(), decided(2, 5, prepared=True), planned(2, "repartition"))
     text = told(capsys, run)
-    assert "weighed before the loss, looked up in 20 ms\n" in text
+    assert "scored before the loss, looked up in 20 ms\n" in text
     assert "lost       worker 5\n" in text
     assert "action     repartition\n" in text
     assert "actual     no step was committed under it, or none has been yet\n" in text
@@ -94,7 +94,7 @@ def test_a_decision_to_go_on_as_before(tmp_path: Path, capsys: pytest.CaptureFix
     text = told(capsys, run, "--decision", "2")
     assert "lost       no worker\n" in text
     assert "4 pipelines of 2 stages; 8 workers are there, newcomers included\n" in text
-    assert "weighed while training went on, in 20 ms\n" in text
+    assert "scored while training continued, in 20 ms\n" in text
     assert "action     stay\n" in text
     assert "actual     no worker stopped for it\n" in text
 
@@ -144,8 +144,8 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("candidates", "chosen", "words"),
     [
-        ([weighed("a", 0.5, 0.5, 0)], "a", "nothing else could be done"),
-        ([weighed("a", 0.5, 0.5, 0, reason="no")], None, "nothing that was weighed could be done"),
+        ([weighed("a", 0.5, 0.5, 0)], "a", "no other candidate was possible"),
+        ([weighed("a", 0.5, 0.5, 0, reason="no")], None, "no candidate was possible"),
         (
             [weighed("a", 0.5, 0.5, 0), weighed("b", 0.5, 0.5, 0)],
             "a",

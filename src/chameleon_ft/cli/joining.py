@@ -1,4 +1,4 @@
-"""Arguments of the commands that join a coordinator, and where they find it."""
+"""Arguments of the commands that join a coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print and write: tables on standard output, files, and progress on standard error.
+"""Output of commands: tables on standard output, files, and progress on standard error.
 
 rich is imported where it is used, because `--help` must not wait for it.
 """

@@ -269,7 +269,7 @@ def chosen_sweep(text: str) -> tuple[str, tuple[float, ...]]:
 
 
 def _assume(text: str, parameters: Parameters) -> Parameters:
-    """Return `parameters` with those that the text gives. Raises ConfigError for an unknown name or a wrong value."""
+    """Return `parameters` with the changes in the text. Raises ConfigError for an unknown name or a wrong value."""
     kinds = get_type_hints(Parameters)
     given: dict[str, float] = {}
     for part in filter(None, text.split(",")):

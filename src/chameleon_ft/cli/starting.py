@@ -93,7 +93,7 @@ def parse_start(
 ) -> tuple[_Own, dict[str, Any]]:
     """Parse the arguments of a command that starts a run; returns and raises as `parse_with_flags`."""
     arguments = replace_old_flags(arguments, _RENAMED_FLAGS, command=command)
-    # A job may have sections of the Llama's in its file. The help shows those that every job has.
+    # The file of a job may have the sections of the Llama; the help shows only the sections of every job.
     model = RunConfig if without and {"-h", "--help"} & set(arguments) else TrainConfig
     return parse_with_flags(own, model, arguments, command=command, without=without)
 

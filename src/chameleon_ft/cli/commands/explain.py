@@ -115,10 +115,10 @@ def _describe_losses(story: DecisionStory) -> str:
 
 def _describe_search(decided: DecisionEvent) -> str:
     if not decided.prepared:
-        return "weighed in"
+        return "scored in"
     if decided.trigger == "loss":
-        return "weighed before the loss, looked up in"
-    return "weighed while training went on, " + ("in" if decided.chosen == "stay" else "looked up in")
+        return "scored before the loss, looked up in"
+    return "scored while training continued, " + ("in" if decided.chosen == "stay" else "looked up in")
 
 
 def _candidate_row(each: ScoredCandidate, chosen: str | None, *, holders: bool) -> tuple[str, ...]:
@@ -170,9 +170,9 @@ def describe_reason(decision: DecisionEvent) -> str:
     """Say by what the chosen candidate beat the second."""
     best, second = decision.best, decision.second
     if best is None:
-        return "nothing that was weighed could be done"
+        return "no candidate was possible"
     if second is None:
-        return "nothing else could be done"
+        return "no other candidate was possible"
     if best.samples < second.samples * (1 - ROUNDING):
         more = f"{second.samples / best.samples - 1:.1%} more" if best.samples else "more"
         if (second.last_holders, second.last_hosts) > (best.last_holders, best.last_hosts):

@@ -111,7 +111,7 @@ def _show(profile: Profile) -> None:
         "bold",
     )
     out.text(profile.provenance)
-    right = ["F", "B", "I", "W", "parameters", "kept F to B", "kept I to W", "output", "works with"]
+    right = ["F", "B", "I", "W", "parameters", "kept F to B", "kept I to W", "output", "workspace"]
     out.show(out.table(_layer_rows(profile), left=["layers"], right=right))
     out.facts(_facts(profile))
 
