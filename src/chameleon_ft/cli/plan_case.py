@@ -158,16 +158,7 @@ def plan_cases(given: PlanArguments) -> list[PlanCase]:
 
 
 def _case(given: PlanArguments, batch: _Batch) -> PlanCase:
-    speeds = _speeds(given.slow)
-    profile, workers, micro_batches, parallel, per_host = (
-        _of_profile(given, batch) if given.config is None else _of_config(given, given.config, batch)
-    )
-    hosts = hosts_of(workers, per_host)
-    for worker in speeds:
-        if worker not in hosts:
-            raise ConfigError(f"--slow {given.slow}: there is no worker {worker}; they are numbered 0 to {workers - 1}")
-    costs = CostModel(profile.workload(micro_batches), profile.cluster(hosts, speeds=speeds))
-    return PlanCase(profile=profile, costs=costs, parallel=parallel)
+    return _case_of_profile(given, batch) if given.config is None else _case_of_config(given, given.config, batch)
 
 
 def _sections(given: PlanArguments, batch: _Batch) -> dict[str, dict[str, Any]]:
@@ -179,8 +170,7 @@ def _sections(given: PlanArguments, batch: _Batch) -> dict[str, dict[str, Any]]:
     return {name: {k: v for k, v in section.items() if v is not None} for name, section in fields.items()}
 
 
-def _of_config(given: PlanArguments, path: Path, batch: _Batch) -> tuple[Profile, int, int, Parallel | None, int]:
-    """Return profile, workers, micro-batches, layout and workers per host of a configuration."""
+def _case_of_config(given: PlanArguments, path: Path, batch: _Batch) -> PlanCase:
     given.preset.refuse(f"{path} says what is trained; leave one of them out", but=("device", "micro_batch_size"))
     values = read_config_values(path)
     for name, section in _sections(given, batch).items():
@@ -193,13 +183,17 @@ def _of_config(given: PlanArguments, path: Path, batch: _Batch) -> tuple[Profile
         values["profile"] = str(batch.profile)
     config = parse_config(config_type(values), values, source=str(path))
     per_host = config.emulation.workers_per_host if config.device == "emulated" else given.workers_per_host
-    parallel = None if given.workers is not None else config.parallel
-    profile = _profile_of_config(config, path, device_name=given.preset.device)
-    return profile, given.workers or config.workers, config.batch.micro_batches, parallel, per_host
+    return _build(
+        given,
+        _profile_of_config(config, path, device_name=given.preset.device),
+        workers=given.workers or config.workers,
+        micro_batches=config.batch.micro_batches,
+        parallel=None if given.workers is not None else config.parallel,
+        per_host=per_host,
+    )
 
 
-def _of_profile(given: PlanArguments, batch: _Batch) -> tuple[Profile, int, int, Parallel | None, int]:
-    """Return profile, workers, micro-batches, layout and workers per host of a preset or a profile."""
+def _case_of_profile(given: PlanArguments, batch: _Batch) -> PlanCase:
     preset = given.preset
     if preset.micro_batch_size is not None and batch.profile is None:
         preset = replace(preset, micro_batch_size=str(batch.micro_batch_size))
@@ -208,22 +202,41 @@ def _of_profile(given: PlanArguments, batch: _Batch) -> tuple[Profile, int, int,
         batch.profile,
         missing="nothing to plan for: give a CONFIG, or a published --model and its --device, or a --profile",
     )
-    if given.workers is not None:
-        if batch.micro_batches is None:
+    workers, micro_batches, parallel = given.workers, batch.micro_batches, None
+    if workers is None:
+        if given.dp is None or given.pp is None:
+            raise ConfigError(f"{profile.name}: needs --dp and --pp, or --workers to have the layout searched for")
+        values: dict[str, Any] = {"workers": given.dp * given.pp, **_sections(given, batch)}
+        values["batch"] = {"micro_batches": _MICRO_BATCHES_OF_A_PIPELINE * given.dp, **values["batch"]}
+        config = parse_config(RunConfig, values, source="the arguments")
+        if given.pp > len(profile.layers):
             raise ConfigError(
-                f"--workers {given.workers}: needs --micro-batches, how many a step has, or its --global-batch-size"
+                f"--pp {given.pp}: {profile.name} has {len(profile.layers)} layers; take as many stages at most"
             )
-        return profile, given.workers, batch.micro_batches, None, given.workers_per_host
-    if given.dp is None or given.pp is None:
-        raise ConfigError(f"{profile.name}: needs --dp and --pp, or --workers to have the layout searched for")
-    values: dict[str, Any] = {"workers": given.dp * given.pp, **_sections(given, batch)}
-    values["batch"] = {"micro_batches": _MICRO_BATCHES_OF_A_PIPELINE * given.dp, **values["batch"]}
-    config = parse_config(RunConfig, values, source="the arguments")
-    if given.pp > len(profile.layers):
+        workers, micro_batches, parallel = config.workers, config.batch.micro_batches, config.parallel
+    elif micro_batches is None:
         raise ConfigError(
-            f"--pp {given.pp}: {profile.name} has {len(profile.layers)} layers; take as many stages at most"
+            f"--workers {workers}: needs --micro-batches, how many a step has, or its --global-batch-size"
         )
-    return profile, config.workers, config.batch.micro_batches, config.parallel, given.workers_per_host
+    per_host = given.workers_per_host
+    return _build(given, profile, workers=workers, micro_batches=micro_batches, parallel=parallel, per_host=per_host)
+
+
+def _build(
+    given: PlanArguments,
+    profile: Profile,
+    *,
+    workers: int,
+    micro_batches: int,
+    parallel: Parallel | None,
+    per_host: int,
+) -> PlanCase:
+    hosts, speeds = hosts_of(workers, per_host), _speeds(given.slow)
+    for worker in speeds:
+        if worker not in hosts:
+            raise ConfigError(f"--slow {given.slow}: there is no worker {worker}; they are numbered 0 to {workers - 1}")
+    costs = CostModel(profile.workload(micro_batches), profile.cluster(hosts, speeds=speeds))
+    return PlanCase(profile=profile, costs=costs, parallel=parallel)
 
 
 def _profile_of_config(config: RunConfig, path: Path, *, device_name: str | None) -> Profile:
