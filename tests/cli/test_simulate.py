@@ -240,7 +240,12 @@ def test_a_checkpoint_of_a_run_costs_what_it_took_and_the_source_is_named(
     recorded(folder / "new", (RUN_EVENTS[0], *timed, *RUN_EVENTS[1:]), steps_s={1: [3.0] * 10})
     for run, assumed, expected_s, words in (
         ("new", (), 0.5, "a checkpoint stops training for 500 ms, the median of 3 in the run"),
-        ("new", ("--assume", "checkpoint_write_s=2"), 2.0, "a checkpoint stops training for 2.000 s, as was said"),
+        (
+            "new",
+            ("--assume", "checkpoint_write_s=2"),
+            2.0,
+            "a checkpoint stops training for 2.000 s, as given by --assume",
+        ),
         ("old", (), 1.0, "a checkpoint stops training for 1.000 s: assumed, for the run timed none;"),
     ):
         arguments = ("--run", run, "--policies", "drop-replica", *assumed)

@@ -186,8 +186,8 @@ def _predict_layout(case: PlanCase, dead: tuple[int, ...]) -> Prediction:
         except NoHolderError as error:
             raise ConfigError(
                 f"--failed {','.join(map(str, dead))}: no live worker holds layers {in_ranges(error.layers)}; a run "
-                "goes back to its newest checkpoint then, in the largest layout that is left; --planner chameleon says "
-                "what the rest could do best"
+                "then returns to its newest checkpoint, in the largest layout of the others; --planner chameleon finds "
+                "their best plan"
             ) from None
     return _prediction(case, dead, plan, _estimate(plan, case.costs, case.in_flight_limits))
 

@@ -174,7 +174,7 @@ def _recorded_case(given: SimulateArguments, path: Path) -> SimulateCase:
     timed_checkpoints = len(recorded_copies_s(run))
     note = f"a checkpoint stops training for {duration(parameters.checkpoint_write_s)}"
     if parameters.checkpoint_write_s != recorded.parameters.checkpoint_write_s:
-        note += ", as was said"
+        note += ", as given by --assume"
     elif timed_checkpoints:
         note += f", the median of {timed_checkpoints:,} in the run"
     else:
@@ -213,13 +213,13 @@ def _trace(given: SimulateArguments, *, hosts: int) -> Trace:
             if hosts < named:
                 raise ConfigError(
                     f"--trace {given.trace}: names {named} nodes that failed, more than the {hosts} hosts that are "
-                    "asked for, and not those that never did; say by --nodes on how many it was measured, for its rate"
+                    "asked for, and not the others; give by --nodes the number it was measured on, for its rate"
                 )
         trace = load_trace_for(given.trace, hosts=hosts, workers_per_host=per_host, nodes=given.nodes)
         trace = _at_rate(trace, given)
         return trace if given.days is None else trace.limited(given.days * _DAY_S)
     if given.generate is None:
-        raise ConfigError(f"nothing happens: give a --trace, or --generate {'|'.join(MODELS)}")
+        raise ConfigError(f"no failures to simulate: give a --trace, or --generate {'|'.join(MODELS)}")
     if given.nodes is not None:
         raise ConfigError(
             f"--nodes {given.nodes}: is for a --trace that names only the nodes that failed; leave it out"

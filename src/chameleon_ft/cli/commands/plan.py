@@ -23,8 +23,8 @@ from chameleon_ft.workload import is_recomputed
 __all__ = ["main"]
 
 _DERIVED = (
-    "derived costs grow with the micro-batch as its samples do; what larger ones save in time only profiles say that "
-    "are measured for each size"
+    "derived costs grow with the micro-batch in proportion to its samples; only profiles measured for each size show "
+    "what larger ones save"
 )
 
 

@@ -77,7 +77,7 @@ def _check(given: ProfileArguments) -> None:
     """Raise ConfigError if the arguments do not go together."""
     if given.serve is not None:
         if (given.config, given.preset, given.peer, given.out) != (None, NO_PRESET, None, None):
-            raise ConfigError(f"--serve {given.serve}: only answers; the host that measures names what and where to")
+            raise ConfigError(f"--serve {given.serve}: only answers; give the other flags on the host that measures")
         return
     if given.repeats < 1:
         raise ConfigError(f"--repeats {given.repeats}: should be 1 or more")
@@ -89,7 +89,7 @@ def _check(given: ProfileArguments) -> None:
     elif given.preset.model is None:
         raise ConfigError("nothing to profile: give a CONFIG, or a published --model and its --device")
     elif given.peer is not None:
-        raise ConfigError(f"--peer {given.peer}: the links of --device are known; it is for measuring, with a CONFIG")
+        raise ConfigError(f"--peer {given.peer}: is for measuring a CONFIG; the links of --device are known")
 
 
 def _measure(given: ProfileArguments, arguments: Sequence[str]) -> Profile:
