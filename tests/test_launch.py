@@ -141,8 +141,8 @@ def test_strangers_are_refused_and_logged_and_training_goes_on(tmp_path: Path, r
         said: dict[str, Message | str] = {
             "garbage": "hello?",
             "role": Exit(reason="stop it"),
-            "second worker": Hello(worker=1, host="10.0.0.9", pid=1),
-            "unknown worker": Hello(worker=6, host="10.0.0.9", pid=1),
+            "second worker": Hello(worker=1, host="10.0.0.9"),
+            "unknown worker": Hello(worker=6, host="10.0.0.9"),
         }
         for name, message in said.items():
             with connect(

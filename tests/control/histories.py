@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 from chameleon_ft.config import Recovery, Timeouts
 from chameleon_ft.control.commands import (
     Command,
-    ConsiderScaleUp,
-    Decide,
     Drop,
     Finish,
     Launch,
     OtherRecord,
     Record,
     Send,
+    Task,
     Welcome,
 )
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
@@ -135,9 +134,9 @@ class History:
         self.commands += commands
         for command in commands:
             match command:
-                case Decide():
+                case Task.DECIDE:
                     self.questions.append(after)
-                case ConsiderScaleUp():
+                case Task.CONSIDER_SCALE_UP:
                     self.considerations.append(after)
                 case Launch():
                     assert after.generation > max((launch.generation for launch in self.launches), default=0)
@@ -185,11 +184,11 @@ class History:
 
     def join(self, worker: int) -> None:
         incarnation = self.state.members[worker].incarnation
-        self.tell(worker, Hello(worker=worker, host="10.0.0.1", pid=worker, incarnation=incarnation))
+        self.tell(worker, Hello(worker=worker, host="10.0.0.1", incarnation=incarnation))
 
     def gather(self) -> None:
         count = self.state.settings.workers
-        self.say(AGENT, HostHello(host="a host", slots=count, pid=1))
+        self.say(AGENT, HostHello(host="a host", slots=count))
         for worker in range(count):
             self.join(worker)
 
@@ -198,7 +197,7 @@ class History:
         first = self.members()[0]
         if self.state.active is not None and self.state.active.transition is not None:
             self.tell(first, Switched(generation=self.state.generation, moved_bytes=64, transfer_s=0.1))
-        self.tell(first, Started(generation=self.state.generation, step=self.state.committed))
+        self.tell(first, Started(generation=self.state.generation))
 
     def commit(self, *, pause: bool = False) -> None:
         """Have the workers of the generation apply a step."""
@@ -241,7 +240,7 @@ class History:
 
     def finish(self) -> None:
         for worker in self.members():
-            self.tell(worker, Finished(generation=self.state.generation, committed=self.state.committed))
+            self.tell(worker, Finished(generation=self.state.generation))
 
     def train(self, steps: int = 3) -> None:
         """Gather and take some steps."""

@@ -121,14 +121,14 @@ class Stage:
         puppet = Puppet(f"worker {worker}")
         spawned = [m for m in self.host.sent if isinstance(m, Spawn) and worker in m.workers]
         incarnation = spawned[-1].incarnations[spawned[-1].workers.index(worker)] if spawned else 0
-        self.say(puppet, Hello(worker=worker, host="10.0.0.1", pid=100 + worker, incarnation=incarnation))
+        self.say(puppet, Hello(worker=worker, host="10.0.0.1", incarnation=incarnation))
         self.ranks[worker] = puppet
         return puppet
 
     def gather(self, workers: int, *, with_agent: bool = True) -> None:
         """Have all workers join."""
         if with_agent:
-            self.say(self.host, HostHello(host="a host", slots=workers, pid=99))
+            self.say(self.host, HostHello(host="a host", slots=workers))
         for worker in range(workers):
             self.join(worker)
 
@@ -148,7 +148,7 @@ class Stage:
         """Have the members of the newest generation begin to train."""
         order = self.order()
         for worker in order.members if workers is None else workers:
-            self.say(self.ranks[worker], Started(generation=order.generation, step=order.first_step))
+            self.say(self.ranks[worker], Started(generation=order.generation))
 
     def commit(self, step: int, worker: int | None = None, *, step_s: float = 0.1, longest_s: float = 0.01) -> None:
         """Have one worker report a step; without `worker`, all members do."""
@@ -219,7 +219,7 @@ class Stage:
     def finish(self, committed: int) -> None:
         order = self.order()
         for worker in order.members:
-            self.say(self.ranks[worker], Finished(generation=order.generation, committed=committed))
+            self.say(self.ranks[worker], Finished(generation=order.generation))
 
     def train(self, *, workers: int = 4, steps: int = 3) -> None:
         """Gather and take `steps` steps."""

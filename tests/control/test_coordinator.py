@@ -50,12 +50,12 @@ async def test_the_last_worker_to_join_sets_the_run_going(stage: Stage) -> None:
 @scene()
 async def test_hosts_get_workers_in_the_order_they_come(stage: Stage) -> None:
     first, second, third = Puppet("first"), Puppet("second"), Puppet("third")
-    stage.say(first, HostHello(host="a", slots=1, pid=1))
-    stage.say(second, HostHello(host="b", slots=8, pid=2))
+    stage.say(first, HostHello(host="a", slots=1))
+    stage.say(second, HostHello(host="b", slots=8))
     assert first.last(Spawn).workers == (0,)
     assert second.last(Spawn).workers == (1, 2, 3)
     with pytest.raises(ControlError, match="host c is not needed yet: all 4 workers have a place"):
-        stage.say(third, HostHello(host="c", slots=1, pid=3))
+        stage.say(third, HostHello(host="c", slots=1))
 
 
 @scene()
@@ -63,14 +63,14 @@ async def test_who_cannot_join_is_told_why(stage: Stage) -> None:
     stage.join(1)
     for worker, match in [(4, "does not exist: the run has 4"), (-1, "does not exist"), (1, "has joined already")]:
         with pytest.raises(ControlError, match=match):
-            stage.say(Puppet("stranger"), Hello(worker=worker, host="h", pid=1))
+            stage.say(Puppet("stranger"), Hello(worker=worker, host="h"))
     assert stage.ended is None
 
 
 @scene()
 async def test_only_members_may_say_what_members_say(stage: Stage) -> None:
     stage.train()
-    for message in (Started(generation=1, step=0), CheckpointSaved(generation=1, step=2, layers=(0,))):
+    for message in (Started(generation=1), CheckpointSaved(generation=1, step=2, layers=(0,))):
         with pytest.raises(ControlError, match="from a peer that has not joined"):
             stage.say(Puppet("stranger"), message)
     with pytest.raises(ControlError, match="a rank does not say 'exit'"):
@@ -81,7 +81,7 @@ async def test_only_members_may_say_what_members_say(stage: Stage) -> None:
 
 @scene()
 async def test_a_worker_that_ends_before_the_run_has_begun_ends_it(stage: Stage) -> None:
-    stage.say(stage.host, HostHello(host="a", slots=4, pid=1))
+    stage.say(stage.host, HostHello(host="a", slots=4))
     stage.join(0)
     stage.reap(2, 1)
     assert stage.ended is not None
@@ -91,7 +91,7 @@ async def test_a_worker_that_ends_before_the_run_has_begun_ends_it(stage: Stage)
 
 @scene()
 async def test_a_host_that_leaves_before_the_run_has_begun_ends_it(stage: Stage) -> None:
-    stage.say(stage.host, HostHello(host="a", slots=4, pid=1))
+    stage.say(stage.host, HostHello(host="a", slots=4))
     stage.depart(stage.host)
     assert stage.ended is not None
     assert "host a was lost before the run began" in stage.ended[1]

@@ -14,7 +14,7 @@ class Crashes:
     def __init__(self) -> None:
         self.detector = CrashDetector()
 
-    def is_everyones(self, worker: int, error: str, *, step: int, since_step: int | None = 0) -> bool:
+    def is_of_the_job(self, worker: int, error: str, *, step: int, since_step: int | None = 0) -> bool:
         """Whether an error is one that every worker would run into."""
         self.detector, (found,) = self.detector.observe(ErrorReported(worker, error, step, since_step, "a.log"))
         if isinstance(found, Fatal):
@@ -24,21 +24,21 @@ class Crashes:
         return False
 
 
-def test_in_the_first_step_it_is_a_crash_of_all() -> None:
-    assert Crashes().is_everyones(0, "KeyError: 'x'", step=0)
+def test_an_error_in_the_first_step_is_of_the_job() -> None:
+    assert Crashes().is_of_the_job(0, "KeyError: 'x'", step=0)
 
 
-def test_later_it_is_a_crash_of_all_when_another_one_ends_of_the_same_in_the_same_step() -> None:
+def test_later_it_is_of_the_job_if_another_worker_meets_it_in_the_same_step() -> None:
     crashes = Crashes()
-    assert not crashes.is_everyones(0, "KeyError: 'x'", step=5)
-    assert not crashes.is_everyones(0, "KeyError: 'x'", step=5), "one that has come back proves nothing new"
-    assert not crashes.is_everyones(1, "KeyError: 'y'", step=5)
-    assert not crashes.is_everyones(1, "KeyError: 'x'", step=6)
-    assert crashes.is_everyones(2, "KeyError: 'y'", step=5)
+    assert not crashes.is_of_the_job(0, "KeyError: 'x'", step=5)
+    assert not crashes.is_of_the_job(0, "KeyError: 'x'", step=5), "one that has come back proves nothing new"
+    assert not crashes.is_of_the_job(1, "KeyError: 'y'", step=5)
+    assert not crashes.is_of_the_job(1, "KeyError: 'x'", step=6)
+    assert crashes.is_of_the_job(2, "KeyError: 'y'", step=5)
 
 
 @pytest.mark.parametrize("since_step", [None, 5], ids=["takes no part", "has just come"])
 def test_a_newcomer_proves_nothing(since_step: int | None) -> None:
     crashes = Crashes()
-    assert not crashes.is_everyones(7, "OSError: no such device", step=5, since_step=since_step)
-    assert not crashes.is_everyones(1, "OSError: no such device", step=5)
+    assert not crashes.is_of_the_job(7, "OSError: no such device", step=5, since_step=since_step)
+    assert not crashes.is_of_the_job(1, "OSError: no such device", step=5)

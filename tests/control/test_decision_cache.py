@@ -20,21 +20,21 @@ RATE = replace(rate_of(1e4, NOW), failures=0)
 
 
 class Prepared:
-    """A forethought of the given context, and what it says when it is through."""
+    """A cache of the given context, and what it says when it is through."""
 
     def __init__(self, executor: Executor) -> None:
         self.said: list[tuple[int, float, str | None]] = []
         self._through = asyncio.Event()
-        self.forethought = DecisionCache("chameleon", executor, self._say)
+        self.cache = DecisionCache("chameleon", executor, self._say)
 
     def _say(self, losses: int, seconds: float, error: str | None) -> None:
         self.said.append((losses, seconds, error))
         self._through.set()
 
     async def on(self, now: DecisionContext, rate: FailureModel) -> DecisionCache:
-        self.forethought.expect(lambda: (now, rate))
+        self.cache.expect(lambda: (now, rate))
         await self._through.wait()
-        return self.forethought
+        return self.cache
 
 
 def run(scene: Callable[[Prepared], Coroutine[Any, Any, None]], executor: Executor | None = None) -> None:
@@ -47,10 +47,10 @@ def run(scene: Callable[[Prepared], Coroutine[Any, Any, None]], executor: Execut
 
 def test_every_single_loss_has_the_decision_that_it_would_get() -> None:
     async def scene(prepared: Prepared) -> None:
-        forethought = await prepared.on(NOW, RATE)
+        cache = await prepared.on(NOW, RATE)
         assert prepared.said[0][::2] == (4, None)
         for worker in range(4):
-            found = forethought.look_up(after(NOW, worker), RATE.observed(failures=1))
+            found = cache.look_up(after(NOW, worker), RATE.observed(failures=1))
             expected = decide(after(NOW, worker), "chameleon", RATE.observed(failures=1))
             assert found is not None
             assert found.chosen is not None
@@ -70,14 +70,14 @@ def test_every_host_that_others_can_do_without_has_the_decision_that_it_would_ge
         hosts.setdefault(host, []).append(worker)
 
     async def scene(prepared: Prepared) -> None:
-        forethought = await prepared.on(now, RATE)
+        cache = await prepared.on(now, RATE)
         assert prepared.said[0][::2] == (14, None), "those of hosts come after"
-        assert forethought._work is not None
-        await forethought._work
+        assert cache._work is not None
+        await cache._work
         for lost in hosts.values():
             left = CostModel(now.costs.workload, now.costs.cluster.without(lost))
             rate = RATE.observed(failures=1, host_failures=1)
-            found = forethought.look_up(replace(now, costs=left), rate)
+            found = cache.look_up(replace(now, costs=left), rate)
             expected = decide(replace(now, costs=left), "chameleon", rate)
             assert found is not None
             assert found.chosen is not None
@@ -86,7 +86,7 @@ def test_every_host_that_others_can_do_without_has_the_decision_that_it_would_ge
             assert (found.chosen.policy, found.chosen.step_s) == (expected.chosen.policy, expected.chosen.step_s)
             assert not set(found.course.plan.workers).intersection(lost)
         some = CostModel(now.costs.workload, now.costs.cluster.without(hosts["host 0"][:2]))
-        assert forethought.look_up(replace(now, costs=some), RATE.observed(failures=1)) is None
+        assert cache.look_up(replace(now, costs=some), RATE.observed(failures=1)) is None
 
     run(scene)
 
@@ -127,31 +127,31 @@ def _with_speed(now: DecisionContext, speed: float) -> DecisionContext:
         "other limits",
     ],
 )
-def test_what_was_prepared_for_another_situation_is_not_used(
+def test_what_was_prepared_for_another_context_is_not_used(
     change: Callable[[DecisionContext], DecisionContext], rate: FailureModel, found: bool
 ) -> None:
     async def scene(prepared: Prepared) -> None:
-        forethought = await prepared.on(NOW, RATE)
-        assert (forethought.look_up(change(after(NOW, 0)), rate) is not None) == found
+        cache = await prepared.on(NOW, RATE)
+        assert (cache.look_up(change(after(NOW, 0)), rate) is not None) == found
 
     run(scene)
 
 
-def test_it_is_prepared_anew_when_what_is_known_has_become_another() -> None:
+def test_decisions_are_prepared_anew_when_costs_have_changed() -> None:
     async def scene(prepared: Prepared) -> None:
-        forethought = await prepared.on(NOW, RATE)
+        cache = await prepared.on(NOW, RATE)
         # Not asked again within a second, however slow the machine is; and what is near is good enough.
-        forethought._looked_at = float("inf")
-        forethought.expect(lambda: pytest.fail("asked too soon"))
-        forethought._looked_at = float("-inf")
-        forethought.expect(lambda: (_slower(NOW, 1.05), RATE))
-        assert forethought.look_up(after(NOW, 0), RATE.observed(failures=1)) is not None
-        forethought._looked_at = float("-inf")
+        cache._looked_at = float("inf")
+        cache.expect(lambda: pytest.fail("asked too soon"))
+        cache._looked_at = float("-inf")
+        cache.expect(lambda: (_slower(NOW, 1.05), RATE))
+        assert cache.look_up(after(NOW, 0), RATE.observed(failures=1)) is not None
+        cache._looked_at = float("-inf")
         prepared._through.clear()
         slower = _slower(NOW, 1.2)
         await prepared.on(slower, RATE)
         assert len(prepared.said) == 2
-        found = forethought.look_up(after(slower, 0), RATE.observed(failures=1))
+        found = cache.look_up(after(slower, 0), RATE.observed(failures=1))
         assert found == decide(after(slower, 0), "chameleon", RATE.observed(failures=1))
 
     run(scene)
@@ -159,9 +159,9 @@ def test_it_is_prepared_anew_when_what_is_known_has_become_another() -> None:
 
 def test_after_a_change_nothing_is_there_until_it_is_prepared() -> None:
     async def scene(prepared: Prepared) -> None:
-        forethought = await prepared.on(NOW, RATE)
-        forethought.drop()
-        assert forethought.look_up(after(NOW, 0), RATE.observed(failures=1)) is None
+        cache = await prepared.on(NOW, RATE)
+        cache.drop()
+        assert cache.look_up(after(NOW, 0), RATE.observed(failures=1)) is None
 
     run(scene)
 
@@ -175,11 +175,11 @@ class _Broken(Executor):
 
 def test_where_it_fails_it_says_so_once_and_decisions_are_made_when_needed() -> None:
     async def scene(prepared: Prepared) -> None:
-        forethought = await prepared.on(NOW, RATE)
+        cache = await prepared.on(NOW, RATE)
         assert prepared.said[0][2] == "RuntimeError: the process is gone"
-        assert forethought.look_up(after(NOW, 0), RATE.observed(failures=1)) is None
-        forethought._looked_at = float("-inf")
-        forethought.expect(lambda: pytest.fail("it is of no use to ask"))
+        assert cache.look_up(after(NOW, 0), RATE.observed(failures=1)) is None
+        cache._looked_at = float("-inf")
+        cache.expect(lambda: pytest.fail("it is of no use to ask"))
 
     run(scene, _Broken())
 

@@ -15,7 +15,7 @@ from chameleon_ft.control.wire.messages import PeerFailed
 from tests.control.stage import Stage, play
 
 SIX: dict[str, Any] = {"workers": 6, "parallel": Parallel(dp=3, pp=2), "recovery": Recovery(policy="reroute")}
-# Expected before the first stall: sending the orders, and regrouping.
+# The expected stall before the first one: to send the orders, and to regroup.
 AFTER_S = 0.01 + 0.1
 
 
@@ -148,7 +148,7 @@ def _asked(decisions: Any, stage: Stage) -> list[Any]:
     """The losses that decisions are prepared for."""
     asked: list[Any] = []
 
-    class Foreseeing:
+    class RecordingCache:
         def expect(self, ask: Callable[[], tuple[Any, Any]]) -> None:
             asked.append(ask()[0])
 
@@ -158,6 +158,6 @@ def _asked(decisions: Any, stage: Stage) -> list[Any]:
         def drop(self) -> None:
             pass
 
-    decisions._cache = Foreseeing()
+    decisions._cache = RecordingCache()
     stage.commit(3, 0)
     return asked

@@ -41,7 +41,7 @@ def test_workers_that_are_lost_with_their_host_are_one_failure() -> None:
         history = history.failed("b", left, 200.0 + number)
     assert (history.rate.failures, history.rate.host_failures) == (3, 1)
     assert history.rate.host_share == 1.5 / 4
-    # Who comes back there at once and is lost again has failed again.
+    # A worker that comes back there at once and is lost again has failed again.
     history = history.failed("b", [], 205.5)
     assert (history.rate.failures, history.rate.host_failures) == (4, 1)
 

@@ -183,7 +183,7 @@ async def test_the_loss_of_a_spare_says_nothing_of_stalls(stage: Stage) -> None:
     assert stage.coordinator.state.history.phases(looked_up=False) == before
 
 
-class _Foreseeing:
+class _RecordingCache:
     """Keeps what decisions are asked for."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class _Foreseeing:
     def expect(self, ask: Callable[[], tuple[DecisionContext, FailureModel]]) -> None:
         self.asked.append(ask()[0])
 
-    def look_up(self, situation: DecisionContext, rate: FailureModel) -> None:
+    def look_up(self, context: DecisionContext, rate: FailureModel) -> None:
         return None
 
     def drop(self) -> None:
@@ -202,14 +202,14 @@ class _Foreseeing:
 @scene(**THREE_PIPELINES)
 async def test_after_a_transition_the_next_loss_is_prepared_for(stage: Stage) -> None:
     decisions: Any = stage.coordinator._decisions
-    foreseeing = decisions._cache = _Foreseeing()
+    cache = decisions._cache = _RecordingCache()
     stage.train(workers=6)
-    assert [each.plan.workers for each in foreseeing.asked] == [(0, 1, 2, 3, 4, 5)] * 3
+    assert [each.plan.workers for each in cache.asked] == [(0, 1, 2, 3, 4, 5)] * 3
     stage.reap(1)
     stage.quiesce(2, 3)
     stage.start()
     stage.commit(3)
-    (asked,) = foreseeing.asked
+    (asked,) = cache.asked
     assert (asked.plan.workers, asked.lost) == (stage.order().members, ())
     assert stage.coordinator.state.active is not None
     assert asked.plan == stage.coordinator.state.active.plan

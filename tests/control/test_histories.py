@@ -11,12 +11,10 @@ from chameleon_ft.control.commands import (
     CompleteCheckpoint,
     Drop,
     Finish,
-    ForgetDecisions,
     LogFault,
     MeasureTransfer,
-    PrepareDecisions,
-    RecordScaleUp,
     Send,
+    Task,
 )
 from chameleon_ft.control.events import (
     Considered,
@@ -95,7 +93,7 @@ def test_nothing_is_commanded_once_the_run_is_over() -> None:
 @pytest.mark.parametrize("before", [True, False], ids=["before it is ready", "while it gathers"])
 def test_the_crash_of_a_rank_while_the_run_gathers_ends_it(before: bool) -> None:
     history = History()
-    history.say(AGENT, HostHello(host="a host", slots=4, pid=1))
+    history.say(AGENT, HostHello(host="a host", slots=4))
     if not before:
         history.join(2)
         history.tell(2, Crashed(error="ValueError: no such layer"))
@@ -149,7 +147,7 @@ def test_a_worker_whose_agent_is_gone_cannot_be_killed() -> None:
 def test_what_a_lost_worker_still_says_counts_for_nothing() -> None:
     history = training()
     history.reap(1)
-    assert history.say(21, Started(generation=1, step=3)) == ()
+    assert history.say(21, Started(generation=1)) == ()
     history.quiesce()
     history.start()
     assert history.say(21, Crashed(error="an error")) == ()
@@ -180,7 +178,7 @@ def test_a_loss_while_it_is_decided_makes_the_decision_void() -> None:
     assert history.state.phase is Phase.DECIDING
     first, second = history.questions
     history.answer(first)
-    assert len(history.launches) == 1, "no worker is ordered to train with a lost one"
+    assert len(history.launches) == 1, "no worker trains with one that is lost"
     history.answer(second)
     assert history.launched == (0, 3)
     history.answer(second)
@@ -265,7 +263,7 @@ def test_a_stopped_process_is_found_by_a_probe() -> None:
     history.wait(0.5)
     probe = history.sent(Probe, to=AGENT)[-1].probe
     assert history.sent(Probe, to=21), "ranks are asked, too"
-    history.tell(2, Position(probe=probe, generation=1, doing="F3", waiting=True, since_s=60.0))
+    history.tell(2, Position(probe=probe, doing="F3", waiting=True, since_s=60.0))
     history.say(AGENT, ProcessState(probe=probe, worker=1, incarnation=1, stopped=True))
     history.quiesce()
     history.start()
@@ -345,7 +343,7 @@ def test_a_newcomer_without_a_place_stays_a_spare() -> None:
     history.come_back(1)
     history.wait(1.0)
     history.consider(is_change=False)
-    assert [command for command in history.commands if isinstance(command, RecordScaleUp)]
+    assert Task.RECORD_SCALE_UP in history.commands
     history.wait(20.0)
     assert history.considerations == [], "it is not considered again"
     assert history.sent(Pause) == []
@@ -383,7 +381,7 @@ def test_the_crash_of_a_newcomer_before_it_is_ready_changes_nothing() -> None:
     assert history.sent(Spawn)[-1].incarnations == (2,), "it was lost twice and may be once"
     assert history.events("blocklisted")[0]["worker"] == 1
     with pytest.raises(ControlError, match="was lost too often"):
-        history.say(500, Hello(worker=1, host="h", pid=1, incarnation=3))
+        history.say(500, Hello(worker=1, host="h", incarnation=3))
 
 
 def test_a_decision_on_newcomers_that_fails_leaves_them_spares() -> None:
@@ -450,11 +448,11 @@ def test_a_checkpoint_is_complete_with_its_last_layer_and_void_after_a_return_to
 
 def test_decisions_are_prepared_while_all_is_well_and_forgotten_with_it() -> None:
     history = training()
-    assert [command for command in history.commands if isinstance(command, PrepareDecisions)]
+    assert Task.PREPARE_DECISIONS in history.commands
     history.commands.clear()
     history.reap(1)
     history.quiesce()
-    assert [command for command in history.commands if isinstance(command, ForgetDecisions)]
+    assert Task.FORGET_DECISIONS in history.commands
 
 
 def test_another_process_can_continue_a_run_in_the_middle_of_an_incident() -> None:

@@ -133,7 +133,6 @@ async def test_a_worker_stuck_in_an_operation(stage: Stage) -> None:
             stage.ranks[worker],
             Position(
                 probe=stage.ranks[worker].last(Probe).probe,
-                generation=1,
                 doing="B3",
                 waiting=worker != 1,
                 since_s=60.0,
@@ -144,7 +143,7 @@ async def test_a_worker_stuck_in_an_operation(stage: Stage) -> None:
 
 
 @scene()
-async def test_no_worker_is_asked_while_steps_are_committed(stage: Stage) -> None:
+async def test_no_worker_is_probed_while_steps_are_committed(stage: Stage) -> None:
     watching = asyncio.create_task(stage.coordinator.wait())
     stage.train(steps=0)
     for step in range(10):
@@ -224,7 +223,7 @@ async def test_a_peer_report_is_explained_by_a_loss_that_is_noticed_otherwise(st
 
 
 @scene()
-async def test_a_peer_report_about_an_absent_worker_blames_none(stage: Stage) -> None:
+async def test_a_report_about_a_peer_that_takes_no_part_blames_no_worker(stage: Stage) -> None:
     stage.train()
     stage.say(stage.ranks[0], PeerFailed(generation=1, peer=99, error="reset"))
     stage.quiesce(2, 3)
@@ -311,7 +310,7 @@ async def test_what_belongs_to_a_generation_that_is_over_is_passed_over(stage: S
     stage.quiesce(2, 3)
     stage.reap(3)
     stage.quiesce(2, 3)  # the answers to the stop before
-    stage.say(stage.ranks[1], Started(generation=2, step=3))
+    stage.say(stage.ranks[1], Started(generation=2))
     stage.say(stage.ranks[1], PeerFailed(generation=2, peer=5, error="reset"))
     assert stage.order().generation == 2
     assert stage.failures == []
@@ -361,11 +360,11 @@ async def test_a_loss_while_the_last_checkpoint_is_written(stage: Stage) -> None
 @scene(steps=3)
 async def test_a_worker_may_go_once_it_has_finished(stage: Stage) -> None:
     stage.train(steps=3)
-    stage.say(stage.ranks[1], Finished(generation=1, committed=3))
+    stage.say(stage.ranks[1], Finished(generation=1))
     stage.reap(1)
     assert not stage.ranks[0].count(Stop)
     for worker in (0, 2, 3):
-        stage.say(stage.ranks[worker], Finished(generation=1, committed=3))
+        stage.say(stage.ranks[worker], Finished(generation=1))
     assert stage.ended == ("finished", "all steps are trained")
 
 
@@ -456,7 +455,7 @@ def leave_a_spare(stage: Stage) -> None:
 
 
 @scene(**WITH_A_SPARE)
-async def test_a_spare_that_is_lost_disturbs_no_worker(stage: Stage) -> None:
+async def test_a_spare_that_is_lost_disturbs_no_other(stage: Stage) -> None:
     leave_a_spare(stage)
     stage.start()
     stage.reap(7)
@@ -563,7 +562,7 @@ async def test_an_agent_speaks_for_its_own_workers_only(stage: Stage) -> None:
 
 
 @scene()
-async def test_a_message_that_a_rank_may_not_send_costs_no_other_rank(stage: Stage) -> None:
+async def test_a_message_that_a_rank_may_not_send_costs_no_other_worker(stage: Stage) -> None:
     stage.train()
     with pytest.raises(ControlError, match="a rank does not say 'start_generation'"):
         stage.say(stage.ranks[1], stage.ranks[1].last(StartGeneration))

@@ -29,7 +29,7 @@ def connection(worker: int, incarnation: int = 0) -> int:
 
 
 def hello(worker: int, incarnation: int = 0) -> Hello:
-    return Hello(worker=worker, host=f"10.0.0.{worker}", pid=worker, incarnation=incarnation)
+    return Hello(worker=worker, host=f"10.0.0.{worker}", incarnation=incarnation)
 
 
 def joined(members: Members, worker: int, incarnation: int = 0) -> Members:
@@ -39,7 +39,7 @@ def joined(members: Members, worker: int, incarnation: int = 0) -> Members:
 
 
 def with_host(members: Members, agent: int = HOST, *, slots: int = 2) -> Members:
-    return members.with_host(agent, HostHello(host="h", slots=slots, pid=1), now=NOW)[0]
+    return members.with_host(agent, HostHello(host="h", slots=slots), now=NOW)[0]
 
 
 def refuses(members: Members, worker: int, incarnation: int, match: str) -> None:
@@ -56,7 +56,7 @@ def test_hosts_get_all_workers_and_each_but_once(slots: list[int]) -> None:
     given: list[int] = []
     for index, count in enumerate(slots):
         try:
-            members, spawn = members.with_host(index, HostHello(host=f"h{index}", slots=count, pid=1), now=NOW)
+            members, spawn = members.with_host(index, HostHello(host=f"h{index}", slots=count), now=NOW)
         except ControlError:
             assert len(given) == 8
         else:
@@ -161,9 +161,7 @@ def test_a_late_host_gets_what_no_process_has_any_more_and_then_new_workers() ->
     members = joined(joined(with_host(Members(count=4), slots=3), 0, 1), 3)
     members = members.fence(0).fence(3).without_agent(HOST)
     assert members[1].lost, "it will never come"
-    members, spawn = members.with_host(
-        LATE_HOST, HostHello(host="b", slots=5, pid=2), is_late=True, blocklist=[2], now=NOW
-    )
+    members, spawn = members.with_host(LATE_HOST, HostHello(host="b", slots=5), is_late=True, blocklist=[2], now=NOW)
     assert spawn == Spawn(workers=(0, 1, 3, 4, 5), incarnations=(2, 2, 2, 1, 1))
     members = joined(members, 5, 1)
     assert members.live() == (5,)
@@ -172,7 +170,7 @@ def test_a_late_host_gets_what_no_process_has_any_more_and_then_new_workers() ->
 
 def test_a_late_host_leaves_alone_what_another_one_may_start_again() -> None:
     members = joined(with_host(Members(count=2)), 0, 1).fence(1)
-    _, spawn = members.with_host(LATE_HOST, HostHello(host="b", slots=1, pid=2), is_late=True, blocklist=[], now=NOW)
+    _, spawn = members.with_host(LATE_HOST, HostHello(host="b", slots=1), is_late=True, blocklist=[], now=NOW)
     assert spawn.workers == (2,)
 
 
@@ -248,14 +246,14 @@ def test_times_are_never_negative(noticed: float, stopped: float, decided: float
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-63, "signal 63")]
+    ("code", "text"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL"), (-11, "SIGSEGV"), (-63, "signal 63")]
 )
-def test_how_a_process_ended(code: int, words: str) -> None:
-    assert describe_exit(code) == words
+def test_how_a_process_ended(code: int, text: str) -> None:
+    assert describe_exit(code) == text
 
 
 @pytest.mark.parametrize(
-    ("known", "words"),
+    ("known", "text"),
     [
         ({"crash": "ValueError: x", "exit_code": 1}, "ValueError: x"),
         ({"exit_code": -9}, "SIGKILL"),
@@ -264,14 +262,14 @@ def test_how_a_process_ended(code: int, words: str) -> None:
         ({"exit_code": -9, "fault": Fault(1, "kill", 9.5)}, "SIGKILL"),
     ],
 )
-def test_the_best_known_cause(known: dict[str, object], words: str) -> None:
+def test_the_best_known_cause(known: dict[str, object], text: str) -> None:
     found = loss(noticed_by="connection", cause="connection closed")
     arguments = {"crash": None, "exit_code": None, "fault": None, **known}
-    assert found.describe_cause(**arguments) == words  # type: ignore[arg-type]
+    assert found.describe_cause(**arguments) == text  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("path", ["watchdog", "heartbeat", "peer"])
-def test_a_worker_that_was_given_up_was_not_killed_by_a_third(path: str) -> None:
+def test_a_worker_that_was_given_up_did_not_die_of_the_kill(path: str) -> None:
     found = loss(noticed_by=path, cause="hung")
     assert found.describe_cause(crash=None, exit_code=-9, fault=None) == "hung"
 
@@ -292,7 +290,7 @@ def test_the_costs_of_a_job_follow_its_layers() -> None:
 
 
 def test_a_fingerprint_tells_models_apart() -> None:
-    assert JOB.fingerprint == dataclasses.replace(JOB, model="other words").fingerprint
+    assert JOB.fingerprint == dataclasses.replace(JOB, model="another description").fingerprint
     others = [
         dataclasses.replace(JOB, param_bytes=(256, 256, 256, 260)),
         dataclasses.replace(JOB, boundaries=(BoundaryMessage(shape=(2, 8), dtype="float64"), *JOB.boundaries[1:])),

@@ -119,4 +119,4 @@ def test_a_refusal_says_what_is_wrong(text: str, expected: str) -> None:
     with pytest.raises(ControlError) as caught:
         decode(text)
     assert expected in str(caught.value)
-    assert len(str(caught.value)) < 300, "a received message must not fill the log"
+    assert len(str(caught.value)) < 300, "no message may fill the log"

@@ -73,9 +73,9 @@ def lose(by: Planner, decision: RecoveryPlan, worker: int) -> RecoveryPlan:
     cluster = ClusterState(
         plan=decision.plan, live=live, quiesced=quiesced, committed=7, last_vote=None, checkpoints=()
     )
-    outlook = by.context(decision, live, HOSTS, phases=PHASES, repeat_s=0.5)
+    context = by.context(decision, live, HOSTS, phases=PHASES, repeat_s=0.5)
     rate = FailureModel(worker_mtbf_s=3600.0, prior_failures=1.0, failures=1, worker_s=60.0)
-    return by.recover(cluster, outlook, rate, prepared=None)
+    return by.recover(cluster, context, rate, prepared=None)
 
 
 def report(by: Planner, factors: Mapping[int, float], *, steps: int, forward_s: float, backward_s: float) -> None:
@@ -199,12 +199,12 @@ def test_a_return_to_a_checkpoint_costs_the_steps_since_it() -> None:
     by = planner(profile=PROFILE, every=10)
     decision = begin(by)
     report(by, {}, steps=3, forward_s=0.02, backward_s=0.04)
-    outlook = by.context(decision, range(6), HOSTS, phases=PHASES, repeat_s=0.5, unsaved=5)
-    stays = decide(outlook, "reroute", FailureModel(worker_mtbf_s=3600.0, prior_failures=1.0)).chosen
+    context = by.context(decision, range(6), HOSTS, phases=PHASES, repeat_s=0.5, unsaved=5)
+    stays = decide(context, "reroute", FailureModel(worker_mtbf_s=3600.0, prior_failures=1.0)).chosen
     assert stays is not None
     assert stays.step_s is not None
-    assert outlook.return_s == pytest.approx(outlook.restart_s + 5 * stays.step_s)
-    assert outlook.checkpoints.longest_s == pytest.approx(10 * stays.step_s)
+    assert context.return_s == pytest.approx(context.restart_s + 5 * stays.step_s)
+    assert context.checkpoints.longest_s == pytest.approx(10 * stays.step_s)
 
 
 def test_what_was_known_is_told() -> None:

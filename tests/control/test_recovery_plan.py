@@ -40,7 +40,7 @@ def quiesced(committed: int, *, reduced: bool = False) -> Quiesced:
         reduced=reduced,
         last_vote=vote(committed - 1) if committed else None,
         placed=1,
-        layers=(),  # `situation` knows
+        layers=(),  # set by `cluster_state`
     )
 
 
@@ -48,7 +48,7 @@ def layers_of(plan: Plan, worker: int) -> tuple[int, ...]:
     return tuple(layer for layers in plan.placement.ranges_of(worker) for layer in layers)
 
 
-def situation(
+def cluster_state(
     states: Mapping[int, Quiesced], *, plan: Plan = PLAN, committed: int = 7, checkpoints: Sequence[int] = ()
 ) -> ClusterState:
     return ClusterState(
@@ -68,7 +68,7 @@ def holding(state: Quiesced, plan: Plan, worker: int) -> Quiesced:
 RATE = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0)
 
 
-def outlook_of(found: ClusterState, costs: CostModel = COSTS) -> recovery.DecisionContext:
+def context_of(found: ClusterState, costs: CostModel = COSTS) -> recovery.DecisionContext:
     cluster = costs.cluster
     live = tuple(worker for worker in cluster.workers if worker.id in found.live)
     return recovery.DecisionContext(
@@ -82,7 +82,7 @@ def outlook_of(found: ClusterState, costs: CostModel = COSTS) -> recovery.Decisi
 
 
 def decided(found: ClusterState, *, policy: str = "reroute", costs: CostModel = COSTS) -> RecoveryPlan:
-    return decide(found, outlook_of(found, costs), policy=policy, rate=RATE)
+    return decide(found, context_of(found, costs), policy=policy, rate=RATE)
 
 
 def all_but(*lost: int, state: Quiesced) -> dict[int, Quiesced]:
@@ -90,21 +90,21 @@ def all_but(*lost: int, state: Quiesced) -> dict[int, Quiesced]:
 
 
 def test_peers_do_the_share_of_a_lost_worker() -> None:
-    decision = decided(situation(all_but(3, state=quiesced(7))))
+    decision = decided(cluster_state(all_but(3, state=quiesced(7))))
     assert decision.plan.workers == (0, 1, 2, 4, 5)
     assert (decision.first_step, decision.load, decision.roll_forward) == (7, "keep", None)
     assert decision.policy == "reroute"
     assert decision.action == ("2 micro-batches of worker 3 go through workers 1, 5; no weights move; on with step 7")
 
 
-def test_with_no_worker_lost_the_same_plan_is_tried_again() -> None:
-    decision = decided(situation(all_but(state=quiesced(7))))
+def test_without_a_loss_the_same_plan_is_tried_again() -> None:
+    decision = decided(cluster_state(all_but(state=quiesced(7))))
     assert decision.plan == PLAN
     assert decision.action == "on with step 7 and the same routes"
 
 
 def test_the_words_for_several_lost_workers() -> None:
-    decision = decided(situation(all_but(1, 3, state=quiesced(7, reduced=True)), committed=8))
+    decision = decided(cluster_state(all_but(1, 3, state=quiesced(7, reduced=True)), committed=8))
     assert decision.action == (
         "step 7 applied, 4 micro-batches of workers 1, 3 go through worker 5; no weights move; on with step 8"
     )
@@ -112,27 +112,27 @@ def test_the_words_for_several_lost_workers() -> None:
 
 def test_a_step_that_a_survivor_has_applied_is_applied_by_all() -> None:
     states = all_but(3, state=quiesced(7, reduced=True)) | {4: quiesced(8)}
-    decision = decided(situation(states))
+    decision = decided(cluster_state(states))
     assert decision.first_step == 8
     assert decision.roll_forward == vote(7)
 
 
 def test_a_step_that_only_the_lost_worker_has_applied_counts_if_it_has_said_so() -> None:
-    decision = decided(situation(all_but(3, state=quiesced(7, reduced=True)), committed=8))
+    decision = decided(cluster_state(all_but(3, state=quiesced(7, reduced=True)), committed=8))
     assert decision.first_step == 8
     assert decision.roll_forward == vote(7)
 
 
 def test_a_step_that_no_worker_has_applied_is_run_again() -> None:
     states = all_but(3, state=quiesced(7, reduced=True)) | {0: quiesced(7)}
-    decision = decided(situation(states))
+    decision = decided(cluster_state(states))
     assert (decision.first_step, decision.roll_forward) == (7, None)
 
 
 def test_the_vote_of_a_resumed_step_is_not_needed() -> None:
-    # After a resume no worker has a vote, and none lags behind either.
+    # After a resume no worker has a vote, and none lags behind.
     states = all_but(3, state=quiesced(7).model_copy(update={"last_vote": None}))
-    decision = decided(dataclasses.replace(situation(states), last_vote=None))
+    decision = decided(dataclasses.replace(cluster_state(states), last_vote=None))
     assert (decision.first_step, decision.roll_forward) == (7, None)
 
 
@@ -145,17 +145,17 @@ def test_the_vote_of_a_resumed_step_is_not_needed() -> None:
 )
 def test_states_that_the_commit_protocol_rules_out_are_not_patched_up(behind: Quiesced, match: str) -> None:
     with pytest.raises(ControlError, match=match):
-        decided(situation(all_but(3, state=quiesced(8)) | {0: behind}, committed=8))
+        decided(cluster_state(all_but(3, state=quiesced(8)) | {0: behind}, committed=8))
 
 
 def test_a_step_cannot_be_applied_without_its_vote() -> None:
     states = all_but(3, state=quiesced(7, reduced=True)) | {0: quiesced(8).model_copy(update={"last_vote": None})}
     with pytest.raises(ControlError, match="step 7 was applied by some worker, but its vote is not known"):
-        decided(dataclasses.replace(situation(states), last_vote=None))
+        decided(dataclasses.replace(cluster_state(states), last_vote=None))
 
 
 def test_without_a_last_holder_all_go_back_to_the_newest_checkpoint() -> None:
-    decision = decided(situation(all_but(1, 3, 5, state=quiesced(7)), checkpoints=[2, 5]))
+    decision = decided(cluster_state(all_but(1, 3, 5, state=quiesced(7)), checkpoints=[2, 5]))
     assert (decision.policy, decision.first_step, decision.load, decision.roll_forward) == ("checkpoint", 5, 5, None)
     assert decision.lost_layers == (2, 3)
     assert decision.plan.workers == (0, 2, 4)
@@ -166,15 +166,15 @@ def test_without_a_last_holder_all_go_back_to_the_newest_checkpoint() -> None:
 
 
 def test_chameleon_reads_it_into_the_fastest_plan() -> None:
-    found = situation(all_but(1, 3, 5, state=quiesced(7)), checkpoints=[2, 5])
+    found = cluster_state(all_but(1, 3, 5, state=quiesced(7)), checkpoints=[2, 5])
     decision = decided(found, policy="chameleon")
     assert (decision.policy, decision.first_step, decision.load, decision.transition) == ("checkpoint", 5, 5, None)
     assert decision.lost_layers == (2, 3)
-    assert decision.plan == find_plan(outlook_of(found).costs).best.plan
+    assert decision.plan == find_plan(context_of(found).costs).best.plan
     assert decision.decision is not None
     assert decision.decision.course is not None
     assert (decision.program, decision.prepared) == (decision.decision.course.program, False)
-    again = decide(found, outlook_of(found), policy="chameleon", rate=RATE, prepared=decision.decision)
+    again = decide(found, context_of(found), policy="chameleon", rate=RATE, prepared=decision.decision)
     assert (again.policy, again.prepared, again.plan) == ("checkpoint", True, decision.plan)
     with pytest.raises(NoHolderError, match="no live worker holds layers 2-3"):
         decided(dataclasses.replace(found, checkpoints=()), policy="chameleon")
@@ -183,21 +183,23 @@ def test_chameleon_reads_it_into_the_fastest_plan() -> None:
 def test_the_checkpoint_is_read_in_the_largest_layout_and_spares_stay_spare() -> None:
     # Five survivors: 3 pipelines of 1, 2 of 2 or 1 of 4 stages; five pipelines would not divide 6 micro-batches.
     plan = data_pipeline_plan(layer_costs=[1.0] * LAYERS, dp=1, pp=1, micro_batches=MICRO_BATCHES, workers=[5])
-    decision = decided(situation({worker: quiesced(0) for worker in range(5)}, plan=plan, committed=0, checkpoints=[0]))
+    decision = decided(
+        cluster_state({worker: quiesced(0) for worker in range(5)}, plan=plan, committed=0, checkpoints=[0])
+    )
     assert decision.plan.workers == (0, 1, 2, 3)
     assert {len(route.hops) for route in decision.plan.routes} == {2}
 
 
 def test_a_split_backward_stays_split_after_a_checkpoint() -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * 4, dp=3, pp=2, micro_batches=6, split_backward=True)
-    decision = decided(situation(all_but(1, 3, 5, state=quiesced(7)), plan=plan, checkpoints=[7]))
+    decision = decided(cluster_state(all_but(1, 3, 5, state=quiesced(7)), plan=plan, checkpoints=[7]))
     assert decision.plan.split_backward
     assert decision.action.endswith("0 steps repeated")
 
 
 def test_without_a_last_holder_and_without_a_checkpoint_there_is_no_way_on() -> None:
     with pytest.raises(NoHolderError) as caught:
-        decided(situation(all_but(0, 2, 4, state=quiesced(7))))
+        decided(cluster_state(all_but(0, 2, 4, state=quiesced(7))))
     assert caught.value.layers == (0, 1)
 
 
@@ -244,7 +246,7 @@ def test_any_loss_has_a_way_on_that_every_survivor_can_take(data: st.DataObject,
 
 def test_a_re_partition_says_what_moves_and_rolls_forward_first() -> None:
     states = all_but(3, state=quiesced(7, reduced=True)) | {4: quiesced(8)}
-    decision = decided(situation(states), policy="repartition")
+    decision = decided(cluster_state(states), policy="repartition")
     assert decision.policy.startswith("repartition")
     assert (decision.first_step, decision.load, decision.roll_forward) == (8, "keep", vote(7))
     assert decision.transition is not None
@@ -259,10 +261,10 @@ def test_a_re_partition_says_what_moves_and_rolls_forward_first() -> None:
 
 def test_layers_that_were_received_already_do_not_move_again() -> None:
     states = all_but(3, state=quiesced(7))
-    first = decided(situation(states), policy="repartition").transition
+    first = decided(cluster_state(states), policy="repartition").transition
     assert first is not None
     message = first.transfer.messages[0]
-    found = situation(states)
+    found = cluster_state(states)
     receiver = found.quiesced[message.destination]
     more = receiver.model_copy(update={"layers": tuple(sorted({*receiver.layers, *message.layers}))})
     again = decided(
@@ -275,8 +277,8 @@ def test_layers_that_were_received_already_do_not_move_again() -> None:
 def test_a_policy_that_goes_back_to_a_checkpoint_needs_one() -> None:
     states = all_but(3, state=quiesced(7))
     with pytest.raises(ControlError, match=r"restart begins anew from a checkpoint, .*: set checkpoint.every"):
-        decided(situation(states), policy="restart")
-    decision = decided(situation(states, checkpoints=[4]), policy="restart")
+        decided(cluster_state(states), policy="restart")
+    decision = decided(cluster_state(states, checkpoints=[4]), policy="restart")
     assert (decision.policy, decision.load, decision.first_step) == ("restart", 4, 4)
     assert decision.action.startswith("back to the checkpoint of step 4, ")
     assert decision.lost_layers == ()
@@ -284,21 +286,21 @@ def test_a_policy_that_goes_back_to_a_checkpoint_needs_one() -> None:
 
 def test_what_begins_anew_waits_for_a_complete_checkpoint() -> None:
     states = all_but(3, state=quiesced(7))
-    weighed = recovery.decide(outlook_of(situation(states)), "restart", RATE)
+    found_before = recovery.decide(context_of(cluster_state(states)), "restart", RATE)
     for checkpoints, load in (([], "keep"), ([4], 4)):
-        found = situation(states, checkpoints=checkpoints)
-        decision = decide(found, outlook_of(found), policy="chameleon", rate=RATE, prepared=weighed)
+        found = cluster_state(states, checkpoints=checkpoints)
+        decision = decide(found, context_of(found), policy="chameleon", rate=RATE, prepared=found_before)
         assert decision.load == load
 
 
-def test_with_no_worker_lost_nothing_is_weighed() -> None:
-    decision = decided(situation(all_but(state=quiesced(7))), policy="repartition")
+def test_without_a_loss_there_is_nothing_to_decide() -> None:
+    decision = decided(cluster_state(all_but(state=quiesced(7))), policy="repartition")
     assert (decision.plan, decision.transition, decision.decision) == (PLAN, None, None)
 
 
 def test_layers_whose_holders_are_all_lost_come_from_whoever_has_received_them() -> None:
     # A transition that failed had brought layers 2 and 3 to workers 0 and 4, before their last holders were lost.
-    found = situation(all_but(1, 3, 5, state=quiesced(7)))
+    found = cluster_state(all_but(1, 3, 5, state=quiesced(7)))
     got = {0: (0, 1, 2), 2: (0, 1), 4: (0, 1, 3)}
     states = {w: state.model_copy(update={"layers": got[w]}) for w, state in found.quiesced.items()}
     decision = decided(dataclasses.replace(found, quiesced=states))
@@ -310,7 +312,7 @@ def test_layers_whose_holders_are_all_lost_come_from_whoever_has_received_them()
 
 
 def test_a_layer_that_no_worker_has_received_is_lost() -> None:
-    found = situation(all_but(1, 3, 5, state=quiesced(7)))
+    found = cluster_state(all_but(1, 3, 5, state=quiesced(7)))
     states = {**found.quiesced, 0: found.quiesced[0].model_copy(update={"layers": (0, 1, 2)})}
     with pytest.raises(NoHolderError) as caught:
         decided(dataclasses.replace(found, quiesced=states))
@@ -327,12 +329,12 @@ TWO = data_pipeline_plan(layer_costs=[1.0] * LAYERS, dp=2, pp=1, micro_batches=M
 def with_newcomer(*lost: int) -> ClusterState:
     """Worker 2 has come, and nothing of the model is with it."""
     live = {worker: quiesced(7) for worker in TWO.workers if worker not in lost}
-    before = situation(live, plan=TWO)
+    before = cluster_state(live, plan=TWO)
     states = {**before.quiesced, 2: quiesced(0).model_copy(update={"placed": 0})}
     return dataclasses.replace(before, live=[*live, 2], quiesced=states, newcomers={2})
 
 
-def test_a_newcomer_is_weighed_though_no_worker_is_lost() -> None:
+def test_a_newcomer_is_considered_without_a_loss() -> None:
     decision = decided(with_newcomer())
     assert (decision.plan, decision.policy, decision.transition) == (TWO, recovery.STAY, None)
     assert decision.decision is not None
@@ -357,14 +359,14 @@ def test_every_policy_can_do_something_with_a_newcomer(policy: str) -> None:
 
 
 def test_what_was_prepared_is_done_if_it_still_is_for_the_same() -> None:
-    outlook = outlook_of(with_newcomer())
-    weighed = recovery.decide(outlook, "repartition", RATE)
-    prepared = ScaleUpDecision(context=outlook, rate=RATE, decision=weighed, search_s=0.5)
+    context = context_of(with_newcomer())
+    found_before = recovery.decide(context, "repartition", RATE)
+    prepared = ScaleUpDecision(context=context, rate=RATE, decision=found_before, search_s=0.5)
     assert prepared.is_change
-    assert prepared.is_for(outlook)
-    assert not prepared.is_for(outlook_of(with_newcomer(1)))
+    assert prepared.is_for(context)
+    assert not prepared.is_for(context_of(with_newcomer(1)))
     # By the policy of this decision it could not have been chosen.
     found = with_newcomer()
-    decision = decide(found, outlook_of(found), policy="reroute", rate=RATE, prepared=weighed)
-    assert decision.decision is weighed
+    decision = decide(found, context_of(found), policy="reroute", rate=RATE, prepared=found_before)
+    assert decision.decision is found_before
     assert decision.prepared

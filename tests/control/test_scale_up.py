@@ -158,7 +158,7 @@ async def test_a_lost_worker_comes_back_and_takes_part(stage: Stage) -> None:
 
 
 @scene(**STEADY)
-async def test_a_worker_without_a_place_in_the_plan_stays_a_spare_and_none_is_stopped(stage: Stage) -> None:
+async def test_a_newcomer_without_a_place_stays_a_spare_and_no_worker_is_stopped(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage)
@@ -178,15 +178,15 @@ async def test_a_worker_without_a_place_in_the_plan_stays_a_spare_and_none_is_st
 
 
 @scene(**RESPAWNING)
-async def test_several_that_come_together_are_weighed_together(stage: Stage) -> None:
+async def test_newcomers_of_the_same_moment_are_considered_together(stage: Stage) -> None:
     late = Puppet("late host")
     async with watched(stage):
         stage.train()
-        stage.say(late, HostHello(host="b", slots=3, pid=5))
+        stage.say(late, HostHello(host="b", slots=3))
         assert late.last(Spawn) == Spawn(workers=(4, 5, 6), incarnations=(1, 1, 1))
         for worker in (4, 5, 6):
             rank = stage.ranks[worker] = Puppet(f"worker {worker}")
-            stage.say(rank, Hello(worker=worker, host="10.0.0.2", pid=1, incarnation=1))
+            stage.say(rank, Hello(worker=worker, host="10.0.0.2", incarnation=1))
             await asyncio.sleep(1.0)
             stage.say(rank, Ready())
         await until(lambda: stage.ranks[0].count(Pause))
@@ -205,10 +205,10 @@ async def test_those_that_are_slow_are_not_waited_for_without_end(stage: Stage) 
     late = Puppet("late host")
     async with watched(stage):
         stage.train()
-        stage.say(late, HostHello(host="b", slots=3, pid=5))
+        stage.say(late, HostHello(host="b", slots=3))
         for worker in (4, 5):
             rank = stage.ranks[worker] = Puppet(f"worker {worker}")
-            stage.say(rank, Hello(worker=worker, host="10.0.0.2", pid=1, incarnation=1))
+            stage.say(rank, Hello(worker=worker, host="10.0.0.2", incarnation=1))
             stage.say(rank, Ready())
         await until(lambda: stage.ranks[0].count(Pause))
     assert stage.ended is None
@@ -259,7 +259,7 @@ class _Gone(Executor):
 
 
 @scene(**RESPAWNING)
-async def test_who_cannot_be_weighed_stays_a_spare_and_training_goes_on(stage: Stage) -> None:
+async def test_a_newcomer_stays_a_spare_if_the_decision_fails(stage: Stage) -> None:
     decisions: Any = stage.coordinator._decisions
     decisions._executor = _Gone()
     async with watched(stage):
@@ -282,7 +282,7 @@ async def test_who_cannot_be_weighed_stays_a_spare_and_training_goes_on(stage: S
 
 
 @scene(**RESPAWNING)
-async def test_a_decision_that_fails_after_a_loss_has_no_effect(stage: Stage) -> None:
+async def test_a_decision_on_newcomers_that_fails_after_a_loss_is_ignored(stage: Stage) -> None:
     decisions: Any = stage.coordinator._decisions
     gone = asyncio.Event()
 
@@ -311,10 +311,10 @@ async def test_a_spare_that_is_lost_in_the_stop_does_not_make_it_one_for_a_loss(
     late = Puppet("late host")
     async with watched(stage):
         stage.train()
-        stage.say(late, HostHello(host="b", slots=2, pid=5))
+        stage.say(late, HostHello(host="b", slots=2))
         for worker in (4, 5):
             rank = stage.ranks[worker] = Puppet(f"worker {worker}")
-            stage.say(rank, Hello(worker=worker, host="10.0.0.2", pid=1, incarnation=1))
+            stage.say(rank, Hello(worker=worker, host="10.0.0.2", incarnation=1))
             stage.say(rank, Ready())
         await until(lambda: stage.ranks[0].count(Pause))
         pause(stage, 3)
@@ -361,10 +361,10 @@ async def test_who_keeps_dying_is_not_taken_again(stage: Stage) -> None:
         await asyncio.sleep(100.0)
         assert stage.host.last(Spawn).incarnations == (3,)
         with pytest.raises(ControlError, match="worker 1 was lost too often and is not taken again"):
-            stage.say(Puppet("again"), Hello(worker=1, host="h", pid=1))
+            stage.say(Puppet("again"), Hello(worker=1, host="h"))
         stage.depart(stage.host)
         late = Puppet("late host")
-        stage.say(late, HostHello(host="b", slots=1, pid=5))
+        stage.say(late, HostHello(host="b", slots=1))
         assert late.last(Spawn).workers == (4,)
     assert [event["incarnation"] for event in stage.events("respawn")] == [2, 3]
 
@@ -387,7 +387,7 @@ async def test_the_end_of_an_earlier_life_is_not_that_of_a_later_one(stage: Stag
 
 
 @scene(**RESPAWNING)
-async def test_a_spare_that_is_lost_while_it_is_weighed_is_not_stopped_for(stage: Stage) -> None:
+async def test_a_spare_that_is_lost_while_it_is_considered_is_not_stopped_for(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage)
@@ -538,7 +538,7 @@ async def test_who_is_loading_when_the_run_ends_is_told_so(stage: Stage) -> None
 
 
 @scene(**{**RESPAWNING, "recovery": Recovery(policy="chameleon")})
-async def test_unless_it_is_told_to_no_worker_is_started_again(stage: Stage) -> None:
+async def test_no_worker_is_started_again_unless_configured(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         stage.reap(1)
@@ -566,11 +566,11 @@ async def test_what_moves_for_a_newcomer_is_recorded(stage: Stage) -> None:
 
 
 @scene(**{**RESPAWNING, "parallel": Parallel(dp=1, pp=4)})
-async def test_an_unused_number_can_be_refused(stage: Stage) -> None:
+async def test_a_number_that_no_worker_has_can_be_refused(stage: Stage) -> None:
     stage.train()
     for worker, match in [(2, "worker 2 has joined already"), (9, "worker 9 does not exist"), (-1, "does not exist")]:
         with pytest.raises(ControlError, match=match):
-            stage.say(Puppet("late"), Hello(worker=worker, host="h", pid=1))
+            stage.say(Puppet("late"), Hello(worker=worker, host="h"))
     stage.commit(3)
     assert len(stage.run.steps()) == 4
 
@@ -591,11 +591,11 @@ async def test_a_host_whose_links_are_not_known_is_not_taken(stage: Stage) -> No
     async with watched(stage):
         stage.train()
         for host in (near, far):
-            stage.say(host, HostHello(host="late", slots=1, pid=5))
+            stage.say(host, HostHello(host="late", slots=1))
         with pytest.raises(ControlError, match="worker 5 cannot take part: the profile of one host has no link betw"):
-            stage.say(Puppet("worker 5"), Hello(worker=5, host="10.0.0.2", pid=1, incarnation=1))
+            stage.say(Puppet("worker 5"), Hello(worker=5, host="10.0.0.2", incarnation=1))
         stage.ranks[4] = Puppet("worker 4")
-        stage.say(stage.ranks[4], Hello(worker=4, host="10.0.0.1", pid=1, incarnation=1))
+        stage.say(stage.ranks[4], Hello(worker=4, host="10.0.0.1", incarnation=1))
         stage.say(far, WorkerExited(worker=5, incarnation=1, exit_code=1))
         stage.say(stage.ranks[4], Ready())
         await until(lambda: stage.events("decision") or stage.ranks[0].count(Pause))
@@ -605,17 +605,17 @@ async def test_a_host_whose_links_are_not_known_is_not_taken(stage: Stage) -> No
     assert stage.ended is None
 
 
-# --- room for what comes ---------------------------------------------------------------------------------------------
+# --- preallocation ---------------------------------------------------------------------------------------------------
 
 
 @scene(**RESPAWNING)
-async def test_all_stop_when_the_newcomer_has_preallocated_its_layers(stage: Stage) -> None:
+async def test_all_workers_stop_when_the_newcomer_has_preallocated(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         rank = await expecting(stage)
         assert {each: stage.ranks[each].count(Pause) for each in range(4)} == dict.fromkeys(range(4), 0)
         assert all(stage.ranks[each].count(Preallocate) == 0 for each in (0, 2, 3)), (
-            "a training worker has no memory to spare"
+            "workers that train have no memory to spare"
         )
         stage.commit(3)
         stage.say(rank, Preallocated(layers=rank.last(Preallocate).layers))
@@ -642,7 +642,7 @@ async def test_room_is_not_waited_for_without_end(stage: Stage) -> None:
 
 
 @scene(**RESPAWNING)
-async def test_a_newcomer_that_is_lost_while_it_makes_room_is_not_stopped_for(stage: Stage) -> None:
+async def test_a_newcomer_that_is_lost_while_it_preallocates_is_not_stopped_for(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         rank = await expecting(stage)
@@ -654,7 +654,7 @@ async def test_a_newcomer_that_is_lost_while_it_makes_room_is_not_stopped_for(st
 
 
 @scene(**RESPAWNING)
-async def test_one_of_two_newcomers_is_lost_while_they_make_room(stage: Stage) -> None:
+async def test_one_of_two_newcomers_is_lost_while_they_preallocate(stage: Stage) -> None:
     async with watched(stage):
         stage.train()
         await lose_and_respawn(stage, 1)
@@ -669,7 +669,7 @@ async def test_one_of_two_newcomers_is_lost_while_they_make_room(stage: Stage) -
         stage.say(one, Preallocated(layers=one.last(Preallocate).layers))
         stage.reap(2)
         await until(lambda: one.count(Preallocate) == 2)
-        assert one.last(Preallocate).layers == (), "what was weighed is not done"
+        assert one.last(Preallocate).layers == (), "the change is void"
         await until(lambda: one.count(Preallocate) == 3)
         assert one.last(Preallocate).layers, "but something else is"
         stage.say(one, Preallocated(layers=()))

@@ -36,7 +36,7 @@ class Listener:
     def message(self, peer: Peer, message: Message) -> None:
         self.peers.append(peer)
         if isinstance(message, Exit):
-            raise ControlError("nobody says that here")
+            raise ControlError("that message is not allowed here")
         if isinstance(message, Finish):
             raise ZeroDivisionError
         self.heard.append(message)
@@ -93,7 +93,7 @@ def test_messages_go_both_ways() -> None:
 @pytest.mark.parametrize(
     "headers", [{}, bearer("open barley"), {"Authorization": TOKEN}, {"Authorization": "Bearer ü"}]
 )
-def test_without_the_token_no_connection_is_accepted(headers: dict[str, str]) -> None:
+def test_without_the_token_no_peer_is_accepted(headers: dict[str, str]) -> None:
     async def body(listener: Listener) -> None:
         async with joined(listener) as member:
             with pytest.raises(InvalidStatus) as caught:
@@ -105,7 +105,7 @@ def test_without_the_token_no_connection_is_accepted(headers: dict[str, str]) ->
     serving(body)
 
 
-def test_a_peer_without_the_protocol_disturbs_no_connection() -> None:
+def test_what_does_not_speak_the_protocol_at_all_disturbs_no_other() -> None:
     async def body(listener: Listener) -> None:
         async with joined(listener) as member:
             for noise in (b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n", b"\r\n\r\n" * 100):
@@ -145,9 +145,9 @@ def test_a_message_that_may_not_be_said_is_refused_and_its_sender_told() -> None
     async def body(listener: Listener) -> None:
         async with joined(listener) as member, joined(listener) as stranger:
             await stranger.send(encode(Exit(reason="")))
-            assert decode(await stranger.recv()) == Refused(reason="nobody says that here")
+            assert decode(await stranger.recv()) == Refused(reason="that message is not allowed here")
             await listener.departures.get()
-            assert listener.turned_away == ["nobody says that here"]
+            assert listener.turned_away == ["that message is not allowed here"]
             assert await echoed(member) == HELLO
 
     serving(body)

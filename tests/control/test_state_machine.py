@@ -43,7 +43,7 @@ class Runs(RuleBasedStateMachine):
         recovery = Recovery(respawn=respawn, respawn_delay_s=0.1, max_respawns=5)
         self.history = History(new_state(steps=30, recovery=recovery))
         if gathering:
-            self.history.say(AGENT, HostHello(host="a host", slots=4, pid=1))
+            self.history.say(AGENT, HostHello(host="a host", slots=4))
         else:
             self.history.train(steps=2)
         self.history.holds = holds
@@ -127,7 +127,7 @@ class Runs(RuleBasedStateMachine):
 
     @rule(slots=st.integers(1, 2))
     def host_joins(self, slots: int) -> None:
-        self.attempt(lambda: self.history.say(AGENT + 1, HostHello(host="late", slots=slots, pid=2)))
+        self.attempt(lambda: self.history.say(AGENT + 1, HostHello(host="late", slots=slots)))
 
     @rule(agent=st.sampled_from([AGENT, AGENT + 1]), rarely=RARELY)
     def host_leaves(self, agent: int, rarely: bool) -> None:
@@ -163,7 +163,7 @@ class Runs(RuleBasedStateMachine):
     @rule(worker=WORKERS, generation=st.integers(1, 9))
     def start_late(self, worker: int, generation: int) -> None:
         if self.connected(worker):
-            self.history.tell(worker, Started(generation=generation, step=0))
+            self.history.tell(worker, Started(generation=generation))
 
     @precondition(lambda self: self.history.state.phase is Phase.TRAINING)
     @rule()
@@ -180,7 +180,7 @@ class Runs(RuleBasedStateMachine):
     def finish(self, worker: int, early: int) -> None:
         if self.connected(worker):
             state = self.history.state
-            self.history.tell(worker, Finished(generation=state.generation - early, committed=state.committed))
+            self.history.tell(worker, Finished(generation=state.generation - early))
 
     @rule(worker=WORKERS, peer=st.none() | WORKERS, late=st.integers(0, 1))
     def message_fails(self, worker: int, peer: int | None, late: int) -> None:
@@ -234,7 +234,7 @@ class Runs(RuleBasedStateMachine):
     def probe_is_answered(self, worker: int, stopped: bool, since_s: float) -> None:
         if self.connected(worker):
             probe = self.history.state.detectors.watchdog.probe
-            position = Position(probe=probe, generation=1, doing="F1", waiting=stopped, since_s=since_s)
+            position = Position(probe=probe, doing="F1", waiting=stopped, since_s=since_s)
             self.history.tell(worker, position)
             incarnation = self.history.state.members[worker].incarnation
             state = ProcessState(probe=probe, worker=worker, incarnation=incarnation, stopped=stopped)

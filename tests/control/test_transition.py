@@ -65,7 +65,7 @@ def test_what_was_received_in_an_attempt_that_failed_is_not_sent_again() -> None
     planned = plan_transition(placed(OLD), placed({0: [0, 1, 2], 2: [0, 1], 3: [3]}), held=held, layers=COSTS)
     assert planned is not None
     assert planned.transfer.messages == ()
-    assert planned.keep == {0: (0, 1, 2), 2: (0, 1), 3: (2, 3)}, "layers that no worker needs are dropped"
+    assert planned.keep == {0: (0, 1, 2), 2: (0, 1), 3: (2, 3)}, "unneeded layers are given up"
 
 
 def test_a_layer_that_no_worker_holds() -> None:
@@ -144,7 +144,7 @@ def test_whatever_fails_when_all_survivors_hold_their_part_of_the_placement_in_f
         if planned is None:
             continue
         for worker, kept in planned.keep.items():
-            assert set(kept) <= set(held[worker]), "no worker can keep a layer that it does not hold"
+            assert set(kept) <= set(held[worker]), "no worker can keep what it does not hold"
             wanted = {n for layers in new.ranges_of(worker) for n in layers}
             receives = {n for m in planned.transfer.messages if m.destination == worker for n in m.layers}
             assert wanted == (wanted & set(kept)) | receives, "with what it keeps and receives, it has its part"

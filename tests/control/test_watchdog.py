@@ -75,7 +75,7 @@ def watchdog(*, step_s: float = 1.0, longest_s: float = 0.1, steps: int = 3) -> 
 
 def position(probe: int | None, *, waiting: bool = False, since_s: float = 0.0) -> Position:
     assert probe is not None
-    return Position(probe=probe, generation=1, doing="F3", waiting=waiting, since_s=since_s)
+    return Position(probe=probe, doing="F3", waiting=waiting, since_s=since_s)
 
 
 def state(probe: int | None, *, stopped: bool) -> ProcessState:
@@ -83,7 +83,7 @@ def state(probe: int | None, *, stopped: bool) -> ProcessState:
     return ProcessState(probe=probe, worker=4, stopped=stopped)
 
 
-def test_no_worker_is_asked_while_a_step_may_be_on_its_way() -> None:
+def test_no_worker_is_probed_while_a_step_may_be_under_way() -> None:
     dog = watchdog(step_s=1.0)
     assert dog.ask(1.2) is None
     assert dog.ask(1.3) is not None

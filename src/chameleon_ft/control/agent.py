@@ -81,7 +81,7 @@ class Agent:
         try:
             async with control_connection(self._coordinator, self._token) as connection:
                 host = f"{socket.gethostname()} ({self._host})"
-                await connection.send(encode(HostHello(host=host, slots=self._slots, pid=os.getpid())))
+                await connection.send(encode(HostHello(host=host, slots=self._slots)))
                 await self._obey(connection)
         except (OSError, InvalidHandshake) as error:
             raise ControlError(

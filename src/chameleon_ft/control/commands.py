@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from chameleon_ft.control.decisions.recovery_plan import RecoveryPlan
@@ -16,21 +17,17 @@ from chameleon_ft.observe import FailureRecord, JoinRecord, OutcomeRecord, RunSt
 __all__ = [
     "Command",
     "CompleteCheckpoint",
-    "ConsiderScaleUp",
-    "Decide",
     "Drop",
     "Finish",
-    "ForgetDecisions",
     "Launch",
     "LogFault",
     "MeasureOperations",
     "MeasureStep",
     "MeasureTransfer",
     "OtherRecord",
-    "PrepareDecisions",
     "Record",
-    "RecordScaleUp",
     "Send",
+    "Task",
     "Welcome",
 ]
 
@@ -39,6 +36,21 @@ class Command:
     """Base of all commands."""
 
     __slots__ = ()
+
+
+class Task(Command, Enum):
+    """A command without arguments: it depends on the state alone."""
+
+    DECIDE = "decide"
+    """Choose the first plan, or how to continue while every survivor waits. Answer: `Decided` or `DecisionFailed`."""
+    CONSIDER_SCALE_UP = "consider scale-up"
+    """Decide beside training whether to stop for the newcomers. Answer: `Considered`."""
+    RECORD_SCALE_UP = "record scale-up"
+    """Record the decision to continue without the newcomers."""
+    PREPARE_DECISIONS = "prepare decisions"
+    """Prepare decisions on the next loss beside training, unless the prepared ones still fit."""
+    FORGET_DECISIONS = "forget decisions"
+    """Discard the prepared decisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +92,6 @@ class Record(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordScaleUp(Command):
-    """Record the decision to continue without the newcomers."""
-
-
-@dataclass(frozen=True, slots=True)
 class LogFault(Command):
     """Note that a worker is about to be killed on purpose, so that its detection can be timed."""
 
@@ -107,31 +114,11 @@ class Finish(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class Decide(Command):
-    """Choose the first plan, or how to continue while every survivor waits. Answer: `Decided` or `DecisionFailed`."""
-
-
-@dataclass(frozen=True, slots=True)
 class Launch(Command):
     """Work out the orders of a generation and send them. Answer: `Launched` or `DecisionFailed`."""
 
     plan: RecoveryPlan
     is_first: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ConsiderScaleUp(Command):
-    """Decide beside training whether to stop for the newcomers. Answer: `Considered`."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareDecisions(Command):
-    """Prepare decisions on the next loss beside training, unless those that are prepared still fit."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetDecisions(Command):
-    """Discard the prepared decisions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class Coordinator:
     # --- the run -----------------------------------------------------------------------------------------------------
 
     async def wait(self) -> RunStatus:
-        """Watch over the run until it ends; everything is recorded when this returns."""
+        """Return how the run ended, once it has; all records are written by then."""
         watching = asyncio.create_task(self._watch())
         watching.add_done_callback(self._task_done)
         try:
@@ -120,12 +120,12 @@ class Coordinator:
     # --- what the server calls ---------------------------------------------------------------------------------------
 
     def message(self, peer: Peer, message: messages.Message) -> None:
-        """Act on what a peer says. Raises ControlError if it may not say that."""
+        """Handle a message. Raises ControlError if the peer may not send it."""
         self._peers[peer.number] = peer
         self._handle(events.Received(at=_now(), connection=peer.number, message=message))
 
     def departed(self, peer: Peer, how: messages.Departure) -> None:
-        """Act on the end of a connection."""
+        """Handle the end of a connection."""
         if self._peers.pop(peer.number, None) is not None:
             self._handle(events.Disconnected(at=_now(), connection=peer.number, how=how))
 
@@ -137,15 +137,15 @@ class Coordinator:
             self._recorder.event("refused", address=address, reason=reason, count=self._rejected)
 
     def broken(self, error: Exception) -> None:
-        """End the run because of a mistake of the coordinator itself, and write it down."""
+        """End the run because of an error of the coordinator itself, and log it."""
         log = self._run.logs / "coordinator.log"
-        # What has failed may well be this disk.
+        # The error may come from this disk.
         with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:
             traceback.print_exception(error, file=file)
         reason = f"the coordinator failed: {type(error).__name__}: {error}; see {log}"
         try:
             self.end("failed", reason)
-        except Exception:  # noqa: BLE001 - the end of the run must not depend on what has just failed
+        except Exception:  # noqa: BLE001 - the end must not depend on the part that failed
             self._finish("failed", reason)
 
     # --- events and commands -----------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class Coordinator:
                     peer.drop()
             case commands.Record(record=record):
                 self._record(record)
-            case commands.RecordScaleUp():
+            case commands.Task.RECORD_SCALE_UP:
                 fields = self._decisions.describe_scale_up(state)
                 self._recorder.event("decision", generation=state.generation, trigger="join", **fields)
             case commands.LogFault(worker=worker):
@@ -215,17 +215,17 @@ class Coordinator:
                 asyncio.get_running_loop().run_in_executor(None, prune)
             case commands.Finish(status=status, reason=reason):
                 self._finish(status, reason)
-            case commands.Decide():
+            case commands.Task.DECIDE:
                 return self._decide(state)
             case commands.Launch(plan=plan, is_first=is_first):
                 return self._launch(state, plan, is_first=is_first)
-            case commands.ConsiderScaleUp():
+            case commands.Task.CONSIDER_SCALE_UP:
                 task = asyncio.get_running_loop().create_task(self._consider(state))
                 self._tasks.add(task)
                 task.add_done_callback(self._task_done)
-            case commands.PrepareDecisions():
+            case commands.Task.PREPARE_DECISIONS:
                 self._decisions.prepare(state)
-            case commands.ForgetDecisions():
+            case commands.Task.FORGET_DECISIONS:
                 self._decisions.forget()
             case commands.MeasureOperations(worker=worker, times=times):
                 self._planner.calibration.operations(worker, times)

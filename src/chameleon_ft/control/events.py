@@ -72,7 +72,7 @@ class FaultsInjected(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided(Event):
-    """The answer to `Decide`; `chosen_at` is the Unix time at which the choice was known."""
+    """The answer to `Task.DECIDE`; `chosen_at` is the Unix time at which the choice was known."""
 
     question: int
     plan: RecoveryPlan
@@ -96,7 +96,7 @@ class Launched(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Considered(Event):
-    """The answer to `ConsiderScaleUp`."""
+    """The answer to `Task.CONSIDER_SCALE_UP`."""
 
     question: int
     live: tuple[int, ...] = ()  # workers that the decision was made for

@@ -183,7 +183,7 @@ def _hello(draft: Draft, connection: int, hello: messages.Hello) -> None:
             question=state.question + 1,
             outcomes=replace(state.outcomes, since=draft.at.unix_s),
         )
-        draft.do(commands.Decide())
+        draft.do(commands.Task.DECIDE)
 
 
 def _exited(draft: Draft, worker: Worker, message: messages.WorkerExited) -> None:
@@ -243,7 +243,7 @@ def _committed(draft: Draft, worker: Worker, message: messages.Committed) -> Non
     incidents.detect(draft, signals.StepCommitted(draft.at.monotonic_s, message.step_s))
     # Workers that train have switched to the newest plan.
     if state.phase is Phase.TRAINING and set(state.members.live()).issuperset(state.active.plan.workers):
-        draft.do(commands.PrepareDecisions())
+        draft.do(commands.Task.PREPARE_DECISIONS)
     draft.do(
         commands.Record(
             StepRecord(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import sys
 import threading
@@ -60,7 +59,7 @@ class ControlClient:
     def __init__(self, *, coordinator: str, token: str, worker: int, host: str, incarnation: int = 0) -> None:
         self._coordinator = coordinator
         self._token = token
-        self._hello = Hello(worker=worker, host=host, pid=os.getpid(), incarnation=incarnation)
+        self._hello = Hello(worker=worker, host=host, incarnation=incarnation)
         self._loop = asyncio.new_event_loop()
         self._connection: ClientConnection | None = None
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
@@ -162,9 +161,7 @@ class ControlClient:
                 self.pausing = generation
             case Probe(probe=probe):
                 doing, waiting, since_s = self.activity.read()
-                self._outbox.put_nowait(
-                    Position(probe=probe, generation=self._generation, doing=doing, waiting=waiting, since_s=since_s)
-                )
+                self._outbox.put_nowait(Position(probe=probe, doing=doing, waiting=waiting, since_s=since_s))
             case Inject():
                 self._inject(message)
             case _:

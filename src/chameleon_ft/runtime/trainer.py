@@ -173,7 +173,7 @@ class Trainer:
                 with self._slow_io.waiting("writing the last checkpoint", order.generation):
                     written = self._writer.join(unless=lambda: self.client.ended >= order.generation)
                 if written:
-                    self.client.send(Finished(generation=order.generation, committed=self._committer.committed))
+                    self.client.send(Finished(generation=order.generation))
         except CommunicationError as error:
             if self.client.ended < order.generation:
                 self.client.send(PeerFailed(generation=order.generation, peer=error.peer, error=str(error)))
@@ -312,7 +312,7 @@ class Trainer:
         )
         with Reductions(committer.buffers, operations, communicators) as reductions:
             finish = pause = False
-            self.client.send(Started(generation=order.generation, step=committer.committed))
+            self.client.send(Started(generation=order.generation))
             while committer.committed < self.config.steps and not finish:
                 if pause:
                     self._stand_by(order, "paused")

@@ -1,1 +1,1 @@
-"""Deciding how to continue: what is known in numbers, the plan that is chosen, and the orders that carry it out."""
+"""Decisions: calibrated costs, the choice of a recovery plan, and the orders that carry it out."""

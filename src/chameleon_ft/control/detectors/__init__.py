@@ -1,4 +1,4 @@
-"""The ways to notice a failure, one file each, and the registry of all of them.
+"""The failure detectors, one file each, and their registry.
 
 A new detector is a file with a frozen value that follows `base.Detector`, and a field of `Detectors`.
 """
@@ -44,7 +44,7 @@ class Detectors:
         )
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
-        """Give a signal to every detector; return them after it, and what they find, in the order of the fields."""
+        """Return the detectors after a signal, and their findings in the order of the fields."""
         after: list[Any] = []
         findings: list[Finding] = []
         for field in fields(self):

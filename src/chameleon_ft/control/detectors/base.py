@@ -151,7 +151,7 @@ class Fatal(Finding):
 
 @dataclass(frozen=True, slots=True)
 class SendProbe(Finding):
-    """All workers and agents are to be asked for their state."""
+    """All workers and agents have to be probed."""
 
     probe: int
 

@@ -1,4 +1,4 @@
-"""A worker answers probes and heartbeats, but never leaves the operation that it was told to leave."""
+"""A worker answers probes and heartbeats, but does not quiesce."""
 
 from __future__ import annotations
 

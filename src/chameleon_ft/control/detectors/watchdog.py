@@ -1,9 +1,9 @@
-"""A worker is alive and stuck, among others that only wait for it.
+"""A worker is alive and stuck, and the others wait for it.
 
-When no step is committed for longer than one takes, every worker is asked what it is doing, and every agent whether its
-processes are stopped. A worker whose process is stopped is hung, and so is one that computes a single operation for
-many times longer than such operations take. One that waits for another is innocent. One that does not answer may only
-be starved of processor time; if it stays silent, its heartbeats stop.
+When no step is committed for longer than a step takes, every worker is asked for its current operation, and every agent
+whether its processes are stopped. A worker is hung if its process is stopped, or if it computes a single operation for
+many times longer than usual. A worker that waits for another is not at fault. A worker that does not answer may only be
+starved of processor time; if it stays silent, its heartbeats stop.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from chameleon_ft.control.wire.messages import Position, ProcessState
 __all__ = ["Watchdog"]
 
 _STEPS: Final = 20  # recent steps whose median is the expected step time
-_PATIENCE: Final = 1.25  # steps of silence before the first probe,
-_PATIENCE_MIN_S: Final = 0.1  # and not at every hiccup of very short steps
-_FORGET: Final = 0.99  # how much of the longest operation is left when a worker reports shorter ones
+_PATIENCE: Final = 1.25  # steps of silence before the first probe
+_PATIENCE_MIN_S: Final = 0.1  # likewise, for very short steps
+_FORGET: Final = 0.99  # decay of the longest operation with each report
 _PROBE_EVERY: Final = 0.5  # steps between two probes
 
 
@@ -83,7 +83,7 @@ class Watchdog:
         return replace(self, probe=self.probe + 1, probed_at_s=now), (SendProbe(self.probe + 1),)
 
     def _hang(self, answer: Position | ProcessState) -> str | None:
-        """Describe how a worker hangs, by its answer or its agent's; None if it does not, or if the answer is old."""
+        """Describe the hang that an answer shows; None if it shows none, or is outdated."""
         if answer.probe != self.probe or self.probed_at_s is None:
             return None
         match answer:
@@ -95,7 +95,7 @@ class Watchdog:
 
     @property
     def _patience_s(self) -> float:
-        # Before the first step nothing is known, and first steps are slow: heartbeats have to do.
+        # Before the first step there is no measure, and first steps are slow: heartbeats have to suffice.
         if not self.steps_s:
             return self.timeouts.collective_timeout_s
         return max(_PATIENCE_MIN_S, _PATIENCE * self.step_s)

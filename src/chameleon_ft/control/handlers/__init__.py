@@ -1,1 +1,1 @@
-"""What the state machine does on each kind of event: functions on the draft of the next state."""
+"""Handlers of the state machine's events: functions on the draft of the next state."""

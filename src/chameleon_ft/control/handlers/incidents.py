@@ -195,7 +195,7 @@ def _decide_if_quiesced(draft: Draft) -> None:
         in_force=state.active if has_switched else state.in_force,
         question=state.question + 1,
     )
-    draft.do(commands.Decide())
+    draft.do(commands.Task.DECIDE)
 
 
 def decided(draft: Draft, event: events.Decided) -> None:
@@ -261,7 +261,7 @@ def launched(draft: Draft, event: events.Launched) -> None:
         incident=replace(state.incident, decided_at=draft.at.unix_s),
         history=state.history.live(len(state.members.live()), draft.at.monotonic_s),
     )
-    draft.do(commands.ForgetDecisions())
+    draft.do(commands.Task.FORGET_DECISIONS)
 
 
 def switched(draft: Draft, message: messages.Switched) -> None:
@@ -312,7 +312,7 @@ def end(draft: Draft, status: RunStatus, reason: str) -> None:
     outcomes, outcome = state.outcomes.ended()
     draft.set(phase=Phase.OVER, outcomes=outcomes, ended=(status, reason))
     draft.record_outcome(outcome)
-    draft.do(commands.ForgetDecisions())
+    draft.do(commands.Task.FORGET_DECISIONS)
     if state.incident.losses:
         _record_incident(draft, None if status == "failed" else state.active, stop=reason)
     draft.tell_all(messages.Exit(reason=reason))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chameleon_ft.control.commands import ConsiderScaleUp, RecordScaleUp, Send
+from chameleon_ft.control.commands import Send, Task
 from chameleon_ft.control.events import Considered
 from chameleon_ft.control.handlers.draft import Draft
 from chameleon_ft.control.state.members import Worker
@@ -70,7 +70,7 @@ def advance(draft: Draft) -> None:
         scale_up = state.scale_up.admitted(now)
         if scale_up.is_complete(now, is_loading=draft.state.members.is_loading()):
             scale_up = replace(scale_up, considering=state.generation, question=scale_up.question + 1)
-            draft.do(ConsiderScaleUp())
+            draft.do(Task.CONSIDER_SCALE_UP)
         draft.set(scale_up=scale_up)
 
 
@@ -96,7 +96,7 @@ def considered(draft: Draft, event: Considered) -> None:
         for worker, layers in incoming.items():
             draft.send(worker, Preallocate(layers=layers))
     else:
-        draft.do(RecordScaleUp())
+        draft.do(Task.RECORD_SCALE_UP)
         draft.set(scale_up=scale_up.settled())
 
 

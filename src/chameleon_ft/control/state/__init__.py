@@ -1,1 +1,1 @@
-"""The records that the state of a run is made of: frozen values with pure methods."""
+"""The records of the state of a run: frozen values with pure methods."""

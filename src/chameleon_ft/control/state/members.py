@@ -45,7 +45,7 @@ class Members:
     workers: Mapping[int, Worker] = FrozenMap({})
     former: tuple[Worker, ...] = ()  # incarnations that others have followed, oldest first
     agents: Mapping[int, str] = FrozenMap({})  # connection -> host of every agent
-    fenced: frozenset[int] = frozenset()  # connections of lost workers; what is still read from them counts for nothing
+    fenced: frozenset[int] = frozenset()  # connections of lost workers; their messages are ignored
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", FrozenMap(self.workers))
@@ -61,15 +61,15 @@ class Members:
         return iter(sorted(self.workers.values(), key=lambda worker: worker.id))
 
     def live(self) -> tuple[int, ...]:
-        """Workers that take part and are not lost, ascending."""
+        """Return the workers that take part and are not lost, ascending."""
         return tuple(worker.id for worker in self if worker.is_live)
 
     def hosts(self) -> dict[int, str]:
-        """The host of every worker that has ever joined."""
+        """Return the host of every worker that has ever joined."""
         return {worker.id: worker.host for worker in self if worker.host}
 
     def is_loading(self) -> bool:
-        """Whether there are workers that are started, or are loading what they need, and do not take part yet."""
+        """Whether some worker is being started or is loading, and does not take part yet."""
         return any(not worker.lost and not worker.takes_part for worker in self.workers.values())
 
     def worker_of(self, connection: int) -> Worker | None:
@@ -123,7 +123,7 @@ class Members:
         return self._spawned(worker.agent, self.agents[worker.agent], [worker.id], now=now)
 
     def joined(self, connection: int, hello: Hello, *, now: float) -> Self:
-        """Take in a rank. Raises ControlError that says why it cannot be."""
+        """Take in a rank. Raises ControlError if it must not join."""
         number = hello.worker
         self.require_number(number)
         members = self
@@ -144,7 +144,7 @@ class Members:
             raise ControlError(f"worker {number} does not exist: the run has {self.count}, numbered from 0")
 
     def without_agent(self, agent: int) -> Self:
-        """Forget an agent whose connection has ended. A worker of it that has not joined will never come."""
+        """Remove an agent whose connection has ended, with its workers that have not joined."""
         orphans = {
             worker.id: replace(worker, agent=None, lost=worker.lost or worker.connection is None)
             for worker in self.workers.values()
@@ -154,7 +154,7 @@ class Members:
         return replace(self, workers={**self.workers, **orphans}, agents=agents)
 
     def fence(self, worker: int) -> Self:
-        """Mark a worker as lost, and pass over whatever may still be read from its connection."""
+        """Mark a worker as lost, and ignore its connection from now on."""
         lost = self.workers[worker]
         fenced = self.fenced if lost.connection is None else self.fenced | {lost.connection}
         return replace(self.changed(lost, lost=True, connection=None), fenced=fenced)

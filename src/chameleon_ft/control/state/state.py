@@ -1,4 +1,4 @@
-"""The state of a run: everything the coordinator knows, as one frozen value that can be stored and loaded."""
+"""The state of a run as one frozen value that can be stored and loaded."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = ["Phase", "Settings", "State"]
 
 
 class Phase(Enum):
-    """Where a run is."""
+    """The phase of a run."""
 
     GATHERING = "gathering"
     """Workers are joining."""
     STOPPING = "stopping"
-    """A generation is over, and not all survivors have quiesced."""
+    """A generation is over, and some survivors have not quiesced."""
     DECIDING = "deciding"
-    """All survivors have quiesced, and it is being decided how to continue."""
+    """All survivors have quiesced and wait for a decision."""
     REGROUPING = "regrouping"
     """A new generation has its orders, and has not run an operation."""
     TRAINING = "training"
@@ -44,7 +44,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What does not change in a run."""
+    """The constants of a run."""
 
     workers: int
     steps: int
@@ -76,9 +76,9 @@ class State:
 
     settings: Settings
     phase: Phase = Phase.GATHERING
-    generation: int  # the one in force; while one is being stopped, the next
+    generation: int  # the current one; while it is being stopped, the next
     committed: int = 0  # steps known to be applied by some worker, alive or not
-    active: ActivePlan | None = None  # what the newest generation was begun with; None before the first
+    active: ActivePlan | None = None  # the plan of the newest generation; None before the first
     in_force: ActivePlan | None = None  # the last plan whose placement all survivors hold; None before the first
     last_vote: Vote | None = None  # the vote of step ``committed - 1``, if a worker has reported it
     quiesced: Mapping[int, Quiesced] = FrozenMap({})  # worker -> report, for the generation that is ending
@@ -95,7 +95,7 @@ class State:
     history: FailureHistory
     faults: tuple[Fault, ...] = ()  # failures that were injected in this run, oldest first
     interrupted: bool = False  # whether the run is to end after the current step
-    ticked_at_s: float | None = None  # when time was looked at last, in monotonic seconds; None before the first time
+    ticked_at_s: float | None = None  # of the last tick, in monotonic seconds
     ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class State:
         """Return the state of a run that no worker has joined.
 
         Args:
-            last_generation: of the run that is resumed: its numbers go on, for its records are kept by generation.
+            last_generation: of the run that is resumed, whose numbering continues.
         """
         return cls(
             settings=settings,
@@ -119,33 +119,33 @@ class State:
 
     @property
     def nothing_trained(self) -> bool:
-        """Whether neither this run, nor one that it resumes, has done anything yet that ending it would lose."""
+        """Whether ending the run now would lose no training, of this run or one that it resumes."""
         return self.phase is Phase.GATHERING or (self.phase is Phase.REGROUPING and self.last_vote is None)
 
     @property
     def reported(self) -> int:
-        """The generation whose failed messages matter: while it is being stopped, the one before this."""
+        """The generation whose failed messages count: while it is being stopped, the one before."""
         return self.generation - 1 if self.phase is Phase.STOPPING else self.generation
 
     def is_needed(self, worker: int) -> bool:
-        """Whether the generation cannot go on without a worker: one that trains, or takes part in its transition."""
+        """Whether the generation needs a worker: to train, or for its transition."""
         if self.active is None:
             return False
         return worker in (self.active.participants if self.phase is Phase.REGROUPING else self.active.plan.workers)
 
     def hosts(self) -> dict[int, str]:
-        """The host of every worker that has ever joined: an emulated one if devices are."""
+        """Return the host of every worker that has ever joined, emulated if devices are."""
         hosts = self.members.hosts()
         size = self.settings.workers_per_host
         return hosts if size is None else {worker: f"host{worker // size}" for worker in hosts}
 
     def fault_of(self, worker: Worker) -> Fault | None:
-        """The first failure that was injected into this incarnation of a worker."""
+        """Return the first failure that was injected into this incarnation of a worker."""
         times = (each for each in self.faults if each.worker == worker.id and each.time >= worker.since)
         return next(times, None)
 
     def describe_cause(self, loss: Loss) -> str:
-        """Describe what is known by now of why a worker was lost."""
+        """Describe the cause of a loss by present knowledge."""
         worker = self.members.incarnation_of(loss.worker, loss.incarnation)
         assert worker is not None
         return loss.describe_cause(crash=worker.crash, exit_code=worker.exit_code, fault=self.fault_of(worker))

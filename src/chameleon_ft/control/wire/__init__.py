@@ -1,1 +1,1 @@
-"""The control connections: what is said on them, how they are addressed, opened and served."""
+"""The control connections: messages, addresses, client and server."""

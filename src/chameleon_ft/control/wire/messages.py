@@ -75,7 +75,7 @@ class Message(MessagePart):
 
 
 class Vote(MessagePart):
-    """The sums that the vote of a step carries; with them any rank can apply that step."""
+    """The sums of a step's vote, with which any rank can apply that step."""
 
     grad_square_sum: float  # squared L2 norm of the summed, not yet averaged, gradient of the whole model
     loss_sum: float
@@ -86,7 +86,7 @@ class Vote(MessagePart):
 
 
 class OperationTimes(MessagePart):
-    """Median seconds of the operations that a worker ran in a step; 0 for a kind that it did not run."""
+    """Median seconds of a worker's operations in a step; 0 for a kind that it did not run."""
 
     forward_s: float
     backward_s: float
@@ -94,7 +94,7 @@ class OperationTimes(MessagePart):
 
 
 class BoundaryMessage(MessagePart):
-    """Shape and torch dtype name of what leaves a layer for one micro-batch."""
+    """Shape and torch dtype name of a layer's output for one micro-batch."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -109,21 +109,17 @@ class Transition(MessagePart):
     """(round, source, destination, layer, bytes) of all that it sends and receives, by rounds; the plan's bytes."""
 
 
-# To the coordinator:
-
-
 class Hello(Message):
     """First message of a rank."""
 
     type: Literal["hello"] = "hello"
     worker: int
     host: str
-    pid: int
     incarnation: int = 0  # the incarnation that `Spawn` told its agent; 0 if a cluster's launcher started it
 
 
 class Ready(Message):
-    """A rank has loaded what it trains, and can take part."""
+    """A rank has loaded the job, and can take part."""
 
     type: Literal["ready"] = "ready"
 
@@ -134,7 +130,6 @@ class HostHello(Message):
     type: Literal["host_hello"] = "host_hello"
     host: str
     slots: int  # workers it can run
-    pid: int
 
 
 class WorkerExited(Message):
@@ -182,7 +177,6 @@ class Started(Message):
 
     type: Literal["started"] = "started"
     generation: int
-    step: int
 
 
 class Committed(Message):
@@ -199,7 +193,7 @@ class Committed(Message):
 
 
 class PeerFailed(Message):
-    """A message failed; `peer` is the other end, or None where a collective does not tell."""
+    """A message failed; `peer` is the other end, or None if a collective does not tell."""
 
     type: Literal["peer_failed"] = "peer_failed"
     generation: int
@@ -208,30 +202,29 @@ class PeerFailed(Message):
 
 
 class Position(Message):
-    """Answer to a probe: what the rank is doing and since when."""
+    """Answer to a probe: the rank's operation and its duration so far."""
 
     type: Literal["position"] = "position"
     probe: int
-    generation: int
     doing: str
     waiting: bool  # whether it waits, for another rank or for memory or disk; otherwise it computes
     since_s: float  # seconds it has been doing so
 
 
 class CheckpointSaved(Message):
-    """A rank has written `layers` of the checkpoint that resumes at `step`; `error` where it could not."""
+    """A rank has written `layers` of the checkpoint that resumes at `step`, or could not, because of `error`."""
 
     type: Literal["checkpoint_saved"] = "checkpoint_saved"
-    generation: int  # in which the state was taken; what was taken before a return to a checkpoint is void
+    generation: int  # of the state; state from before a return to a checkpoint is void
     step: int
     layers: tuple[int, ...]
-    copy_s: float = 0.0  # seconds that the rank's training stood still while the layers were copied
+    copy_s: float = 0.0  # seconds for which the rank's training stood still during the copy
     write_s: float = 0.0  # seconds in which the copy was written to disk, beside training
     error: str | None = None
 
 
 class SlowIO(Message):
-    """A rank has been reading or writing for `since_s` seconds, longer than it should take, and goes on doing so."""
+    """A rank has been reading or writing for `since_s` seconds, longer than it should take, and is not done."""
 
     type: Literal["slow_io"] = "slow_io"
     generation: int
@@ -240,22 +233,21 @@ class SlowIO(Message):
 
 
 class Preallocated(Message):
-    """A rank has room for all layers that it was told to expect."""
+    """A rank has preallocated memory for incoming layers."""
 
     type: Literal["preallocated"] = "preallocated"
-    layers: tuple[tuple[int, int], ...]  # as `Preallocate` had them: it may have been told of others since
+    layers: tuple[tuple[int, int], ...]  # as in its `Preallocate`, which may be outdated by now
 
 
 class Finished(Message):
-    """A rank has reached the end of its training, with `committed` steps applied and its checkpoint written."""
+    """A rank has reached the end of its training, with its checkpoint written."""
 
     type: Literal["finished"] = "finished"
     generation: int
-    committed: int
 
 
 class Crashed(Message):
-    """A rank ends itself because of an error in what it was given to run."""
+    """A rank ends itself because of an error in the job's code."""
 
     type: Literal["crashed"] = "crashed"
     error: str
@@ -271,17 +263,14 @@ class Inject(Message):
     step: int | None = None
 
 
-# From the coordinator:
-
-
 class Welcome(Message):
-    """All that a rank needs to load what it trains."""
+    """All that a rank needs to load the job."""
 
     type: Literal["welcome"] = "welcome"
     config: str  # the run's resolved configuration as TOML
     run: str  # the run directory
-    boundaries: tuple[BoundaryMessage, ...]  # what leaves each layer
-    incarnation: int = 1  # which of the worker's incarnations this is, from 1
+    boundaries: tuple[BoundaryMessage, ...]  # output of each layer
+    incarnation: int = 1  # number of the worker's incarnation, from 1
 
 
 class StartGeneration(Message):
@@ -298,7 +287,7 @@ class StartGeneration(Message):
     the order all workers issue them; those with one holder, which need no message, come last."""
     roll_forward: Vote | None = None  # of step ``first_step - 1``, for a rank that has to apply that step first
     load: Literal["initial", "keep"] | int = "keep"  # fresh weights, the state it holds, or this step's checkpoint
-    transition: Transition | None = None  # with "keep", where the placement changes
+    transition: Transition | None = None  # with "keep", if the placement changes
 
     @property
     def participants(self) -> tuple[int, ...]:
@@ -333,14 +322,14 @@ class Finish(Message):
 
 
 class Pause(Message):
-    """Train no further in `generation` once the current step is applied, and wait for what comes then."""
+    """Pause `generation` once the current step is applied, and wait for orders."""
 
     type: Literal["pause"] = "pause"
     generation: int
 
 
 class Preallocate(Message):
-    """Layers will come to this rank: make room for them, and let go of room for any other; then say `Preallocated`."""
+    """Preallocate memory for these incoming layers, free that for others, and answer with `Preallocated`."""
 
     type: Literal["preallocate"] = "preallocate"
     layers: tuple[tuple[int, int], ...]  # (layer, bytes of its state), in order of arrival; none to cancel
@@ -365,7 +354,7 @@ class Spawn(Message):
 
     type: Literal["spawn"] = "spawn"
     workers: tuple[int, ...]
-    incarnations: tuple[int, ...]  # which of its incarnations each begins, from 1
+    incarnations: tuple[int, ...]  # number of each worker's incarnation, from 1
 
 
 class Kill(Message):
@@ -376,7 +365,7 @@ class Kill(Message):
 
 
 class Refused(Message):
-    """Answer to a message that cannot be done."""
+    """Answer to a request that is refused."""
 
     type: Literal["refused"] = "refused"
     reason: str
@@ -398,7 +387,7 @@ def encode(message: Message) -> str:
 
 
 def decode(text: str | bytes) -> Message:
-    """Read a message. Raises ControlError that says what is wrong with it."""
+    """Read a message. Raises ControlError if it is not one."""
     try:
         return _ADAPTER.validate_json(text)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Plans in words."""
+"""Descriptions of plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan(*cuts: tuple[int, ...], detours: int = 0) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "text"),
     [
         (plan((6,)), "1 pipeline of 1 stage"),
         (plan((3, 3), (3, 3)), "2 pipelines of 2 stages"),
@@ -32,5 +32,5 @@ def plan(*cuts: tuple[int, ...], detours: int = 0) -> Plan:
         (plan((3, 3), (3, 3), detours=1), "2 pipelines of 2 stages; 1 detour"),
     ],
 )
-def test_pipelines_in_words(given: Plan, words: str) -> None:
-    assert describe_pipelines(given) == words
+def test_pipelines_are_described(given: Plan, text: str) -> None:
+    assert describe_pipelines(given) == text
