@@ -65,10 +65,10 @@ class Agent:
         self._context = context
         self._entry = entry
         self._ranks: dict[tuple[int, int], BaseProcess] = {}  # by worker and incarnation
-        self._places: dict[int, int] = {}  # worker -> its number on this host, in all its incarnations
-        self._told_to_exit = False
-        self._coming: set[tuple[int, int]] = set()  # ranks that are to be started
-        self._one_by_one = asyncio.Lock()
+        self._local_indexes: dict[int, int] = {}  # worker -> its index on this host, in all its incarnations
+        self._is_over = False
+        self._pending: set[tuple[int, int]] = set()  # ranks that are to be started
+        self._spawn_lock = asyncio.Lock()
         self._failure: ControlError | None = None  # why a rank could not be started
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
 
@@ -89,14 +89,14 @@ class Agent:
             ) from None
         finally:
             await self.end_all()
-        return self._told_to_exit
+        return self._is_over
 
     async def end_all(self) -> None:
         """End every rank that is left, after a grace period if the ranks were told to exit."""
-        self._coming.clear()
-        async with self._one_by_one:
+        self._pending.clear()
+        async with self._spawn_lock:
             pass  # no rank is being started now, and none will be
-        deadline = asyncio.get_running_loop().time() + (_EXIT_GRACE_S if self._told_to_exit else 0.0)
+        deadline = asyncio.get_running_loop().time() + (_EXIT_GRACE_S if self._is_over else 0.0)
         while any(rank.is_alive() for rank in self._ranks.values()):
             if asyncio.get_running_loop().time() >= deadline:
                 self.kill_all()
@@ -113,11 +113,11 @@ class Agent:
                 match message := decode(text):
                     case Spawn(workers=workers, incarnations=incarnations):
                         ranks = list(zip(workers, incarnations, strict=True))
-                        self._coming.update(ranks)
+                        self._pending.update(ranks)
                         # A cold fork server takes its time, in which pings must be answered.
-                        self._do(self._start(ranks, connection))
+                        self._run(self._start(ranks, connection))
                     case Kill(worker=worker):
-                        self._coming = {rank for rank in self._coming if rank[0] != worker}
+                        self._pending = {rank for rank in self._pending if rank[0] != worker}
                         for (number, _), process in list(self._ranks.items()):
                             if number == worker:
                                 _kill(process)
@@ -128,7 +128,7 @@ class Agent:
                                 state = ProcessState(probe=probe, stopped=_is_stopped(rank.pid), **rank_id)
                                 await connection.send(encode(state))
                     case Exit():
-                        self._told_to_exit = True
+                        self._is_over = True
                         return
                     case Refused(reason=reason):
                         raise ControlError(reason)
@@ -139,9 +139,9 @@ class Agent:
 
     async def _start(self, ranks: Sequence[tuple[int, int]], connection: ClientConnection) -> None:
         """Start ranks, unless they are given up meanwhile; close the connection if one cannot be started."""
-        async with self._one_by_one:
+        async with self._spawn_lock:
             for worker, incarnation in ranks:
-                if (worker, incarnation) not in self._coming:
+                if (worker, incarnation) not in self._pending:
                     continue
                 try:
                     await asyncio.to_thread(self._spawn, worker, incarnation)
@@ -150,11 +150,11 @@ class Agent:
                     await connection.close()
                     return
                 self._watch(worker, incarnation, connection)
-                if (worker, incarnation) not in self._coming:
+                if (worker, incarnation) not in self._pending:
                     _kill(self._ranks[worker, incarnation])
-                self._coming.discard((worker, incarnation))
+                self._pending.discard((worker, incarnation))
 
-    def _do(self, work: Coroutine[None, None, None]) -> None:
+    def _run(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -170,7 +170,7 @@ class Agent:
                 "incarnation": incarnation,
                 "host": self._host,
                 # A later incarnation runs on the accelerator of the first one.
-                "local_index": self._places.setdefault(worker, len(self._places)),
+                "local_index": self._local_indexes.setdefault(worker, len(self._local_indexes)),
             },
         )
         rank.start()
@@ -186,7 +186,7 @@ class Agent:
             rank.join()
             del self._ranks[worker, incarnation]
             exited = WorkerExited(worker=worker, incarnation=incarnation, exit_code=rank.exitcode or 0)
-            self._do(_try_to_send(connection, exited))
+            self._run(_try_to_send(connection, exited))
 
         loop.add_reader(rank.sentinel, reap)
 

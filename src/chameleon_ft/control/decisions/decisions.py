@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from chameleon_ft import recovery
@@ -72,9 +73,11 @@ class Decisions:
     def prepare(self, state: State) -> None:
         """Have decisions prepared for the next loss, after which half a step is repeated, on average."""
         if self._cache is not None:
-            repeat_s = state.detectors.watchdog.step_s / 2
-            phases = state.history.phases(looked_up=True)
-            self._cache.expect(lambda: (self._context(state, phases=phases, repeat_s=repeat_s), state.history.rate))
+            self._cache.expect(partial(self._next_loss, state))
+
+    def _next_loss(self, state: State) -> tuple[recovery.DecisionContext, FailureModel]:
+        phases, repeat_s = state.history.phases(looked_up=True), state.detectors.watchdog.step_s / 2
+        return self._context(state, phases=phases, repeat_s=repeat_s), state.history.rate
 
     def forget(self) -> None:
         """Discard the prepared decisions."""
