@@ -1,11 +1,11 @@
 """Is `chameleon` first wherever it is simulated? Drawn models, clusters and failures, all policies on each.
 
 Every simulation is drawn from --seed and its number: one of the presets of 7B to 72B, 16 to 3,200 workers, 1 to 8 to a
-host, a generator of failures or a measured trace (--traces), and 0.1 to 30 times its rate, repairs as much sooner. A
-trace ends after --incidents changes, fewer where decisions are those of the runtime itself (32 workers or fewer).
+host, a generator of failures or a measured trace (--traces), and 0.1 to 30 times its rate with repairs as much faster.
+A trace ends after --incidents changes, fewer if decisions are those of the runtime itself (32 workers or fewer).
 
-Asked is that `chameleon` is first, or within 0.5% of the first, in each of them, and trains 0.90 of the oracle's
-samples wherever some policy does. Smaller clusters come first, and each simulation is printed when it is done.
+The bars: in each simulation `chameleon` is first, or within 0.5% of the first, and trains 0.90 of the oracle's samples
+if any policy does. Smaller clusters come first, and each simulation is printed when it is done.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _NEAR: Final = 0.995
 _OF_ORACLE: Final = 0.9
 _DAY_S: Final = 86_400.0
 _TRACE_DAYS: Final = 365.0
-# Largest share of the memory of all workers that the state of the model takes.
+# The largest share of the memory of all workers for the state of the model.
 _FULL: Final = 0.7
 _EXACT_SHARE: Final = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnSimulation:
-    """One simulation to run; `failures` is the name of a generator, or the path of a trace."""
+    """A simulation; `failures` is the name of a generator, or the path of a trace."""
 
     number: int
     model: str
@@ -64,14 +64,14 @@ class DrawnSimulation:
 
     @property
     def workload(self) -> Workload:
-        """Return four micro-batches of one sequence per worker."""
+        """The workload of four micro-batches of one sequence for each worker."""
         return derive_workload(
             model_shape(self.model), device(self.device), micro_batch_size=1, micro_batches=4 * self.workers
         )
 
 
 def draw(seed: int, number: int, traces: Sequence[Path] = ()) -> DrawnSimulation:
-    """Draw a simulation whose model fits, deterministically on any machine."""
+    """Draw a simulation whose model fits; equal arguments give equal simulations, on any machine."""
     generator = random.Random(f"simulation {seed} {number}")
     hosts_of = {str(path): load_trace(path).hosts for path in traces}
     while True:
@@ -94,10 +94,10 @@ def draw(seed: int, number: int, traces: Sequence[Path] = ()) -> DrawnSimulation
 
 
 def trace_of(drawn: DrawnSimulation, incidents: int) -> Trace:
-    """Return the failures of a simulation, up to this number of changes."""
+    """Return the failures of a simulation, up to a number of changes."""
     hosts, per_host = drawn.workers // drawn.workers_per_host, drawn.workers_per_host
     if drawn.failures in GENERATORS:
-        # Spot instances change some thousand times as often as others fail.
+        # Spot instances change about a thousand times as often as other hosts fail.
         days = min(_TRACE_DAYS, incidents / hosts * (1 if drawn.failures == "spot" else 1_000))
         model, duration_s = GENERATORS[drawn.failures], days * _DAY_S
         trace = generate_trace(model, hosts=hosts, workers_per_host=per_host, duration_s=duration_s, seed=drawn.seed)
@@ -125,7 +125,7 @@ def main() -> int:
             rows.append((str(each), "", "", str(error)))
             continue
         finding = _Finding.of(results)
-        rows.append((str(each), f"{finding.by_first:.4f}", f"{finding.of_oracle:.4f}", finding.words(results)))
+        rows.append((str(each), f"{finding.by_first:.4f}", f"{finding.of_oracle:.4f}", finding.describe(results)))
         raw.append({**asdict(each), **asdict(finding), "shares": _shares(results)})
         progress(f"{' | '.join(rows[-1])} | {time.process_time() - start:.0f} s")
     return Report(
@@ -147,7 +147,7 @@ def _simulated(drawn: DrawnSimulation, incidents: int) -> Results:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Finding:
-    """Return the samples of `chameleon` / those of the best other policy and of the oracle, and the bars that hold."""
+    """Samples of `chameleon` relative to the best other policy and to the oracle, and which bars hold."""
 
     by_first: float
     of_oracle: float
@@ -167,7 +167,7 @@ class _Finding:
             near=own >= _OF_ORACLE or best < _OF_ORACLE,
         )
 
-    def words(self, results: Results) -> str:
+    def describe(self, results: Results) -> str:
         shares = sorted(_shares(results).items(), key=lambda item: -item[1])
         missed = "" if self.first and self.near else "MISSED "
         days = results.duration_s / _DAY_S

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_ft.simulate.accounting.account import Account
+from chameleon_ft.simulate.accounting.account import Account, Change
 
 
 def begun(step_s: float = 2.0, *, every_s: float = 1e6, write_s: float = 0.0) -> Account:
@@ -27,14 +27,16 @@ def change(
     finish_step: bool = False,
     saved: bool = False,
 ) -> None:
-    account.changes(
-        step_s=step_s,
-        stall_s=stall_s,
-        cause="lost",
-        checkpoint_every_s=every_s,
-        write_s=write_s,
+    account.change(
+        Change(
+            cause="lost",
+            stall_s=stall_s,
+            step_s=step_s,
+            checkpoint_every_s=every_s,
+            write_s=write_s,
+            saved=saved,
+        ),
         finish_step=finish_step,
-        saved=saved,
     )
 
 
@@ -43,7 +45,7 @@ def accounted_s(account: Account) -> float:
     return math.fsum([*parts, *account.stall_by_cause.values(), *account.lost_by_cause.values()])
 
 
-def test_a_loss_makes_the_step_vain_and_then_all_stand_still() -> None:
+def test_a_loss_loses_the_step_and_begins_a_stall() -> None:
     account = begun(2.0)
     account.advance(5.0)
     assert (account.steps, account.part_s) == (2, 1.0)
@@ -57,7 +59,7 @@ def test_a_loss_makes_the_step_vain_and_then_all_stand_still() -> None:
     assert account.part_s == 1.0
 
 
-def test_where_no_worker_is_lost_the_step_is_finished_first() -> None:
+def test_without_a_loss_the_step_is_finished_first() -> None:
     account = begun(2.0)
     account.advance(5.0)
     change(account, 1.0, stall_s=3.0, finish_step=True)
@@ -68,24 +70,24 @@ def test_where_no_worker_is_lost_the_step_is_finished_first() -> None:
     assert not account.lost_by_cause
 
 
-def test_back_to_a_checkpoint_gives_up_the_steps_since() -> None:
+def test_a_return_to_a_checkpoint_gives_up_the_steps_since() -> None:
     account = begun(2.0, every_s=6.0, write_s=1.0)
     # Two cycles of three steps and a checkpoint, and another step and a half.
     account.advance(17.0)
     assert (account.steps, account.checkpoint_s, account.unsaved_s) == (7, 2.0, 3.0)
     account.lose_step()
-    account.back_to_checkpoint()
+    account.return_to_checkpoint()
     assert (account.steps, account.useful_s) == (6, 12.0)
     assert dict(account.lost_by_cause) == {"step": 1.0, "checkpoint": 2.0}
 
 
-def test_what_was_saved_before_a_change_is_not_lost_later() -> None:
+def test_steps_saved_before_a_change_are_not_lost_later() -> None:
     account = begun(2.0)
     account.advance(4.0)
     change(account, 2.0, stall_s=1.0, finish_step=True, saved=True)
     account.advance(7.0)
     account.lose_step()
-    account.back_to_checkpoint()
+    account.return_to_checkpoint()
     assert account.steps == 2
 
 
@@ -100,7 +102,7 @@ def test_a_second_change_comes_instead_of_one_that_has_not_begun() -> None:
     assert dict(account.stall_by_cause) == {"lost": 2.0}
 
 
-def test_a_step_that_ends_just_when_others_are_to_follow_counts() -> None:
+def test_a_step_that_ends_at_the_moment_of_a_change_counts() -> None:
     account = begun(1.7, every_s=1e6, write_s=0.0)
     account.advance(0.1)
     account.lose_step()
@@ -125,7 +127,7 @@ OPERATIONS = st.lists(
 
 
 @given(operations=OPERATIONS, every_s=st.sampled_from([1.0, 7.0, 1e6]), write_s=st.sampled_from([0.0, 0.4]))
-def test_every_second_is_put_down_once(
+def test_every_second_is_counted_once(
     operations: list[tuple[str, float, float, float]], every_s: float, write_s: float
 ) -> None:
     account = begun(1.7, every_s=every_s, write_s=write_s)
@@ -136,9 +138,9 @@ def test_every_second_is_put_down_once(
         if what != "change":
             account.lose_step()
         if what == "checkpoint":
-            account.back_to_checkpoint()
+            account.return_to_checkpoint()
         if what == "wait":
-            account.waits()
+            account.wait()
         else:
             change(account, step_s, stall_s=stall_s, every_s=every_s, write_s=write_s, finish_step=what == "change")
         assert accounted_s(account) == pytest.approx(now_s, abs=1e-6)
@@ -153,7 +155,7 @@ def test_every_second_is_put_down_once(
     write_s=st.sampled_from([0.25, 1.0]),
     pauses=st.lists(st.integers(1, 40), max_size=8),
 )
-def test_steps_and_checkpoints_are_those_of_a_count_one_by_one(
+def test_steps_and_checkpoints_match_a_count_one_by_one(
     step_s: float, every: int, write_s: float, pauses: list[int]
 ) -> None:
     account = begun(step_s, every_s=every * step_s, write_s=write_s)

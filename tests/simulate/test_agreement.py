@@ -19,7 +19,7 @@ EXACT = replace(BY_CLASS, exact_up_to=32)
 
 @pytest.mark.parametrize("policy", ["chameleon", "reroute", "repair", "repartition", "drop-replica"])
 @pytest.mark.parametrize("seed", range(4))
-def test_both_ways_to_decide_train_as_much(seed: int, policy: str) -> None:
+def test_exact_and_class_planners_train_equally_much(seed: int, policy: str) -> None:
     draw = random.Random(seed)
     per_host = draw.choice([1, 2, 4])
     workers = per_host * draw.randint(-(-8 // per_host), 24 // per_host)
@@ -32,7 +32,7 @@ def test_both_ways_to_decide_train_as_much(seed: int, policy: str) -> None:
     assert by_class.samples == pytest.approx(exact.samples, rel=0.02)
 
 
-def test_a_policy_of_fixed_depth_has_the_better_of_several_starts_both_ways() -> None:
+def test_a_policy_of_fixed_depth_has_the_better_of_several_starts_in_both_planners() -> None:
     # From the fastest plan of all, which is one pipeline or two, nearly every loss sends it back to a checkpoint.
     rates = device("h100-80g")
     work = derive_workload(model_shape("llama2-7b"), rates, micro_batch_size=1, micro_batches=48)

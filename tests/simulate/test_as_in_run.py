@@ -1,4 +1,4 @@
-"""Short windows, computed by hand: policies that do what they do in a run."""
+"""Short windows, computed by hand, with policies that act as in a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from chameleon_ft.plan import data_pipeline_plan
 from chameleon_ft.simulate.accounting.results import PolicyResult
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.run import simulate
-from chameleon_ft.simulate.traces.trace import Fault, Trace
+from chameleon_ft.simulate.traces.events import Fault
+from chameleon_ft.simulate.traces.trace import Trace
 from tests.simulate.clusters import cluster, workload
 
 # A micro-batch takes 6 x 30 ms; n workers that hold everything reduce 6 x 200 MB over links of 50 GB/s.
@@ -105,20 +106,20 @@ def test_a_loss_within_a_stall_begins_a_new_one() -> None:
 
 
 @pytest.mark.parametrize("weigh_s", [0.0, 2.5])
-def test_who_is_back_within_a_stall_is_weighed_when_training_has_gone_on(weigh_s: float) -> None:
+def test_returns_within_a_stall_are_decided_after_training_has_resumed(weigh_s: float) -> None:
     result = replayed("repartition", Fault((1,), 100.0, 100.5), parameters=replace(ASSUMED, weigh_s=weigh_s))
     assert [each.cause for each in result.decisions] == ["lost", "back"]
     assert result.decisions[1].time_s == pytest.approx(100.0 + PREPARED_S + weigh_s)
     assert result.timeline[-1].samples_per_s == pytest.approx(24 / FAST_S)
 
 
-def test_who_is_back_is_weighed_while_training_goes_on() -> None:
+def test_returns_are_decided_while_training_continues() -> None:
     result = replayed("repartition", Fault((1,), 100.0, 150.0), parameters=replace(ASSUMED, weigh_s=3.0))
     assert result.decisions[1].time_s == pytest.approx(153.0)
     assert result.lost_by_cause == pytest.approx({"step": 100.0 % FAST_S})
 
 
-def test_who_is_lost_again_before_it_is_weighed_changes_nothing() -> None:
+def test_a_worker_lost_again_before_the_decision_changes_nothing() -> None:
     result = replayed(
         "repartition",
         Fault((1,), 100.0, 150.0),
@@ -146,11 +147,11 @@ def test_a_restart_takes_the_layout_and_the_seconds_of_the_runtime() -> None:
     parameters = replace(ASSUMED, restart_s=30.0, checkpoint_interval_s=1e-6, checkpoint_write_s=0.0)
     result = replayed("restart", Fault((1,), 100.0), parameters=parameters)
     assert result.stall_s == pytest.approx(30.0)
-    # Every step was kept, and no worker stops for checkpoints.
+    # Every step was kept, and no time goes into checkpoints.
     assert result.goodput == pytest.approx(samples(100.0 // FAST_S + 70.0 / SLOW_S))
 
 
-def test_returned_workers_stay_idle_where_they_do_so_in_a_run() -> None:
+def test_returned_workers_stay_idle_as_in_a_run() -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=2, pp=1, micro_batches=24)
     trace = Trace.from_faults([Fault((1,), 50.0, 60.0)], workers=2, duration_s=WINDOW_S)
     last = []

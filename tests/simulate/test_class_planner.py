@@ -13,7 +13,7 @@ from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout
 from chameleon_ft.simulate.by_class.world import World, world_of
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planners.by_class import ClassPlanner
-from chameleon_ft.simulate.planners.options import SimulatorState
+from chameleon_ft.simulate.planners.planner import SimulatorState
 from tests.simulate.clusters import costs
 
 WORKERS = 12
@@ -27,7 +27,6 @@ def state(rate: FailureModel) -> SimulatorState:
     return SimulatorState(
         speeds=SPEEDS,
         lost=frozenset(),
-        horizon_s=rate.horizon_s(WORKERS),
         repeat_s=0.0,
         running_s=1e6,
         interrupted=False,
@@ -43,10 +42,10 @@ def world() -> World:
 
 def pipelines_of(world: World, policy: str, rate: FailureModel) -> int:
     planner = ClassPlanner(POLICIES[policy], world)
-    assert planner.start(SPEEDS, Checkpoints(longest_s=3_600.0)) is not None
+    assert planner.start(state(world.parameters.rate)) is not None
     chosen = planner.decide(state(rate))
     assert chosen is not None
-    return len(chosen.option.plan.pipelines)
+    return len(chosen.plan.pipelines)
 
 
 @pytest.mark.parametrize("policy", ["chameleon", "repartition"])

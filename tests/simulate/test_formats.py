@@ -42,10 +42,10 @@ def happenings(trace: Trace) -> list[tuple[float, str, tuple[int, ...]]]:
 
 class TestJsonLines:
     @given(case=cases())
-    def test_what_is_written_is_read_again(self, case: Case) -> None:
+    def test_a_written_trace_is_read_again(self, case: Case) -> None:
         assert parse_trace(trace_to_jsonl(case.trace)) == case.trace
 
-    def test_a_line_says_what_happens(self) -> None:
+    def test_a_line_describes_an_event(self) -> None:
         lines = (
             '{"time_s": 1, "kind": "lost", "workers": [0, 1], "cause": "power"}',
             '{"time_s": 2.5, "kind": "slow", "workers": [3], "speed": 0.5}',
@@ -149,7 +149,7 @@ class TestInfiniteHbd:
         trace = parse_trace(json.dumps([start("a", 1), end("a", 1), start("a", 2)]))
         assert happenings(trace)[1] == (1 * DAY_S + RESOLUTION_S, "back", (0,))
 
-    def test_nodes_that_never_failed_are_spread_among_those_that_did(self) -> None:
+    def test_nodes_that_never_failed_are_spread_among_the_failing_ones(self) -> None:
         trace = parse_trace(json.dumps([start(node, 1) for node in "dcba"]), nodes=8)
         assert trace.workers == 8
         assert sorted(worker for event in trace.events for worker in event.workers) == [0, 2, 4, 6]

@@ -15,11 +15,19 @@ import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.traces.arrivals import Arrivals, Bursts, IncidentSizes, Poisson, Weibull
 from chameleon_ft.simulate.traces.formats import trace_to_jsonl
-from chameleon_ft.simulate.traces.generators import MODELS, FaultModel, generate_trace
-from chameleon_ft.simulate.traces.repairs import Repairs, Stragglers
-from chameleon_ft.simulate.traces.spot import SpotModel
+from chameleon_ft.simulate.traces.generators import (
+    MODELS,
+    Bursts,
+    FaultModel,
+    IncidentSizes,
+    Poisson,
+    Repairs,
+    SpotModel,
+    Stragglers,
+    Weibull,
+    generate_trace,
+)
 from chameleon_ft.simulate.traces.statistics import TraceStatistics, trace_statistics
 from chameleon_ft.simulate.traces.trace import Trace
 
@@ -70,7 +78,7 @@ def test_another_process_draws_the_same_to_the_bit() -> None:
         ("short_gap_share", 88 / 581, 0.06),
     ],
 )
-def test_bursts_are_like_what_was_measured(
+def test_bursts_match_the_measurements(
     bursts: list[TraceStatistics], figure: str, measured: float, tolerance: float
 ) -> None:
     assert mean(bursts, figure) == pytest.approx(measured, rel=tolerance)
@@ -81,7 +89,7 @@ def bursts() -> list[TraceStatistics]:
     return as_measured("bursts")
 
 
-def test_most_down_at_once_is_within_reach_of_what_was_measured(bursts: list[TraceStatistics]) -> None:
+def test_most_down_at_once_is_near_the_measurement(bursts: list[TraceStatistics]) -> None:
     most = [each.most_hosts_down for each in bursts]
     assert min(most) < 30 < 35 <= max(most)
 
@@ -101,7 +109,7 @@ def test_poisson_gaps_are_exponential() -> None:
 
 
 @pytest.mark.parametrize("shape", [0.5, 0.8, 1.5, 4.0])
-def test_weibull_gaps_are_those_of_scipy(shape: float) -> None:
+def test_weibull_gaps_match_scipy(shape: float) -> None:
     gaps = np.diff([time_s for time_s, _ in Weibull(shape=shape).faults(2e6, 1000, random.Random(3))])
     wanted = stats.weibull_min(shape, scale=1000 / stats.weibull_min(shape).mean())
     assert stats.kstest(gaps, wanted.cdf).pvalue > 0.01
@@ -120,7 +128,7 @@ def test_incidents_have_the_sizes_of_a_zipf_distribution(exponent: float, larges
 
 
 @pytest.mark.parametrize("arrivals", [Poisson(), Weibull(), Bursts(), Bursts(sizes=IncidentSizes(exponent=1.5))])
-def test_faults_come_as_often_as_they_should(arrivals: Arrivals) -> None:
+def test_faults_come_as_often_as_they_should(arrivals: Weibull | Bursts) -> None:
     drawn = [arrivals.faults(1e6, 1000, random.Random(seed)) for seed in range(30)]
     assert statistics.fmean(map(len, drawn)) == pytest.approx(1000, rel=0.05)
     for faults in drawn:

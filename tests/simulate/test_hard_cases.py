@@ -19,7 +19,8 @@ from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planners import exact
 from chameleon_ft.simulate.planners.exact import Decisions
 from chameleon_ft.simulate.run import simulate
-from chameleon_ft.simulate.traces.trace import Fault, Trace
+from chameleon_ft.simulate.traces.events import Fault
+from chameleon_ft.simulate.traces.trace import Trace
 from tests.recovery.contexts import after, context, rate_of
 from tests.simulate.clusters import cluster, workload
 
@@ -60,7 +61,7 @@ def test_oobleck_has_room_to_be_reconfigured() -> None:
     assert "checkpoint" not in result.decisions_by_kind
 
 
-def test_what_memory_lets_nothing_move_to_is_read_from_a_checkpoint() -> None:
+def test_a_plan_without_room_for_moves_is_read_from_a_checkpoint() -> None:
     # No layer has room beside those that are held, so that nothing but detours could be reached.
     result = simulated("llama3-70b", 40, [Fault(tuple(range(8)), HOUR_S)], "chameleon").policies["chameleon"]
     assert result.decisions_by_kind == {"anew": 1}
@@ -166,13 +167,13 @@ def test_a_job_begins_when_the_first_workers_are_there(exact_up_to: int) -> None
     results = simulate(trace, workload(), cluster(4), ["chameleon", "recycle", "restart"], parameters=parameters)
     for result in results.policies.values():
         assert result.down_s == 1_000.0
-        # It has not failed, so there is nothing to restart.
+        # The job has not failed, so there is nothing to restart.
         assert result.stall_s == 0
         assert result.samples > 0
 
 
 @pytest.mark.parametrize("exact_up_to", [0, 32])
-def test_it_waits_for_workers_and_goes_on_as_soon_as_the_model_fits(exact_up_to: int) -> None:
+def test_a_job_waits_for_workers_and_resumes_as_soon_as_the_model_fits(exact_up_to: int) -> None:
     # State of 7.2 GB: two workers of 5 GB hold it, one does not.
     faults = [Fault((0, 1, 2), 1_000.0, 4_000.0), Fault((3,), 1_000.0, 3_000.0), Fault((2,), 4_000.0)]
     trace = Trace.from_faults(faults, workers=4, duration_s=10_000.0)
@@ -183,8 +184,8 @@ def test_it_waits_for_workers_and_goes_on_as_soon_as_the_model_fits(exact_up_to:
     assert result.timeline[-1].samples_per_s > 0
 
 
-def test_few_decisions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "_REMEMBERED", 3)
+def test_few_decisions_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "_MOST_CACHED", 3)
     remembered = Decisions()
     before = context(dp=3, pp=2)
 
@@ -194,4 +195,4 @@ def test_few_decisions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for lost in range(6):
         decided(after(before, lost), rate_of(1e5, before))
-    assert len(remembered._known) == 3
+    assert len(remembered._decisions) == 3

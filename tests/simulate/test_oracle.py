@@ -1,4 +1,4 @@
-"""Rates that are known: what more or faster workers can do, too."""
+"""Known rates: more or faster workers reach the rates of fewer and slower ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.simulate.accounting.oracle import KnownRates, live_of
 
-CREWS = st.lists(st.sampled_from([0.5, 0.8, 1.0]), min_size=1, max_size=5)
+WORKERS = st.lists(st.sampled_from([0.5, 0.8, 1.0]), min_size=1, max_size=5)
 
 
 def test_more_workers_are_never_slower() -> None:
@@ -19,19 +19,21 @@ def test_more_workers_are_never_slower() -> None:
     assert [known.best(live_of([1.0] * count)) for count in (3, 4, 5, 6)] == [0.0, 10.0, 10.0, 10.0]
 
 
-@given(noted=st.lists(st.tuples(CREWS, st.floats(0.1, 9.0)), max_size=6), asked=CREWS)
-def test_the_best_is_that_of_any_crew_which_fits_in(noted: list[tuple[list[float], float]], asked: list[float]) -> None:
+@given(noted=st.lists(st.tuples(WORKERS, st.floats(0.1, 9.0)), max_size=6), asked=WORKERS)
+def test_the_best_rate_is_that_of_any_workers_that_are_covered(
+    noted: list[tuple[list[float], float]], asked: list[float]
+) -> None:
     known = KnownRates()
-    for crew, rate in noted:
-        known.note(live_of(crew), rate)
+    for workers, rate in noted:
+        known.note(live_of(workers), rate)
 
-    def fits(crew: list[float]) -> bool:
-        pairs = zip(sorted(crew, reverse=True), sorted(asked, reverse=True), strict=False)
-        return len(crew) <= len(asked) and all(need <= has for need, has in pairs)
+    def fits(workers: list[float]) -> bool:
+        pairs = zip(sorted(workers, reverse=True), sorted(asked, reverse=True), strict=False)
+        return len(workers) <= len(asked) and all(need <= has for need, has in pairs)
 
-    assert known.best(live_of(asked)) == max((rate for crew, rate in noted if fits(crew)), default=0.0)
+    assert known.best(live_of(asked)) == max((rate for workers, rate in noted if fits(workers)), default=0.0)
 
 
-def test_a_rate_that_is_none() -> None:
+def test_a_rate_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="positive number of samples"):
         KnownRates().note(live_of([1.0]), 0.0)

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.simulate.accounting.results import Results, Throughput
 from chameleon_ft.simulate.pictures import draw_results, draw_sweep
-from chameleon_ft.simulate.pictures.series import binned, live_workers, losses_s, missing
+from chameleon_ft.simulate.pictures.results_figure import binned, live_workers, losses_s, missing
 from chameleon_ft.simulate.run import simulate
 from chameleon_ft.simulate.sweep import Point, Scene, Sweep, sweep
-from chameleon_ft.simulate.traces.trace import Event, Trace
+from chameleon_ft.simulate.traces.events import Event
+from chameleon_ft.simulate.traces.trace import Trace
 from tests.simulate.clusters import cluster, random_trace, workload
 
 pytest.importorskip("matplotlib")
@@ -113,7 +114,7 @@ def test_pictures_are_files_that_can_be_read(results: Results, scene: Scene, tmp
         assert all(f"<!-- {policy} -->" in text for policy in POLICIES if policy != "oracle" or name == "b.svg")
 
 
-def test_what_cannot_be_drawn_is_refused(results: Results, scene: Scene, tmp_path: Path) -> None:
+def test_pictures_that_cannot_be_drawn_are_refused(results: Results, scene: Scene, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.svg, \.png, \.pdf"):
         draw_results(tmp_path / "a.bmp", title="", results=results, trace=scene.trace)
     with pytest.raises(ConfigError, match="folder that exists"):
@@ -122,7 +123,7 @@ def test_what_cannot_be_drawn_is_refused(results: Results, scene: Scene, tmp_pat
         draw_sweep(tmp_path / "a.svg", title="", sweep=Sweep("rate", (Point(1.0, None, "no"),)))
 
 
-def test_what_is_missing_is_all_that_is_missing(results: Results) -> None:
+def test_missing_shares_add_up(results: Results) -> None:
     for own in results.policies.values():
         shares = missing(own)
         assert min(shares) >= 0
@@ -145,7 +146,7 @@ def test_bins_hold_all_of_the_throughput(changes: list[tuple[float, float]], bin
     assert max(found) <= max(rate for _, rate in changes) * (1 + 1e-9)
 
 
-def test_live_workers_and_losses_are_those_of_the_trace() -> None:
+def test_live_workers_and_losses_match_the_trace() -> None:
     events = (
         Event(0.0, (3,), "lost"),
         Event(5.0, (0, 1), "lost"),

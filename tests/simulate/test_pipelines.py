@@ -16,8 +16,8 @@ from chameleon_ft.presets import Recompute
 from chameleon_ft.schedule import CostModel, best_program
 from chameleon_ft.simulate.by_class.fastest_mix import Mixes
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, PipelineClass, Pipelines
+from chameleon_ft.simulate.by_class.published import EstimatedMixes, EstimatedTimes
 from chameleon_ft.simulate.by_class.step_times import StepTimes
-from chameleon_ft.simulate.planners.estimated_mixes import EstimatedMixes
 from tests.simulate.clusters import cluster, costs, workload
 
 CUTS = [Cut((6,)), Cut((3, 6)), Cut((2, 6)), Cut((2, 4, 6))]
@@ -29,13 +29,13 @@ def times_of(workers: int, *, split_backward: bool = False, micro_batches: int =
 
 def estimated_s(counts: Counter[Cut], shares: list[int], split_backward: bool, model: CostModel) -> float:
     """The estimate of the plan in which each pipeline has its share."""
-    ways: list[tuple[Hop, ...]] = []
+    pipelines: list[tuple[Hop, ...]] = []
     worker = 0
     for cut in counts.elements():
-        ways.append(tuple(Hop(worker + stage, layers) for stage, layers in enumerate(cut.stages)))
+        pipelines.append(tuple(Hop(worker + stage, layers) for stage, layers in enumerate(cut.stages)))
         worker += cut.depth
-    routes = [hops for hops, share in zip(ways, shares, strict=True) for _ in range(share)]
-    held = {hop.worker: (hop.layers,) for hops, share in zip(ways, shares, strict=True) if share for hop in hops}
+    routes = [hops for hops, share in zip(pipelines, shares, strict=True) for _ in range(share)]
+    held = {hop.worker: (hop.layers,) for hops, share in zip(pipelines, shares, strict=True) if share for hop in hops}
     plan = Plan(Placement(6, held), tuple(map(Route, range(len(routes)), routes)), split_backward)
     program = best_program(plan, model).program
     return estimate_step(plan, program, model).step_s
@@ -93,7 +93,7 @@ def test_between_scheduled_shares_times_are_nearly_linear(micro_batches: int, sp
     assert pipelines.program_s(own, micro_batches) == pytest.approx(real.program_s, rel=0.01)
 
 
-def test_what_does_not_fit_recomputes_or_is_refused() -> None:
+def test_pipelines_that_do_not_fit_recompute_or_are_refused() -> None:
     whole = PipelineClass(Cut((6,)))
     for memory_bytes, fits in ((9 * 10**9, True), (8 * 10**9, False)):
         model = CostModel(workload(), cluster(4, memory_bytes=memory_bytes))
@@ -132,17 +132,15 @@ def test_no_mix_of_even_cuts_is_faster(workers: int) -> None:
 
 @given(workers=st.integers(1, 14), micro_batches=st.integers(1, 20), depths=st.sets(st.integers(1, 5), min_size=1))
 def test_all_workers_are_used_up_with_the_least_estimate(workers: int, micro_batches: int, depths: set[int]) -> None:
-    def most(depth: int, time_s: float) -> int:
-        return max(0, math.floor((time_s - depth) / (6 / depth) + 1e-9))
-
-    found = EstimatedMixes(sorted(depths), most, micro_batches).fastest(workers)
+    pipelines = {depth: EstimatedTimes(first_s=depth, period_s=6 / depth) for depth in sorted(depths)}
+    found = EstimatedMixes(pipelines, micro_batches).fastest(workers)
     best_s = math.inf
     for numbers in itertools.product(*(range(workers // depth + 1) for depth in sorted(depths))):
         counts = Counter(dict(zip(sorted(depths), numbers, strict=True)))
         if sum(depth * number for depth, number in counts.items()) == workers:
             ends = sorted({depth + share * 6 / depth for depth in depths for share in range(micro_batches + 1)})
             for time_s in ends:
-                values = {depth: most(depth, time_s) for depth in counts if counts[depth]}
+                values = {depth: pipelines[depth].most(time_s) for depth in counts if counts[depth]}
                 if all(values.values()) and sum(counts[d] * values[d] for d in values) >= micro_batches:
                     best_s = min(best_s, time_s)
                     break

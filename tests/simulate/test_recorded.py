@@ -27,7 +27,7 @@ from tests.simulate.runs import PLAN, config, decision, failure, prepared, recor
 # One micro-batch takes 6 x 30 ms; two workers also reduce 6 x 200 MB, each half of them twice, over 50 GB/s.
 STEP_S = 12 * 0.18 + 2 * (1e-5 + 6 * 10**8 / 50e9)
 
-# --- what happened ---------------------------------------------------------------------------------------------------
+# --- changes ---------------------------------------------------------------------------------------------------------
 
 
 CHANGES = st.lists(
@@ -38,7 +38,7 @@ CHANGES = st.lists(
 
 
 @given(CHANGES)
-def test_a_trace_has_the_workers_up_that_were_up(changes: list[Change]) -> None:
+def test_live_workers_follow_the_changes(changes: list[Change]) -> None:
     trace = trace_of_changes(changes, workers=4, duration_s=30.0)
     up = {0, 1, 2, 3}
     for second in range(31):
@@ -70,10 +70,10 @@ def test_losses_of_a_run_are_when_they_happened_not_when_they_were_recorded(tmp_
     assert duration_s == 100.0
 
 
-# --- what it knew ----------------------------------------------------------------------------------------------------
+# --- prior knowledge -------------------------------------------------------------------------------------------------
 
 
-def test_what_a_run_knew_is_in_its_configuration_and_its_first_plan(tmp_path: Path) -> None:
+def test_prior_knowledge_is_in_the_configuration_and_the_first_plan(tmp_path: Path) -> None:
     of = config(policy="repair", worker_mtbf_hours=2.0, prior_weight=3.0, restart_cost_s=77.0)
     known = recorded_run(recorded(tmp_path / "run", [started()], of=of), Parameters(detect_s=9.0))
     assert (known.policy, known.start, known.costs) == ("repair", PLAN, costs(2))
@@ -88,7 +88,7 @@ def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
     assert known.parameters.checkpoint_interval_s == pytest.approx(5 * STEP_S)
 
 
-def test_without_a_profile_it_is_what_the_run_measured(tmp_path: Path) -> None:
+def test_without_a_profile_measured_costs_are_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="had no profile"):
         recorded_run(recorded(tmp_path / "none", [started()], plans={1: (PLAN, "assumed")}))
     plans: dict[int, tuple[Plan, CostsFrom]] = {1: (PLAN, "assumed"), 2: (PLAN, "measured")}
@@ -110,7 +110,7 @@ def test_a_run_without_plans_is_refused(tmp_path: Path) -> None:
         recorded_run(recorded(tmp_path / "run", [started()], plans={}))
 
 
-# --- what its stalls took --------------------------------------------------------------------------------------------
+# --- measured parameters ---------------------------------------------------------------------------------------------
 
 
 def test_phases_are_medians_of_single_losses(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_phases_are_medians_of_single_losses(tmp_path: Path) -> None:
         decision(4, prepared=False, lost=(0, 1)),
         failure(1030.0, generation=4, worker=0, detect_s=8.0, stop_s=8.0, decide_s=5.0, regroup_s=0.6),
         failure(1030.0, generation=4, worker=1, detect_s=8.0, stop_s=8.0, decide_s=5.0, regroup_s=0.6),
-        # A spare, and a return to a checkpoint, stop no worker as a decision does.
+        # The loss of a spare, and a return to a checkpoint, have no phases of a decision.
         failure(1040.0, generation=5, policy="none", regroup_s=9.0),
         failure(1050.0, generation=6, policy="checkpoint", regroup_s=9.0),
         {"time": 1060.0, "event": "finished"},
@@ -137,13 +137,13 @@ def test_phases_are_medians_of_single_losses(tmp_path: Path) -> None:
     assert found.weigh_s == pytest.approx(3.5)
 
 
-def test_the_overhead_of_steps_is_what_they_take_beyond_the_estimate(tmp_path: Path) -> None:
+def test_the_overhead_of_steps_is_their_time_beyond_the_estimate(tmp_path: Path) -> None:
     steps_s = {1: [50.0, STEP_S + 0.3, STEP_S + 0.1, STEP_S + 0.2]}  # the first one does not count
     runs = [recorded(tmp_path / "run", [started()], steps_s=steps_s), recorded(tmp_path / "none", [started()])]
     assert measured_parameters(runs).step_overhead_s == pytest.approx(0.2)
 
 
-def test_a_checkpoint_takes_what_it_took(tmp_path: Path) -> None:
+def test_the_time_of_a_checkpoint_is_the_recorded_one(tmp_path: Path) -> None:
     events = [
         started(),
         {"time": 1010.0, "event": "checkpoint", "step": 10},  # as runs of old versions wrote it
@@ -155,7 +155,7 @@ def test_a_checkpoint_takes_what_it_took(tmp_path: Path) -> None:
     assert recorded_copies_s(recorded(tmp_path / "old", events[:2])) == []
 
 
-def test_what_was_not_seen_stays_as_it_was(tmp_path: Path) -> None:
+def test_figures_without_a_record_stay_as_they_were(tmp_path: Path) -> None:
     assumed = Parameters(detect_s=1.0, search_s=2.0, checkpoint_interval_s=math.inf)
     assert measured_parameters([], assumed) == assumed
     assert measured_parameters([recorded(tmp_path / "run", [started()])], assumed) == assumed

@@ -1,4 +1,4 @@
-"""Whole simulations: what must hold on every trace, hand-made examples, and both ways to decide."""
+"""Whole simulations: invariants on every trace, examples by hand, and both planners."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from chameleon_ft.simulate.accounting.results import ConservationError, PolicyRe
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.planners.exact import Decisions
 from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
-from chameleon_ft.simulate.traces.trace import Fault, Trace
+from chameleon_ft.simulate.traces.events import Fault
+from chameleon_ft.simulate.traces.trace import Trace
 from tests.simulate.clusters import cluster, costs, random_trace, workload
 
 BY_CLASS = Parameters(exact_up_to=0, worker_mtbf_s=20 * 3600.0)
@@ -31,7 +32,7 @@ def simulated(trace: Trace, *policies: str, parameters: Parameters = BY_CLASS, *
 
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_no_policy_passes_the_oracle_and_all_adds_up(seed: int, slow: bool) -> None:
+def test_no_policy_exceeds_the_oracle_and_all_adds_up(seed: int, slow: bool) -> None:
     trace = random_trace(seed, workers=18, per_host=3, faults=20, slow=slow)
     results = simulated(trace, micro_batches=36)
     oracle = results.policies["oracle"]
@@ -45,12 +46,12 @@ def test_no_policy_passes_the_oracle_and_all_adds_up(seed: int, slow: bool) -> N
         assert [each.time_s for each in result.timeline] == sorted({each.time_s for each in result.timeline})
 
 
-def test_the_same_arguments_give_the_same_results_to_the_bit() -> None:
+def test_equal_arguments_give_bit_identical_results() -> None:
     trace = random_trace(3, workers=12, per_host=2, faults=12, slow=True)
     assert simulated(trace) == simulated(trace)
 
 
-def test_a_policy_alone_trains_what_it_trains_beside_others() -> None:
+def test_a_policy_trains_equally_much_alone_and_beside_others() -> None:
     trace = random_trace(5, workers=12, faults=12)
     together = simulated(trace)
     for policy in SIMULATED_POLICIES[:-1]:
@@ -93,7 +94,7 @@ def test_a_dropped_replica_by_hand() -> None:
     assert result.decisions[0].predicted_stall_s == pytest.approx(stall_s + part_s)
 
 
-def test_when_no_worker_holds_a_layer_all_go_back_to_a_checkpoint() -> None:
+def test_without_a_holder_of_a_layer_all_return_to_a_checkpoint() -> None:
     plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=2, pp=2, micro_batches=24)
     trace = Trace.from_faults([Fault((0, 2), 5_000.0)], workers=4, duration_s=10_000.0)
     for parameters in (BY_CLASS, EXACT):
@@ -105,7 +106,7 @@ def test_when_no_worker_holds_a_layer_all_go_back_to_a_checkpoint() -> None:
         assert result.stall_s == pytest.approx(BY_CLASS.restart_s)
 
 
-def test_while_no_worker_is_live_all_wait() -> None:
+def test_without_live_workers_all_wait() -> None:
     trace = Trace.from_faults([Fault((0, 1), 1_000.0, 3_000.0)], workers=2, duration_s=10_000.0)
     for parameters in (BY_CLASS, EXACT):
         results = simulated(trace, "chameleon", "restart", "oracle", parameters=parameters)
@@ -142,7 +143,7 @@ def agreement(seed: int, policy: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "policy", ["chameleon", "reroute", "repartition", "drop-replica", "repair", "oobleck", "paper"]
 )
-def test_both_ways_to_decide_come_to_nearly_the_same(policy: str) -> None:
+def test_exact_and_class_planners_nearly_agree(policy: str) -> None:
     found = [agreement(seed, policy) for seed in range(3)]
     assert max(abs(samples - 1) for samples, _ in found) < 0.05
     assert sum(apart for _, apart in found) / len(found) < 0.05
@@ -169,7 +170,7 @@ def test_exact_policies_of_fixed_depth_have_the_best_of_several_starts(policy: s
     assert best.samples >= max(each.samples for each in begun)
 
 
-def test_a_start_may_say_what_its_workers_can_keep() -> None:
+def test_a_start_may_have_in_flight_limits() -> None:
     """Under 1F1B a step with split backward takes longer than with as many in flight as the pipeline has stages."""
     own = CostModel(workload(), cluster(4))
     plan = data_pipeline_plan(
@@ -198,7 +199,7 @@ def test_a_start_may_say_what_its_workers_can_keep() -> None:
     assert samples[0] < samples[1]
 
 
-def test_remembered_decisions_are_those_that_would_be_made() -> None:
+def test_cached_decisions_equal_new_ones() -> None:
     model = costs(6)
     plan = data_pipeline_plan(layer_costs=[1.0] * 6, dp=3, pp=2, micro_batches=24)
     remembered = Decisions()
@@ -239,7 +240,7 @@ def test_unknown_policies_and_other_clusters_are_refused() -> None:
         Parameters(checkpoint_interval_s=0.0)
 
 
-def test_what_does_not_add_up_is_noticed() -> None:
+def test_results_that_do_not_add_up_are_refused() -> None:
     result = simulated(random_trace(2, workers=6), "chameleon", "oracle").policies["chameleon"]
     for field in ("useful_s", "down_s", "used_hours", "samples"):
         with pytest.raises(ConservationError):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from chameleon_ft.simulate.traces.events import Fault
 from chameleon_ft.simulate.traces.statistics import trace_statistics
-from chameleon_ft.simulate.traces.trace import Fault
 from tests.simulate.traces import DURATION_S, GRID, Case, cases, speeds, trace_of
 
 DAY_S = 86_400.0
@@ -45,7 +45,7 @@ def test_a_trace_that_is_counted_by_hand() -> None:
     assert found.slow_share == pytest.approx(2 / 80)
 
 
-def test_what_is_down_at_first_is_no_fault_but_down() -> None:
+def test_workers_absent_at_first_are_down_but_no_fault() -> None:
     found = trace_statistics(trace_of([days((0,), 0, 1)], workers=2, duration_s=2 * DAY_S))
     assert (found.faults, found.most_hosts_down, found.availability) == (0, 1, 0.75)
 
@@ -59,7 +59,7 @@ def test_a_trace_without_faults_has_no_outages_and_no_gaps() -> None:
 
 
 @given(case=cases())
-def test_hosts_down_and_shares_are_those_of_every_moment(case: Case) -> None:
+def test_hosts_down_and_shares_match_a_count_of_every_moment(case: Case) -> None:
     found = trace_statistics(case.trace)
     k = case.trace.workers_per_host
     by_moment = [speeds(case.trace, time_s) for time_s in GRID]

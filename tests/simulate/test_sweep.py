@@ -1,4 +1,4 @@
-"""Sweeps over one parameter, and the best policy at each of its values."""
+"""Sweeps over one quantity, and the best policy at each value."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_nothing_is_varied_below_zero(scene: Scene, name: str) -> None:
             varied(scene, name, value)
 
 
-def test_what_cannot_be_varied_is_refused(scene: Scene) -> None:
+def test_quantities_that_cannot_be_varied_are_refused(scene: Scene) -> None:
     with pytest.raises(ConfigError, match="take one of rate, workers"):
         varied(scene, "speed", 1.0)
     with pytest.raises(ConfigError, match="each of them once"):
@@ -69,7 +69,7 @@ def test_a_point_is_a_simulation_of_its_own(scene: Scene) -> None:
     assert [point["value"] for point in found.to_json()["points"]] == [1.0, 5.0]  # type: ignore[attr-defined]
 
 
-def test_where_nothing_fits_the_reason_takes_the_place_of_results(scene: Scene) -> None:
+def test_a_value_where_nothing_fits_has_a_reason_instead_of_results(scene: Scene) -> None:
     found = sweep(scene, "memory", [0.001, 24.0], ["restart"])
     none, some = found.points
     assert none.results is None
@@ -79,7 +79,7 @@ def test_where_nothing_fits_the_reason_takes_the_place_of_results(scene: Scene) 
     assert found.policies == ("restart",)
 
 
-def test_leads_follow_the_policy_that_trains_most(scene: Scene) -> None:
+def test_leads_follow_the_most_samples(scene: Scene) -> None:
     results = simulate(scene.trace, scene.workload, scene.cluster, ["chameleon", "restart"])
     one, other = results.policies["chameleon"], results.policies["restart"]
     assert one.samples > other.samples

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.traces.trace import Event, Fault, Trace
+from chameleon_ft.simulate.traces.events import Event, Fault
+from chameleon_ft.simulate.traces.trace import Trace
 from tests.simulate.traces import DURATION_S, GRID, GRID_S, Case, cases, speeds, trace_of
 
 
@@ -21,7 +22,6 @@ def test_a_worker_is_as_slow_as_the_worst_fault_that_holds_it(case: Case) -> Non
         by_definition = [case.speed(worker, time_s) for worker in range(case.trace.workers)]
         assert speeds(case.trace, time_s) == by_definition
         assert case.trace.live_at(time_s) == {worker for worker, speed in enumerate(by_definition) if speed > 0}
-        assert case.trace.speeds_at(time_s) == {w: speed for w, speed in enumerate(by_definition) if 0 < speed < 1}
 
 
 @given(case=cases())
@@ -119,9 +119,7 @@ def test_scaling_by_one_changes_nothing() -> None:
 
 
 @given(case=cases(), data=st.data(), copies=st.integers(1, 3))
-def test_what_happens_to_a_node_happens_to_all_workers_of_the_host(
-    case: Case, data: st.DataObject, copies: int
-) -> None:
+def test_events_of_a_node_apply_to_all_workers_of_the_host(case: Case, data: st.DataObject, copies: int) -> None:
     nodes = trace_of(case.faults, workers=case.trace.workers)
     hosts = data.draw(st.integers(1, nodes.hosts))
     mapped = nodes.on_hosts(hosts, workers_per_host=copies)
@@ -230,7 +228,7 @@ def test_a_fault_that_cannot_be(arguments: dict[str, Any], message: str) -> None
         Fault(**{"workers": (0,), "start_s": 1, "end_s": 2, **arguments})
 
 
-def test_what_a_trace_cannot_be_made_into() -> None:
+def test_transformations_that_are_refused() -> None:
     trace = far_apart(3)
     for hosts in (0, 4):
         with pytest.raises(ConfigError, match=f"{hosts} hosts are asked of a trace with 3"):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from chameleon_ft.simulate.traces.trace import Fault, Trace
+from chameleon_ft.simulate.traces.events import Fault
+from chameleon_ft.simulate.traces.trace import Trace
 
 GRID_S = 0.5
 LAST = 40

@@ -6,13 +6,22 @@ from chameleon_ft.simulate.accounting.results import DecisionRecord, PolicyResul
 from chameleon_ft.simulate.parameters import Parameters
 from chameleon_ft.simulate.run import ORACLE, SIMULATED_POLICIES, simulate
 from chameleon_ft.simulate.sweep import Scene, Sweep, sweep
-from chameleon_ft.simulate.traces.arrivals import Bursts, IncidentSizes, Poisson, Weibull
+from chameleon_ft.simulate.traces.events import Event, Fault
 from chameleon_ft.simulate.traces.formats import load_trace, load_trace_for, parse_trace, save_trace, trace_to_jsonl
-from chameleon_ft.simulate.traces.generators import MODELS, FaultModel, generate_trace
-from chameleon_ft.simulate.traces.repairs import Repairs, Stragglers
-from chameleon_ft.simulate.traces.spot import SpotModel
+from chameleon_ft.simulate.traces.generators import (
+    MODELS,
+    Bursts,
+    FaultModel,
+    IncidentSizes,
+    Poisson,
+    Repairs,
+    SpotModel,
+    Stragglers,
+    Weibull,
+    generate_trace,
+)
 from chameleon_ft.simulate.traces.statistics import TraceStatistics, trace_statistics
-from chameleon_ft.simulate.traces.trace import Event, Fault, Trace
+from chameleon_ft.simulate.traces.trace import Trace
 
 __all__ = [
     "MODELS",

@@ -1,4 +1,4 @@
-"""What the simulator has to assume: each figure a parameter, with where it is from."""
+"""Assumptions of the simulator: every figure is a parameter, with its source."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ __all__ = ["Parameters"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Costs of failures and of what is done about them, for all policies alike where nothing else is said.
+    """Costs of failures and of the reactions to them, for all policies alike unless stated otherwise.
 
     Attributes:
-        detect_s: seconds until a loss is known; the runtime's median on eight workers, docs/benchmarks.md.
-        stop_s: until the last survivor has left its operation; likewise.
-        decide_s: until the plan is chosen; a guess for decisions that were prepared.
-        search_s: the same where none was: several workers are lost at once, or within a stall, or before the losses of
-            all had been prepared, each kind of which takes as long. That of 32 workers on two cores; see
-            docs/simulator-internals.md. By class all decisions count as prepared.
-        regroup_s: until new communicators stand; a guess for some thousand ranks. Eight on one machine take 0.015 s.
-        weigh_s: seconds from when workers are back until it is decided what to do with them, while training goes on.
-        step_overhead_s: seconds that a step takes beyond its estimate: vote and update, and what the host adds.
-        worker_mtbf_s: seconds between two failures of a worker, known beforehand: `[recovery]` has 5,000 hours.
-        prior_failures: how many failures this counts like: `[recovery]` has 1.
-        host_share: share of failures that take all workers of a host, known beforehand: `[recovery]` has a quarter.
-        restart_s: seconds from a failure until a job that is started again runs, reading the checkpoint included and
-            steps that are repeated left out: the 5 minutes of `[recovery] restart_cost_s`.
-        checkpoint_write_s: seconds that training stands still for a checkpoint: a copy to the host's memory, and the
-            rest goes on in the background, as in CheckFreq (Mohan et al., FAST 2021). How long is a guess.
-        checkpoint_interval_s: seconds of steps between two checkpoints at most; see `recovery.Checkpoints`. Infinite:
-            there are none but for `restart`, and a policy that needs one ends.
-        redundant_forward: how much of a stage's forward its neighbour computes again, under `redundant`: all of it in
-            Bamboo (Thorpe et al., NSDI 2023), which hides it in the bubbles. What does not fit into them makes the
-            step longer here, and nothing else: a loss costs the phases above, and the layout for those that are left is
-            the fastest of equal pipelines. So it is an upper bound of what Bamboo can do.
-        exact_up_to: workers up to which decisions are those of `recovery.decide` itself; above, of pipelines by class.
+        detect_s: seconds until a loss is detected; the runtime's median on eight workers, docs/benchmarks.md.
+        stop_s: seconds until the last survivor has left its operation; likewise.
+        decide_s: seconds of a decision that was prepared; a guess.
+        search_s: seconds of any other decision, and of the preparation for each class of losses (by class: for all of
+            them): on 32 workers with two cores; see docs/simulator-internals.md.
+        regroup_s: seconds until new communicators are formed; a guess for some thousand ranks, 0.015 s for eight.
+        weigh_s: seconds from the return of workers until the decision about them, while training continues.
+        step_overhead_s: seconds that a step takes beyond its estimate: vote, update, and overhead of the host.
+        worker_mtbf_s: prior mean time between two failures of a worker: 5,000 hours in `[recovery]`.
+        prior_failures: number of failures that the prior counts for: 1 in `[recovery]`.
+        host_share: prior share of failures that take all workers of a host: a quarter in `[recovery]`.
+        restart_s: seconds from a failure until a restarted job runs, with the reading of the checkpoint but without
+            repeated steps: the 5 minutes of `[recovery] restart_cost_s`.
+        checkpoint_write_s: seconds that training stands still for a checkpoint: a copy to the host's memory, with the
+            rest in the background as in CheckFreq (Mohan et al., FAST 2021). The duration is a guess.
+        checkpoint_interval_s: most seconds of steps between two checkpoints; see `recovery.Checkpoints`. If infinite,
+            only `restart` has checkpoints, and a policy that needs one ends.
+        redundant_forward: share of a stage's forward that its neighbour computes again under `redundant`: all of it in
+            Bamboo (Thorpe et al., NSDI 2023), which hides it in the bubbles. The part that does not fit into them makes
+            the step longer, and nothing else: a loss costs the phases above, and the remaining workers have the fastest
+            equal pipelines. So it is an upper bound for Bamboo.
+        exact_up_to: most workers for which decisions are those of `recovery.decide`; above, plans are by class.
 
     Raises:
-        ConfigError: a figure that is negative or not finite, or zero where it must not be.
+        ConfigError: a figure is negative or not finite, or zero where it must be positive.
     """
 
     detect_s: float = 0.045
@@ -67,20 +66,19 @@ class Parameters:
             finite = math.isfinite(value) or (each.name == "checkpoint_interval_s" and value == math.inf)
             if not (finite and value >= 0):
                 raise ConfigError(f"{each.name} must be zero or a positive number; got {value}")
+            if not value and each.name in ("worker_mtbf_s", "prior_failures", "checkpoint_interval_s"):
+                raise ConfigError(f"{each.name} must be a positive number; got 0")
         if self.host_share > 1:
             raise ConfigError(f"host_share must be between 0 and 1; got {self.host_share}")
-        for name in ("worker_mtbf_s", "prior_failures", "checkpoint_interval_s"):
-            if not getattr(self, name):
-                raise ConfigError(f"{name} must be a positive number; got 0")
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether there are any to go back to."""
+        """Whether checkpoints are written."""
         return math.isfinite(self.checkpoint_interval_s)
 
     @property
     def rate(self) -> FailureModel:
-        """How soon the first failure is to be expected."""
+        """The prior failure model."""
         return FailureModel(
             worker_mtbf_s=self.worker_mtbf_s, prior_failures=self.prior_failures, prior_host_share=self.host_share
         )
@@ -92,10 +90,10 @@ class Parameters:
 
     @property
     def after_surprise(self) -> StallModel:
-        """The phases of a stall after a loss whose decision was not."""
+        """The phases of a stall after a loss whose decision was not prepared."""
         return replace(self.after_loss, decide_s=self.search_s)
 
     @property
     def after_change(self) -> StallModel:
-        """The phases of a stall where nobody is lost: it is known, and the step is finished first."""
-        return StallModel(detect_s=0.0, stop_s=0.0, decide_s=self.decide_s, regroup_s=self.regroup_s)
+        """The phases of a stall without a loss: nothing has to be detected, and the step is finished first."""
+        return replace(self.after_loss, detect_s=0.0, stop_s=0.0)

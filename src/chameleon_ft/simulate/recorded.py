@@ -1,4 +1,4 @@
-"""A recorded run for the simulator: what it knew beforehand, what the world did to it, and what its stalls took."""
+"""Recorded runs as input of simulations: their prior knowledge, their failures, and the durations of their stalls."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ __all__ = [
     "trace_of_changes",
 ]
 
-_AT_ONCE_S: Final = 0.25  # losses so close to each other are found before anything is decided
-_QUIET_S: Final = 0.5  # that a run waits for more newcomers before it weighs what to do with them
+# Losses with smaller gaps are found before anything is decided.
+_AT_ONCE_S: Final = 0.25
+# A run waits so long for further new workers before it decides about them.
+_QUIET_S: Final = 0.5
 _NO_STALL: Final = frozenset({"none", "stop", "restart", "checkpoint"})
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Change:
-    """A worker is lost, or there again, so many seconds after the trace begins."""
+    """A loss or a return of a worker, in seconds since the trace began."""
 
     time_s: float
     worker: int
@@ -47,13 +49,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """What a run knew beforehand.
+    """The prior knowledge of a run.
 
     Attributes:
-        policy: that it had.
-        costs: what a step computes, and on whom, without anything that was learnt later.
-        start: the plan that it began with.
-        parameters: those that its configuration gives; the others as they were given.
+        policy: its policy.
+        costs: costs of a step, and the workers, without anything that was measured later.
+        start: its first plan.
+        parameters: those of its configuration, and the given ones for the rest.
     """
 
     policy: str
@@ -63,19 +65,18 @@ class RecordedRun:
 
 
 def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> RecordedRun:  # noqa: B008 - frozen
-    """Read what a run knew beforehand. Without a profile it knew nothing of times: then it is what it measured.
+    """Read the prior knowledge of a run. A run without a profile had none of its times, so its measurements are used.
 
     Args:
         run: its directory.
-        parameters: what is assumed where the configuration says nothing.
+        parameters: assumptions for what its configuration does not give.
 
     Raises:
-        ConfigError: there is no plan of the run, it was resumed, or it had no profile and measured nothing.
+        ConfigError: the run has no plan, was resumed, or had no profile and measured nothing.
     """
     config, first = run.config(), _first(run)
+    recovery, every = config.recovery, config.checkpoint.every
     step_s = estimate_step(first.plan, first.program, first.costs).step_s
-    every = config.checkpoint.every
-    recovery = config.recovery
     return RecordedRun(
         policy=recovery.policy,
         costs=first.costs,
@@ -92,9 +93,10 @@ def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> Re
 
 
 def recorded_changes(run: RunDirectory) -> tuple[tuple[Change, ...], float]:
-    """(who was lost and came back when, seconds that it lasted), since the run began to train.
+    """Return (losses and returns, duration in seconds) of a run, from the start of training on.
 
-    Raises ConfigError where it never began, or was resumed.
+    Raises:
+        ConfigError: the run never began to train, or was resumed.
     """
     events = run.events()
     began_at = _began_at(run, events)
@@ -109,26 +111,26 @@ def recorded_changes(run: RunDirectory) -> tuple[tuple[Change, ...], float]:
 
 
 def trace_of_changes(changes: Iterable[Change], *, workers: int, duration_s: float, name: str = "") -> Trace:
-    """What happened as a trace.
+    """Return the trace of losses and returns.
 
-    Losses within a quarter of a second are one event, that of the first. Left out are changes that change nothing, such
-    as the loss of one who is lost, those that are not within the trace, and those of workers that have come later.
+    Losses within a quarter of a second are one event, that of the first. Changes without an effect are left out, such
+    as the loss of a lost worker, as are changes outside the trace and those of workers that were added later.
     """
     faults: list[Fault] = []
-    since_s: dict[int, float] = {}
+    lost_since_s: dict[int, float] = {}
     together_s = -math.inf
     for change in sorted(changes):
         if not 0 <= change.time_s <= duration_s or change.worker >= workers:
             continue
         if not change.is_lost:
-            start_s = since_s.pop(change.worker, math.inf)
+            start_s = lost_since_s.pop(change.worker, math.inf)
             if start_s < change.time_s:
                 faults.append(Fault((change.worker,), start_s, change.time_s))
-        elif change.worker not in since_s:
+        elif change.worker not in lost_since_s:
             if change.time_s > together_s + _AT_ONCE_S:
                 together_s = change.time_s
-            since_s[change.worker] = together_s
-    faults += [Fault((worker,), start_s) for worker, start_s in since_s.items()]
+            lost_since_s[change.worker] = together_s
+    faults += [Fault((worker,), start_s) for worker, start_s in lost_since_s.items()]
     return Trace.from_faults(faults, workers=workers, duration_s=duration_s, name=name)
 
 
@@ -136,17 +138,16 @@ def measured_parameters(
     runs: Iterable[RunDirectory],
     parameters: Parameters = Parameters(),  # noqa: B008 - frozen
 ) -> Parameters:
-    """Phases of stalls, the overhead of a step, and what a checkpoint takes, as medians over what these runs recorded.
+    """Return the phases of stalls, the overhead of a step and the time of a checkpoint, as medians over these runs.
 
-    What they did not see stays as in `parameters`. Raises ConfigError as `recorded_run` does.
+    Figures that no run recorded stay as in `parameters`. Raises ConfigError as `recorded_run` does.
     """
     seen: dict[str, list[float]] = defaultdict(list)
     for run in runs:
         plans = read_generation_plans(run.plans)
-        for name, values in _phases(run.events()).items():
-            seen[name] += values
-        seen["search_s"] += _searches(run.events(), plans)
-        seen["step_overhead_s"] += _overheads(run, plans)
+        _add_phases(seen, run.events())
+        seen["search_s"] += _searches_s(run.events(), plans)
+        seen["step_overhead_s"] += _overheads_s(run, plans)
         seen["checkpoint_write_s"] += recorded_copies_s(run)
     found: dict[str, Any] = {name: max(0.0, statistics.median(values)) for name, values in seen.items() if values}
     if "search_s" in found:
@@ -155,20 +156,19 @@ def measured_parameters(
 
 
 def recorded_copies_s(run: RunDirectory) -> list[float]:
-    """For how many seconds training stood still for each checkpoint; runs of old versions do not say."""
+    """Return the seconds of the stop for each checkpoint; runs of old versions do not record them."""
     checkpoints = (event for event in run.events() if event["event"] == "checkpoint")
     return [float(event["copy_s"]) for event in checkpoints if "copy_s" in event]
 
 
-def _phases(events: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """What single losses took. Those of several at once overlap; only their search is their own."""
+def _add_phases(seen: dict[str, list[float]], events: Sequence[Mapping[str, Any]]) -> None:
+    """Add the phases of single losses; the phases of several at once overlap, but for the search and the regrouping."""
     losses: dict[int, list[FailureRecord]] = defaultdict(list)
     for event in events:
         if event["event"] == "failure":
             losses[event["generation"]].append(FailureRecord.from_json(event))
-    decided = (story.decided for story in decision_stories(events))
-    prepared = {each.generation: each.prepared for each in decided if each.lost}
-    seen: dict[str, list[float]] = defaultdict(list)
+    decisions = (story.decided for story in decision_stories(events))
+    prepared = {each.generation: each.prepared for each in decisions if each.lost}
     for generation, records in losses.items():
         first = records[0]
         if first.policy in _NO_STALL or generation not in prepared:
@@ -179,17 +179,15 @@ def _phases(events: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
             seen["stop_s"].append(first.stop_s)
             if first.detect_s is not None:
                 seen["detect_s"].append(first.detect_s)
-    return seen
 
 
-def _searches(events: Sequence[Mapping[str, Any]], plans: Mapping[int, GenerationPlan]) -> list[float]:
-    """What each decision took that was prepared beside training."""
+def _searches_s(events: Sequence[Mapping[str, Any]], plans: Mapping[int, GenerationPlan]) -> list[float]:
+    """Return the mean seconds of a decision that was prepared during training, for each preparation."""
     found = []
     for event in events:
         if event["event"] == "prepared" and event["losses"] and (planned := plans.get(event["generation"])) is not None:
-            plan = planned.plan
             context = DecisionContext(
-                plan=plan,
+                plan=planned.plan,
                 in_flight_limits={},
                 costs=planned.costs,
                 phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0),
@@ -200,8 +198,8 @@ def _searches(events: Sequence[Mapping[str, Any]], plans: Mapping[int, Generatio
     return found
 
 
-def _overheads(run: RunDirectory, plans: Mapping[int, GenerationPlan]) -> list[float]:
-    """By how much the steps of each generation took longer than it is estimated, but for its first step."""
+def _overheads_s(run: RunDirectory, plans: Mapping[int, GenerationPlan]) -> list[float]:
+    """Return the median seconds of the steps of each generation beyond their estimate, without its first step."""
     first = _first(run)
     steps_s: dict[int, list[float]] = defaultdict(list)
     for step in run.steps():
@@ -215,6 +213,7 @@ def _overheads(run: RunDirectory, plans: Mapping[int, GenerationPlan]) -> list[f
 
 
 def _first(run: RunDirectory) -> GenerationPlan:
+    """Return the first plan of a run, with measured costs if it had no profile."""
     _began_at(run, run.events())
     plans = read_generation_plans(run.plans)
     if not plans:

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TypeAlias
 
-from chameleon_ft.errors import PlanError
+from chameleon_ft.cluster import Worker
+from chameleon_ft.errors import NoHolderError, PlanError
+from chameleon_ft.estimate import PartsEstimate, estimate_parts
 from chameleon_ft.plan import Hop, LayerRange, Placement, Plan, RecomputedLayers, Route
 from chameleon_ft.presets import Recompute
-from chameleon_ft.recovery import LossRisk
-from chameleon_ft.simulate.by_class.pipeline_classes import Cut, PipelineClass, Pipelines, recomputed_layers, uniform
+from chameleon_ft.recovery import LossRisk, reroute
+from chameleon_ft.schedule import CostModel, InFlightLimit
+from chameleon_ft.schedule.best import best_parts
+from chameleon_ft.simulate.by_class.pipeline_classes import (
+    Cut,
+    PipelineClass,
+    Pipelines,
+    first_fitting,
+    limit_levels,
+    on_workers,
+    recomputed_layers,
+)
 from chameleon_ft.simulate.by_class.step_times import ClassStep, StepTimes
 
 __all__ = [
     "ClusterLayout",
     "LayoutPipeline",
-    "Move",
+    "ReplayedSteps",
     "arranged",
     "by_stage",
+    "fitting_estimate",
     "layout_of_plan",
     "layout_risk",
     "layout_step",
     "move_to",
     "plan_of_layout",
 ]
+
+# By pipeline: its cut, and (host, speed) of each worker; None for a gap. Hosts are numbered as they come.
+_Key: TypeAlias = tuple[tuple[Cut, tuple[tuple[int, float] | None, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +67,7 @@ class LayoutPipeline:
 
 @dataclass(frozen=True, slots=True)
 class ClusterLayout:
-    """Pipelines side by side. Micro-batches are shared anew with every change, and so are no part of it."""
+    """Pipelines side by side. Shares of the micro-batches are no part of it: they change with every change."""
 
     pipelines: tuple[LayoutPipeline, ...]
     used: frozenset[int] = field(init=False, compare=False, repr=False)
@@ -60,7 +79,7 @@ class ClusterLayout:
         object.__setattr__(self, "used", frozenset(used))
 
     def without(self, lost: Collection[int]) -> ClusterLayout:
-        """The layout with gaps where these workers were."""
+        """Return the layout with gaps in place of these workers."""
         if self.used.isdisjoint(lost):
             return self
         gone = set(lost)
@@ -75,11 +94,11 @@ class ClusterLayout:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether a worker is missing anywhere."""
+        """Whether any pipeline lacks a worker."""
         return not all(pipeline.whole for pipeline in self.pipelines)
 
     def held(self) -> dict[int, LayerRange]:
-        """What each worker holds."""
+        """Return the layers of each worker."""
         return {
             worker: layers
             for pipeline in self.pipelines
@@ -88,24 +107,11 @@ class ClusterLayout:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """State that goes to workers which lack it.
-
-    Attributes:
-        num_bytes: of all of it.
-        transfer_s: seconds until the last has arrived.
-    """
-
-    num_bytes: int
-    transfer_s: float
-
-
 def arranged(wanted: Mapping[Cut, int], workers: Sequence[int], current: ClusterLayout | None = None) -> ClusterLayout:
-    """So many pipelines of each cut on these workers; those of `current` that are whole and wanted stay as they are.
+    """Return this many pipelines of each cut on these workers; whole ones of `current` that are wanted stay.
 
-    The others are made of the workers that are left, neighbours by number together, so that they share hosts; within a
-    pipeline, stages go to workers in the order of what they hold.
+    The other pipelines are formed of the remaining workers, neighbours by number together so that they share hosts.
+    Within a pipeline, stages go to workers in the order of the layers that they hold.
     """
     free = set(workers)
     left = dict(wanted)
@@ -128,42 +134,40 @@ def arranged(wanted: Mapping[Cut, int], workers: Sequence[int], current: Cluster
 
 
 def by_stage(layout: ClusterLayout) -> ClusterLayout:
-    """The pipelines with neighbouring workers in the same stages: gradients cross hosts less, activations more."""
-    order = sorted(
-        (position / pipeline.cut.depth, number, position)
+    """Return the pipelines with neighbouring workers in equal stages: gradients cross hosts less, activations more."""
+    stages = sorted(
+        (stage / pipeline.cut.depth, number, stage)
         for number, pipeline in enumerate(layout.pipelines)
-        for position in range(pipeline.cut.depth)
+        for stage in range(pipeline.cut.depth)
     )
-    places: dict[int, dict[int, int]] = defaultdict(dict)
-    for worker, (_, number, position) in zip(sorted(layout.used), order, strict=True):
-        places[number][position] = worker
+    # A pipeline gets its workers in the order of its stages.
+    workers: dict[int, list[int]] = defaultdict(list)
+    for worker, (_, number, _) in zip(sorted(layout.used), stages, strict=True):
+        workers[number].append(worker)
     return ClusterLayout(
-        tuple(
-            LayoutPipeline(pipeline.cut, tuple(places[number][each] for each in range(pipeline.cut.depth)))
-            for number, pipeline in enumerate(layout.pipelines)
-        )
+        tuple(LayoutPipeline(pipeline.cut, tuple(workers[number])) for number, pipeline in enumerate(layout.pipelines))
     )
 
 
 def layout_of_plan(plan: Plan) -> ClusterLayout:
-    """The pipelines of a plan. Raises PlanError where micro-batches make detours, so that there are none."""
-    ways = dict.fromkeys(route.hops for route in plan.routes)
-    workers = [hop.worker for hops in ways for hop in hops]
+    """Return the pipelines of a plan. Raises PlanError if micro-batches make detours, so that there are none."""
+    pipelines = dict.fromkeys(route.hops for route in plan.routes)
+    workers = [hop.worker for hops in pipelines for hop in hops]
     if len(set(workers)) < len(workers):
         raise PlanError("the plan has detours; begin with a plan of pipelines side by side")
     return ClusterLayout(
         tuple(
             LayoutPipeline(
-                Cut(tuple(hop.layers.stop for hop in hops), _most_recomputed(plan, hops)),
+                Cut(tuple(hop.layers.stop for hop in hops), _most_recomputation(plan, hops)),
                 tuple(hop.worker for hop in hops),
             )
-            for hops in ways
+            for hops in pipelines
         )
     )
 
 
-def _most_recomputed(plan: Plan, hops: Sequence[Hop]) -> Recompute:
-    """How those of the workers recompute that recompute most."""
+def _most_recomputation(plan: Plan, hops: Sequence[Hop]) -> Recompute:
+    """Return how the workers of a pipeline that recompute most do so."""
     own = [plan.recompute[hop.worker] for hop in hops if hop.worker in plan.recompute]
     if any(layers.full for layers in own):
         return Recompute.FULL
@@ -171,48 +175,56 @@ def _most_recomputed(plan: Plan, hops: Sequence[Hop]) -> Recompute:
 
 
 def plan_of_layout(layout: ClusterLayout, times: StepTimes) -> Plan | None:
-    """The plan of a layout without gaps, on workers of speed 1; None if it does not fit the memory."""
-    counts = Counter(PipelineClass(pipeline.cut) for pipeline in layout.pipelines)
-    step = times.step(counts)
+    """Return the plan of a layout without gaps, on workers of speed 1; None if it does not fit the memory."""
+    step = times.step(Counter(PipelineClass(pipeline.cut) for pipeline in layout.pipelines))
     if step is None:
         return None
     shares = [step.most.get(PipelineClass(pipeline.cut), 0) for pipeline in layout.pipelines]
-    too_many = sum(shares) - times.micro_batches
-    for number, share in enumerate(shares):
-        less = min(1 if share else 0, too_many)
-        shares[number] -= less
-        too_many -= less
-    used = [(pipeline, share) for pipeline, share in zip(layout.pipelines, shares, strict=True) if share]
+    surplus = sum(shares) - times.micro_batches
     held: dict[int, tuple[LayerRange, ...]] = {}
     recompute: dict[int, RecomputedLayers] = {}
     routes: list[Route] = []
-    for pipeline, share in used:
-        hops = tuple(map(Hop, pipeline.live, pipeline.cut.stages))
-        held.update((hop.worker, (hop.layers,)) for hop in hops)
-        recompute.update(recomputed_layers(pipeline.cut, hops))
-        routes += [Route(number, hops) for number in range(len(routes), len(routes) + share)]
+    for pipeline, most in zip(layout.pipelines, shares, strict=True):
+        share = most - 1 if most and surplus > 0 else most
+        surplus -= most - share
+        if share:
+            hops = tuple(map(Hop, pipeline.live, pipeline.cut.stages))
+            held.update((hop.worker, (hop.layers,)) for hop in hops)
+            recompute.update(recomputed_layers(pipeline.cut, hops))
+            routes += [Route(number, hops) for number in range(len(routes), len(routes) + share)]
     placement = Placement(times.pipelines.num_layers, held)
     return Plan(placement, tuple(routes), times.pipelines.split_backward, recompute)
 
 
 def layout_step(layout: ClusterLayout, times: StepTimes, speeds: Mapping[int, float]) -> ClassStep | None:
-    """The step of a layout; None if it does not fit the memory or a layer has no holder.
+    """Return the step of a layout; None if it does not fit the memory or a layer has no holder.
 
-    Where pipelines have gaps, micro-batches make detours. Of a layer that g pipelines lack, the holders do the work of
-    all; so with the most gaps of any layer for g, a layout with gaps takes at least as long as one with g pipelines
-    fewer, and that is what it is taken to take. `search.reroute` comes near to that where there are many pipelines. It
-    cuts hops between layers, so that shares need not be whole: they are multiples of one over the layers of the
-    shortest stage, where all pipelines are alike.
+    In a layout with gaps, micro-batches make detours. The holders of a layer that g pipelines lack do the work of all
+    pipelines. With g the most gaps of any layer, a step takes at least as long as with g pipelines fewer, and that is
+    the time assumed here; `search.reroute` comes near to it if there are many pipelines. Detours cut hops between
+    layers, so if all pipelines are alike, shares need not be whole: they are multiples of one over the layers of the
+    shortest stage.
     """
-    whole, broken = _counted(layout, speeds)
+    slow = {worker for worker, speed in speeds.items() if speed != 1.0}
+    whole: Counter[PipelineClass] = Counter()
+    broken: Counter[PipelineClass] = Counter()
+    gaps: Counter[int] = Counter()  # by layer
+    for pipeline in layout.pipelines:
+        own = PipelineClass(pipeline.cut)
+        if slow and not slow.isdisjoint(pipeline.workers):
+            own = replace(own, speeds=tuple(1.0 if worker is None else speeds[worker] for worker in pipeline.workers))
+        if pipeline.whole:
+            whole[own] += 1
+        elif pipeline.live:
+            broken[own] += 1
+            for worker, layers in zip(pipeline.workers, pipeline.cut.stages, strict=True):
+                if worker is None:
+                    gaps.update(layers)
     if broken:
-        missing = Counter(layer for own in broken for layer in own[1])
-        most = max(missing.values())
-        alike = Counter(own for own, _ in broken)
-        kept = len(broken) - most
+        kept = broken.total() - max(gaps.values())
         if not whole and not kept:
             return None
-        for own, count in alike.most_common():
+        for own, count in broken.most_common():
             taken = min(count, kept)
             whole[own] += taken
             kept -= taken
@@ -229,39 +241,40 @@ def layout_step(layout: ClusterLayout, times: StepTimes, speeds: Mapping[int, fl
     return replace(step, step_s=step.step_s - step.program_s + program_s, program_s=program_s)
 
 
-def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) -> Move | None:
-    """What has to move to a new layout; None where a layer has no holder, or what arrives does not fit beside the old.
+def move_to(new: ClusterLayout, current: ClusterLayout, pipelines: Pipelines) -> tuple[int, float] | None:
+    """Return (bytes, seconds) of the state that moves to a new layout.
 
-    The time is that of the worker that sends or receives most, at the bandwidth between hosts: sources and rounds of
-    `chameleon_ft.transfer` come to that but for a few messages.
+    The time is that of the worker that sends or receives most, at the bandwidth between hosts, which the sources and
+    rounds of `chameleon_ft.transfer` reach but for a few messages. None if a layer has no holder, or the state that
+    arrives does not fit beside the old.
     """
     stays = set(current.pipelines)
-    held: dict[int, LayerRange] | None = None
+    changed = [pipeline for pipeline in new.pipelines if pipeline not in stays]
+    held = current.held() if changed else {}
     total = largest = 0
     lacking: Counter[int] = Counter()
-    for pipeline in new.pipelines:
-        if pipeline in stays:
-            continue
-        held = current.held() if held is None else held
+    for pipeline in changed:
         for worker, layers in zip(pipeline.workers, pipeline.cut.stages, strict=True):
-            if worker is None or held.get(worker) == layers:
+            had = None if worker is None else held.get(worker)
+            if worker is None or had == layers:
                 continue
-            had = held.get(worker)
             missing = [layer for layer in layers if had is None or layer not in had]
-            received = sum(map(pipelines.layer_state_bytes, missing))
+            received = sum(pipelines.state_bytes[layer] for layer in missing)
             lacking.update(missing)
             total += received
             largest = max(largest, received)
             before = 0 if had is None else pipelines.held_bytes(had)
             if pipelines.memory_bytes is not None and before + received > pipelines.memory_bytes:
                 return None
-    if held is None or not lacking:
-        return Move(0, 0.0)
-    holders = _holders(held.values(), pipelines.num_layers)
-    if any(not holders[layer] for layer in lacking):
+    if not lacking:
+        return 0, 0.0
+    holders: Counter[int] = Counter()
+    for layers, count in Counter(held.values()).items():
+        holders.update(dict.fromkeys(layers, count))
+    if not lacking.keys() <= holders.keys():
         return None
-    sent = max(-(-count // holders[layer]) * pipelines.layer_state_bytes(layer) for layer, count in lacking.items())
-    return Move(total, pipelines.costs.cluster.inter_host.message_s(max(largest, sent)))
+    sent = max(-(-count // holders[layer]) * pipelines.state_bytes[layer] for layer, count in lacking.items())
+    return total, pipelines.costs.cluster.inter_host.message_s(max(largest, sent))
 
 
 def layout_risk(layout: ClusterLayout, hosts: Mapping[int, str], num_layers: int) -> LossRisk | None:
@@ -269,57 +282,71 @@ def layout_risk(layout: ClusterLayout, hosts: Mapping[int, str], num_layers: int
 
     Args:
         layout: gaps are allowed.
-        hosts: the host of each live worker, of those outside the layout too.
+        hosts: the host of each live worker, also of those outside the layout.
         num_layers: of the model.
     """
-    by_stage: dict[LayerRange, list[int]] = defaultdict(list)
-    for pipeline in layout.pipelines:
-        for worker, layers in zip(pipeline.workers, pipeline.cut.stages, strict=True):
-            if worker is not None:
-                by_stage[layers].append(worker)
+    workers: dict[LayerRange, list[int]] = defaultdict(list)  # by stage
+    for worker, layers in layout.held().items():
+        workers[layers].append(worker)
     # Neighbouring layers mostly belong to the same stages.
-    stages = {tuple(own for own in by_stage if layer in own) for layer in range(num_layers)}
+    stages = {tuple(own for own in workers if layer in own) for layer in range(num_layers)}
     if () in stages:
         return None
-    holders = [[worker for own in each for worker in by_stage[own]] for each in stages]
-    return LossRisk.of(holders, hosts)
+    return LossRisk.of([[worker for own in each for worker in workers[own]] for each in stages], hosts)
 
 
-def _counted(
-    layout: ClusterLayout, speeds: Mapping[int, float]
-) -> tuple[Counter[PipelineClass], list[tuple[PipelineClass, tuple[int, ...]]]]:
-    """Whole pipelines by class, and those with gaps, as if they were whole, with the layers that they lack."""
-    slow = {worker for worker, speed in speeds.items() if speed != 1.0}
-    plain: Counter[Cut] = Counter()
-    whole: Counter[PipelineClass] = Counter()
-    broken: list[tuple[PipelineClass, tuple[int, ...]]] = []
-    for pipeline in layout.pipelines:
-        if not slow and pipeline.whole:
-            plain[pipeline.cut] += 1
-            continue
-        live = pipeline.live
-        own = PipelineClass(pipeline.cut)
-        if slow and not slow.isdisjoint(live):
-            known = [1.0 if worker is None else speeds[worker] for worker in pipeline.workers]
-            own = PipelineClass(pipeline.cut, uniform(known))
-        if len(live) == len(pipeline.workers):
-            whole[own] += 1
-        elif live:
-            gaps = (
-                layer
-                for worker, layers in zip(pipeline.workers, pipeline.cut.stages, strict=True)
-                if worker is None
-                for layer in layers
+def fitting_estimate(plan: Plan, costs: CostModel) -> tuple[Mapping[int, InFlightLimit], PartsEstimate] | None:
+    """Return (limits, estimate) with the most in flight of all `limit_levels` that fit; None if none fits."""
+    levels = limit_levels(plan)
+
+    @cache
+    def estimate(level: int) -> PartsEstimate:
+        return estimate_parts(plan, best_parts(plan, costs, in_flight_limits=levels[level]), costs)
+
+    level = first_fitting(len(levels), lambda each: not estimate(each).over_capacity(costs))
+    return None if level is None else (levels[level], estimate(level))
+
+
+class ReplayedSteps:
+    """Seconds of steps of layouts; layouts that differ only in the numbers of workers and hosts are replayed once."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        self._hosts = times.pipelines.costs.cluster.hosts
+        self._replayed_s = cache(self._estimated_s)
+
+    def step_s(self, layout: ClusterLayout, speeds: Mapping[int, float]) -> float | None:
+        """Return seconds of a step with its detours; None if it does not fit, or a layer has no holder."""
+        numbers: dict[str, int] = {}
+
+        def place(worker: int) -> tuple[int, float]:
+            return numbers.setdefault(self._hosts[worker], len(numbers)), speeds[worker]
+
+        return self._replayed_s(
+            tuple(
+                (pipeline.cut, tuple(None if worker is None else place(worker) for worker in pipeline.workers))
+                for pipeline in layout.pipelines
             )
-            broken.append((own, tuple(gaps)))
-    whole.update({PipelineClass(cut): count for cut, count in plain.items()})
-    return whole, broken
+        )
 
-
-def _holders(held: Iterable[LayerRange], num_layers: int) -> list[int]:
-    counts = Counter(held)
-    holders = [0] * num_layers
-    for layers, count in counts.items():
-        for layer in layers:
-            holders[layer] += count
-    return holders
+    def _estimated_s(self, key: _Key) -> float | None:
+        ids = itertools.count()
+        layout = ClusterLayout(tuple(LayoutPipeline(cut, tuple(itertools.islice(ids, cut.depth))) for cut, _ in key))
+        places = [place for _, own in key for place in own]
+        memory_bytes = self._times.pipelines.memory_bytes
+        workers = [
+            Worker(number, f"host{place[0]}", place[1], memory_bytes)
+            for number, place in enumerate(places)
+            if place is not None
+        ]
+        lost = [number for number, place in enumerate(places) if place is None]
+        plan = plan_of_layout(layout, self._times)
+        if plan is None or not set(plan.workers).difference(lost):
+            return None
+        costs = on_workers(self._times.pipelines.costs, workers)
+        try:
+            plan = reroute(plan, lost, costs) if lost else plan
+        except NoHolderError:
+            return None
+        found = fitting_estimate(plan, costs)
+        return None if found is None else found[1].step_s

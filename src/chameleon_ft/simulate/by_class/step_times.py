@@ -1,17 +1,18 @@
-"""What a step of many pipelines takes: shares of the micro-batches, the slowest of them, and gradient sync after it."""
+"""Seconds of a step of many pipelines: shares of the micro-batches, the slowest pipeline, and gradient sync."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from chameleon_ft.estimate import reduction_times
 from chameleon_ft.plan import Placement
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.quantities import SUM_ROUNDING
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, PipelineClass, Pipelines
-from chameleon_ft.sync import SyncRounds, gradient_rounds
+from chameleon_ft.sync import Segment, SyncRounds, gradient_rounds
 
 __all__ = ["ClassStep", "StepTimes"]
 
@@ -32,46 +33,46 @@ class ClassStep:
 
 
 class StepTimes:
-    """Steps by how many pipelines there are of each class; the same counts are looked at once."""
+    """Steps by the number of pipelines of each class."""
 
     def __init__(self, pipelines: Pipelines) -> None:
         self.pipelines = pipelines
         self.micro_batches = pipelines.costs.workload.micro_batches
-        self._steps: dict[tuple[tuple[tuple[PipelineClass, int], ...], int], ClassStep | None] = {}
-        self._rounds: dict[tuple[tuple[tuple[int, ...], bool], ...], SyncRounds] = {}
+        self._step = cache(self._shared)
+        self._rounds = cache(self._gradient_rounds)
 
-    def step(self, counts: Mapping[PipelineClass, int], *, micro_batches: int | None = None) -> ClassStep | None:
-        """The step with the shares that let the last pipeline end first; None where they cannot hold all.
+    def step(self, counts: Mapping[PipelineClass, int]) -> ClassStep | None:
+        """Return the step with the shares for which the last pipeline ends first; None if they cannot hold all.
 
         Args:
-            counts: how many pipelines there are of each class.
-            micro_batches: how many are shared out; those of the workload if not given.
+            counts: number of pipelines of each class.
         """
-        wanted = self.micro_batches if micro_batches is None else micro_batches
-        key = tuple(sorted((own, count) for own, count in counts.items() if count)), wanted
-        if key not in self._steps:
-            self._steps[key] = self._shared(dict(key[0]), wanted)
-        return self._steps[key]
+        return self._step(tuple(sorted((own, count) for own, count in counts.items() if count)))
 
     def equally_shared(self, own: PipelineClass, count: int) -> ClassStep | None:
-        """The step of equal pipelines with shares that differ by one at most."""
+        """Return the step of equal pipelines with shares that differ by one at most."""
         most = math.ceil(self.micro_batches / count)
         if self.pipelines.run(own, most) is None:
             return None
         return self._timed({own: count}, {own: most})
 
-    def _shared(self, counts: Mapping[PipelineClass, int], wanted: int) -> ClassStep | None:
-        if not counts:
-            return None
-        lines = {own: line for own in counts if (line := self._line(own, counts)) is not None}
+    def _shared(self, classes: tuple[tuple[PipelineClass, int], ...]) -> ClassStep | None:
+        counts = dict(classes)
+        workers = sum(own.cut.depth * count for own, count in classes)
+        lines: dict[PipelineClass, tuple[float, float]] = {}
+        for own in counts:
+            share = max(1, self.micro_batches * own.cut.depth // workers)
+            if (line := self.pipelines.line(own, share)) is not None:
+                lines[own] = line
         if not lines:
             return None
+        # First with fractional shares, then whole ones: more until they are enough, fewer as long as they are.
         rate = math.fsum(counts[own] / period_s for own, (_, period_s) in lines.items())
         begun = math.fsum(counts[own] * first_s / period_s for own, (first_s, period_s) in lines.items())
-        time_s = (wanted + begun) / rate
-        most = {own: self._most(own, time_s, line) for own, line in lines.items()}
+        time_s = (self.micro_batches + begun) / rate
+        most = {own: self._most(own, time_s, *line) for own, line in lines.items()}
         held = sum(counts[own] * most[own] for own in lines)
-        while held < wanted:
+        while held < self.micro_batches:
             nexts = {own: self.pipelines.program_s(own, most[own] + 1) for own in lines}
             time_s = min(nexts.values())
             if time_s == math.inf:
@@ -81,29 +82,17 @@ class StepTimes:
                     most[own] += 1
                     held += counts[own]
         while True:
-            last_s = max(self.pipelines.program_s(own, most[own]) for own in lines)
-            last = [
-                own
-                for own in lines
-                if most[own] and self.pipelines.program_s(own, most[own]) >= last_s * (1 - SUM_ROUNDING)
-            ]
-            fewer = held - sum(counts[own] for own in last)
-            if fewer < wanted:
-                break
-            held = fewer
+            ends_s = {own: self.pipelines.program_s(own, share) for own, share in most.items() if share}
+            last_s = max(ends_s.values())
+            last = [own for own, end_s in ends_s.items() if end_s >= last_s * (1 - SUM_ROUNDING)]
+            held -= sum(counts[own] for own in last)
+            if held < self.micro_batches:
+                return self._timed(counts, {own: share for own, share in most.items() if share})
             for own in last:
                 most[own] -= 1
-        return self._timed(counts, {own: share for own, share in most.items() if share})
 
-    def _line(self, own: PipelineClass, counts: Mapping[PipelineClass, int]) -> tuple[float, float] | None:
-        """The line of `Pipelines.line` at its share by depth."""
-        workers = sum(each.cut.depth * count for each, count in counts.items())
-        share = max(1, self.micro_batches * own.cut.depth // workers)
-        return self.pipelines.line(own, share)
-
-    def _most(self, own: PipelineClass, time_s: float, line: tuple[float, float]) -> int:
-        """The most micro-batches that it finishes by a time."""
-        first_s, period_s = line
+    def _most(self, own: PipelineClass, time_s: float, first_s: float, period_s: float) -> int:
+        """Return the most micro-batches that a pipeline finishes by a time; its line gives the first guess."""
         share = max(0, math.floor((time_s - first_s) / period_s))
         while share and self.pipelines.program_s(own, share) > time_s * (1 + SUM_ROUNDING):
             share -= 1
@@ -119,43 +108,32 @@ class StepTimes:
     def _synced_s(
         self, counts: Mapping[PipelineClass, int], most: Mapping[PipelineClass, int], program_s: float
     ) -> float:
-        """Until all gradients are reduced, segment by segment in rounds, after the operations, as `estimate_sync`.
+        """Return seconds until all gradients are reduced, in rounds after the operations, as `estimate_sync` does.
 
         Pipelines of a class do everything at the same time, so two stand for all; a ring goes through all of them.
         """
         total = sum(counts.values())
-        layers = self.pipelines.costs.workload.layers
+        costs = self.pipelines.costs
+        layers, cluster = costs.workload.layers, costs.cluster
         if total < 2 or not any(layer.gradient_bytes for layer in layers):
             return program_s
+        free_s: dict[int, float] = {}  # by stage, counted through the pipelines
         classes = sorted(counts)
-        few = [own for own in classes for _ in range(min(2, counts[own]))]
-        free_s: dict[int, float] = {}
-        number = 0
-        for own in few:
+        for own in classes:
             run = self.pipelines.run(own, most[own])
             assert run is not None
-            free_s.update(enumerate(run.ends_s, start=number))
-            number += own.cut.depth
-        cluster = self.pipelines.costs.cluster
-        one_host = len({worker.host for worker in cluster.workers}) == 1
-        link = cluster.intra_host if one_host else cluster.inter_host
-        gradient_bytes = [layer.gradient_bytes for layer in layers]
-        segments = self._rounds_of([(own.cut.cut_points, counts[own] > 1) for own in classes]).order
-        reductions = (
-            (own.holders, 0.0, link.ring_all_reduce_s(sum(gradient_bytes[own.layers.start : own.layers.stop]), total))
-            for own in segments
-        )
+            free_s.update(enumerate(run.ends_s * min(2, counts[own]), start=len(free_s)))
+        link = cluster.intra_host if len(cluster.host_sizes) == 1 else cluster.inter_host
+        rounds = self._rounds(tuple((own.cut.cut_points, min(2, counts[own])) for own in classes))
+
+        def ring_s(segment: Segment) -> float:
+            return link.ring_all_reduce_s(sum(layers[each].gradient_bytes for each in segment.layers), total)
+
+        reductions = ((segment.holders, 0.0, ring_s(segment)) for segment in rounds.order)
         return max((program_s, *(end_s for _, end_s in reduction_times(reductions, free_s))))
 
-    def _rounds_of(self, classes: Sequence[tuple[tuple[int, ...], bool]]) -> SyncRounds:
-        key = tuple(classes)
-        if key not in self._rounds:
-            held = [
-                layers
-                for cut_points, several in classes
-                for _ in range(1 + several)
-                for layers in Cut(cut_points).stages
-            ]
-            placement = Placement(self.pipelines.num_layers, {number: (own,) for number, own in enumerate(held)})
-            self._rounds[key] = gradient_rounds(placement)
-        return self._rounds[key]
+    def _gradient_rounds(self, classes: tuple[tuple[tuple[int, ...], int], ...]) -> SyncRounds:
+        """Return the rounds of pipelines by (cut points, number of pipelines)."""
+        stages = [stage for cut_points, count in classes for stage in Cut(cut_points).stages * count]
+        placement = Placement(self.pipelines.num_layers, {number: (stage,) for number, stage in enumerate(stages)})
+        return gradient_rounds(placement)

@@ -1,4 +1,4 @@
-"""Simulations as pictures: throughput over time with what is missing, and sweeps."""
+"""Pictures of simulations: throughput over time with what is missing, and sweeps."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ __all__ = ["draw_results", "draw_sweep"]
 
 
 def draw_results(path: Path, *, title: str, results: Results, trace: Trace) -> None:
-    """Draw what each policy made of a trace, a row for each, the best first.
+    """Draw the results of each policy on a trace, a row for each, the best first, below the live workers.
 
-    On top the live workers. Each row has the throughput over time, averaged over what a point of the picture shows, by
-    the failure-free one, beside the oracle's where that was simulated, with a mark at every failure; and a bar of what
-    is missing from the failure-free samples: stalls, work that was done in vain, checkpoints, time without enough
-    workers, and steps that took longer.
+    A row has the throughput over time as a share of the failure-free one, beside the oracle's if that was simulated,
+    with a mark at every loss; and a bar of the samples that are missing to failure-free, by their cause.
 
     Args:
-        path: file to write, whose suffix says of which kind: .svg, .png or .pdf. What is there is replaced.
-        title: what is simulated, in a line.
+        path: file to write; its suffix gives the kind: .svg, .png or .pdf. An existing file is replaced.
+        title: of the simulation, in one line.
         results: of the policies on the trace.
-        trace: what happened.
+        trace: events of the workers.
 
     Raises:
         ConfigError: another suffix, matplotlib is not installed, or the file cannot be written.
@@ -37,11 +35,12 @@ def draw_results(path: Path, *, title: str, results: Results, trace: Trace) -> N
 
 
 def draw_sweep(path: Path, *, title: str, sweep: Sweep) -> None:
-    """Draw a sweep: the goodput of each policy by the value, and how much it lacks to the oracle's.
+    """Draw the goodput of each policy by the value, and its gap to the oracle's or else the failure-free samples.
 
-    Without the oracle, how much it lacks to the failure-free samples. Values without results are left out.
+    Values without results are left out.
 
-    Raises ConfigError as `draw_results` does, and where no value has results.
+    Raises:
+        ConfigError: as `draw_results`, or no value has results.
     """
     require_picture(path)
     from chameleon_ft.simulate.pictures.sweep_figure import figure_of_sweep

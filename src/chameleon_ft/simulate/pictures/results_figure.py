@@ -1,4 +1,4 @@
-"""Policies on a trace as a picture. Imported only when one is asked for, because it loads matplotlib."""
+"""Pictures of policies on a trace. Imported only when one is asked for, because it loads matplotlib."""
 
 from __future__ import annotations
 
@@ -6,113 +6,137 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from chameleon_ft.simulate.accounting.results import PolicyResult, Results
-from chameleon_ft.simulate.pictures.series import MISSING, binned, live_workers, losses_s, missing
-from chameleon_ft.simulate.pictures.style import LINE, MARGIN, MISSING_FILLS, ORACLE_INK, PALE, TEXT, draw_title
-from chameleon_ft.simulate.run import ORACLE
+from chameleon_ft.simulate.accounting.oracle import ORACLE
+from chameleon_ft.simulate.accounting.results import PolicyResult, Results, Throughput
+from chameleon_ft.simulate.pictures.style import MARGIN, ORACLE_INK, PALE, TEXT, draw_title, set_axes_style
 from chameleon_ft.simulate.traces.trace import Trace
 
-__all__ = ["figure_of_results"]
+__all__ = ["binned", "figure_of_results", "live_workers", "losses_s", "missing"]
 
-_WIDTH: Final = 11.0  # inches
+_MISSING: Final = {
+    "slower steps": "#a6cee8",
+    "stalls": "#a8430f",
+    "lost work": "#e8a33d",
+    "checkpoints": "#3fb598",
+    "too few workers": "#35195a",
+}
+_UNITS: Final = {"days": 86_400.0, "hours": 3_600.0, "minutes": 60.0}
+# Inches.
+_WIDTH: Final = 11.0
 _TOP: Final = 0.84
 _ROW: Final = 0.62
 _GAP: Final = 0.17
 _BOTTOM: Final = 0.56
+# Shares of the width: left edge and width.
 _CURVE: Final = (0.155, 0.505)
 _SHARE: Final = 0.672
 _BAR: Final = (0.742, 0.238)
 _BINS: Final = 320
-_ZOOM: Final = 0.6  # rows begin at zero where throughput falls below this
+_ZOOM: Final = 0.6  # rows begin at zero if throughput falls below this
 _CURVE_INK: Final = "#2b6a94"
 _LOST: Final = "#a8430f"
 
 
+def binned(timeline: Sequence[Throughput], duration_s: float, bins: int) -> list[float]:
+    """Return the mean samples per second in equal parts of the time; zero before the first record."""
+    times_s = [*(each.time_s for each in timeline), duration_s]
+    done = np.cumsum([0.0, *(np.diff(times_s) * [each.samples_per_s for each in timeline])])
+    edges_s = np.linspace(0.0, duration_s, bins + 1)
+    means: list[float] = (np.diff(np.interp(edges_s, times_s, done)) * bins / duration_s).tolist()
+    return means
+
+
+def live_workers(trace: Trace) -> tuple[list[float], list[int]]:
+    """Return (times, live workers from then on), up to the end of the trace."""
+    times, counts, live = [0.0], [trace.workers], trace.workers
+    for time_s, events in trace.groups():
+        live += sum({"lost": -1, "back": 1}.get(event.kind, 0) * len(event.workers) for event in events)
+        times.append(time_s)
+        counts.append(live)
+    return [*times, trace.duration_s], [*counts, live]
+
+
+def losses_s(trace: Trace) -> list[float]:
+    """Return the times of losses, without workers that are absent from the start."""
+    return [time_s for time_s, events in trace.groups() if time_s and any(event.kind == "lost" for event in events)]
+
+
+def missing(own: PolicyResult) -> tuple[float, ...]:
+    """Return the shares of the failure-free samples that a policy lacks, in the order of the legend.
+
+    Time in which nothing was gained counts as at the failure-free rate; the rest is the slowness of steps.
+    """
+    shares = [seconds / own.duration_s for seconds in (own.stall_s, own.lost_s, own.checkpoint_s, own.down_s)]
+    return max(0.0, 1.0 - own.share_of_failure_free - math.fsum(shares)), *shares
+
+
 def figure_of_results(title: str, results: Results, trace: Trace) -> Figure:
-    """The figure, which belongs to no window and to no global state."""
+    """Return the figure, which belongs to no window and to no global state."""
     shown = [name for name in results.ranking if name != ORACLE] or [ORACLE]
     figure = Figure(figsize=(_WIDTH, _TOP + _ROW * (len(shown) + 1) + _BOTTOM), dpi=130)
-    unit, scale_s = _time_unit(trace.duration_s)
-    _live_row(_axes(figure, 0, _CURVE), trace, scale_s)
-    _row_name(figure, 0, "live workers")
+    unit, scale_s = next(
+        ((unit, size_s) for unit, size_s in _UNITS.items() if trace.duration_s >= 3 * size_s), ("seconds", 1.0)
+    )
+    _draw_live_workers(_axes(figure, 0, _CURVE), trace, scale_s)
+    _write(figure, 0, MARGIN, "live workers")
     oracle = results.policies.get(ORACLE)
     curves = {name: _curve(results.policies[name]) for name in shown}
     shadow = None if oracle is None or shown == [ORACLE] else _curve(oracle)
     low, high = _limits([*curves.values(), *([] if shadow is None else [shadow])])
     widest = max(sum(missing(results.policies[name])) for name in shown) or 0.01
-    # Several losses that a point of the picture shows are one mark.
+    # Losses that lie on one point of the picture are one mark.
     points = sorted({round(_BINS * time_s / trace.duration_s) for time_s in losses_s(trace)})
     losses = [point / _BINS * trace.duration_s / scale_s for point in points]
     for number, name in enumerate(shown, start=1):
         last = number == len(shown)
         axes = _axes(figure, number, _CURVE)
-        _throughput(axes, curves[name], shadow, trace.duration_s / scale_s)
+        _draw_throughput(axes, curves[name], shadow, trace.duration_s / scale_s)
         axes.set_ylim(low, high)
         axes.set_yticks([low, 1.0])
-        axes.plot(
-            losses,
-            [0.0] * len(losses),
-            "|",
-            color=_LOST,
-            markersize=4,
-            markeredgewidth=0.5,
-            clip_on=False,
-            transform=axes.get_xaxis_transform(),
-        )
+        marks = Line2D(losses, [0.0] * len(losses), color=_LOST, marker="|", markersize=4, markeredgewidth=0.5)
+        marks.set(linestyle="none", clip_on=False, transform=axes.get_xaxis_transform())
+        axes.add_line(marks)
         axes.tick_params(labelbottom=last)
-        _row_name(figure, number, name)
-        _share(figure, number, results.policies[name])
-        _bar(_axes(figure, number, _BAR), results.policies[name], widest, last=last)
         if last:
             axes.set_xlabel(f"time ({unit})", fontsize=8.5, color=TEXT)
-    _heading(figure, title, oracle=shadow is not None)
+        own = results.policies[name]
+        _write(figure, number, MARGIN, name)
+        _write(figure, number, _SHARE, f"{own.share_of_failure_free:.2%}")
+        _draw_bar(_axes(figure, number, _BAR), own, widest, last=last)
+    _draw_heading(figure, title, oracle=shadow is not None)
     return figure
 
 
 def _axes(figure: Figure, row: int, across: tuple[float, float]) -> Axes:
+    left, width = across
     height = figure.get_size_inches()[1]
     bottom = height - _TOP - _ROW * (row + 1) + _GAP / 2
-    axes = figure.add_axes((across[0], bottom / height, across[1], (_ROW - _GAP) / height))
-    for name, spine in axes.spines.items():
-        spine.set_visible(name in ("left", "bottom"))
-        spine.set_color(LINE)
-    axes.tick_params(colors=PALE, labelsize=7, width=0.5, length=2.5)
+    axes = figure.add_axes((left, bottom / height, width, (_ROW - _GAP) / height))
+    set_axes_style(axes, label_size=7)
     return axes
 
 
-def _middle(figure: Figure, row: int) -> float:
+def _write(figure: Figure, row: int, left: float, text: str) -> None:
     height = figure.get_size_inches()[1]
-    return float((height - _TOP - _ROW * (row + 0.5)) / height)
-
-
-def _row_name(figure: Figure, row: int, name: str) -> None:
-    weight = "bold" if name == "chameleon" else "normal"
-    figure.text(MARGIN, _middle(figure, row), name, va="center", fontsize=9, color=TEXT, weight=weight)
-
-
-def _share(figure: Figure, row: int, own: PolicyResult) -> None:
-    figure.text(_SHARE, _middle(figure, row), f"{own.share_of_failure_free:.2%}", va="center", fontsize=9, color=TEXT)
-
-
-def _time_unit(duration_s: float) -> tuple[str, float]:
-    for unit, size in (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0)):
-        if duration_s >= 3 * size:
-            return unit, size
-    return "seconds", 1.0
+    weight = "bold" if text == "chameleon" else "normal"
+    middle = float((height - _TOP - _ROW * (row + 0.5)) / height)
+    figure.text(left, middle, text, va="center", fontsize=9, color=TEXT, weight=weight)
 
 
 def _curve(own: PolicyResult) -> list[float]:
+    """Return the throughput over time as a share of the failure-free one."""
     failure_free = own.failure_free_samples / own.duration_s
     return [rate / failure_free for rate in binned(own.timeline, own.duration_s, _BINS)]
 
 
 def _limits(curves: list[list[float]]) -> tuple[float, float]:
-    """Of all rows alike: from zero, unless everything is far above it."""
+    """Return the limits of all rows: from zero, unless everything is far above it."""
     least = min(min(curve) for curve in curves)
     most = max(max(curve) for curve in curves)
     if least < _ZOOM:
@@ -122,23 +146,23 @@ def _limits(curves: list[list[float]]) -> tuple[float, float]:
 
 
 def _below(least: float, step: float) -> float:
-    """The next lower multiple of `step`: an axis that begins at `least` itself would lie on the curve."""
+    """Return the next lower multiple of `step`: an axis that begins at `least` itself would lie on the curve."""
     return step * (math.ceil(least / step) - 1)
 
 
-def _live_row(axes: Axes, trace: Trace, scale_s: float) -> None:
+def _draw_live_workers(axes: Axes, trace: Trace, scale_s: float) -> None:
     times, counts = live_workers(trace)
     shares = [count / trace.workers for count in counts]
     axes.step([time_s / scale_s for time_s in times], shares, where="post", color=TEXT, linewidth=0.8)
     axes.set_xlim(0, trace.duration_s / scale_s)
-    least = min(shares)
-    axes.set_ylim(0 if least < _ZOOM else _below(least, 0.05), 1.015)
-    axes.set_yticks([axes.get_ylim()[0], 1.0])
+    low = 0.0 if min(shares) < _ZOOM else _below(min(shares), 0.05)
+    axes.set_ylim(low, 1.015)
+    axes.set_yticks([low, 1.0])
     axes.yaxis.set_major_formatter(_percent)
     axes.tick_params(labelbottom=False)
 
 
-def _throughput(axes: Axes, curve: list[float], shadow: list[float] | None, end: float) -> None:
+def _draw_throughput(axes: Axes, curve: list[float], shadow: list[float] | None, end: float) -> None:
     middles = [end * (index + 0.5) / len(curve) for index in range(len(curve))]
     if shadow is not None:
         axes.plot(middles, shadow, color=ORACLE_INK, linewidth=0.8)
@@ -151,9 +175,9 @@ def _percent(value: float, _: float) -> str:
     return f"{value:.0%}"
 
 
-def _bar(axes: Axes, own: PolicyResult, widest: float, *, last: bool) -> None:
+def _draw_bar(axes: Axes, own: PolicyResult, widest: float, *, last: bool) -> None:
     left = 0.0
-    for share, fill in zip(missing(own), MISSING_FILLS, strict=True):
+    for share, fill in zip(missing(own), _MISSING.values(), strict=True):
         axes.barh(0, share, left=left, height=0.6, color=fill, linewidth=0)
         left += share
     axes.set_xlim(0, widest * 1.02)
@@ -166,32 +190,28 @@ def _bar(axes: Axes, own: PolicyResult, widest: float, *, last: bool) -> None:
         axes.set_xlabel("missing to failure-free", fontsize=8.5, color=TEXT)
 
 
-def _heading(figure: Figure, title: str, *, oracle: bool) -> None:
+def _draw_heading(figure: Figure, title: str, *, oracle: bool) -> None:
     height = figure.get_size_inches()[1]
     draw_title(figure, title)
     curves = [Line2D([], [], color=_CURVE_INK, linewidth=1.2, label="throughput, of failure-free")]
     if oracle:
         curves.append(Line2D([], [], color=ORACLE_INK, linewidth=1.2, label="the oracle's"))
-    marker = Line2D([], [], color=_LOST, marker="|", markersize=6, linestyle="none", label="workers lost")
-    bars = [Patch(facecolor=fill, label=name) for name, fill in zip(MISSING, MISSING_FILLS, strict=True)]
-    _legend(figure, [*curves, marker], left=_CURVE[0], columns=3)
-    _legend(figure, bars, left=_BAR[0], columns=2)
+    curves.append(Line2D([], [], color=_LOST, marker="|", markersize=6, linestyle="none", label="workers lost"))
+    bars = [Patch(facecolor=fill, label=name) for name, fill in _MISSING.items()]
+    legends: list[tuple[Sequence[Line2D | Patch], float, int]] = [(curves, _CURVE[0], 3), (bars, _BAR[0], 2)]
+    for handles, left, columns in legends:
+        figure.legend(
+            handles=list(handles),
+            loc="upper left",
+            bbox_to_anchor=(left, 1 - 0.36 / height),
+            ncols=columns,
+            frameon=False,
+            fontsize=7.5,
+            borderaxespad=0,
+            borderpad=0,
+            handlelength=1.4,
+            labelspacing=0.3,
+            columnspacing=1.2,
+            labelcolor=TEXT,
+        )
     figure.text(_SHARE, 1 - 0.52 / height, "samples,\nof failure-\nfree", va="center", fontsize=7.5, color=PALE)
-
-
-def _legend(figure: Figure, handles: Sequence[Line2D | Patch], *, left: float, columns: int) -> None:
-    height = figure.get_size_inches()[1]
-    figure.legend(
-        handles=list(handles),
-        loc="upper left",
-        bbox_to_anchor=(left, 1 - 0.36 / height),
-        ncols=columns,
-        frameon=False,
-        fontsize=7.5,
-        borderaxespad=0,
-        borderpad=0,
-        handlelength=1.4,
-        labelspacing=0.3,
-        columnspacing=1.2,
-        labelcolor=TEXT,
-    )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from chameleon_ft.observe.picture import fit_title
 
-__all__ = ["LINE", "MARGIN", "MISSING_FILLS", "ORACLE_INK", "PALE", "TEXT", "Ink", "draw_title", "ink_of"]
+__all__ = ["LINE", "MARGIN", "ORACLE_INK", "PALE", "TEXT", "Ink", "draw_title", "ink_of", "set_axes_style"]
 
 TEXT: Final = "#1a1a1a"
 PALE: Final = "#666666"
@@ -18,12 +19,11 @@ ORACLE_INK: Final = "#9a9a9a"
 MARGIN: Final = 0.015  # of the width
 _TITLE_SIZE: Final = 10.5  # points
 _POINTS_PER_INCH: Final = 72.0
-MISSING_FILLS: Final = ("#a6cee8", "#a8430f", "#e8a33d", "#3fb598", "#35195a")
 
 
 @dataclass(frozen=True, slots=True)
 class Ink:
-    """How the line of a policy looks."""
+    """Colour, marker and width of the line of a policy."""
 
     colour: str
     marker: str
@@ -45,8 +45,16 @@ _INKS: Final = {
 
 
 def ink_of(policy: str) -> Ink:
-    """Of a policy; that of the oracle for others."""
+    """Return the ink of a policy; that of the oracle for others."""
     return _INKS.get(policy, Ink(ORACLE_INK, "."))
+
+
+def set_axes_style(axes: Axes, *, label_size: float) -> None:
+    """Draw pale ticks, and spines only at the left and at the bottom."""
+    axes.tick_params(colors=PALE, labelsize=label_size, width=0.5, length=2.5)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(LINE)
 
 
 def draw_title(figure: Figure, title: str) -> None:

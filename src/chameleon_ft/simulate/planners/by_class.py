@@ -2,54 +2,233 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from chameleon_ft.recovery import LossRisk, Policy
-from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, layout_risk
+from chameleon_ft.estimate import StallModel
+from chameleon_ft.recovery import LossRisk, prefers_rerouting
+from chameleon_ft.simulate.by_class.cluster_layout import (
+    ClusterLayout,
+    LayoutPipeline,
+    arranged,
+    layout_risk,
+    move_to,
+)
+from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass
+from chameleon_ft.simulate.by_class.published import reconfigured, rerouted_s
 from chameleon_ft.simulate.by_class.world import World
-from chameleon_ft.simulate.planners.base import ActivePlan
-from chameleon_ft.simulate.planners.options import Option, SimulatorState
-from chameleon_ft.simulate.planners.proposals_by_class import ProposalsByClass
+from chameleon_ft.simulate.planners.planner import Option, Planner, SimulatorState
 
-__all__ = ["ClassPlanner"]
+__all__ = ["ClassPlanner", "ProposalsByClass"]
 
 
-class ClassPlanner(ActivePlan[ClusterLayout]):
-    """A policy by class. `start_number`: which of several start layouts it begins with."""
-
-    def __init__(self, policy: Policy, model: World, *, start_number: int = 0) -> None:
-        has_checkpoints = model.parameters.has_checkpoints or policy.restarts
-        super().__init__(model.costs, model.parameters, has_checkpoints=has_checkpoints)
-        self._policy = policy
-        self._model = model
-        self._start_number = start_number
+class ClassPlanner(Planner):
+    """A policy by class."""
 
     def _starts(self, speeds: Mapping[int, float]) -> list[Option]:
-        return self._options_of("start", self._model.starts(self._policy, speeds, self._start_number), speeds)
+        return self._started(self._world.starts(self._policy, speeds, self._start_number), speeds)
 
-    def _lose(self, lost: frozenset[int]) -> None:
-        if self._reached is not None:
-            super()._lose(lost & self._reached.used)
-            self._reached = self._reached.without(lost)
+    def _restarts(self, state: SimulatorState) -> list[Option]:
+        return self._started(self._world.restarts(self._policy, state.speeds, self._start_number), state.speeds)
 
-    def _used(self, plan: ClusterLayout) -> frozenset[int]:
-        return plan.used
+    def _started(self, layouts: Sequence[ClusterLayout], speeds: Mapping[int, float]) -> list[Option]:
+        return [
+            Option(policy="start", plan=layout, step_s=step_s)
+            for layout in layouts
+            if (step_s := self._world.step_s(layout, speeds)) is not None
+        ]
+
+    def _without(self, plan: ClusterLayout, lost: frozenset[int]) -> ClusterLayout:
+        return plan.without(lost)
 
     def _risk(self, plan: ClusterLayout, live: Collection[int]) -> LossRisk | None:
         hosts = self._costs.cluster.hosts
-        return layout_risk(plan, {worker: hosts[worker] for worker in live}, self._model.pipelines.num_layers)
+        return layout_risk(plan, {worker: hosts[worker] for worker in live}, self._world.pipelines.num_layers)
 
-    def _options(self, reached: ClusterLayout, state: SimulatorState) -> Sequence[Option]:
-        proposer = ProposalsByClass(self._model, reached, state, is_intact=not self._lost)
+    def _options(self, reached: ClusterLayout, state: SimulatorState) -> list[Option]:
+        proposer = ProposalsByClass(self._world, reached, state, is_intact=not self._lost)
         return [*proposer.keep(), *self._policy.propose(proposer)]
 
-    def _restarts(self, state: SimulatorState) -> list[Option]:
-        layouts = self._model.restarts(self._policy, state.speeds, self._start_number)
-        return self._options_of("checkpoint", layouts, state.speeds)
 
-    def _options_of(self, kind: str, layouts: Sequence[ClusterLayout], speeds: Mapping[int, float]) -> list[Option]:
+class ProposalsByClass:
+    """Proposes options for a layout, with gaps in place of lost workers: a method for each `recovery.policies.Kind`.
+
+    Args:
+        world: costs, and the fastest layouts.
+        layout: what the workers hold.
+        state: of the simulation.
+        is_intact: whether no worker of the layout has been lost since it was reached.
+    """
+
+    def __init__(self, world: World, layout: ClusterLayout, state: SimulatorState, *, is_intact: bool) -> None:
+        self._world = world
+        self._layout = layout
+        self._state = state
+        self.is_intact = is_intact
+
+    def keep(self) -> list[Option]:
+        """The layout as it is, if no worker is lost: as in `recovery.decide`, whatever the policy proposes.
+
+        All other methods are those of `Kind`.
+        """
+        return self._options("as-it-is", self._layout) if self.is_intact else []
+
+    def reroute(self, name: str) -> list[Option]:
+        return self._options(name, self._layout)
+
+    def reroute_decoupled(self, name: str) -> list[Option]:
+        # Backward is split or fused in all layouts of a simulation by class.
+        return []
+
+    def rejoin(self, name: str) -> list[Option]:
+        """Fill the gaps with idle workers, first those of pipelines that lack the fewest."""
+        idle = iter(self._outside(self._layout))
+        pipelines = list(self._layout.pipelines)
+        filled = False
+        for index in sorted(range(len(pipelines)), key=lambda index: pipelines[index].workers.count(None)):
+            workers = tuple(next(idle, None) if each is None else each for each in pipelines[index].workers)
+            filled |= workers != pipelines[index].workers
+            pipelines[index] = LayoutPipeline(pipelines[index].cut, workers)
+        return self._options(name, ClusterLayout(tuple(pipelines))) if filled else []
+
+    def repair(self, name: str) -> list[Option]:
+        """Keep whole pipelines; form pipelines of about equal depth from the rest of broken ones and idle workers.
+
+        Pipelines that are shorter than others are cut anew as well if there are idle workers for them.
+        """
+        world = self._world
+        whole = [pipeline for pipeline in self._layout.pipelines if pipeline.whole]
+        if not whole:
+            return []
+        depth = max(pipeline.cut.depth for pipeline in whole)
+        idle = len(self._outside(self._layout))
+        broken = sum(len(pipeline.live) for pipeline in self._layout.pipelines if not pipeline.whole)
+        while idle > -broken % depth and len(whole) > 1:
+            shortest = min(whole, key=lambda pipeline: pipeline.cut.depth)
+            if shortest.cut.depth == depth:
+                break
+            whole.remove(shortest)
+            broken += shortest.cut.depth
+        kept = ClusterLayout(tuple(whole))
+        left = self._outside(kept)
+        if not left:
+            return self._options(name, kept)
+        cuts = Counter(pipeline.cut for pipeline in whole)
+        number = max(1, round(len(left) / (sum(pipeline.cut.depth for pipeline in whole) / len(whole))))
+        for each in range(number):
+            size = min(len(left) // number + (each < len(left) % number), world.pipelines.num_layers)
+            share = max(1, world.times.micro_batches * size // len(self._state.speeds))
+            fitting = world.pipelines.fitting(PipelineClass(world.pipelines.even_cut(size)), share)
+            # What is left may be too little to hold the model.
+            if fitting is not None:
+                cuts[fitting.cut] += 1
+        return self._options(name, arranged(cuts, sorted({*kept.used, *left}), kept))
+
+    def repartition(self, name: str) -> list[Option]:
+        return self._options(name, *self._world.replicated_layouts(self._layout, self._state.speeds))
+
+    def drop_pipelines(self, name: str) -> list[Option]:
+        whole = [pipeline for pipeline in self._layout.pipelines if pipeline.whole]
+        if not whole:
+            return []
+        cut = whole[0].cut
+        idle = self._outside(ClusterLayout(tuple(whole)))
+        formed = [LayoutPipeline(cut, group) for group in zip(*[iter(idle)] * cut.depth, strict=False)]
+        return self._options(name, ClusterLayout((*whole, *formed)))
+
+    def restart(self, name: str) -> list[Option]:
+        """Equal pipelines; if no worker is lost, a checkpoint is written first, and starting again has to pay."""
+        layout = self._world.equal_layout(ClusterLayout(()), self._state.speeds)
+        return self._from_checkpoint(name, [] if layout is None else [layout])
+
+    def begin_anew(self, name: str) -> list[Option]:
+        """If no worker is lost, a checkpoint is written first. If some layer has no holder, there is no choice."""
+        held = {layer for layers in set(self._layout.held().values()) for layer in layers}
+        if not self._world.parameters.has_checkpoints or len(held) < self._world.pipelines.num_layers:
+            return []
+        return self._from_checkpoint(name, self._world.replicated_layouts(ClusterLayout(()), self._state.speeds))
+
+    def oobleck(self, name: str) -> list[Option]:
+        """As in runs: the best combination, and the templates of the pipelines' new sizes; recomputing, and not."""
+        layouts: list[ClusterLayout] = []
+        for recompute in (True, False):
+            planner = self._world.oobleck_planner(recompute=recompute)
+            if (found := planner.layout(self._layout, self._state.speeds)) is not None:
+                layouts += self._world.placements(found[0])
+            if (smaller := reconfigured(planner, self._layout)) is not None:
+                layouts.append(smaller)
+        return self._options(name, *layouts)
+
+    def paper(self, name: str) -> list[Option]:
+        found = self._world.paper_planner().layout(self._layout, self._state.speeds)
+        options = [] if found is None else self._options(f"{name}-repartition", *self._world.placements(found[0]))
+        step_s, transition_s = math.inf, 0.0
+        if found is not None and options:
+            step_s, transition_s = found[1], max(0.0, options[0].still_s - self._phases.total_s)
+        reroutes = prefers_rerouting(
+            samples=self._world.costs.workload.samples,
+            step_s=step_s,
+            transition_s=transition_s,
+            rerouted_s=rerouted_s(self._world.times, self._layout),
+            horizon_s=self._state.horizon_s,
+        )
+        return self.reroute(f"{name}-reroute") if reroutes else options
+
+    def _outside(self, layout: ClusterLayout) -> list[int]:
+        """Return the live workers that are not part of a layout, ascending."""
+        return sorted(self._state.speeds.keys() - layout.used)
+
+    @property
+    def _phases(self) -> StallModel:
+        """The phases of a stall now. Decisions on the losses of single workers and of single hosts are prepared."""
+        state, parameters = self._state, self._world.parameters
+        if not state.lost:
+            return parameters.after_change
+        hosts = self._world.costs.cluster.hosts
+        several = len({hosts[worker] for worker in state.lost}) > 1
+        is_prepared = not (state.interrupted or several or state.running_s < parameters.search_s)
+        return parameters.after_loss if is_prepared else parameters.after_surprise
+
+    def _options(self, name: str, *layouts: ClusterLayout) -> list[Option]:
+        """Return the options of the layouts that can be run and reached; to keep an intact layout takes no stall."""
+        world, state = self._world, self._state
+        same = set(self._layout.pipelines)
+        options: list[Option] = []
+        for each in layouts:
+            layout = self._layout if set(each.pipelines) == same else each
+            if (step_s := world.step_s(layout, state.speeds)) is None:
+                continue
+            if self.is_intact and layout == self._layout:
+                options.append(Option(policy=name, plan=layout, step_s=step_s))
+            elif (move := (0, 0.0) if world.redundant else move_to(layout, self._layout, world.pipelines)) is not None:
+                moved_bytes, transfer_s = move
+                still_s = self._phases.total_s + transfer_s
+                options.append(
+                    Option(
+                        policy=name,
+                        plan=layout,
+                        step_s=step_s,
+                        still_s=still_s,
+                        repeat_s=state.repeat_s,
+                        moved_bytes=moved_bytes,
+                    )
+                )
+        return options
+
+    def _from_checkpoint(self, name: str, layouts: Sequence[ClusterLayout]) -> list[Option]:
+        """Return options from the last checkpoint or, if no worker is lost, from one that is written first."""
+        parameters = self._world.parameters
         return [
-            Option(kind=kind, plan=layout, step_s=step_s, stall_s=0.0)
+            Option(
+                policy=name,
+                plan=layout,
+                step_s=step_s,
+                still_s=parameters.restart_s + (parameters.checkpoint_write_s if self.is_intact else 0.0),
+                repeat_s=0.0 if self.is_intact else self._state.checkpoints.unsaved_s,
+                from_checkpoint=True,
+                saves_first=self.is_intact,
+            )
             for layout in layouts
-            if (step_s := self._model.step_s(layout, speeds)) is not None
+            if (step_s := self._world.step_s(layout, self._state.speeds)) is not None
         ]

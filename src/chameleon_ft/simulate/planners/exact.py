@@ -1,4 +1,4 @@
-"""Policies as the runtime has them: every decision is that of `recovery.decide`, on real plans."""
+"""Policies on few workers, as the runtime has them: every decision is that of `recovery.decide`, on real plans."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from chameleon_ft.cluster import Cluster
-from chameleon_ft.estimate import PartsEstimate, StallModel, estimate_parts
+from chameleon_ft.estimate import StallModel, estimate_parts
 from chameleon_ft.plan import LayerRange, Placement, Plan
 from chameleon_ft.plan.frozen_map import FrozenMap
 from chameleon_ft.recovery import (
@@ -24,99 +23,78 @@ from chameleon_ft.recovery import (
     remap_decision,
     rescore,
     risk_of,
-    uniform_limits,
 )
 from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.schedule.best import best_parts
 from chameleon_ft.search import InfeasibleError, find_plan
-from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, plan_of_layout
-from chameleon_ft.simulate.by_class.replayed import fitting_estimate
+from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, fitting_estimate, plan_of_layout
+from chameleon_ft.simulate.by_class.pipeline_classes import on_workers
 from chameleon_ft.simulate.by_class.world import World
-from chameleon_ft.simulate.planners.base import ActivePlan
-from chameleon_ft.simulate.planners.options import Chosen, Option, SimulatorState
+from chameleon_ft.simulate.planners.planner import Option, Planner, SimulatorState
 
 __all__ = ["Decisions", "ExactPlanner", "RealPlan"]
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
-# Decisions that are remembered: more would take memory that grows with the trace.
-_REMEMBERED: Final = 64
+# Bounds the memory, which would otherwise grow with the trace.
+_MOST_CACHED: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class RealPlan:
-    """A plan with what its workers can keep at most."""
+    """A plan with the most micro-batches that its workers can keep."""
 
     plan: Plan
     in_flight_limits: Mapping[int, InFlightLimit]
 
-    @classmethod
-    def of_layout(cls, plan: Plan) -> RealPlan:
-        """A plan as a run begins with one that is given to it."""
-        return cls(plan, uniform_limits(plan.workers, max(len(route.hops) for route in plan.routes)))
+    @property
+    def used(self) -> frozenset[int]:
+        """The workers of the plan."""
+        return frozenset(self.plan.workers)
 
 
 class Decisions:
-    """Decisions by what they are made from; made once where only the horizon or what stalls take is another.
+    """A cache of decisions. If only the horizon or the duration of stalls differs, the candidates are scored again.
 
-    The same candidates are then scored again, and only if another one wins the decision is made again.
+    The decision is made again only if another candidate wins then.
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[object, ...], tuple[Decision, DecisionContext]] = OrderedDict()
+        self._decisions: OrderedDict[tuple[object, ...], tuple[Decision, DecisionContext]] = OrderedDict()
         self._classes: OrderedDict[tuple[object, ...], list[LossClass]] = OrderedDict()
 
     def decide(self, context: DecisionContext, policy: str, rate: FailureModel) -> Decision:
-        """What `recovery.decide` says."""
-        key = policy, *_asked(context)
-        # What the paper proposes depends on the horizon.
-        if policy != "paper" and (known := self._known.get(key)) is not None:
-            decision, before = known
+        """Return the decision of `recovery.decide`."""
+        key = policy, *_key(context)
+        # The paper's proposals depend on the horizon.
+        if policy != "paper" and key in self._decisions:
+            decision, before = self._decisions[key]
             rescored = rescore(decision, before=before, now=context, failures=rate)
             if rescored is not None:
-                self._known.move_to_end(key)
+                self._decisions.move_to_end(key)
                 return rescored
         decision = decide(context, policy, rate)
-        _remember(self._known, key, (decision, context))
+        _store(self._decisions, key, (decision, context))
         return decision
 
     def classes(self, context: DecisionContext) -> list[LossClass]:
-        """The losses that come to the same, while everyone is there, in the order in which they are prepared."""
-        key = _asked(context)
+        """Return the classes of equivalent losses from a context without losses, in the order of their preparation."""
+        key = _key(context)
         if key not in self._classes:
             of_workers, of_hosts = classes_to_prepare(context)
-            _remember(self._classes, key, [*of_workers, *of_hosts])
+            _store(self._classes, key, [*of_workers, *of_hosts])
         return self._classes[key]
 
-    def on_representative(
-        self,
-        losses: LossClass,
-        before: DecisionContext,
-        now: DecisionContext,
-        policy: str,
-        rate: FailureModel,
-    ) -> Decision:
-        """What was decided on the loss of the representative of a class.
 
-        Args:
-            losses: a class of `before`.
-            before: the context while everyone was there.
-            now: another one of the class is lost.
-            rate: that loss is counted.
-        """
-        left = before.costs.cluster.without(losses.lost)
-        return self.decide(replace(now, costs=CostModel(before.costs.workload, left)), policy, rate)
+def _store(cached: OrderedDict[_K, _V], key: _K, value: _V) -> None:
+    cached[key] = value
+    cached.move_to_end(key)
+    if len(cached) > _MOST_CACHED:
+        cached.popitem(last=False)
 
 
-def _remember(known: OrderedDict[_K, _V], key: _K, value: _V) -> None:
-    known[key] = value
-    known.move_to_end(key)
-    if len(known) > _REMEMBERED:
-        known.popitem(last=False)
-
-
-def _asked(context: DecisionContext) -> tuple[object, ...]:
+def _key(context: DecisionContext) -> tuple[object, ...]:
     return (
         context.plan,
         context.in_flight_limits,
@@ -127,46 +105,41 @@ def _asked(context: DecisionContext) -> tuple[object, ...]:
     )
 
 
-class ExactPlanner(ActivePlan[RealPlan]):
+class ExactPlanner(Planner):
     """One policy of the runtime.
 
     Args:
         policy: its name.
-        model: costs, and the layouts that are found by class: to begin with, and to go on with from a checkpoint.
-        decisions: that are remembered.
-        start: the plan to begin with; None for the best that is found.
-        start_number: which of several start layouts to begin with.
+        world, start_number: as for `Planner`.
+        decisions: the cache.
+        start: the plan to start with; None for the best that is found.
         as_in_run: see `simulate`.
     """
 
     def __init__(
         self,
         policy: str,
-        model: World,
+        world: World,
         decisions: Decisions,
         start: RealPlan | None = None,
         *,
         start_number: int = 0,
         as_in_run: bool = False,
     ) -> None:
-        super().__init__(model.costs, model.parameters, has_checkpoints=model.parameters.has_checkpoints)
+        super().__init__(POLICIES[policy], world, start_number=start_number)
         self._name = policy
-        self._policy = POLICIES[policy]
-        self._model = model
         self._decisions = decisions
         self._start = start
-        self._start_number = start_number
         self._as_in_run = as_in_run
-        # The last plan that has other places than the one before, some of which may be empty now; and the last of all.
+        # The last plan that had other places than the plan before, some of which may be empty now.
         self._home: RealPlan | None = None
-        self._decided: RealPlan | None = None
 
     def _starts(self, speeds: Mapping[int, float]) -> list[Option]:
-        costs = self._of(speeds)
-        given = self._start
-        if given is not None and speeds.keys() >= set(given.plan.workers):
-            return [Option(kind="start", plan=given, step_s=_estimate(given, costs).step_s, stall_s=0.0)]
-        options = self._of_layouts(self._model.starts(self._policy, speeds, self._start_number), costs)
+        costs, given = self._costs_of(speeds), self._start
+        if given is not None and speeds.keys() >= given.used:
+            parts = best_parts(given.plan, costs, in_flight_limits=given.in_flight_limits)
+            return [Option(policy="start", plan=given, step_s=estimate_parts(given.plan, parts, costs).step_s)]
+        options = self._of_layouts(self._world.starts(self._policy, speeds, self._start_number), costs)
         if self._policy.starts == "several":
             return options
         try:
@@ -174,50 +147,41 @@ class ExactPlanner(ActivePlan[RealPlan]):
         except InfeasibleError:
             return options
         return options + [
-            Option(kind="start", plan=RealPlan(each.plan, each.in_flight_limits), step_s=each.step_s, stall_s=0.0)
+            Option(policy="start", plan=RealPlan(each.plan, each.in_flight_limits), step_s=each.step_s)
             for each in (result.best, *result.alternatives)
         ]
 
     def _of_layouts(self, layouts: Iterable[ClusterLayout], costs: CostModel) -> list[Option]:
-        """The plans of layouts, as far as they fit."""
+        """Return the plans of the layouts that fit."""
         options: list[Option] = []
         for layout in layouts:
-            plan = plan_of_layout(layout, self._model.times)
-            if plan is None:
-                continue
-            found = fitting_estimate(plan, costs)
-            if found is not None:
-                real = RealPlan(plan, FrozenMap(found[0]))
-                options.append(Option(kind="start", plan=real, step_s=found[1].step_s, stall_s=0.0))
+            plan = plan_of_layout(layout, self._world.times)
+            if plan is not None and (found := fitting_estimate(plan, costs)) is not None:
+                in_flight_limits, estimate = found
+                real = RealPlan(plan, FrozenMap(in_flight_limits))
+                options.append(Option(policy="start", plan=real, step_s=estimate.step_s))
         return options
 
     def _risk(self, plan: RealPlan, live: Collection[int]) -> LossRisk | None:
-        placement = plan.plan.placement.without(set(plan.plan.workers).difference(live))
+        placement = plan.plan.placement.without(plan.used.difference(live))
         hosts = self._costs.cluster.hosts
         return None if placement.unheld_layers else risk_of(placement, {worker: hosts[worker] for worker in live})
 
-    def _used(self, plan: RealPlan) -> frozenset[int]:
-        return frozenset(plan.plan.workers)
+    def _activate(self, option: Option) -> Option:
+        if not self._as_in_run and (self._home is None or _places(option.plan) - _places(self._home)):
+            self._home = option.plan
+        return super()._activate(option)
 
-    def _activate(self, option: Option, live: Collection[int]) -> Chosen:
-        self._decided = option.plan
-        if not self._as_in_run and (self._home is None or _places(self._decided) - _places(self._home)):
-            self._home = self._decided
-        return super()._activate(option, live)
-
-    def _of(self, speeds: Mapping[int, float]) -> CostModel:
-        cluster = self._costs.cluster
-        workers = tuple(replace(each, speed=speeds[each.id]) for each in cluster.workers if each.id in speeds)
-        return CostModel(self._costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host))
+    def _costs_of(self, speeds: Mapping[int, float]) -> CostModel:
+        workers = self._costs.cluster.workers
+        return on_workers(self._costs, (replace(each, speed=speeds[each.id]) for each in workers if each.id in speeds))
 
     def _context(self, reached: RealPlan, state: SimulatorState, phases: StallModel) -> DecisionContext:
-        gone = self._lost.intersection(reached.plan.workers)
-        speeds = {worker: speed for worker, speed in state.speeds.items() if worker not in gone}
         parameters = self._parameters
         return DecisionContext(
             plan=reached.plan,
             in_flight_limits=reached.in_flight_limits,
-            costs=self._of(speeds),
+            costs=self._costs_of({worker: speed for worker, speed in state.speeds.items() if worker not in self._lost}),
             phases=phases,
             repeat_s=state.repeat_s,
             restart_s=parameters.restart_s,
@@ -228,31 +192,31 @@ class ExactPlanner(ActivePlan[RealPlan]):
         )
 
     def _decision(self, reached: RealPlan, state: SimulatorState) -> Decision:
-        """What was prepared, or else what is found now, which takes longer where somebody is lost."""
-        if not state.lost:
-            context = self._context(reached, state, self._parameters.after_change)
-            return self._decisions.decide(context, self._name, state.rate)
-        context = self._context(reached, state, self._parameters.after_loss)
-        found = None if state.interrupted else self._prepared(context, state)
-        if found is None:
-            context = replace(context, phases=self._parameters.after_surprise)
-            found = self._decisions.decide(context, self._name, state.rate)
-        return found
+        """Return the prepared decision, or else one that is made now, which takes longer after a loss."""
+        parameters = self._parameters
+        context = self._context(reached, state, parameters.after_loss if state.lost else parameters.after_change)
+        if state.lost:
+            if not state.interrupted and (prepared := self._prepared(context, state)) is not None:
+                return prepared
+            context = replace(context, phases=parameters.after_surprise)
+        return self._decisions.decide(context, self._name, state.rate)
 
     def _prepared(self, context: DecisionContext, state: SimulatorState) -> Decision | None:
-        """As `Forethought` has it: one class of losses after the other, the largest first, each in its time.
+        """Return the decision on this loss if its class has been prepared in time; None if not.
 
-        Those of single workers, and then those of hosts.
+        As in the runtime, one class after the other is prepared, each in its time: first those of single workers, the
+        largest first, and then those of hosts.
         """
         search_s = self._parameters.search_s
         hosts = {self._costs.cluster.hosts[worker] for worker in state.lost}
         if not context.lost or len(hosts) > 1 or state.running_s < search_s:
             return None
-        before = replace(context, costs=self._of({**state.speeds, **dict.fromkeys(state.lost, 1.0)}))
-        for number, losses in enumerate(self._decisions.classes(before), start=1):
+        before = self._costs_of({**state.speeds, **dict.fromkeys(state.lost, 1.0)})
+        for number, losses in enumerate(self._decisions.classes(replace(context, costs=before)), start=1):
             symmetry = losses.symmetries.get(state.lost)
             if symmetry is not None and number * search_s <= state.running_s:
-                found = self._decisions.on_representative(losses, before, context, self._name, state.rate)
+                left = replace(before, cluster=before.cluster.without(losses.lost))
+                found = self._decisions.decide(replace(context, costs=left), self._name, state.rate)
                 return remap_decision(found, symmetry)
         return None
 
@@ -262,25 +226,24 @@ class ExactPlanner(ActivePlan[RealPlan]):
         if chosen is None or course is None or chosen.step_s is None or chosen.stall_s is None:
             return []
         from_checkpoint = course.transfer is None
-        saves_first = from_checkpoint and self._lost.isdisjoint(reached.plan.workers)
+        saves_first = from_checkpoint and not self._lost
         repeat_s = state.checkpoints.unsaved_s if from_checkpoint else state.repeat_s
         repeat_s = repeat_s if chosen.stall_s and not saves_first else 0.0
         return [
             Option(
-                kind="as-it-is" if chosen.policy == STAY else chosen.policy,
+                policy="as-it-is" if chosen.policy == STAY else chosen.policy,
                 plan=RealPlan(course.plan, course.in_flight_limits),
                 step_s=chosen.step_s,
-                stall_s=chosen.stall_s - repeat_s,
+                still_s=chosen.stall_s - repeat_s,
                 repeat_s=repeat_s,
-                moved_bytes=chosen.moved_bytes or 0,
+                moved_bytes=chosen.moved_bytes,
                 from_checkpoint=from_checkpoint,
                 saves_first=saves_first,
             )
         ]
 
     def _restarts(self, state: SimulatorState) -> list[Option]:
-        """The plans that the runtime goes on with; beside these, unless all is as in a run, those found by class."""
-        costs = self._of(state.speeds)
+        """Return the plans of the runtime and, unless all is as in a run, also the layouts that are found by class."""
         found: list[Option] = []
         if self._decided is not None and (self._as_in_run or self._policy.replans):
             self._lost = frozenset()
@@ -293,16 +256,13 @@ class ExactPlanner(ActivePlan[RealPlan]):
             chosen, course = decision.chosen, decision.course
             if chosen is not None and course is not None and chosen.step_s is not None:
                 plan = RealPlan(course.plan, course.in_flight_limits)
-                found.append(Option(kind="checkpoint", plan=plan, step_s=chosen.step_s, stall_s=0.0))
-        if self._as_in_run:
-            return found
-        return found + self._of_layouts(self._model.restarts(self._policy, state.speeds, self._start_number), costs)
+                found.append(Option(policy="start", plan=plan, step_s=chosen.step_s))
+        if not self._as_in_run:
+            layouts = self._world.restarts(self._policy, state.speeds, self._start_number)
+            found += self._of_layouts(layouts, self._costs_of(state.speeds))
+        return found
 
 
 def _places(real: RealPlan) -> Counter[tuple[LayerRange, ...]]:
-    """How many workers hold the same layers."""
+    """Return how many workers hold equal layers."""
     return Counter(real.plan.placement.ranges.values())
-
-
-def _estimate(real: RealPlan, costs: CostModel) -> PartsEstimate:
-    return estimate_parts(real.plan, best_parts(real.plan, costs, in_flight_limits=real.in_flight_limits), costs)

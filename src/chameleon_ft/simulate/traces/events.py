@@ -1,4 +1,4 @@
-"""What happens to workers: faults, which last, and events, the moments at which they change something."""
+"""Faults of workers, which last, and events, the moments at which faults change something."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["Event", "EventKind", "Fault", "events_of", "faults_of"]
+__all__ = ["Event", "EventKind", "Fault", "events_of", "faults_of", "first_misfit"]
 
 EventKind = Literal["lost", "back", "slow"]
 
@@ -20,19 +20,25 @@ _ORDER: dict[str, int] = {kind: order for order, kind in enumerate(get_args(Even
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A moment at which something happens to workers. Raises ConfigError where it says nothing or what cannot be."""
+    """A moment at which the state of workers changes.
+
+    Attributes:
+        time_s: seconds since the trace began.
+        workers: numbers of the workers, ascending.
+        kind: `lost`: gone, with all that they held. `back`: live again, empty and at full speed. `slow`: at `speed`
+            from then on.
+        speed: share of the normal speed after a `slow` event, where 1 ends the slowness; 1 in other events.
+        cause: as the trace calls it; empty if the trace gives none.
+
+    Raises:
+        ConfigError: a value is out of range, or `speed` contradicts `kind`.
+    """
 
     time_s: float
-    """Seconds since the trace began."""
     workers: tuple[int, ...]
-    """Their numbers, ascending."""
     kind: EventKind
-    """`lost`: gone, with all that they held. `back`: there again, empty and at full speed. `slow`: at `speed` from then
-    on."""
     speed: float = 1.0
-    """Of `slow`: share of the normal speed, up to 1, which ends the slowness. Otherwise 1."""
     cause: str = ""
-    """What the trace calls it; empty where it does not say."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.time_s < math.inf:
@@ -47,24 +53,30 @@ class Event:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Where it stands among others: by time, and at one time losses, then returns, then slowness."""
+        """Position among other events: by time, and at one time losses, then returns, then slowness."""
         return self.time_s, _ORDER[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that is wrong with workers for a while. Raises ConfigError where it is wrong for no time or no one."""
+    """A loss or slowness of workers that lasts for a while.
+
+    Attributes:
+        workers: numbers of the workers, ascending.
+        start_s: seconds since the trace began.
+        end_s: time from which the workers are as before, unless another fault holds them.
+        speed: share of the normal speed meanwhile, below 1; 0 if the workers are lost.
+        cause: as the trace calls it; empty if the trace gives none.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
 
     workers: tuple[int, ...]
-    """Their numbers, ascending."""
     start_s: float
-    """Seconds since the trace began."""
     end_s: float = math.inf
-    """When it is over: from then on the workers are as they were, unless another fault holds them."""
     speed: float = 0.0
-    """Share of the normal speed while it lasts, below 1; 0: the workers are gone."""
     cause: str = ""
-    """What the trace calls it; empty where it does not say."""
 
     def __post_init__(self) -> None:
         _require_workers(self.workers, "a fault")
@@ -76,37 +88,66 @@ class Fault:
             raise ConfigError(f"speed {self.speed} of a fault must be 0, for a loss, or a share below 1")
 
 
-def events_of(faults: Sequence[Fault], duration_s: float) -> tuple[Event, ...]:
-    """Return what `faults` change until `duration_s`, in order.
+def _require_workers(workers: tuple[int, ...], whose: str) -> None:
+    if not workers:
+        raise ConfigError(f"{whose} has no workers; name at least one")
+    ascending = all(first < second for first, second in itertools.pairwise(workers))
+    if workers[0] < 0 or not ascending:
+        raise ConfigError(f"workers {list(workers)} of {whose} must be numbers from 0, ascending, none twice")
 
-    A worker is as slow as the worst of the faults that hold it at a time, and is lost while one of them is a loss: it
-    is back when all of those have ended. Where one fault ends at the moment another begins, nothing happens between.
+
+def events_of(faults: Sequence[Fault], duration_s: float) -> tuple[Event, ...]:
+    """Return the changes that `faults` make until `duration_s`, in order.
+
+    A worker is as slow as the worst of the faults that hold it. It is lost while one of them is a loss, and back when
+    all losses have ended. If one fault ends at the moment another begins, nothing happens in between. Workers that one
+    fault changes in the same way share an event.
     """
-    moments: dict[float, list[int]] = defaultdict(list)
+    moments: dict[float, list[int]] = defaultdict(list)  # time -> faults that start or end then
     for number, fault in enumerate(faults):
         for time_s in (fault.start_s, fault.end_s):
             if time_s <= duration_s:
                 moments[time_s].append(number)
-    held: dict[int, dict[int, float]] = defaultdict(dict)  # worker -> fault -> speed
+    active: dict[int, dict[int, float]] = defaultdict(dict)  # worker -> fault -> speed
     events: list[Event] = []
     for time_s, numbers in sorted(moments.items()):
-        before = {worker: _worst(held[worker]) for number in numbers for worker in faults[number].workers}
+        before = {worker: _worst(active[worker])[0] for number in numbers for worker in faults[number].workers}
         ended: dict[int, int] = {}
         for number in numbers:
-            fault = faults[number]
-            for worker in fault.workers:
-                if fault.start_s == time_s:
-                    held[worker][number] = fault.speed
+            for worker in faults[number].workers:
+                if faults[number].start_s == time_s:
+                    active[worker][number] = faults[number].speed
                 else:
-                    del held[worker][number]
+                    del active[worker][number]
                     ended[worker] = number
-        events += _changes(time_s, faults, before, {worker: _worst(held[worker]) for worker in before}, ended)
+        groups: dict[tuple[EventKind, int, float], list[int]] = defaultdict(list)
+        for worker, old in before.items():
+            speed, number = _worst(active[worker])
+            if speed == old:
+                continue
+            if speed == 0:
+                groups["lost", number, 1.0].append(worker)
+                continue
+            if old == 0:
+                groups["back", ended[worker], 1.0].append(worker)
+            if old != 0 or speed < 1:
+                groups["slow", number if number >= 0 else ended[worker], speed].append(worker)
+        changes = [
+            Event(time_s, tuple(sorted(workers)), kind, speed, faults[number].cause)
+            for (kind, number, speed), workers in groups.items()
+        ]
+        events += sorted(changes, key=lambda event: (event.order, event.workers))
     return tuple(events)
 
 
+def _worst(active: dict[int, float]) -> tuple[float, int]:
+    """Return (speed, fault) of the worst of the faults that hold a worker; (1, -1) if none does."""
+    return min(zip(active.values(), active, strict=True), default=(1.0, -1))
+
+
 def faults_of(events: Iterable[Event]) -> tuple[Fault, ...]:
-    """Return the faults that change what `events` change, by start; one that never ends has no end in them either."""
-    begun: dict[int, Event] = {}
+    """Return the faults that cause `events`, by start; the end of one that never ends is infinite."""
+    begun: dict[int, Event] = {}  # by worker
     faults: list[Fault] = []
 
     def end(workers: Iterable[int], time_s: float) -> None:
@@ -114,7 +155,9 @@ def faults_of(events: Iterable[Event]) -> tuple[Fault, ...]:
         for worker in workers:
             if worker in begun:
                 ended[begun.pop(worker)].append(worker)
-        faults.extend(_fault(event, tuple(group), time_s) for event, group in ended.items())
+        for event, group in ended.items():
+            speed = event.speed if event.kind == "slow" else 0.0
+            faults.append(Fault(tuple(sorted(group)), event.time_s, time_s, speed, event.cause))
 
     for event in events:
         end(event.workers, event.time_s)
@@ -124,49 +167,35 @@ def faults_of(events: Iterable[Event]) -> tuple[Fault, ...]:
     return tuple(sorted(faults, key=lambda fault: (fault.start_s, fault.workers)))
 
 
-def _require_workers(workers: tuple[int, ...], whose: str) -> None:
-    if not workers:
-        raise ConfigError(f"{whose} has no workers; name at least one")
-    ascending = all(first < second for first, second in itertools.pairwise(workers))
-    if workers[0] < 0 or not ascending:
-        raise ConfigError(f"workers {list(workers)} of {whose} must be numbers from 0, ascending, none twice")
+def first_misfit(events: Sequence[Event], workers: int, duration_s: float) -> tuple[int, str] | None:
+    """Return (index, reason) of the first event that does not fit the events before it; None if all fit."""
+    last: dict[int, Event] = {}
+    previous = (0.0, 0)
+    for index, event in enumerate(events):
+        problem = None
+        if event.time_s > duration_s:
+            problem = f"the trace ends before, at {duration_s} s; make it longer or leave the event out"
+        elif event.order < previous:
+            problem = "it comes after a later one; sort by time and, at one time, by lost, back, slow"
+        elif event.workers[-1] >= workers:
+            problem = f"worker {event.workers[-1]} is not one of 0..{workers - 1}"
+        else:
+            misfits = (_misfit(event, worker, last.get(worker)) for worker in event.workers)
+            problem = next(filter(None, misfits), None)
+        if problem:
+            return index, f"{event.kind} at {event.time_s} s: {problem}"
+        previous = event.order
+        last.update(dict.fromkeys(event.workers, event))
+    return None
 
 
-def _worst(held: dict[int, float]) -> tuple[float, int]:
-    """Return (speed, fault) of the worst of the faults that hold a worker, the first of equals; no fault is -1."""
-    return min(zip(held.values(), held, strict=True), default=(1.0, -1))
-
-
-def _changes(
-    time_s: float,
-    faults: Sequence[Fault],
-    before: dict[int, tuple[float, int]],
-    after: dict[int, tuple[float, int]],
-    ended: dict[int, int],
-) -> list[Event]:
-    """Return the events of a moment; workers that one fault changes in the same way share an event.
-
-    `ended` has a fault that ended at that moment for each worker that one let go.
-    """
-    groups: dict[tuple[EventKind, int, float], list[int]] = defaultdict(list)
-    for worker, (old, _) in before.items():
-        speed, number = after[worker]
-        if old == speed:
-            continue
-        if speed == 0:
-            groups["lost", number, 1.0].append(worker)
-            continue
-        if old == 0:
-            groups["back", ended[worker], 1.0].append(worker)
-        if old != 0 or speed < 1:
-            groups["slow", number if number >= 0 else ended[worker], speed].append(worker)
-    events = [
-        Event(time_s, tuple(sorted(workers)), kind, speed, faults[number].cause)
-        for (kind, number, speed), workers in groups.items()
-    ]
-    return sorted(events, key=lambda event: (event.order, event.workers))
-
-
-def _fault(event: Event, workers: tuple[int, ...], end_s: float) -> Fault:
-    speed = event.speed if event.kind == "slow" else 0.0
-    return Fault(tuple(sorted(workers)), event.time_s, end_s, speed, event.cause)
+def _misfit(event: Event, worker: int, last: Event | None) -> str | None:
+    """Return why an event of a worker cannot follow the last one of that worker; None if it can."""
+    lost = last is not None and last.kind == "lost"
+    speed = 1.0 if last is None else last.speed
+    if lost != (event.kind == "back") or (event.kind == "slow" and event.speed == speed):
+        state = "lost" if lost else f"up, at speed {speed:g}"
+        return f"worker {worker} is {state} at that time; an event must change something"
+    if last is not None and last.time_s == event.time_s and (last.kind, event.kind) != ("back", "slow"):
+        return f"worker {worker} is {last.kind} at the same time; leave out one of the two"
+    return None

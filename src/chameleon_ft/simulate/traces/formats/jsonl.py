@@ -1,4 +1,4 @@
-"""Chameleon's own format: JSON lines, the first about the trace and one for each event."""
+"""Chameleon's own format: JSON lines, the first for the trace and one for each event."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from chameleon_ft.errors import ConfigError
-from chameleon_ft.simulate.traces.formats.values import JSON_DECODER, members, number_in, require_hosts, text_in
-from chameleon_ft.simulate.traces.sequence import first_misfit
-from chameleon_ft.simulate.traces.trace import Event, Trace
+from chameleon_ft.simulate.traces.events import Event, first_misfit
+from chameleon_ft.simulate.traces.formats.json_values import (
+    JSON_DECODER,
+    errors_at,
+    members,
+    number_in,
+    require_hosts,
+    text_in,
+)
+from chameleon_ft.simulate.traces.trace import Trace
 
 __all__ = ["FORMAT", "parse_jsonl", "trace_to_jsonl"]
 
@@ -22,8 +29,8 @@ FORMAT = 1
 def parse_jsonl(text: str, *, nodes: int | None = None, source: str = "the trace") -> Trace:
     """Return the trace that `trace_to_jsonl` wrote as `text`.
 
-    Raises ConfigError with the line that cannot be read, or that does not fit those before it, and why; and where
-    `nodes` is not the number of hosts that the trace says it has.
+    Raises:
+        ConfigError: a line cannot be read, or does not fit the lines before it; or `nodes` is not the number of hosts.
     """
     header, *lines = text.rstrip().split("\n")
     empty = _read(header, f"{source}, line 1", _header)
@@ -36,7 +43,7 @@ def parse_jsonl(text: str, *, nodes: int | None = None, source: str = "the trace
 
 
 def trace_to_jsonl(trace: Trace) -> str:
-    """Return the trace in Chameleon's own format; `parse_jsonl` makes the same trace of it again."""
+    """Return the trace in Chameleon's own format, from which `parse_jsonl` returns an equal trace."""
     lines: list[dict[str, object]] = [
         {
             "chameleon_trace": FORMAT,
@@ -56,49 +63,41 @@ def trace_to_jsonl(trace: Trace) -> str:
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
+def _read(line: str, place: str, reader: Callable[[Any], _Value]) -> _Value:
+    line = line.strip()
+    with errors_at(place):
+        value, end = JSON_DECODER.raw_decode(line)
+        if end != len(line):
+            raise ValueError(f"nothing may come after the object, but there is {line[end:][:20].strip()!r}")
+        return reader(value)
+
+
 def _header(value: Any) -> Trace:
     data = members(value, ("chameleon_trace", "workers", "duration_s"), ("workers_per_host", "name"))
     if data["chameleon_trace"] != FORMAT:
         raise ValueError(f"chameleon_trace {data['chameleon_trace']!r} must be {FORMAT}, the version of the format")
-    workers_per_host = _count(data, "workers_per_host") if "workers_per_host" in data else 1
-    return Trace(_count(data, "workers"), number_in(data, "duration_s"), (), workers_per_host, _text(data, "name"))
+    counts = {"workers_per_host": 1, **data}
+    for name in ("workers", "workers_per_host"):
+        if type(counts[name]) is not int:
+            raise ValueError(f"{name} {counts[name]!r} must be a whole number")
+    return Trace(
+        counts["workers"], number_in(data, "duration_s"), (), counts["workers_per_host"], _optional_text(data, "name")
+    )
 
 
 def _event(value: Any) -> Event:
     data = members(value, ("time_s", "kind", "workers"), ("speed", "cause"))
-    kind = data["kind"]
+    kind, workers = data["kind"], data["workers"]
     if kind not in ("lost", "back", "slow"):
         raise ValueError(f"kind {kind!r} must be lost, back or slow")
     if kind == "slow" and "speed" not in data:
         raise ValueError("speed is missing; a slow event needs it")
     speed = number_in(data, "speed") if "speed" in data else 1.0
-    return Event(number_in(data, "time_s"), _workers(data["workers"]), kind, speed, _text(data, "cause"))
+    time_s = number_in(data, "time_s")
+    if not isinstance(workers, list) or any(type(worker) is not int for worker in workers):
+        raise ValueError(f"workers {workers!r} must be a list of whole numbers")
+    return Event(time_s, tuple(workers), kind, speed, _optional_text(data, "cause"))
 
 
-def _read(line: str, place: str, reader: Callable[[Any], _Value]) -> _Value:
-    try:
-        value, end = JSON_DECODER.raw_decode(line.strip())
-        if end != len(line.strip()):
-            raise ValueError(f"nothing may come after the object, but there is {line.strip()[end:][:20].strip()!r}")
-        return reader(value)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: is not JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError, ConfigError) as error:
-        raise ConfigError(f"{place}: {error}") from None
-
-
-def _count(data: Mapping[str, Any], name: str) -> int:
-    value = data[name]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} {value!r} must be a whole number")
-    return value
-
-
-def _workers(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or any(type(worker) is not int for worker in value):
-        raise ValueError(f"workers {value!r} must be a list of whole numbers")
-    return tuple(value)
-
-
-def _text(data: Mapping[str, Any], name: str) -> str:
+def _optional_text(data: Mapping[str, Any], name: str) -> str:
     return text_in(data, name) if data.get(name, "") != "" else ""

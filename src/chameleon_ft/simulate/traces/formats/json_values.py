@@ -1,21 +1,34 @@
-"""Reading JSON strictly: no member twice, no number that is none, no value of another type."""
+"""Strict reading of JSON: no member twice, no NaN or Infinity, no value of another type."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["JSON_DECODER", "members", "number_in", "require_hosts", "text_in"]
+__all__ = ["JSON_DECODER", "errors_at", "members", "number_in", "require_hosts", "text_in"]
+
+
+@contextmanager
+def errors_at(place: str) -> Iterator[None]:
+    """Raise errors of reading JSON as ConfigError with their place."""
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: is not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError, ConfigError) as error:
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def members(value: object, required: Iterable[str], optional: Iterable[str] | None = None) -> Mapping[str, Any]:
-    """Return `value`, an object with the `required` members and, unless `optional` is None, no others than those.
+    """Return `value`, an object with the `required` members and, unless `optional` is None, no others than these two.
 
-    Raises ValueError that says what is missing or unknown.
+    Raises:
+        ValueError: it is no object, or a member is missing or unknown.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{_shown(value)} must be an object with {', '.join(required)}")
@@ -27,7 +40,7 @@ def members(value: object, required: Iterable[str], optional: Iterable[str] | No
 
 
 def number_in(data: Mapping[str, Any], name: str) -> float:
-    """Return a member that is a number, 0 or more. Raises ValueError where it is not."""
+    """Return a member that is a number, 0 or more. Raises ValueError if it is not."""
     value = data[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{name} {_shown(value)} must be a number, 0 or more")
@@ -38,7 +51,7 @@ def number_in(data: Mapping[str, Any], name: str) -> float:
 
 
 def text_in(data: Mapping[str, Any], name: str) -> str:
-    """Return a member that is text and not empty. Raises ValueError where it is not."""
+    """Return a member that is text and not empty. Raises ValueError if it is not."""
     value = data[name]
     if not isinstance(value, str) or not value:
         raise ValueError(f"{name} {_shown(value)} must be text, and not empty")
@@ -46,7 +59,7 @@ def text_in(data: Mapping[str, Any], name: str) -> str:
 
 
 def require_hosts(hosts: int, nodes: int | None, source: str) -> None:
-    """Raise ConfigError where a trace that knows all of its hosts is said to have been measured on other `nodes`."""
+    """Raise ConfigError if a trace that names all of its hosts is said to have been measured on other `nodes`."""
     if nodes not in (None, hosts):
         raise ConfigError(
             f"{source} names all of its hosts, {hosts}, so it is not of {nodes}: "
@@ -55,11 +68,10 @@ def require_hosts(hosts: int, nodes: int | None, source: str) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name} is there twice")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
     return found
 
 
@@ -73,4 +85,4 @@ def _shown(value: object) -> str:
 
 
 JSON_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number)
-"""Raises ValueError where a member is there twice and for NaN and Infinity."""
+"""Raises ValueError for a member that is there twice, and for NaN and Infinity."""

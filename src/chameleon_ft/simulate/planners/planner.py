@@ -1,0 +1,167 @@
+"""A policy in a simulation: its active plan, and the frame of its decisions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from chameleon_ft.estimate import total_work_bound_s
+from chameleon_ft.recovery import Candidate, Checkpoints, FailureModel, LossRisk, Policy, Prospect, best_of, score
+from chameleon_ft.simulate.by_class.world import World
+
+__all__ = ["Option", "Planner", "SimulatorState"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatorState:
+    """The known facts after an event.
+
+    Attributes:
+        speeds: of all live workers.
+        lost: workers that were lost just now.
+        repeat_s: work of the interrupted step that is done again.
+        running_s: seconds since training resumed with the active plan; zero in a stall.
+        interrupted: whether the last change was not completed, so that its plan was not reached.
+        checkpoints: how often they are written, and the steps since the last one.
+        rate: the failure model.
+    """
+
+    speeds: Mapping[int, float]
+    lost: frozenset[int]
+    repeat_s: float
+    running_s: float
+    interrupted: bool
+    checkpoints: Checkpoints
+    rate: FailureModel
+
+    @property
+    def horizon_s(self) -> float:
+        """Expected seconds until the next failure (D)."""
+        return self.rate.horizon_s(len(self.speeds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option(Candidate):
+    """A candidate with its plan.
+
+    Attributes:
+        plan: of the planner's own type; its `used` are its workers, the loss of any other interrupts nothing.
+        still_s: seconds of standing still; `stall_s` adds `repeat_s`.
+        repeat_s: work that is done again.
+        saves_first: whether a checkpoint is written first, so that nothing is done again.
+    """
+
+    plan: Any
+    step_s: float
+    still_s: float = 0.0
+    repeat_s: float = 0.0
+    stall_s: float = field(init=False)
+    saves_first: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stall_s", self.still_s + self.repeat_s)
+
+
+class Planner(ABC):
+    """A policy with its active plan. Subclasses define the options of a decision.
+
+    A plan is reached when the change to it is complete. Until then, workers hold the layers of the plan before.
+
+    Args:
+        policy: of the runtime, or one that exists only in simulations.
+        world: costs, and layouts by class.
+        start_number: selects one of several start layouts.
+    """
+
+    def __init__(self, policy: Policy, world: World, *, start_number: int = 0) -> None:
+        self._policy = policy
+        self._world = world
+        self._costs = world.costs
+        self._parameters = world.parameters
+        self._start_number = start_number
+        self._has_checkpoints = world.parameters.has_checkpoints or policy.restarts
+        # The plan whose layers its workers hold; None if nothing is held.
+        self._reached: Any = None
+        self._decided: Any = None
+        # Workers of the reached plan that were lost since. Workers that are back hold nothing.
+        self._lost: frozenset[int] = frozenset()
+
+    def start(self, state: SimulatorState) -> Option | None:
+        """Return the plan to start with, which is active then; None if nothing fits the live workers."""
+        best = self._best(self._starts(state.speeds), state)
+        return None if best is None else self._activate(best)
+
+    def decide(self, state: SimulatorState) -> Option | None:
+        """Return the best option, which is active then; None if nothing can be done but wait for workers."""
+        if not state.interrupted:
+            self._reached = self._decided
+            self._lost = frozenset()
+        if self._reached is not None:
+            self._lost |= state.lost & self._reached.used
+            self._reached = self._without(self._reached, state.lost)
+        options = self._options(self._reached, state) if self._reached is not None and state.speeds else []
+        if not options and self._has_checkpoints and state.speeds:
+            options = [
+                replace(
+                    option,
+                    policy="checkpoint",
+                    still_s=self._parameters.restart_s,
+                    repeat_s=state.checkpoints.unsaved_s,
+                    from_checkpoint=True,
+                )
+                for option in self._restarts(state)
+            ]
+        best = self._best(options, state)
+        if best is None:
+            self._reached = self._decided = None
+            return None
+        if best.from_checkpoint:
+            self._reached = None
+        return self._activate(best)
+
+    def _best(self, options: Sequence[Option], state: SimulatorState) -> Option | None:
+        """Return the option that `recovery.decide` would choose, with its risk; None if there is none."""
+        speeds = state.speeds
+        options = [replace(option, risk=self._risk(option.plan, speeds)) for option in options]
+        if len(options) < 2:
+            return next(iter(options), None)
+        whole_speed = sum(worker.speed for worker in self._costs.cluster.workers)
+        prospect = Prospect.of(
+            state.rate,
+            workers=len(speeds),
+            after_incident=bool(state.lost),
+            held=None if self._reached is None else self._risk(self._reached, speeds),
+            restart_s=self._parameters.restart_s,
+            checkpoints=state.checkpoints,
+            # Of workers that are never idle.
+            reference_step_s=total_work_bound_s(self._costs) * whole_speed / sum(speeds.values()),
+            has_checkpoints=self._has_checkpoints,
+        )
+        index = best_of(score(options, prospect, samples=1), prospect)
+        return None if index is None else options[index]
+
+    def _activate(self, option: Option) -> Option:
+        self._decided = option.plan
+        return option
+
+    def _without(self, plan: Any, lost: frozenset[int]) -> Any:
+        """Return a plan with gaps in place of lost workers, if its type has gaps."""
+        return plan
+
+    @abstractmethod
+    def _starts(self, speeds: Mapping[int, float]) -> Sequence[Option]:
+        """Return the plans to start with."""
+
+    @abstractmethod
+    def _risk(self, plan: Any, live: Collection[int]) -> LossRisk | None:
+        """Return which of the live workers and hosts hold the layers of a plan; None if some layer has no holder."""
+
+    @abstractmethod
+    def _options(self, reached: Any, state: SimulatorState) -> Sequence[Option]:
+        """Return the ways to continue with the layers that are held."""
+
+    @abstractmethod
+    def _restarts(self, state: SimulatorState) -> Sequence[Option]:
+        """Return the plans to continue with from a checkpoint."""
