@@ -73,7 +73,7 @@ def test_equal_stages_and_free_messages_meet_the_bound(
 
 
 @given(st.data())
-def test_the_split_bound_is_at_least_that_of_the_design(data: st.DataObject) -> None:
+def test_the_split_bound_is_at_least_the_simple_one(data: st.DataObject) -> None:
     depth = data.draw(st.integers(1, 5))
     m = data.draw(st.integers(1, 10))
     f, b, w = (data.draw(stage_lists(depth)) for _ in range(3))

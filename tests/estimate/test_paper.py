@@ -68,7 +68,7 @@ def test_rerouting_without_a_failure_is_the_symmetric_form() -> None:
 
 
 def test_one_failure_takes_longer_than_the_sum_says() -> None:
-    """The disagreement that the design notes: 8 pipelines of 4 stages, 16 micro-batches each, one worker lost."""
+    """The known disagreement: 8 pipelines of 4 stages, 16 micro-batches each, one worker lost."""
     plan = pipelines(Shape(dp=8, pp=4, share=16))
     costs = equal_costs(layers=4, micro_batches=128, workers=32, forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0)
     replayed_s = replay(list_schedule(reroute(plan, [1], costs), costs), costs).step_s

@@ -59,7 +59,7 @@ def test_with_free_messages_and_equal_stages_the_defaults_are_best(shape: Shape,
 
 
 @given(pipelined(), st.integers(1, 3), st.integers(0, 2))
-def test_the_ceiling_bounds_every_worker(case: Planned, in_flight: int, more: int) -> None:
+def test_in_flight_limits_bound_every_worker(case: Planned, in_flight: int, more: int) -> None:
     in_flight_limits = dict.fromkeys(case.plan.workers, InFlightLimit(in_flight, in_flight + more))
 
     best = best_program(case.plan, case.costs, in_flight_limits=in_flight_limits)

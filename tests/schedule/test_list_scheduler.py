@@ -131,7 +131,7 @@ def test_no_time_is_below_what_its_workers_and_its_ways_need(case: Planned) -> N
 
 
 def pipeline_bound_s(hops: tuple[Hop, ...], share: int, costs: CostModel, *, split_backward: bool) -> float:
-    """The lower bounds of DESIGN section 4 for `share` micro-batches through one pipeline."""
+    """The lower bounds for `share` micro-batches through one pipeline."""
 
     def times(kind: OperationKind) -> list[float]:
         return [costs.compute_s(hop.worker, kind, hop.layers) for hop in hops]

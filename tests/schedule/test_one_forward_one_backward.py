@@ -135,7 +135,7 @@ def test_the_replayed_time_is_the_closed_form(shape: Shape, forward_s: float, ba
 
     timeline = replay(list_schedule(pipelines(shape), costs), costs)
 
-    # DESIGN section 12: the time of symmetric pipelines.
+    # The paper's time of symmetric pipelines.
     assert timeline.step_s == pytest.approx((shape.share + shape.pp - 1) * (forward_s + backward_s))
     assert timeline.busy_s(0) == pytest.approx(shape.share * (forward_s + backward_s))
 

@@ -1,4 +1,4 @@
-"""The neighbours of orders that a local search replays are those that it says they are."""
+"""The neighbours of orders that a local search replays are the changes that it reports."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def rerouted(draw: st.DrawFn) -> Planned:
 
 @settings(max_examples=40)
 @given(rerouted(), st.integers(1, 5), st.integers(0, 3))
-def test_a_ceiling_holds_and_the_result_is_no_longer_than_a_list_schedule(
+def test_in_flight_limits_hold_and_the_result_is_no_longer_than_a_list_schedule(
     case: Planned, in_flight: int, more: int
 ) -> None:
     plan, costs = case.plan, case.costs

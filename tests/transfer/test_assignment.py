@@ -31,7 +31,7 @@ def shares(draw: st.DrawFn, units: int, parts: int) -> Integers:
 
 
 def every_outcome(problem: Balanced, preferred: list[list[bool]]) -> set[tuple[int, int, int]]:
-    """(total, dearest, units that are not preferred) of every assignment."""
+    """(total cost, largest cost of a unit, units that are not preferred) of every assignment."""
     rows = np.repeat(np.arange(len(problem.supply)), problem.supply).tolist()
     columns = np.repeat(np.arange(len(problem.demand)), problem.demand).tolist()
     cost = problem.cost.tolist()

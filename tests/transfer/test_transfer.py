@@ -23,7 +23,7 @@ CLUSTER = Cluster(
 
 
 def test_the_worked_example_moves_two_layers_both_to_the_new_worker() -> None:
-    """DESIGN section 7, with layers from 0: three workers hold three layers each, a fourth joins with none."""
+    """With layers from 0: three workers hold three layers each, a fourth joins with none."""
     current = Placement(9, {worker: (LayerRange(3 * worker, 3 * worker + 3),) for worker in range(3)})
     slots = [LayerRange(0, 2), LayerRange(2, 4), LayerRange(4, 6), LayerRange(6, 9)]
     new = Placement(9, {place: (slot,) for place, slot in enumerate(slots)})
@@ -42,7 +42,7 @@ def holds(placement: Placement, worker: int) -> set[int]:
 
 
 @given(placements_of_five(complete=True), placements_of_five(complete=True), st.data())
-def test_after_the_messages_everybody_holds_what_the_placement_says(
+def test_after_the_messages_every_worker_holds_what_the_placement_says(
     current: Placement, new: Placement, data: st.DataObject
 ) -> None:
     spare = data.draw(st.sets(st.integers(0, 9), max_size=2))

@@ -63,15 +63,15 @@ def estimate_sync(placement: Placement, timeline: Timeline, costs: CostModel) ->
         NoHolderError: a layer has no holder.
         PlanError: the workload has another number of layers than the placement.
     """
-    made_s: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
+    complete_s: dict[int, dict[tuple[int, int], float]] = defaultdict(dict)
     for timed in timeline.operations:
         if timed.operation.kind in (OperationKind.BACKWARD, OperationKind.WEIGHT_GRAD):
             layers = timed.operation.layers
-            made_s[timed.worker][layers.start, layers.stop] = timed.end_s
-    return sync_after(placement, made_s, timeline.step_s, costs)
+            complete_s[timed.worker][layers.start, layers.stop] = timed.end_s
+    return sync_after(placement, complete_s, timeline.step_s, costs)
 
 
-def sync_after(placement: Placement, made_s: GradientTimes, program_s: float, costs: CostModel) -> SyncEstimate:
+def sync_after(placement: Placement, complete_s: GradientTimes, program_s: float, costs: CostModel) -> SyncEstimate:
     """Return `estimate_sync` from when gradients are complete, and the end of the last operation of all."""
     rounds = gradient_rounds(placement, costs.workload.tied_layers)
     segments = [
@@ -84,7 +84,7 @@ def sync_after(placement: Placement, made_s: GradientTimes, program_s: float, co
         (
             (
                 segment.holders,
-                max(_ready_s(made_s.get(worker, {}), segment) for worker in segment.holders),
+                max(_ready_s(complete_s.get(worker, {}), segment) for worker in segment.holders),
                 costs.cluster.ring_all_reduce_s(segment.holders, num_bytes),
             )
             for _, segment, num_bytes in segments
@@ -115,13 +115,13 @@ def reduction_times(
         yield start_s, end_s
 
 
-def _ready_s(made_s: Mapping[tuple[int, int], float], segment: Segment) -> float:
+def _ready_s(complete_s: Mapping[tuple[int, int], float], segment: Segment) -> float:
     """When a worker has the gradients of a segment."""
     spans = [(layer, layer + 1) for layer in segment.tied] or [(segment.layers.start, segment.layers.stop)]
     return max(
         (
             end_s
-            for (start, stop), end_s in made_s.items()
+            for (start, stop), end_s in complete_s.items()
             if any(start < last and first < stop for first, last in spans)
         ),
         default=0.0,

@@ -1,8 +1,8 @@
-"""How much memory each worker needs at its worst moment.
+"""Memory of each worker at its worst moment.
 
-What a worker holds:
+A worker holds:
 
-- all the time, for the layers that it holds: parameters, gradients, optimizer state, and the samples kept at hand;
+- throughout a step, for its layers: parameters, gradients, optimizer state, and cached samples;
 - from the F of a hop to its B or I: the activations of the hop's layers, and the hop's output. The output is one tensor
   with the message that is sent, which is held until the gradient that answers it has come; or with the input of the
   next hop if that is on the same worker, up to that one's I;
@@ -11,11 +11,11 @@ What a worker holds:
 - messages: those it has asked for and not yet used; of the gradients it has sent, the latest few to each worker; and
   gradients handed over between two hops of its own, until the lower has used them.
 
-While an operation runs, it goes through its layers one by one, and each works with `working_bytes` on top:
+An operation runs its layers one by one; each needs `working_bytes` in addition while it runs:
 
 - F upwards: activations of the layers so far, and the output of the one that runs;
 - B downwards: activations of the layers that are left, the hop's output if it is kept, the gradient that came in until
-  the end, and the gradients between which the layer that runs stands;
+  the end, and the gradients of the input and output of the layer that runs;
 - I downwards: all activations, what the layers so far leave for W, and the gradient that the one that runs makes. A
   layer that leaves at least as much as its activations leaves these too, as in this package's runtime; where it leaves
   less, both are counted, although they may share tensors: an upper bound;
@@ -26,8 +26,8 @@ layer is one is not kept beyond the arrival of its gradient; one that is recompu
 and its output. The rest is there while the layer's own F runs, and again, in full with the output, while its B or I
 does; an I that leaves the activations for W makes them there.
 
-Vote and update come when there are no activations any more, and are not looked at. The logits are activations and
-working bytes of the last layer. With tensor parallelism all bytes are those of one rank.
+Vote and update are left out, because no activations are held then. The logits are activations and working bytes of the
+last layer. With tensor parallelism all bytes are those of one rank.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class MessageBuffers:
-    """How many messages a runtime holds; this package's own runtime goes by the defaults.
+    """How many messages a runtime holds; the defaults are those of this package's runtime.
 
     An activation that was sent is held until the gradient that answers it has come.
 
     Attributes:
         receives_ahead: receives that are posted, at most, counting the one that the next operation needs.
-        sends_kept: gradients sent to a worker that are held, the latest ones, at most; before the next is sent, the
-            earliest of so many must have arrived.
+        sends_kept: the latest gradients sent to a worker that are held, at most; before the next is sent, the earliest
+            of them must have arrived.
 
     Raises:
         ConfigError: one of them is below one.
@@ -100,7 +100,7 @@ class MessageBuffers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """The worst moment of a worker: what it holds then, and the operation it is in (None if it runs none)."""
+    """The worst moment of a worker: the bytes that it holds, and the operation that it runs (None if it runs none)."""
 
     peak: MemoryUse
     during: Operation | None
@@ -117,9 +117,9 @@ def program_memory(
     workload: Workload,
     buffers: MessageBuffers = MessageBuffers(),
 ) -> Mapping[int, WorkerMemory]:
-    """The worst moment of every worker of `placement`, ascending.
+    """Return the worst moment of every worker of `placement`, ascending.
 
-    Exact for what the module's text says, whatever the routes: it follows from the order of a worker's own operations.
+    Exact for the module's model, whatever the routes: it follows from the order of a worker's own operations.
 
     Raises:
         PlanError: the workload has another number of layers than the placement.
@@ -219,7 +219,7 @@ class WorkloadMemory:
         kept = np.select([in_full, is_again], [inputs, self._selective[own]], activations)
         left = np.where(weight_grads >= kept, kept, 0)
         kept_output = 0 if in_full[-1] else int(outputs[-1])
-        # While the backward of a layer runs: what is made once more, and the gradient of its input.
+        # While the backward of a layer runs: what is computed again, and the gradient of its input.
         rest = np.maximum(0, activations - kept)
         again = working + np.where(in_full, outputs, 0)
         sent = np.where(layer == start, inputs, 0)

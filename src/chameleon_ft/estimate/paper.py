@@ -31,7 +31,7 @@ def pipeline_step_s(*, forward_s: Sequence[float], backward_s: Sequence[float], 
     # In wave k, stage i of P runs the forward of micro-batch k + P - 1 - i, whose input the stage before has made in
     # wave k - 1, and then the backward of micro-batch k.
     free_s = [0.0] * depth
-    input_s = [0.0] * (depth + 1)  # when the stage before has made it
+    input_s = [0.0] * (depth + 1)  # when the output of the stage before is there
     for wave in range(1 - depth, micro_batches):
         for stage in range(min(depth, wave + depth) - 1, max(0, wave + depth - micro_batches) - 1, -1):
             free_s[stage] = input_s[stage + 1] = max(free_s[stage], input_s[stage]) + forward_s[stage]

@@ -89,16 +89,20 @@ class PartsEstimate:
 
     def over_capacity(self, costs: CostModel) -> dict[int, int]:
         """Return the missing bytes of workers whose peak exceeds their capacity; unknown capacities are not checked."""
-        known = ((worker, peak, costs.cluster.worker(worker).memory_bytes) for worker, peak in self.peak_bytes.items())
-        return {worker: peak - most for worker, peak, most in known if most is not None and peak > most}
+        capacities = {worker: costs.cluster.worker(worker).memory_bytes for worker in self.peak_bytes}
+        return {
+            worker: self.peak_bytes[worker] - capacity
+            for worker, capacity in capacities.items()
+            if capacity is not None and self.peak_bytes[worker] > capacity
+        }
 
 
 def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) -> PartsEstimate:
     """Return the figures of `estimate_step` for the program of these parts, without making it; raises its errors."""
-    made_s: dict[int, dict[tuple[int, int], float]] = {}
+    complete_s: dict[int, dict[tuple[int, int], float]] = {}
     for part in parts:
-        made_s |= _made_s(part)
-    sync = sync_after(plan.placement, made_s, step_s_of(parts), costs)
+        complete_s |= _gradient_times(part)
+    sync = sync_after(plan.placement, complete_s, step_s_of(parts), costs)
     # The same sum as in `StepEstimate`, so that both round alike.
     return PartsEstimate(sync.program_s, sync.program_s + sync.exposed_s, peak_bytes_of(plan, parts, costs))
 
@@ -109,7 +113,7 @@ def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) 
     The parts may have been scheduled for a plan with other recomputation: the orders of their operations count, not
     their times.
     """
-    known: dict[tuple[object, ...], list[int]] = {}
+    moving_bytes: dict[tuple[object, ...], list[int]] = {}
     memory = workload_memory(costs.workload)
     peak_bytes = memory.state_bytes(plan.placement)
     for part in parts:
@@ -118,15 +122,15 @@ def peak_bytes_of(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel) 
         layers = [hop.layers for hop in part.component.paths[0]]
         # Pipelines whose stages take equally long share a schedule, even if they are cut differently.
         key = id(schedule), recompute, *layers
-        if key not in known:
+        if key not in moving_bytes:
             records = records_by_code(plan, part.component.routes)[schedule.codes]
-            known[key] = memory.moving_bytes(records, schedule.first)
-        for worker, own_bytes in zip(workers, known[key], strict=True):
+            moving_bytes[key] = memory.moving_bytes(records, schedule.first)
+        for worker, own_bytes in zip(workers, moving_bytes[key], strict=True):
             peak_bytes[worker] += own_bytes
     return peak_bytes
 
 
-def _made_s(part: ScheduledPart) -> dict[int, dict[tuple[int, int], float]]:
+def _gradient_times(part: ScheduledPart) -> dict[int, dict[tuple[int, int], float]]:
     """By worker and range of layers, the end of the last operation that makes gradients."""
     component, schedule = part.component, part.schedule
     if component.is_pipeline:

@@ -21,7 +21,7 @@ def detoured_hops(plan: Plan, pipelines: Sequence[Sequence[int]]) -> frozenset[t
 
     Args:
         plan: what is run.
-        pipelines: the workers of each pipeline before anything failed; those that `plan` does not have are lost.
+        pipelines: the workers of each pipeline before anything failed; workers that `plan` does not have are lost.
 
     Raises:
         PlanError: a worker is in two pipelines.
@@ -53,7 +53,7 @@ def _detours(hops: Sequence[Hop], pipeline_of: Mapping[int, int], broken: frozen
 def disjoint_pipelines(plan: Plan) -> list[tuple[int, ...]]:
     """Return the pipelines of a plan, by the workers of their stages, from its routes alone.
 
-    Each is the one with the most micro-batches of those that share no worker with an earlier one, so that detours do
+    They are taken by falling number of micro-batches, if they share no worker with an earlier one, so that detours do
     not count as pipelines of their own.
     """
     chains = Counter(tuple(hop.worker for hop in route.hops) for route in plan.routes)

@@ -193,7 +193,7 @@ class ListSchedules:
     heuristic is left, or, if they made the best schedule, when the effort is spent.
 
     Attributes:
-        schedules: best first: within the limits before those that exceed one, then by time, then in the order of trial.
+        schedules: best first: the ones within the limits, then by time, then in the order of trial.
         effort: operations scheduled so far, without runs to a dead end.
         enough_s: a step time that is good enough: the lower bound plus the share `slack`.
     """

@@ -25,7 +25,7 @@ __all__ = ["KINDS", "Operation", "OperationKind", "Program", "operations_from", 
 
 
 class OperationKind(StrEnum):
-    """What an operation computes; the values are the letters used in pictures and traces."""
+    """The kinds of operations; the values are the letters used in pictures and traces."""
 
     FORWARD = "F"
     BACKWARD = "B"

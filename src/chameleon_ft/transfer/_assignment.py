@@ -25,14 +25,14 @@ class Balanced:
     demand: Integers
 
     def least_cost_flow(self) -> Integers:
-        """Units from each supply to each demand, at the least cost in total."""
+        """Return the units from each supply to each demand, int64 [supplies, demands], at the least total cost."""
         return self._optimum()[0]
 
     def fair_flow(self, preferred: Sequence[Sequence[bool]]) -> Integers:
-        """Of the flows of least cost, those whose dearest unit costs least; of these, one with most `preferred` units.
+        """Return a flow of least cost whose most expensive unit costs least; of these, one with most `preferred` units.
 
         A flow costs least if and only if it uses only pairs without slack in an optimal dual. Bisection over the cost
-        of the dearest unit finds which of these pairs are needed.
+        of the most expensive unit finds which of these pairs are needed.
         """
         flow, from_supply, to_demand = self._optimum()
         tight = self.cost == to_demand[None, :] - from_supply[:, None]

@@ -75,7 +75,7 @@ def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Flo
 
 
 class Neighbourhood(NamedTuple):
-    """What defines the neighbours of orders.
+    """The data that define the neighbours of orders.
 
     Attributes:
         workers: the index of each slot's worker; int64 [slots].
