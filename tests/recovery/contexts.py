@@ -45,7 +45,7 @@ def context(
     split_backward: bool = False,
     effort: int | None = 300,
 ) -> DecisionContext:
-    """`dp` pipelines of `pp` stages that nobody has been lost of; `hosts` have equally many neighbours each."""
+    """Return a context of `dp` pipelines of `pp` stages without a loss, on `hosts` hosts of equal size."""
     layers = layers if layers is not None else (layer(10),) * (2 * pp)
     plan = data_pipeline_plan(
         layer_costs=[cost.forward_s + cost.backward_s for cost in layers],

@@ -300,12 +300,12 @@ def test_if_no_worker_is_lost_a_checkpoint_is_written_before_all_begin_anew() ->
 def test_memory_counts_while_layers_move_too(memory_bytes: int, reason: str | None) -> None:
     now = context(dp=2, pp=2, layers=(layer(100), layer(100)), memory_bytes=memory_bytes)
     exchanged = data_pipeline_plan(layer_costs=[1.0, 1.0], dp=2, pp=2, micro_batches=8, workers=(1, 0, 2, 3))
-    candidate, way = measure(Proposal(name="exchange", plan=exchanged), now)
+    candidate, draft = measure(Proposal(name="exchange", plan=exchanged), now)
     assert candidate.peak_bytes is not None
     assert candidate.peak_bytes < 600
     assert candidate.moved_bytes == 600
     assert candidate.reason == reason
-    assert (way is None) == (reason is not None)
+    assert (draft is None) == (reason is not None)
 
 
 def with_memory(now: DecisionContext, memory_bytes: int) -> DecisionContext:
@@ -394,9 +394,9 @@ def test_gradients_are_reduced_while_the_program_still_runs() -> None:
         Placement(2, {0: (whole,), 1: (second,)}),
         (Route(0, (Hop(0, whole),)), Route(1, (Hop(0, first), Hop(1, second)))),
     )
-    candidate, way = measure(Proposal(name="shared", plan=plan), now)
-    assert way is not None
-    sync = estimate_step(plan, way.course().program, now.costs).sync
+    candidate, draft = measure(Proposal(name="shared", plan=plan), now)
+    assert draft is not None
+    sync = estimate_step(plan, draft.course().program, now.costs).sync
     (reduction,) = sync.reductions
     assert reduction.start_s < sync.program_s
     assert candidate.step_s == sync.end_s < sync.program_s + reduction.end_s - reduction.start_s
@@ -404,9 +404,9 @@ def test_gradients_are_reduced_while_the_program_still_runs() -> None:
 
 def test_a_plan_of_workers_that_are_lost_cannot_be_run() -> None:
     now = after(context(dp=2, pp=2), 3)
-    candidate, way = measure(Proposal(name="as-before", plan=now.plan), now)
+    candidate, draft = measure(Proposal(name="as-before", plan=now.plan), now)
     assert candidate == Candidate(policy="as-before", reason="it needs workers that are not live: [3]")
-    assert way is None
+    assert draft is None
 
 
 def test_what_no_worker_has_to_stop_for_costs_nothing() -> None:

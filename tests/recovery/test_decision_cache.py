@@ -20,7 +20,7 @@ from tests.recovery.test_decision import check_course
 
 
 def keeps_all(symmetry: dict[int, int], now: DecisionContext) -> bool:
-    """Whether nothing changes when each worker takes the place of another, told in the plainest way."""
+    """Return whether a permutation of the workers changes nothing, by comparing all pairs."""
     cluster, plan = now.costs.cluster, now.plan
     for a in now.live:
         one, other = cluster.worker(a), cluster.worker(symmetry[a])

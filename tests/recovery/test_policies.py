@@ -32,8 +32,8 @@ def plan_of(now: DecisionContext, policy: str, horizon_s: float = 1e6) -> Plan:
     return only.plan
 
 
-def ways(plan: Plan) -> dict[tuple[int, ...], int]:
-    """Workers of each way, with its micro-batches."""
+def shares_of(plan: Plan) -> dict[tuple[int, ...], int]:
+    """Return the micro-batches of each route, by its workers."""
     found: dict[tuple[int, ...], int] = {}
     for route in plan.routes:
         workers = tuple(hop.worker for hop in route.hops)
@@ -177,12 +177,12 @@ def test_only_a_broken_pipeline_is_repaired() -> None:
     before = context(dp=3, pp=3, share=6, layers=(layer(10),) * 6)
     now = after(before, 4)
     plan = plan_of(now, "repair")
-    assert sorted(len(workers) for workers in ways(plan)) == [2, 3, 3]
+    assert sorted(len(workers) for workers in shares_of(plan)) == [2, 3, 3]
     for worker in (0, 1, 2, 6, 7, 8):
         assert plan.placement.ranges_of(worker) == before.plan.placement.ranges_of(worker)
     assert plan.placement.ranges_of(3) == (LayerRange(0, 3),)
     assert plan.placement.ranges_of(5) == (LayerRange(3, 6),)
-    assert ways(plan)[3, 5] < 6 < max(ways(plan).values())
+    assert shares_of(plan)[3, 5] < 6 < max(shares_of(plan).values())
 
 
 @settings(max_examples=25, deadline=None)
@@ -218,34 +218,34 @@ def test_a_worker_that_has_come_back_fills_the_gap() -> None:
     repaired = plan_of(after(context(dp=2, pp=3), 1), "repair")
     now = replace(context(dp=2, pp=3), plan=repaired)
     again = plan_of(now, "repair")
-    assert sorted(len(workers) for workers in ways(again)) == [3, 3]
+    assert sorted(len(workers) for workers in shares_of(again)) == [3, 3]
     assert set(again.workers) == set(range(6))
     spare = after(context(dp=2, pp=2, spares=1), 0)
     plan = plan_of(spare, "repair")
-    assert set(ways(plan)) == {(4, 1), (2, 3)}
+    assert set(shares_of(plan)) == {(4, 1), (2, 3)}
     assert plan.placement.ranges_of(4) == spare.plan.placement.ranges_of(0)
 
 
 def test_what_is_left_of_two_pipelines_makes_one_again() -> None:
     before = context(dp=2, pp=2)
     rerouted = replace(before, plan=plan_of(after(before, 0), "reroute"))
-    assert list(ways(plan_of(after(rerouted, 0, 3), "repair"))) == [(2, 1)]
-    nobody = after(context(dp=2, pp=1, spares=0), 0)
-    assert list(ways(plan_of(nobody, "repair"))) == [(1,)]
+    assert list(shares_of(plan_of(after(rerouted, 0, 3), "repair"))) == [(2, 1)]
+    broken = after(context(dp=2, pp=1, spares=0), 0)
+    assert list(shares_of(plan_of(broken, "repair"))) == [(1,)]
 
 
 def test_a_replica_is_dropped_as_a_whole() -> None:
     before = context(dp=3, pp=2, share=4)
     plan = plan_of(after(before, 2), "drop-replica")
-    assert ways(plan) == {(0, 1): 6, (4, 5): 6}
+    assert shares_of(plan) == {(0, 1): 6, (4, 5): 6}
     assert plan.workers == (0, 1, 4, 5)
     # The survivor of one and that of another make a pipeline.
     both = after(before, 2, 5)
     plan = plan_of(both, "drop-replica")
-    assert ways(plan) == {(0, 1): 6, (3, 4): 6}
-    # Everybody is there again, but holds nothing.
+    assert shares_of(plan) == {(0, 1): 6, (3, 4): 6}
+    # All workers are live again, but hold nothing.
     back = replace(before, plan=plan_of(after(before, 2), "drop-replica"))
-    assert ways(plan_of(back, "drop-replica")) == {(0, 1): 4, (4, 5): 4, (2, 3): 4}
+    assert shares_of(plan_of(back, "drop-replica")) == {(0, 1): 4, (4, 5): 4, (2, 3): 4}
     (none,) = POLICIES["drop-replica"](after(before, 0, 2, 4), 1e6)
     assert none.reason == "every pipeline has lost a worker"
     assert plan_of(before, "drop-replica") == before.plan
@@ -256,7 +256,7 @@ def test_a_pipeline_of_idle_workers_recomputes_as_the_one_that_it_is_like() -> N
     recompute = {0: RecomputedLayers(0, 2), 1: RecomputedLayers(3, 4), 4: RecomputedLayers(0, 1)}
     plan = plan_of(after(replace(before, plan=replace(before.plan, recompute=recompute)), 2, 5), "drop-replica")
 
-    assert ways(plan) == {(0, 1): 6, (3, 4): 6}
+    assert shares_of(plan) == {(0, 1): 6, (3, 4): 6}
     assert plan.recompute == {0: recompute[0], 1: recompute[1], 3: recompute[0], 4: recompute[1]}
 
 
@@ -278,7 +278,7 @@ def test_the_plan_of_oobleck_is_its_planners() -> None:
     assert baseline is not None
     (only,) = POLICIES["oobleck"](now, 1e6)
     assert only.plan is not None
-    assert sorted(map(len, ways(only.plan))) == sorted(map(len, ways(baseline.found.plan)))
+    assert sorted(map(len, shares_of(only.plan))) == sorted(map(len, shares_of(baseline.found.plan)))
     assert moved_bytes(now, only.plan) <= moved_bytes(now, baseline.found.plan)
     (candidate,) = decide(now, "oobleck", rate_of(1e6, now)).candidates
     assert candidate.step_s is not None
@@ -295,8 +295,8 @@ def test_oobleck_keeps_its_pipelines_too() -> None:
     best, kept = POLICIES["oobleck"](after(before, 1), 1e6)
     assert best.plan is not None
     assert kept.plan is not None
-    assert sorted(map(len, ways(best.plan))) == [1] * 8
-    assert sorted(map(len, ways(kept.plan))) == [2, 3, 3]
+    assert sorted(map(len, shares_of(best.plan))) == [1] * 8
+    assert sorted(map(len, shares_of(kept.plan))) == [2, 3, 3]
     assert moved_bytes(after(before, 1), kept.plan) < moved_bytes(after(before, 1), best.plan)
     # A worker that has joined was in no pipeline, so there is none to keep it in.
     joined = context(dp=3, pp=3, share=8, layers=(layer(100),) * 6, link=Link(0.0, 1e6), spares=1)
@@ -352,7 +352,7 @@ def test_the_papers_estimate_on_unequal_pipelines() -> None:
     assert rerouted_s(after(now, 2)) == 36 + 18
     assert rerouted_s(after(now, 0)) == 36 + 3 * 9
     detoured = replace(now, plan=plan_of(after(now, 0), "reroute"))
-    assert ways(detoured.plan) == {(2, 1): 3, (2,): 1}
+    assert shares_of(detoured.plan) == {(2, 1): 3, (2,): 1}
     assert rerouted_s(after(detoured, 0)) == math.inf
 
 
@@ -386,8 +386,8 @@ def test_the_paper_takes_what_can_be_done() -> None:
     # Of three workers, one would have to hold both layers.
     now = after(context(dp=2, pp=2, layers=(layer(100),) * 2, memory_bytes=700), 3)
     assert POLICIES["paper"](now, 1e9)[0].name == "paper-reroute"
-    nobody = after(now, 1)
-    (none,) = POLICIES["paper"](nobody, 1e9)
+    broken = after(now, 1)
+    (none,) = POLICIES["paper"](broken, 1e9)
     assert (none.name, none.plan) == ("paper-repartition", None)
 
 
@@ -413,5 +413,5 @@ def test_idle_workers_take_the_places_of_lost_ones() -> None:
 
 def test_dropped_pipelines_leave_shares_in_proportion() -> None:
     now = context(dp=3, pp=2)
-    shares = ways(plan_of(after(now, 0), "drop-replica"))
+    shares = shares_of(plan_of(after(now, 0), "drop-replica"))
     assert sorted(shares.values()) == [6, 6]

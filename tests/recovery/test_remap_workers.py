@@ -14,12 +14,12 @@ from chameleon_ft.workload import LayerCost, Workload
 FIRST, LAST = LayerRange(0, 1), LayerRange(1, 2)
 
 
-def pairs(*ways: tuple[int, int]) -> Plan:
+def pairs(*pipelines: tuple[int, int]) -> Plan:
     """Pipelines of two stages."""
-    held = {worker: (layers,) for way in ways for worker, layers in zip(way, (FIRST, LAST), strict=True)}
+    held = {worker: (layers,) for pipeline in pipelines for worker, layers in zip(pipeline, (FIRST, LAST), strict=True)}
     routes = tuple(
         Route(number, (Hop(first, FIRST), Hop(last, LAST)))
-        for number, (first, last) in enumerate(ways[number % len(ways)] for number in range(4))
+        for number, (first, last) in enumerate(pipelines[number % len(pipelines)] for number in range(4))
     )
     return Plan(Placement(2, held), routes)
 

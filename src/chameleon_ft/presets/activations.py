@@ -54,12 +54,11 @@ def block_bytes(shape: ModelShape, execution: Execution, *, tokens: int, element
     gradient of the largest matrix before it is added up.
     """
     hidden, ffn, tp = shape.hidden, shape.ffn, execution.tp
-    swiglu = shape.feed_forward is FeedForward.SWIGLU
     flash = execution.attention is Attention.FLASH
     masks = 2 * hidden * _MASK_BYTES if shape.dropout else 0
     # Elements of query, key, value and the input of the output projection; of gate and up, or up alone; of silu(gate).
     attention = 2 * shape.query_dim + 2 * shape.kv_dim
-    inner, gate = (2 * ffn, ffn) if swiglu else (ffn, 0)
+    inner, gate = shape.inner_width, ffn if shape.feed_forward is FeedForward.SWIGLU else 0
     # The core of attention: scores after softmax, and after dropout with its mask.
     if flash:
         core = shape.heads * _FLOAT32_BYTES

@@ -103,7 +103,14 @@ class ModelShape:
     @property
     def block_params(self) -> int:
         """Parameters of one block: its matrices, their biases and two norms."""
-        return sum(self.block_matrices) + self._block_biases + 2 * self._norm_params
+        qkv_biases = self.query_dim + 2 * self.kv_dim
+        biases = {Bias.NONE: 0, Bias.QKV: qkv_biases, Bias.ALL: qkv_biases + 2 * self.hidden + self.inner_width}
+        return sum(self.block_matrices) + biases[self.bias] + 2 * self._norm_params
+
+    @property
+    def inner_width(self) -> int:
+        """Width of the first output of the feed-forward: gate and up, or up alone."""
+        return self.ffn * (2 if self.feed_forward is FeedForward.SWIGLU else 1)
 
     @property
     def embedding_params(self) -> int:
@@ -128,11 +135,3 @@ class ModelShape:
     @property
     def _norm_params(self) -> int:
         return self.hidden * (2 if self.norm is Norm.LAYER else 1)
-
-    @property
-    def _block_biases(self) -> int:
-        qkv = self.query_dim + 2 * self.kv_dim
-        if self.bias is Bias.ALL:
-            ffn_inner = self.ffn * (2 if self.feed_forward is FeedForward.SWIGLU else 1)
-            return qkv + self.hidden + ffn_inner + self.hidden
-        return qkv if self.bias is Bias.QKV else 0

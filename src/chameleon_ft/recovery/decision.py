@@ -80,7 +80,7 @@ def decide(
     Args:
         context: the active plan, and which workers are live.
         policy: name of one of `POLICIES`.
-        failures: what is known of failures; the losses that led to this decision are counted already.
+        failures: the failure model; the losses that led to this decision are counted already.
         decide_s: called after the measurements, returns the seconds that the decision takes in all, for a decision that
             all workers wait for. None: as in `context.phases`.
 
@@ -122,7 +122,7 @@ def rescore(
         decision: an earlier decision.
         before: the context of that decision, except for the live workers.
         now: the present context, with the same active plan.
-        failures: what is known of failures now.
+        failures: the present failure model.
     """
     candidates, index = _choose(decision.candidates, before=before, now=now, failures=failures)
     chosen = None if index is None else candidates[index]

@@ -32,7 +32,7 @@ class Prospect:
     """Everything that the score of a plan depends on except for the plan.
 
     Attributes:
-        failures: what is known of failures.
+        failures: the failure model.
         gap: distribution of the seconds until the next incident (G).
         restart_s: seconds of a return to a checkpoint without the steps since that checkpoint.
         checkpoints: how often they are written.
@@ -66,7 +66,7 @@ class Prospect:
         """Return the prospect of a number of live workers.
 
         Args:
-            failures: what is known of failures; the latest ones are counted.
+            failures: the failure model; the latest failures are counted.
             workers: number of live workers.
             after_incident: whether some have just been lost.
             held: which workers and hosts hold the layers now; None if some layer has no holder, so that there is

@@ -120,7 +120,7 @@ def decide_for_class(
         losses: the class.
         context: the context without a lost worker; its `repeat_s` is the expected repeated work of a loss.
         policy: name of one of `POLICIES`.
-        failures: what is known of failures now; the loss is counted on top of it.
+        failures: the present failure model; the loss is counted on top of it.
     """
     costs = context.costs
     left = CostModel(costs.workload, costs.cluster.without(losses.lost))
@@ -168,7 +168,7 @@ class _Structure:
     """Everything that decides, as a graph of workers.
 
     Attributes:
-        attributes: what is known of each live worker alone; a tuple that can be ordered.
+        attributes: the facts of each live worker that concern no other worker, as a tuple that can be ordered.
     """
 
     def __init__(self, context: DecisionContext) -> None:
