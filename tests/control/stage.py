@@ -168,7 +168,7 @@ class Stage:
             )
 
     def layers_of(self, worker: int) -> tuple[int, ...]:
-        """What the newest order that a worker got has it hold in the end."""
+        """Return the layers that a worker holds in the end, by its newest order."""
         if not self.ranks[worker].count(StartGeneration):
             return ()
         segments = self.ranks[worker].last(StartGeneration).unpack_segments()

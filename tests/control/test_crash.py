@@ -1,4 +1,4 @@
-"""Whose error it is that a rank ended with."""
+"""Errors of ranks: those of one worker, and those of the job."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def begin_transition(stage: Stage, lost: int = 1) -> dict[int, Transition]:
 
 
 def told(stage: Stage) -> dict[int, Transition]:
-    """What each live worker was told of the newest generation's transition."""
+    """Each live worker's orders for the newest generation's transition."""
     newest = stage.order().generation
     orders = {worker: stage.ranks[worker].last(StartGeneration) for worker in stage.live()}
     return {

@@ -1,4 +1,4 @@
-"""Whole histories of a run, replayed without sockets: what is commanded, and what is recorded in the end."""
+"""Whole histories of a run, replayed without sockets: the commands, and the final records."""
 
 from __future__ import annotations
 

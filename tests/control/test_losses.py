@@ -409,7 +409,7 @@ async def test_without_a_last_holder_all_return_to_the_checkpoint(stage: Stage) 
     assert [(failure.step, failure.resume_step) for failure in stage.failures] == [(5, 2), (5, 2)]
     stage.commit(2)
     assert [record.step for record in stage.run.steps()] == [0, 1, 2, 3, 4, 2]
-    # What is still written of the state that was given up completes nothing, not even with what was written since.
+    # Parts of a state that was given up complete no checkpoint, not even together with parts of the new state.
     stage.save(4, 0, 0, 1)
     stage.say(stage.ranks[2], CheckpointSaved(generation=1, step=4, layers=(2, 3)))
     assert [event["step"] for event in stage.events("checkpoint")] == [2]

@@ -128,7 +128,7 @@ def test_with_a_profile_observed_operations_correct_every_prediction() -> None:
     for policy, step_s in corrected.items():
         assert step_s == pytest.approx(3 * uncorrected[policy], rel=0.02), "all but the messages"
     assert by.orders(lost, HOSTS, generation=2, store_port=1)[0].costs_from == "corrected"
-    # What was corrected is not taken for what is to be compared with.
+    # Corrected costs are not the reference of the next comparison.
     report(by, {}, steps=12, forward_s=3 * 0.02, backward_s=3 * 0.04)
     assert corrections(lose(by, decision, 1))["operations"] == pytest.approx(3.0)
 

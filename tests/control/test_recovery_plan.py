@@ -209,7 +209,7 @@ def test_any_loss_has_a_way_on_that_every_survivor_can_take(data: st.DataObject,
     lost = data.draw(losses(plan))
     live = [worker for worker in plan.workers if worker not in lost]
     assume(live)
-    # What the commit protocol allows: some have applied step k, all others hold its reduced gradient.
+    # The commit protocol allows this: some workers have applied step k, all others hold its reduced gradient.
     step = data.draw(st.integers(1, 50))
     anyone_applied = data.draw(st.booleans())
     states = {

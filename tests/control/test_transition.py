@@ -30,7 +30,7 @@ def test_layers_become_ranges() -> None:
 def test_without_a_change_there_is_no_transition() -> None:
     held = {worker: layers for worker, layers in OLD.items() if worker != 1}
     assert plan_transition(placed(OLD), placed(held), held=held, layers=COSTS) is None
-    # What a worker has received beside its layers makes no difference to that, nor does a spare.
+    # Layers that a worker has received beside its own make no difference to that, nor does a spare.
     assert plan_transition(placed(OLD), placed(held), held={**held, 0: (0, 1, 2), 7: ()}, layers=COSTS) is None
 
 

@@ -63,7 +63,7 @@ __all__ = [
 
 
 class MessagePart(BaseModel):
-    """Base of messages and their parts: frozen, without unknown fields."""
+    """Base of messages and their parts: frozen, and no other fields are accepted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
