@@ -119,7 +119,7 @@ def test_what_a_member_cannot_do_is_said_and_the_others_are_not_waited_for() -> 
 
 
 def test_a_host_that_does_not_answer_is_named_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"--peer 127\.0\.0\.1:9: nobody answers.*chameleon profile --serve"):
+    with pytest.raises(ConfigError, match=r"--peer 127\.0\.0\.1:9: no process answers.*chameleon profile --serve"):
         measure_link_to("127.0.0.1:9", RunConfig(), message_bytes=(64,), repeats=1)
 
 

@@ -1,1 +1,1 @@
-"""What a rank runs: its layers, its program, its communicators, the commit of a step."""
+"""The ranks: their layers, programs and communicators, the commit of a step, and the transfer of state."""

@@ -73,7 +73,7 @@ class HeldLayers:
     def forward(
         self, layers: LayerRange, boundary: Tensor, *, step: int, micro_batch: int, selective: Collection[int] = ()
     ) -> Tensor:
-        """Run `layers` on one micro-batch, each with its own random key; keep less of those that are `selective`."""
+        """Run `layers` on one micro-batch, each with its own random key; save less of `selective` layers."""
         for layer in layers:
             seed_forward(self._seed, step=step, micro_batch=micro_batch, layer=layer, device=self._device)
             with selective_recomputation() if layer in selective else nullcontext():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import torch
@@ -57,19 +58,8 @@ def measure_local_links(config: RunConfig, *, message_bytes: tuple[int, ...], re
     )
     with serve_store(_LOCAL_HOST) as port:
         store = join_address(_LOCAL_HOST, port)
-        members = [
-            Member(
-                config=config,
-                exchange=exchange,
-                worker=worker,
-                workers=most,
-                store=store,
-                address=_LOCAL_HOST,
-                local_index=worker,
-            )
-            for worker in range(most)
-        ]
-        return _measured(members)
+        member = partial(Member, config=config, exchange=exchange, workers=most, store=store, address=_LOCAL_HOST)
+        return _measured([member(worker=worker, local_index=worker) for worker in range(most)])
 
 
 def measure_link_to(peer: str, config: RunConfig, *, message_bytes: tuple[int, ...], repeats: int) -> Link:
@@ -89,7 +79,8 @@ def measure_link_to(peer: str, config: RunConfig, *, message_bytes: tuple[int, .
             connection = socket.create_connection(split_address(peer), timeout=_CONNECT_S)
         except OSError as error:
             raise ConfigError(
-                f"--peer {peer}: nobody answers there ({error}); start `chameleon profile --serve {peer}` on that host"
+                f"--peer {peer}: no process answers there ({error}); "
+                f"start `chameleon profile --serve {peer}` on that host"
             ) from None
         with connection:
             connection.sendall(_REQUEST.dump_json(request) + b"\n")

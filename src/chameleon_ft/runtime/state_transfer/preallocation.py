@@ -24,7 +24,7 @@ __all__ = ["Allocation", "LayerAllocator", "Memory"]
 
 _PIECE_BYTES: Final = 1 << 24  # between two looks at whether it is still wanted: some milliseconds
 _ALIGNMENT: Final = 64  # bytes, as torch's allocator has it on a CPU
-_TENSORS: Final = 4  # that an optimizer keeps of a parameter, at most of those that are known
+_TENSORS: Final = 4  # of a parameter, kept by an optimizer; no common one keeps more
 _LEAST_BYTES: Final = 1 << 12  # a smaller tensor has no page of its own
 
 
@@ -113,7 +113,7 @@ class LayerAllocator:
         self._release(lambda layer: True)
 
     def _release(self, unwanted: Callable[[int], bool]) -> None:
-        """Release unwanted layers, and those that are not begun, so that they can begin in another order."""
+        """Release unwanted layers, and layers that are not begun, so that they can begin in another order."""
         gone = [layer for layer, pending in self._pending.items() if pending.cancel() or unwanted(layer)]
         running = [self._pending.pop(layer) for layer in gone]
         if any(not pending.done() for pending in running):
