@@ -22,7 +22,7 @@ from chameleon_ft.recovery.proposals import on_workers
 from chameleon_ft.recovery.proposals.paper import rerouted_s
 from chameleon_ft.schedule import best_program, replay
 from chameleon_ft.search import find_plan, oobleck_plan, paper_plan, reroute
-from chameleon_ft.simulate.planners.by_class import ProposalsByClass
+from chameleon_ft.simulate.planners.class_planner import ProposalsByClass
 from tests.recovery.contexts import after, context, contexts, layer, rate_of
 
 

@@ -12,7 +12,7 @@ from chameleon_ft.search import equal_layouts
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout
 from chameleon_ft.simulate.by_class.world import World, world_of
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planners.by_class import ClassPlanner
+from chameleon_ft.simulate.planners.class_planner import ClassPlanner
 from chameleon_ft.simulate.planners.planner import SimulatorState
 from tests.simulate.clusters import costs
 

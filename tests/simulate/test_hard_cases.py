@@ -16,8 +16,8 @@ from chameleon_ft.simulate.accounting.results import Results
 from chameleon_ft.simulate.by_class.pipeline_classes import PipelineClass, Pipelines, limit_levels
 from chameleon_ft.simulate.by_class.world import world_of
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planners import exact
-from chameleon_ft.simulate.planners.exact import Decisions
+from chameleon_ft.simulate.planners import exact_planner
+from chameleon_ft.simulate.planners.exact_planner import Decisions
 from chameleon_ft.simulate.run import simulate
 from chameleon_ft.simulate.traces.events import Fault
 from chameleon_ft.simulate.traces.trace import Trace
@@ -185,7 +185,7 @@ def test_a_job_waits_for_workers_and_resumes_as_soon_as_the_model_fits(exact_up_
 
 
 def test_few_decisions_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "_MOST_CACHED", 3)
+    monkeypatch.setattr(exact_planner, "_MOST_CACHED", 3)
     remembered = Decisions()
     before = context(dp=3, pp=2)
 

@@ -15,7 +15,7 @@ from chameleon_ft.schedule import CostModel, InFlightLimit
 from chameleon_ft.search import equal_layouts
 from chameleon_ft.simulate.accounting.results import ConservationError, PolicyResult, Results
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planners.exact import Decisions
+from chameleon_ft.simulate.planners.exact_planner import Decisions
 from chameleon_ft.simulate.run import SIMULATED_POLICIES, simulate
 from chameleon_ft.simulate.traces.events import Fault
 from chameleon_ft.simulate.traces.trace import Trace

@@ -21,8 +21,8 @@ from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout
 from chameleon_ft.simulate.by_class.world import World, world_of
 from chameleon_ft.simulate.engine import PolicySimulation
 from chameleon_ft.simulate.parameters import Parameters
-from chameleon_ft.simulate.planners.by_class import ClassPlanner
-from chameleon_ft.simulate.planners.exact import Decisions, ExactPlanner, RealPlan
+from chameleon_ft.simulate.planners.class_planner import ClassPlanner
+from chameleon_ft.simulate.planners.exact_planner import Decisions, ExactPlanner, RealPlan
 from chameleon_ft.simulate.planners.planner import Planner
 from chameleon_ft.simulate.traces.trace import Trace
 from chameleon_ft.workload import Workload
