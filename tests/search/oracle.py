@@ -1,6 +1,6 @@
 """The least step time over all pipelines side by side, by trying everything: every order of classes of workers in a
-pipeline, every cut, every share, every number of recomputed layers of each stage, fused and split backward, every way
-to use up the workers.
+pipeline, every cut, every share, every number of recomputed layers of each stage, fused and split backward, every
+choice of workers.
 
 Shares with the search only what times a given pipeline (`pipeline_schedule`), and how much a stage may keep under a
 given recomputation (`Stages.limits`), which has tests of its own.
@@ -118,7 +118,7 @@ class Exhaustive:
 
 
 def least_placed_s(costs: CostModel) -> float:
-    """Seconds of the fastest plan where gradient sync and links count too: every way to put pipelines on the workers.
+    """Seconds of the fastest plan of all pipelines on all workers, where gradient sync and links count too.
 
     Shares with the search what times a pipeline on given workers, and what gradient sync adds to given pipelines.
     """
@@ -167,6 +167,6 @@ def _disjoint(workers: tuple[int, ...], deepest: int) -> Iterator[tuple[tuple[in
 
 
 def _shares(micro_batches: int, pipelines: int) -> Iterator[tuple[int, ...]]:
-    """All ways to give every pipeline some of the micro-batches."""
+    """All shares of the micro-batches for so many pipelines."""
     for inner in combinations(range(1, micro_batches), pipelines - 1) if pipelines else ():
         yield tuple(stop - start for start, stop in pairwise((0, *inner, micro_batches)))

@@ -80,7 +80,7 @@ def test_workers_that_are_on_no_route_change_nothing_but_the_placement() -> None
 
 
 @pytest.mark.parametrize("lost", [(), (0,), (0, 3)])
-def test_workers_that_are_left_recompute_as_before(lost: tuple[int, ...]) -> None:
+def test_live_workers_recompute_as_before(lost: tuple[int, ...]) -> None:
     plan = recomputing(pipelines(Shape(dp=3, pp=2, share=2)), {0, 1, 4})
 
     left = reroute(plan, lost, equal_costs(layers=2, micro_batches=6, workers=6))
@@ -167,7 +167,7 @@ def whole_stages_bound_s(plan: Plan, costs: CostModel) -> float:
 
 @pytest.mark.parametrize("split_backward", [False, True])
 @pytest.mark.parametrize("stage", range(4))
-def test_the_share_of_a_lost_worker_is_dealt_out_to_the_layer(stage: int, split_backward: bool) -> None:
+def test_the_layers_of_a_lost_worker_are_shared_out_evenly(stage: int, split_backward: bool) -> None:
     plan, costs = h100s(8, split_backward=split_backward)
 
     rerouted = reroute(plan, [stage], costs)
@@ -183,7 +183,7 @@ def test_the_share_of_a_lost_worker_is_dealt_out_to_the_layer(stage: int, split_
         assert best_program(rerouted, costs).step_s < 0.98 * bound_s
 
 
-def test_few_of_many_pipelines_have_to_do_with_a_loss() -> None:
+def test_a_loss_changes_few_of_many_pipelines() -> None:
     plan, costs = h100s(100, split_backward=True)
 
     rerouted = reroute(plan, [203], costs)
@@ -197,7 +197,7 @@ def test_few_of_many_pipelines_have_to_do_with_a_loss() -> None:
     assert max(loads_s(rerouted, costs).values()) <= most_s + 0.6 * one_s
 
 
-def test_what_is_left_of_two_pipelines_makes_one() -> None:
+def test_two_broken_pipelines_make_one() -> None:
     # Fused, so that a stage that is shared cannot fill its gaps.
     plan = pipelines(Shape(dp=3, pp=3, share=4))
     costs = equal_costs(layers=3, micro_batches=12, workers=9, latency_s=2.0)
@@ -253,7 +253,7 @@ def small_cases(count: int) -> Iterator[tuple[Plan, CostModel, list[int]]]:
 
 
 def every_spread(plan: Plan, lost: Sequence[int]) -> Iterator[Plan]:
-    """The plan with the hops of the lost workers given to live holders in every possible way."""
+    """The plan with the hops of the lost workers given to live holders in every possible combination."""
     placement = plan.placement.without(lost)
     ways = [
         [
@@ -289,7 +289,7 @@ def test_small_spreads_are_close_to_the_best_of_all() -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("split", "least", "most"), [(False, 0.86, 0.95), (True, 0.95, 1.0)])
-def test_one_loss_among_32_workers_keeps_what_the_design_says(
+def test_one_loss_among_32_workers_keeps_most_of_the_throughput(
     stage: int, split: bool, least: float, most: float
 ) -> None:
     shape = Shape(dp=8, pp=4, share=16)
@@ -301,7 +301,7 @@ def test_one_loss_among_32_workers_keeps_what_the_design_says(
     rerouted = reroute(plan, [stage], costs)
     kept = whole_s / best_program(rerouted, costs).step_s
 
-    # DESIGN section 5; the second bound is that of section 4, for workers that are all equal.
+    # The second bound holds for workers that are all equal.
     assert least <= kept <= most + 1e-9
     others = 7
     before_s = stage * (1.0 if split else 3.0)

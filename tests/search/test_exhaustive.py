@@ -1,4 +1,4 @@
-"""Small clusters with several hosts and gradient sync, beside every way to place pipelines on their workers."""
+"""Small clusters with several hosts and gradient sync, beside every placement of pipelines on their workers."""
 
 from __future__ import annotations
 

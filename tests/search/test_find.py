@@ -65,7 +65,7 @@ def test_a_complete_search_equals_trying_everything(seed: int) -> None:
 
 
 def lists(workers: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-    """All ways to make pipelines of some of the workers."""
+    """All sets of pipelines of some of the workers."""
     if not workers:
         yield []
         return
@@ -130,7 +130,7 @@ def test_no_pipelines_that_reduce_gradients_beat_the_bound(seed: int) -> None:
     assert find_plan(costs, effort=None).bound_s <= least_s * (1 + 1e-9)
 
 
-def test_more_micro_batches_are_not_hoped_for_where_fewer_took_too_long() -> None:
+def test_a_share_is_ruled_out_where_a_smaller_one_took_too_long() -> None:
     rng = random.Random(1144)
     costs = instance(
         rng,
@@ -145,7 +145,7 @@ def test_more_micro_batches_are_not_hoped_for_where_fewer_took_too_long() -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(seed=seeds)
-def test_a_plan_found_in_a_hurry_holds_what_is_said_of_it(seed: int) -> None:
+def test_a_plan_found_with_little_effort_keeps_its_predictions(seed: int) -> None:
     costs = small(seed)
     try:
         found = find_plan(costs)
@@ -180,7 +180,7 @@ def test_no_plan_for_a_preset_moves_less_and_is_faster(lost: tuple[int, ...]) ->
     figures = [(each.step_s, each.moved_bytes, each.host_single_points_of_failure) for each in front]
     for one in figures:
         assert not any(other != one and all(map(float.__le__, map(float, other), map(float, one))) for other in figures)
-    assert min(moved for _, moved, _ in figures) == 0, "what was handed in moves nothing"
+    assert min(moved for _, moved, _ in figures) == 0, "the plan that was passed moves nothing"
     assert found.bound_s < found.best.step_s
     assert all(each.peak_bytes <= 80 * 10**9 for each in front)
 
@@ -247,7 +247,7 @@ def test_a_slow_worker_gets_fewer_micro_batches() -> None:
     assert Counter(route.hops[0].worker for route in found.best.plan.routes) == {0: 4, 1: 2}
 
 
-def test_what_no_worker_holds_has_to_move() -> None:
+def test_layers_without_a_holder_have_to_move() -> None:
     workload = without_gradients(PRESET)
     costs = CostModel(workload, device("h100-80g").cluster(8))
     found = find_plan(costs)
@@ -257,7 +257,7 @@ def test_what_no_worker_holds_has_to_move() -> None:
     assert again.best.moved_bytes == 0
 
 
-def test_the_bound_of_many_kinds_is_that_of_equal_workers() -> None:
+def test_the_bound_of_many_classes_is_that_of_equal_workers() -> None:
     link = Link(0.0, math.inf)
     workers = tuple(Worker(number, "host", speed=1 - number / 100) for number in range(12))
     costs = CostModel(Workload((LayerCost("layer", 1.0, 1.0, 1.0),) * 12, 24, 1), Cluster(workers, link, link))
@@ -269,7 +269,7 @@ def test_the_bound_of_many_kinds_is_that_of_equal_workers() -> None:
     assert found.bound_s <= estimate_step(found.best.plan, program, costs).step_s
 
 
-def test_a_plan_handed_in_that_does_not_fit_is_named() -> None:
+def test_another_plan_that_does_not_fit_is_named() -> None:
     layer = LayerCost("layer", 1.0, 1.0, 1.0, param_bytes=10)
     link = Link(0.0, math.inf)
     workers = tuple(Worker(number, "host", memory_bytes=15) for number in range(2))
@@ -280,7 +280,7 @@ def test_a_plan_handed_in_that_does_not_fit_is_named() -> None:
     assert found.best.name == "pipelines"
 
 
-def test_plans_handed_in_keep_no_more_than_is_said() -> None:
+def test_other_plans_keep_to_the_given_limits() -> None:
     cluster = device("h100-80g").cluster(8)
     costs = CostModel(dataclasses.replace(PRESET, micro_batches=32), cluster)
     before = data_pipeline_plan(layer_costs=[1.0] * len(PRESET.layers), dp=2, pp=4, micro_batches=32)
@@ -333,7 +333,7 @@ def test_a_step_may_take_no_time(effort: int | None) -> None:
     assert (found.best.step_s, found.bound_s, found.gap) == (0.0, 0.0, 0.0)
 
 
-def test_times_are_those_of_the_workers_that_there_are_where_speeds_are_many() -> None:
+def test_times_are_those_of_the_real_workers_where_speeds_are_many() -> None:
     link = Link(0.0, math.inf)
     layer = LayerCost("layer", 1.0, 1.0, 1.0)
     workers = tuple(Worker(number, "host", speed=1.0 + 0.01 * number) for number in range(10))
@@ -372,7 +372,7 @@ def test_no_worker_is_left_to_plan_for() -> None:
         find_plan(CostModel(PRESET, Cluster((), link, link)))
 
 
-def test_the_same_question_gets_the_same_answer() -> None:
+def test_the_search_is_deterministic() -> None:
     costs = CostModel(PRESET, device("h100-80g").cluster(32).without((3,)))
     placement = Placement(len(PRESET.layers), {})
     assert find_plan(costs, current=placement) == find_plan(costs, current=placement)
@@ -387,7 +387,7 @@ def on_hosts(hosts: int, each: int, *, slower: float) -> CostModel:
 
 
 @pytest.mark.parametrize("effort", [2_000, None])
-def test_beside_the_fastest_there_is_one_that_survives_the_loss_of_any_host(effort: int | None) -> None:
+def test_an_alternative_survives_the_loss_of_any_host(effort: int | None) -> None:
     result = find_plan(on_hosts(2, 2, slower=30.0), effort=effort)
     assert result.best.host_single_points_of_failure == 2
     survivors = [each for each in result.alternatives if not each.host_single_points_of_failure]
@@ -402,13 +402,13 @@ def test_beside_the_fastest_there_is_one_that_survives_the_loss_of_any_host(effo
         assert len(lost) == each.host_single_points_of_failure
 
 
-def test_where_the_fastest_survives_it_there_is_nothing_to_add() -> None:
+def test_no_alternative_is_added_where_the_fastest_survives_any_host() -> None:
     result = find_plan(on_hosts(4, 2, slower=1.0))
     assert result.best.host_single_points_of_failure == 0
     assert result.alternatives == ()
 
 
-def test_of_equal_plans_the_one_that_fewer_hosts_can_end_is_the_best() -> None:
+def test_of_equal_plans_the_one_with_fewer_host_single_points_of_failure_is_best() -> None:
     # No worker has room for two layers, and two workers share the first: no pipelines are as fast.
     layers = (LayerCost("long", 2.0, 2.0, 2.0, param_bytes=10), LayerCost("short", 1.0, 1.0, 1.0, param_bytes=10))
     workers = tuple(Worker(number, host, memory_bytes=19) for number, host in enumerate(("a", "a", "b")))
@@ -441,7 +441,7 @@ def test_a_worker_alone_on_its_host_reduces_nothing_where_links_to_it_are_slow(
     assert result.bound_s <= result.best.step_s
 
 
-def test_few_hosts_do_alone_what_rings_between_hosts_would_hold_up() -> None:
+def test_fewer_hosts_are_used_where_rings_between_hosts_are_slow() -> None:
     # One layer, so that all workers that train hold the same.
     layer = LayerCost("layer", 0.01, 0.01, 0.01, gradient_bytes=90)
     workers = tuple(Worker(number, f"host {number // 2}") for number in range(4))

@@ -11,7 +11,7 @@ figures = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))
 
 
 @given(st.lists(figures))
-def test_nothing_is_kept_that_another_one_beats_and_nothing_else_is_left_out(items: list[tuple[int, int, int]]) -> None:
+def test_the_front_holds_exactly_the_items_that_no_other_beats(items: list[tuple[int, int, int]]) -> None:
     kept = pareto_front(items, lambda each: each)
     beaten = {a for a in items for b in items if b != a and all(x <= y for x, y in zip(b, a, strict=True))}
     assert kept == sorted(set(items) - beaten)

@@ -91,7 +91,7 @@ def test_no_worker_of_any_plan_reduces_its_gradients_in_less(seed: int, split: b
 
 @settings(max_examples=200, deadline=None)
 @given(seed=seeds)
-def test_no_layers_that_a_host_has_time_for_have_more_gradients_than_is_said(seed: int) -> None:
+def test_no_layers_that_a_host_has_time_for_exceed_the_bound_on_their_gradients(seed: int) -> None:
     rng = random.Random(seed)
     layers = rng.randint(1, 8)
     costs = on_hosts(rng, workers=6, layers=layers, micro_batches=rng.randint(1, 4))
@@ -129,7 +129,7 @@ def test_a_stage_with_more_layers_than_a_host_has_time_for_reduces_the_rest_betw
 
 
 def ways(workers: int, layers: int, micro_batches: int) -> list[list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
-    """All pairs of pipelines on some of the workers: who, cuts and shares."""
+    """All pairs of pipelines on some of the workers: workers, cuts and shares."""
     found = []
     for first, second in product(range(1, layers + 1), repeat=2):
         if first + second <= workers:
@@ -176,7 +176,7 @@ def test_layers_that_take_no_time_may_be_inside_a_host_as_well() -> None:
     assert float(PipelineBounds(scheduler_of(costs, split=True).stages, sync).sync_s[0, 2]) == pytest.approx(17 / 1000)
 
 
-def test_pipelines_are_not_taken_for_others_that_no_longer_exist() -> None:
+def test_pipelines_are_not_confused_with_deleted_ones() -> None:
     costs = on_hosts(random.Random(0), workers=2, layers=2, micro_batches=3)
     scheduler, sync = scheduler_of(costs, split=False), GradientSync(costs)
     (one, workers), (more, _) = placed(scheduler, (0,), (2,), 1), placed(scheduler, (0,), (2,), 3)

@@ -18,7 +18,7 @@ from tests.search.instances import instance, with_gradients
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("two_holders", [False, True])
-def test_every_depth_and_number_that_workers_are_there_for_is_looked_at(seed: int, two_holders: bool) -> None:
+def test_layouts_of_every_depth_and_number_that_the_workers_allow(seed: int, two_holders: bool) -> None:
     rng = random.Random(seed)
     costs = with_gradients(instance(rng, workers=7, layers=5, micro_batches=6, kinds=1, memory=False), rng)
     options = SearchOptions(two_holders=two_holders)

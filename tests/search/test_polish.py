@@ -72,7 +72,7 @@ def test_polished_pipelines_are_no_slower_and_fit(seed: int, memory: bool) -> No
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_layer_too_many_goes_to_another_stage(seed: int) -> None:
+def test_a_layer_moves_from_a_slow_stage_to_another(seed: int) -> None:
     problem = Problem(seed)
     of_two = {}
     for cut_points in cuts(len(problem.costs.workload.layers), 2):

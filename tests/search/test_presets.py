@@ -54,7 +54,7 @@ def test_where_memory_is_short_selective_recomputation_is_faster_than_recomputat
 
 
 @pytest.mark.parametrize("workers", [8, 9, 24])
-def test_the_time_of_a_plan_is_that_of_its_best_program_under_its_ceiling(workers: int) -> None:
+def test_the_time_of_a_plan_is_that_of_its_best_program_under_its_limits(workers: int) -> None:
     costs = preset("llama2-7b", "h100-80g", workers, 4 * workers)
     for each in (found := find_plan(costs)).best, *found.alternatives:
         assert best_program(each.plan, costs, in_flight_limits=each.in_flight_limits).step_s == pytest.approx(

@@ -84,7 +84,7 @@ def test_no_program_within_the_limits_of_a_stage_exceeds_its_memory(seed: int, s
 
 @settings(max_examples=300, deadline=None)
 @given(seed=seeds, split=st.booleans(), more=st.integers(1, 3))
-def test_no_program_has_more_in_flight_than_an_option_says(seed: int, split: bool, more: int) -> None:
+def test_no_program_exceeds_the_micro_batches_in_flight_of_an_option(seed: int, split: bool, more: int) -> None:
     rng = random.Random(seed)
     case = drawn(rng, split=split)
     if case is None:

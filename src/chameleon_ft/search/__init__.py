@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from chameleon_ft.search.baselines import BaselinePlan, equal_layouts, oobleck_plan, paper_plan
+from chameleon_ft.search.baselines.oobleck import oobleck_plan
+from chameleon_ft.search.baselines.paper import paper_plan
+from chameleon_ft.search.baselines.planned_layouts import BaselinePlan, equal_layouts
 from chameleon_ft.search.detours import reroute
 from chameleon_ft.search.find import find_plan, find_plan_of_sizes
 from chameleon_ft.search.infeasible import InfeasibleError

@@ -101,8 +101,8 @@ def _improved(
 ) -> _Spread:
     """Return `start` after moves and swaps of pieces that made the step shorter, by the best heuristics first."""
     builder = builder_of(losses.rerouted(start), costs)
-    ways = distinct_paths(route.hops for route in losses.routes(start))
-    tried = ListSchedules(Problem.of(builder, *ways, in_flight_limits))
+    paths = distinct_paths(route.hops for route in losses.routes(start))
+    tried = ListSchedules(Problem.of(builder, *paths, in_flight_limits))
     best, step_s = start, tried.search().step_s
     operations = tried.effort
     for rules in [found.rules for found in tried.schedules]:
@@ -112,8 +112,8 @@ def _improved(
             for neighbour in _neighbours(best):
                 if operations >= _SEARCH:
                     return best
-                ways = distinct_paths(route.hops for route in losses.routes(neighbour))
-                found = schedule(builder.network(*ways), rules)
+                paths = distinct_paths(route.hops for route in losses.routes(neighbour))
+                found = schedule(builder.network(*paths), rules)
                 operations += len(found.codes)
                 if found.step_s < step_s * (1 - ROUNDING):
                     best, step_s, improved = neighbour, found.step_s, True
@@ -150,7 +150,7 @@ class _Losses:
     Attributes:
         plan: what was running.
         placement: what is left.
-        broken: micro-batches that have lost a worker on their way, in the order in which they pass their pipelines.
+        broken: micro-batches that have lost a worker on their path, in the order in which they pass their pipelines.
     """
 
     def __init__(self, plan: Plan, placement: Placement, costs: CostModel) -> None:
@@ -159,9 +159,9 @@ class _Losses:
         self._costs = costs
         self._live = frozenset(placement.workers)
         self._known_s: dict[tuple[object, ...], float] = {}
-        ways, taken = distinct_paths(route.hops for route in plan.routes)
+        paths, taken = distinct_paths(route.hops for route in plan.routes)
         # Micro-batches that go through the same hops.
-        self._counts = {ways[way]: count for way, count in Counter(taken).items()}
+        self._counts = {paths[path]: count for path, count in Counter(taken).items()}
         self._intact = {
             hops: n for hops, n in self._counts.items() if self._live.issuperset(own.worker for own in hops)
         }
@@ -231,12 +231,12 @@ class _Losses:
     def moved(self) -> _Spread | None:
         """Move whole micro-batches to other pipelines, or to new ones of workers that have nothing else to do."""
         load_s = self._loads(self._intact)
-        ways = [*self._intact, *self._chains([worker for worker, load in load_s.items() if load == 0])]
-        if not ways:
+        paths = [*self._intact, *self._chains([worker for worker, load in load_s.items() if load == 0])]
+        if not paths:
             return None
         spread: dict[int, tuple[_Piece, ...]] = {}
         for micro_batch in self.broken:
-            hops = min(ways, key=lambda way: max(load_s[hop.worker] + self._hop_s(hop) for hop in way))
+            hops = min(paths, key=lambda path: max(load_s[hop.worker] + self._hop_s(hop) for hop in path))
             for hop in hops:
                 load_s[hop.worker] += self._hop_s(hop)
             spread[micro_batch] = tuple(_Piece(hop.layers, hop.worker) for hop in hops)
@@ -258,10 +258,10 @@ class _Losses:
             )
         return self._known_s[key]
 
-    def _loads(self, ways: Mapping[tuple[Hop, ...], int]) -> dict[int, float]:
-        """Return the seconds that each live worker computes, when so many micro-batches take these ways."""
+    def _loads(self, paths: Mapping[tuple[Hop, ...], int]) -> dict[int, float]:
+        """Return the seconds that each live worker computes, when so many micro-batches take these paths."""
         load_s = dict.fromkeys(self.placement.workers, 0.0)
-        for hops, count in ways.items():
+        for hops, count in paths.items():
             for hop in hops:
                 if hop.worker in load_s:
                     load_s[hop.worker] += count * self._hop_s(hop)

@@ -154,7 +154,7 @@ def test_shares_and_stages_are_no_smaller_than_those_of_equal_division(seed: int
 
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds, kinds=st.integers(2, 3))
-def test_unsmall_are_replayed_as_they_are(seed: int, kinds: int) -> None:
+def test_the_predicted_step_is_not_below_the_bound(seed: int, kinds: int) -> None:
     rng = random.Random(seed)
     costs = instance(rng, workers=rng.randint(2, 6), layers=4, micro_batches=6, kinds=kinds, memory=False)
     chosen = paper_plan(costs)

@@ -212,8 +212,8 @@ def cut_s(
         micro_batches: of the pipeline.
         limit_s: seconds that the step may take where options are chosen.
         sync_s: seconds of gradient sync by start and stop, float64 [L + 1, L + 1].
-        options: the option of each stage, int64 [stages]. Negative ones are replaced by those that recompute least of
-            the ones within the limit, or without a limit by those that end first.
+        options: the option of each stage, int64 [stages]. A negative one is replaced by the option within
+            the limit that recomputes least, or without a limit by the one that ends first.
     """
     first_s = returned_s = ended_s = 0.0
     for position in range(len(shape) - 1, -1, -1):

@@ -1,6 +1,6 @@
 """Peak memory of stages, and how many micro-batches fit, by how many of their layers are recomputed, and how.
 
-The moments are those that `chameleon_ft.estimate.memory` describes, for one stage that is alone on its worker.
+`chameleon_ft.estimate.memory` describes the moments; here one stage is alone on its worker.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _fill_stage(
     for step in range(2 * (stop - start) + 1):
         if step:
             layer = start + (step - 1) % (stop - start)
-            # Recomputing a layer that must not be changes nothing.
+            # A layer that cannot be recomputed makes no further option.
             if not layers.recomputable[layer]:
                 continue
             if step > stop - start:
@@ -149,34 +149,37 @@ def _measure(layers: LayerBytes, split: bool, start: int, stop: int, full: int, 
     last = layers.output[stop - 1]
     # The graph of the last layer keeps the output, if there is one.
     kept_output = 0 if stop == full and layers.recomputable[stop - 1] else last
-    kept = left = weight_grads = state = sample = 0
+    kept = released = weight_grads = state = sample = 0
     forward = backward = working = 0
     for layer in range(start, stop):
-        again = layer < full and layers.recomputable[layer]
-        own = layers.boundary[layer] if again else _kept(layers, layer, until)
-        rest = max(0, layers.activation[layer] - own)
+        in_full = layer < full and layers.recomputable[layer]
+        own = layers.boundary[layer] if in_full else _kept(layers, layer, until)
+        restored = max(0, layers.activation[layer] - own)
         kept += own
         state += layers.state[layer]
         sample = max(sample, layers.sample[layer])
         working = max(working, layers.working[layer])
-        forward = max(forward, kept + layers.output[layer] + layers.working[layer] + rest)
+        forward = max(forward, kept + layers.output[layer] + layers.working[layer] + restored)
         # The gradient of the layer's input, and the one it starts from where that is not the message that came in.
-        made = layers.output[layer - 1] if layer else 0
-        above = layers.output[layer] if layer + 1 < stop else 0
-        remade = layers.output[layer] if again else 0
-        backward = max(backward, kept + kept_output + made + layers.working[layer] + remade + rest + above)
+        input_grad = layers.output[layer - 1] if layer else 0
+        output_grad = layers.output[layer] if layer + 1 < stop else 0
+        output = layers.output[layer] if in_full else 0
+        backward = max(
+            backward, kept + kept_output + input_grad + layers.working[layer] + output + restored + output_grad
+        )
     in_input_grad = 0
     for layer in range(stop - 1, start - 1, -1):
-        again = layer < full and layers.recomputable[layer]
-        own = layers.boundary[layer] if again else _kept(layers, layer, until)
+        in_full = layer < full and layers.recomputable[layer]
+        own = layers.boundary[layer] if in_full else _kept(layers, layer, until)
         # What I leaves for W stands in for the activations where it is no less.
-        left += own if layers.weight_grad[layer] >= own else 0
+        released += own if layers.weight_grad[layer] >= own else 0
         weight_grads += layers.weight_grad[layer]
-        rest = 0 if layers.weight_grad[layer] >= layers.activation[layer] else max(0, layers.activation[layer] - own)
-        made = layers.output[layer - 1] if layer else 0
-        remade = layers.output[layer] if again else 0
+        restored = max(0, layers.activation[layer] - own) if layers.weight_grad[layer] < layers.activation[layer] else 0
+        input_grad = layers.output[layer - 1] if layer else 0
+        output = layers.output[layer] if in_full else 0
         in_input_grad = max(
-            in_input_grad, kept - left + kept_output + weight_grads + made + layers.working[layer] + remade + rest
+            in_input_grad,
+            kept - released + kept_output + weight_grads + input_grad + layers.working[layer] + output + restored,
         )
     row[FIXED] = state + sample
     row[EACH] = kept + last

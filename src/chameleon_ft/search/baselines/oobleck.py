@@ -23,7 +23,6 @@ from chameleon_ft.search.baselines.planned_layouts import (
     fastest_layout,
     memory_of,
 )
-from chameleon_ft.workload import Workload
 
 __all__ = ["PipelineTemplate", "oobleck_plan", "pipeline_templates", "reconfigured_pipelines"]
 
@@ -75,8 +74,8 @@ def oobleck_plan(
     least of all cuts, where dividing and conquering keeps one cut for each part. Where workers are unequal, the
     smallest memory counts and their speeds do not. An operation's overhead is part of its time, messages are free. No
     pipeline goes without micro-batches. Combinations are not listed one by one: a knapsack finds the best. Of mixes of
-    equal time, two with the fewest and two with the most pipelines are replayed. Pipelines are placed host by host in
-    a few ways, and the fastest plan is taken.
+    equal time, two with the fewest and two with the most pipelines are replayed. Several placements of the
+    pipelines on hosts are tried, and the fastest plan is taken.
 
     Args:
         costs: costs of the workload on the live workers.
@@ -208,14 +207,10 @@ class PipelineTemplate:
     pass_s: float
     tail_s: float
 
-    @property
-    def nodes(self) -> int:
-        """Stages, one for each node."""
-        return len(self.cut_points)
-
     def iteration_s(self, micro_batches: int) -> float:
-        """T1 + T2 + T3, with T2 = (N_b - S + k* - 1) t_k*; linear in the micro-batches (N_b)."""
-        return self.pass_s + (micro_batches - self.nodes + self.slowest - 1) * self.slowest_s + self.tail_s
+        """Return T1 + T2 + T3, with T2 = (N_b - S + k* - 1) t_k*; linear in the micro-batches (N_b)."""
+        repeated = micro_batches - len(self.cut_points) + self.slowest - 1
+        return self.pass_s + repeated * self.slowest_s + self.tail_s
 
 
 def pipeline_templates(
@@ -251,22 +246,23 @@ def pipeline_templates(
             found[nodes] = template
     if not with_room or (most_bytes := memory.capacity_bytes) is None:
         return found
-    roomy = (nodes for nodes in found if _exchange_bytes(found[nodes].cut_points, costs.workload) <= most_bytes)
-    fewest = next(roomy, 0)
+    # Between two steps a node holds its stage with gradients, and the state of another such stage that it receives.
+    layers = costs.workload.layers
+    held = list(accumulate((2 * state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
+
+    def has_room(template: PipelineTemplate) -> bool:
+        stages = pairwise((0, *template.cut_points))
+        return max(held[stop] - held[start] for start, stop in stages) <= most_bytes
+
+    fewest = next((nodes for nodes in found if has_room(found[nodes])), 0)
     return {nodes: template for nodes, template in found.items() if nodes >= fewest}
 
 
-def _exchange_bytes(cut_points: CutPoints, workload: Workload) -> int:
-    """Return the bytes of the largest stage between two steps, gradients included, and another's state beside it."""
-    held = list(accumulate((2 * state_bytes(layer) + layer.gradient_bytes for layer in workload.layers), initial=0))
-    return max(held[stop] - held[start] for start, stop in pairwise((0, *cut_points)))
-
-
 class _Cutter:
-    """The stages of least T1 + T2 + T3.
+    """Cuts of least T1 + T2 + T3, by number of nodes.
 
-    T1 is the same for all cuts. So all depends on the slowest stage: which layers it has, and how many stages are
-    ahead of it. Others may be any that are no slower.
+    All cuts have equal T1, so only the slowest stage matters: its layers, and how many stages are ahead of it. The
+    other stages may be any that are no slower.
     """
 
     def __init__(self, memory: OneFOneBMemory) -> None:

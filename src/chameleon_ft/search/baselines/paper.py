@@ -38,11 +38,11 @@ def paper_plan(
     Ours: a remainder may be placed on one stage or pipeline as a whole, too. Layers may be unequal: what they need is
     added up, and an operation's overhead is part of its time. No pipeline goes without micro-batches, and what 1F1B
     would not fit by our own count of memory is dropped as well. Where workers are unequal, the smallest memory counts.
-    Of mixes of equal time, two with the fewest and two with the most pipelines are replayed. Pipelines are placed host
-    by host in a few ways, and the fastest plan is taken. Programs are 1F1B, or by `best_program` with split backward.
-    Depths are bounded by the layers. Neither partitions nor placements are listed one by one: equal depths have equal
-    times, so a knapsack finds the best partition, and lower bounds rule out most placements of layers. The time is that
-    of trying all.
+    Of mixes of equal time, two with the fewest and two with the most pipelines are replayed. Several placements on
+    hosts are tried, and the fastest plan is taken. Programs are 1F1B, or by `best_program` with split backward. Depths
+    are bounded by the layers. Neither partitions nor placements are listed one by one: equal depths have equal times,
+    so a knapsack finds the best partition, and lower bounds rule out most placements of layers. The time is that of
+    trying all.
 
     Args:
         costs: costs of the workload on the live workers.

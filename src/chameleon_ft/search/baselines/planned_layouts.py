@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Final, TypeAlias
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 CutPoints: TypeAlias = tuple[int, ...]
-"""Of a pipeline, for each stage the layer after its last one."""
+"""The layer after the last one of each stage of a pipeline."""
 
 # Operations that may be scheduled for each part of a plan that is only compared with others.
 _COMPARE_EFFORT: Final = 10_000
@@ -90,7 +90,7 @@ class OneFOneBMemory:
         self.workload = workload
         self.capacity_bytes = capacity_bytes
         self.recompute = recompute
-        self._needed_bytes = cache(one_f_one_b_bytes)
+        self._needed_bytes = cache(partial(one_f_one_b_bytes, workload, recompute=recompute))
         layers = (workload.recomputed() if recompute else workload).layers
         self._state_bytes = list(accumulate((state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
         self._activation_bytes = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
@@ -108,11 +108,8 @@ class OneFOneBMemory:
         # Less than that, without messages and work space, no stage needs when its warm-up has ended.
         if not self.fits_without_messages(start, stop, in_flight=min(to_end, micro_batches)):
             return False
-        share, layers = min(micro_batches, to_end + _BUFFERED), LayerRange(start, stop)
-        needed_bytes = self._needed_bytes(
-            self.workload, layers, to_end=to_end, micro_batches=share, recompute=self.recompute
-        )
-        return needed_bytes <= self.capacity_bytes
+        share = min(micro_batches, to_end + _BUFFERED)
+        return self._needed_bytes(LayerRange(start, stop), to_end=to_end, micro_batches=share) <= self.capacity_bytes
 
     def most_in_flight(self, layers: LayerRange, *, at_most: int, micro_batches: int) -> int:
         """Return how many micro-batches a stage can keep in flight, up to `at_most`; 1 at the least."""
@@ -139,7 +136,7 @@ def one_f_one_b_bytes(
         workload: of all layers.
         layers: layers of the stage.
         to_end: stages from this one to the end of the pipeline, both included; 1 at the last one.
-        micro_batches: those that pass through the pipeline in a step.
+        micro_batches: of the pipeline in a step.
         recompute: whether the stage recomputes all its layers in full.
     """
     warm_up = min(to_end, micro_batches)

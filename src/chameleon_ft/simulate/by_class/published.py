@@ -12,7 +12,7 @@ from typing import Final
 from chameleon_ft.cluster import Worker
 from chameleon_ft.estimate import paper
 from chameleon_ft.presets import Recompute
-from chameleon_ft.search.baselines import pipeline_templates, reconfigured_pipelines
+from chameleon_ft.search.baselines.oobleck import pipeline_templates, reconfigured_pipelines
 from chameleon_ft.search.mixes.knapsack import BoundedMix, Size, best_mix
 from chameleon_ft.simulate.by_class.cluster_layout import ClusterLayout, LayoutPipeline, arranged
 from chameleon_ft.simulate.by_class.pipeline_classes import Cut, PipelineClass, on_workers
