@@ -155,7 +155,7 @@ def context(lost: Sequence[int]) -> DecisionContext:
         costs=CostModel(workload, Cluster(hosts.workers, hosts.intra_host, _BETWEEN_HOSTS).without(lost)),
         phases=StallModel(detect_s=0.02, stop_s=0.03, decide_s=0.05, regroup_s=0.5),
         repeat_s=1.0,
-        restart_s=300.0,
+        restart_cost_s=300.0,
     )
 
 

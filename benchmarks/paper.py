@@ -128,8 +128,8 @@ def _simulated(programs: str, interval: str, seed: int, *, returns: bool) -> Fou
     parameters = Parameters(
         worker_mtbf_s=_WORKERS * interval_s,
         prior_failures=10.0,
-        host_share=0.0,
-        restart_s=0.0,
+        host_failure_fraction=0.0,
+        restart_cost_s=0.0,
         checkpoint_interval_s=60.0,
         checkpoint_write_s=0.0,
     )

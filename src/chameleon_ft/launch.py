@@ -122,7 +122,7 @@ async def _coordinate(config: RunConfig, *, run: RunDirectory, resume: bool, age
                 host=config.control.host,
                 port=config.control.port,
                 token=token,
-                heartbeat_s=config.timeouts.heartbeat_timeout_s,
+                heartbeat_timeout_s=config.timeouts.heartbeat_timeout_s,
             ) as server:
                 address = listening_address(server, config.control.host)
                 run.write_control(ControlAddress(address=address, token=token, pid=os.getpid()))

@@ -114,7 +114,7 @@ def test_the_stall_of_a_restart_has_parts_too(tmp_path: Path, capsys: pytest.Cap
 
 def test_what_was_recorded_by_an_earlier_version_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     event = decided(2, 5)
-    del event["stall"]["restart_s"]
+    del event["stall"]["restart_cost_s"]
     for candidate in event["candidates"]:
         del candidate["transfer_s"]
     text = told(capsys, write(tmp_path, started(), event, planned(2, "repartition")))
@@ -180,7 +180,10 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path, capsys: pytest.Capt
             "for only 33.3 min after the loss; the next failure is expected in 16.7 min",
         ),
         (
-            [weighed("a", 0.5, 0.5, 0), weighed("b", 0.4, 0.5, 0, last_hosts=2, last_holders=1)],
+            [
+                weighed("a", 0.5, 0.5, 0),
+                weighed("b", 0.4, 0.5, 0, host_single_points_of_failure=2, worker_single_points_of_failure=1),
+            ],
             "a",
             "b would train 25.0% more samples, but for 2 hosts with all holders of a layer and 1 worker with the only "
             "copy of one: there is no checkpoint",
@@ -209,12 +212,12 @@ def test_who_must_not_be_lost_is_said_where_candidates_differ(
 ) -> None:
     story = told(capsys, write(tmp_path / "all", decided(2, 5, candidates=_ON_HOSTS), planned(2, "a"), came(2)))
     assert "4 hosts with all holders of a layer" in story
-    same = [{**each, "last_hosts": 1} for each in _ON_HOSTS]
+    same = [{**each, "host_single_points_of_failure": 1} for each in _ON_HOSTS]
     story = told(capsys, write(tmp_path / "one", decided(2, 5, candidates=same), planned(2, "a"), came(2)))
     assert "all holders" not in story
 
 
-_ON_HOSTS = [weighed("repartition", 0.4, 0.5, 0), weighed("reroute", 0.5, 0.5, 0, last_hosts=4)]
+_ON_HOSTS = [weighed("repartition", 0.4, 0.5, 0), weighed("reroute", 0.5, 0.5, 0, host_single_points_of_failure=4)]
 
 
 @pytest.mark.multiprocess

@@ -302,7 +302,10 @@ def test_the_best_plan_is_searched_for_and_beats_the_detours(capsys: pytest.Capt
     assert found["bytes_to_move"] > 0
     listed = [found, *found["alternatives"]]
     for slower, faster in ((b, a) for a, b in combinations(listed, 2)):
-        assert slower["bytes_to_move"] < faster["bytes_to_move"] or slower["last_hosts"] < faster["last_hosts"]
+        assert (
+            slower["bytes_to_move"] < faster["bytes_to_move"]
+            or slower["host_single_points_of_failure"] < faster["host_single_points_of_failure"]
+        )
     for other in found["alternatives"]:
         Plan.from_json(json.dumps(other["plan"]))
 

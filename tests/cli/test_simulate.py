@@ -157,7 +157,7 @@ def test_a_list_of_failing_nodes_needs_to_know_of_how_many(capsys: pytest.Captur
 
 def test_assumptions_change_what_comes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     quick = simulated(capsys, *CASE, "--policies", "restart")["policies"]["restart"]
-    slow = simulated(capsys, *CASE, "--policies", "restart", "--assume", "exact_up_to=0,restart_s=900")
+    slow = simulated(capsys, *CASE, "--policies", "restart", "--assume", "exact_up_to=0,restart_cost_s=900")
     assert slow["policies"]["restart"]["stall_s"] > quick["stall_s"]
 
 
@@ -295,9 +295,9 @@ def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFix
         ((*CASE, "--days", "-1"), "--days -1: should be a number above 0"),
         ((*CASE, "--micro-batches", "0"), "--micro-batches 0: should be 1 or more"),
         ((*CASE, "--assume", "restart=1"), "with a name of detect_s"),
-        ((*CASE, "--assume", "restart_s=soon"), "should be NAME=NUMBER"),
+        ((*CASE, "--assume", "restart_cost_s=soon"), "should be NAME=NUMBER"),
         ((*CASE, "--assume", "exact_up_to=1.5"), "should be NAME=NUMBER"),
-        ((*CASE, "--assume", "restart_s=-1"), "restart_s must be zero or a positive number"),
+        ((*CASE, "--assume", "restart_cost_s=-1"), "restart_cost_s must be zero or a positive number"),
         ((*CASE, "--sweep", "speed=1"), "should be rate|workers|memory|bandwidth|micro-batches=VALUE"),
         ((*CASE, "--sweep", "rate"), "should be rate|workers"),
         ((*CASE, "--sweep", "rate=1,nan"), "should be rate|workers"),

@@ -40,7 +40,7 @@ def test_workers_that_are_lost_with_their_host_are_one_failure() -> None:
     for number, left in enumerate((["b", "b"], ["b"], []), start=1):
         history = history.failed("b", left, 200.0 + number)
     assert (history.rate.failures, history.rate.host_failures) == (3, 1)
-    assert history.rate.host_share == 1.5 / 4
+    assert history.rate.host_failure_fraction == 1.5 / 4
     # A worker that comes back there at once and is lost again has failed again.
     history = history.failed("b", [], 205.5)
     assert (history.rate.failures, history.rate.host_failures) == (4, 1)

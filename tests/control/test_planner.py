@@ -203,7 +203,7 @@ def test_a_return_to_a_checkpoint_costs_the_steps_since_it() -> None:
     stays = decide(context, "reroute", FailureModel(worker_mtbf_s=3600.0, prior_failures=1.0)).chosen
     assert stays is not None
     assert stays.step_s is not None
-    assert context.return_s == pytest.approx(context.restart_s + 5 * stays.step_s)
+    assert context.return_s == pytest.approx(context.restart_cost_s + 5 * stays.step_s)
     assert context.checkpoints.longest_s == pytest.approx(10 * stays.step_s)
 
 
@@ -221,10 +221,10 @@ def test_what_was_known_is_told() -> None:
         "worker_s": 60.0,
         "prior_failures": 1.0,
         "worker_mtbf_s": 3600.0,
-        "host_share": None,
+        "host_failure_fraction": None,
     }
     phases = {"detect_s": 0.25, "stop_s": 0.25, "decide_s": 0.0, "regroup_s": 0.5}
-    assert event["stall"] == {"repeat_s": 0.5, **phases, "restart_s": 300.0}
+    assert event["stall"] == {"repeat_s": 0.5, **phases, "restart_cost_s": 300.0}
     assert event["horizon_s"] == pytest.approx(156.55, abs=0.01)
     rerouted = planner(policy="reroute")
     decision = lose(rerouted, begin(rerouted), 1)

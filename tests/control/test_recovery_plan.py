@@ -77,7 +77,7 @@ def context_of(found: ClusterState, costs: CostModel = COSTS) -> recovery.Decisi
         costs=CostModel(costs.workload, Cluster(live, cluster.intra_host, cluster.inter_host)),
         phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.1),
         repeat_s=0.0,
-        restart_s=300.0,
+        restart_cost_s=300.0,
     )
 
 

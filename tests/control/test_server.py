@@ -56,12 +56,14 @@ class Listener:
 HELLO: Message = Refused(reason="any message will do")
 
 
-def serving(body: Callable[[Listener], Coroutine[Any, Any, None]], *, heartbeat_s: float = 30.0) -> None:
+def serving(body: Callable[[Listener], Coroutine[Any, Any, None]], *, heartbeat_timeout_s: float = 30.0) -> None:
     """Run `body` beside a server."""
 
     async def whole() -> None:
         listener = Listener()
-        async with control_server(listener, host="127.0.0.1", port=0, token=TOKEN, heartbeat_s=heartbeat_s) as server:
+        async with control_server(
+            listener, host="127.0.0.1", port=0, token=TOKEN, heartbeat_timeout_s=heartbeat_timeout_s
+        ) as server:
             listener.address = listening_address(server, "127.0.0.1")
             await body(listener)
 
@@ -192,7 +194,7 @@ def test_a_peer_that_answers_no_ping_has_lost_its_heartbeat() -> None:
         assert how == "heartbeat"
         writer.close()
 
-    serving(body, heartbeat_s=0.2)
+    serving(body, heartbeat_timeout_s=0.2)
 
 
 def test_a_large_message_comes_through() -> None:

@@ -65,7 +65,7 @@ def context(
         costs=CostModel(Workload(layers, dp * share, 2), Cluster(workers, link, Link(link.latency_s, 40.0))),
         phases=PHASES,
         repeat_s=2.0,
-        restart_s=100.0,
+        restart_cost_s=100.0,
         effort=effort,
     )
 
@@ -76,9 +76,11 @@ def after(before: DecisionContext, *lost: int) -> DecisionContext:
     return replace(before, costs=CostModel(costs.workload, costs.cluster.without(lost)))
 
 
-def rate_of(horizon_s: float, now: DecisionContext, *, host_share: float = 0.0) -> FailureModel:
+def rate_of(horizon_s: float, now: DecisionContext, *, host_failure_fraction: float = 0.0) -> FailureModel:
     """The rate with which the next failure is expected in so many seconds; that share of them takes a host."""
-    return FailureModel(worker_mtbf_s=horizon_s * len(now.live), prior_failures=1.0, prior_host_share=host_share)
+    return FailureModel(
+        worker_mtbf_s=horizon_s * len(now.live), prior_failures=1.0, prior_host_failure_fraction=host_failure_fraction
+    )
 
 
 def arrived(before: Placement, messages: tuple[Message, ...]) -> dict[int, list[int]]:

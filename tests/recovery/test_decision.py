@@ -40,12 +40,12 @@ horizons_s = st.sampled_from([1.0, 6.0, 30.0, 1e4])
     now=contexts(),
     policy=st.sampled_from(sorted(POLICIES)),
     horizon_s=horizons_s,
-    host_share=st.sampled_from([0.0, 0.25, 1.0]),
+    host_failure_fraction=st.sampled_from([0.0, 0.25, 1.0]),
 )
 def test_what_is_chosen_is_best_and_can_be_run(
-    now: DecisionContext, policy: str, horizon_s: float, host_share: float
+    now: DecisionContext, policy: str, horizon_s: float, host_failure_fraction: float
 ) -> None:
-    rate = rate_of(horizon_s, now, host_share=host_share)
+    rate = rate_of(horizon_s, now, host_failure_fraction=host_failure_fraction)
     decision = decide(now, policy, rate)
 
     assert decision.horizon_s == pytest.approx(horizon_s)
@@ -66,7 +66,7 @@ def test_what_is_chosen_is_best_and_can_be_run(
             assert each.host_single_points_of_failure == 0 or hosts > 1
             assert 0 <= each.fatal_share <= 1
             # A checkpoint after every step: no more than one is done again.
-            least_s = each.fatal_share * (now.restart_s + elapsed_s)
+            least_s = each.fatal_share * (now.restart_cost_s + elapsed_s)
             assert least_s * (1 - 1e-9) <= each.return_s <= least_s + each.step_s
             trained = gap.left_after(each.stall_s) / each.step_s - each.return_s / reference_step_s
             assert each.samples == pytest.approx(samples * trained, rel=1e-9)
@@ -100,7 +100,7 @@ def check_course(decision: Decision, now: DecisionContext) -> None:
     }
     layers = now.costs.workload.layers
     if course.transfer is None:
-        assert chosen.stall_s == now.restart_s
+        assert chosen.stall_s == now.restart_cost_s
         assert chosen.moved_bytes == sum(state_bytes(layers[number]) for held in wanted.values() for number in held)
         return
     assert course.transfer.total_bytes == chosen.moved_bytes
@@ -184,18 +184,18 @@ def test_without_a_checkpoint_no_worker_becomes_the_last_holder_of_a_layer_if_th
     assert last.chosen.worker_single_points_of_failure
 
 
-def on_hosts_by_stage(*, restart_s: float, has_checkpoints: bool = True) -> DecisionContext:
+def on_hosts_by_stage(*, restart_cost_s: float, has_checkpoints: bool = True) -> DecisionContext:
     """Two hosts of two workers, a stage each: gradients are reduced within hosts, and slow links between them."""
     now = context(dp=2, pp=2, share=8, layers=(layer(1_000),) * 4, link=Link(0.0, 1e4))
     workers = tuple(Worker(number, f"host {number % 2}") for number in range(4))
     assert [now.plan.placement.ranges_of(number) for number in (0, 2)] == [(LayerRange(0, 2),)] * 2
     cluster = Cluster(workers, Link(0.0, 1e4), Link(0.0, 300.0))
     costs = CostModel(now.costs.workload, cluster)
-    return replace(now, costs=costs, restart_s=restart_s, has_checkpoints=has_checkpoints)
+    return replace(now, costs=costs, restart_cost_s=restart_cost_s, has_checkpoints=has_checkpoints)
 
 
 @pytest.mark.parametrize(
-    ("host_share", "restart_s", "has_checkpoints", "host_single_points_of_failure"),
+    ("host_failure_fraction", "restart_cost_s", "has_checkpoints", "host_single_points_of_failure"),
     [
         # Hosts do not fail; they do, but to go back is short; it is long; there is nothing to go back to.
         (0.0, 9e5, True, 2),
@@ -206,10 +206,10 @@ def on_hosts_by_stage(*, restart_s: float, has_checkpoints: bool = True) -> Deci
     ],
 )
 def test_all_holders_of_a_layer_share_a_host_if_that_pays(
-    host_share: float, restart_s: float, has_checkpoints: bool, host_single_points_of_failure: int
+    host_failure_fraction: float, restart_cost_s: float, has_checkpoints: bool, host_single_points_of_failure: int
 ) -> None:
-    now = on_hosts_by_stage(restart_s=restart_s, has_checkpoints=has_checkpoints)
-    decision = decide(now, "repartition", rate_of(1e6, now, host_share=host_share))
+    now = on_hosts_by_stage(restart_cost_s=restart_cost_s, has_checkpoints=has_checkpoints)
+    decision = decide(now, "repartition", rate_of(1e6, now, host_failure_fraction=host_failure_fraction))
     assert {each.host_single_points_of_failure for each in decision.candidates if each.feasible} >= {0, 2}
     assert decision.chosen is not None
     assert decision.chosen.host_single_points_of_failure == host_single_points_of_failure
@@ -218,20 +218,20 @@ def test_all_holders_of_a_layer_share_a_host_if_that_pays(
 def test_a_return_to_a_checkpoint_that_is_to_be_expected_counts() -> None:
     now = after(context(dp=2, pp=2), 0)
     rate = rate_of(1000.0, now)
-    (cheap,) = decide(replace(now, restart_s=0.0), "reroute", rate).candidates
+    (cheap,) = decide(replace(now, restart_cost_s=0.0), "reroute", rate).candidates
     (dear,) = decide(now, "reroute", rate).candidates
     assert cheap.worker_single_points_of_failure == dear.worker_single_points_of_failure == 1
     assert dear.step_s is not None
     # One of three workers is the last holder of a layer, and the first failure mostly takes one worker.
     assert 1 / 3 < dear.fatal_share < 1 / 2
-    cost = now.costs.workload.samples * dear.fatal_share * now.restart_s / total_work_bound_s(now.costs)
+    cost = now.costs.workload.samples * dear.fatal_share * now.restart_cost_s / total_work_bound_s(now.costs)
     assert dear.samples == pytest.approx(cheap.samples - cost)
 
 
 def test_more_copies_are_kept_if_losses_come_together() -> None:
     # To reduce gradients takes so long that one pipeline of all workers is the fastest.
     layers = (replace(layer(30_000), param_bytes=100, optimizer_bytes=200),) * 8
-    now = replace(after(context(dp=4, pp=2, share=8, layers=layers), 1), restart_s=5e3)
+    now = replace(after(context(dp=4, pp=2, share=8, layers=layers), 1), restart_cost_s=5e3)
     rate = rate_of(2_000.0, now)
     fewest = []
     for failures in (replace(rate, failures=60), replace(rate, failures=60, together={3: 20})):
@@ -281,12 +281,12 @@ def test_where_memory_forbids_to_re_partition_it_reroutes_or_begins_anew() -> No
 
 def test_if_no_worker_is_lost_a_checkpoint_is_written_before_all_begin_anew() -> None:
     joined = context(dp=1, pp=2, spares=2)
-    for write_s, stalls_s in ((None, []), (5.0, [joined.restart_s + 5.0])):
+    for write_s, stalls_s in ((None, []), (5.0, [joined.restart_cost_s + 5.0])):
         now = replace(joined, checkpoints=Checkpoints(unsaved_s=900.0, longest_s=3_600.0, write_s=write_s))
         decision = decide(now, "chameleon", rate_of(1e6, now))
         assert [each.stall_s for each in decision.candidates if each.from_checkpoint] == stalls_s
         lost = after(now, 1)
-        assert lost.return_s == lost.restart_s + 900.0
+        assert lost.return_s == lost.restart_cost_s + 900.0
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_from_a_checkpoint_all_go_on_with_the_fastest_plan_that_fits() -> None:
     decision = decide(now, "chameleon", rate_of(1e6, now))
     assert decision.chosen is not None
     assert decision.course is not None
-    assert (decision.chosen.policy, decision.chosen.stall_s) == ("checkpoint", now.restart_s)
+    assert (decision.chosen.policy, decision.chosen.stall_s) == ("checkpoint", now.restart_cost_s)
     assert decision.course.transfer is None
     check_course(decision, now)
     fastest = find_plan(now.costs, effort=now.effort).best
@@ -456,8 +456,8 @@ def test_the_event_has_these_fields() -> None:
                 "stall_s",
                 "transfer_s",
                 "bytes",
-                "last_holders",
-                "last_hosts",
+                "worker_single_points_of_failure",
+                "host_single_points_of_failure",
                 "fatal_share",
                 "return_s",
                 "samples",
@@ -475,8 +475,8 @@ def test_the_event_has_these_fields() -> None:
             "stall_s": None,
             "transfer_s": None,
             "bytes": None,
-            "last_holders": 0,
-            "last_hosts": 0,
+            "worker_single_points_of_failure": 0,
+            "host_single_points_of_failure": 0,
             "fatal_share": 0.0,
             "return_s": 0.0,
             "samples": 0.0,

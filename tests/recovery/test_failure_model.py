@@ -174,7 +174,7 @@ def test_a_failure_makes_it_shorter_and_quiet_time_longer(rate: FailureModel, wo
         ({"prior_failures": float("inf")}, "prior_failures must be a positive number"),
         ({"failures": -1}, "failures must be zero or more"),
         ({"failures": 1, "host_failures": 2}, "host_failures must be between 0 and the 1 failures"),
-        ({"prior_host_share": 1.5}, "prior_host_share must be between 0 and 1"),
+        ({"prior_host_failure_fraction": 1.5}, "prior_host_failure_fraction must be between 0 and 1"),
         ({"failures": 3, "together": {1: 2}}, "together must count incidents of two failures or more"),
         ({"failures": 3, "together": {2: 2}}, "has more than the 3 failures"),
         ({"failures": 3, "together": {2: 1}, "bursts": 3}, "bursts must be between 0 and the 2 incidents"),
@@ -196,17 +196,17 @@ def test_the_share_of_hosts_is_the_mean_of_a_beta_distribution(
     share: float, weight: float, failures: int, data: st.DataObject
 ) -> None:
     hosts = data.draw(st.integers(0, failures))
-    rate = FailureModel(worker_mtbf_s=1.0, prior_failures=weight, prior_host_share=share)
+    rate = FailureModel(worker_mtbf_s=1.0, prior_failures=weight, prior_host_failure_fraction=share)
     seen = rate.observed(failures=failures, host_failures=hosts)
-    assert rate.host_share == pytest.approx(share)
+    assert rate.host_failure_fraction == pytest.approx(share)
     if 0 < share < 1:
         mean = beta(weight * share + hosts, weight * (1 - share) + failures - hosts).mean()
-        assert seen.host_share == pytest.approx(mean)
-    assert 0 <= seen.host_share <= 1 + 1e-12
+        assert seen.host_failure_fraction == pytest.approx(mean)
+    assert 0 <= seen.host_failure_fraction <= 1 + 1e-12
 
 
 def test_the_only_holders_must_not_be_lost() -> None:
-    rate = FailureModel(worker_mtbf_s=1.0, prior_failures=1.0, prior_host_share=0.2)
+    rate = FailureModel(worker_mtbf_s=1.0, prior_failures=1.0, prior_host_failure_fraction=0.2)
     none = LossRisk(workers=HolderSets(8, {}), hosts=HolderSets(4, {}))
     assert rate.fatal_probability(none) == 0
     some = LossRisk(workers=HolderSets(8, {1: 3}), hosts=HolderSets(4, {1: 2}))
@@ -233,7 +233,7 @@ def test_without_workers_nothing_can_fail() -> None:
 
 
 def test_what_no_plan_survives_takes_all_workers_or_all_hosts() -> None:
-    model = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0, prior_host_share=0.25)
+    model = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0, prior_host_failure_fraction=0.25)
     workers = HolderSets(8, {4: 2})
     alone = model.total_loss_probability(LossRisk(workers=workers, hosts=None))
     two, four = (
@@ -250,7 +250,7 @@ def test_checkpoints_are_more_frequent_if_a_host_is_the_only_one() -> None:
     ahead = Prospect(
         failures=FailureModel(worker_mtbf_s=1e6, prior_failures=1.0),
         gap=gap,
-        restart_s=300.0,
+        restart_cost_s=300.0,
         checkpoints=Checkpoints(longest_s=3_600.0, write_s=1.0),
         reference_step_s=1.0,
         exposed=0.0,

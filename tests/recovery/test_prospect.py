@@ -15,12 +15,12 @@ MODEL = FailureModel(worker_mtbf_s=1e6, prior_failures=1.0)
 
 
 def prospect(
-    gap: Gap, *, restart_s: float = 0.0, exposed: float = 0.0, checkpoints: Checkpoints | None = None
+    gap: Gap, *, restart_cost_s: float = 0.0, exposed: float = 0.0, checkpoints: Checkpoints | None = None
 ) -> Prospect:
     return Prospect(
         failures=MODEL,
         gap=gap,
-        restart_s=restart_s,
+        restart_cost_s=restart_cost_s,
         checkpoints=checkpoints or Checkpoints(),
         reference_step_s=1.5,
         exposed=exposed,
@@ -32,7 +32,7 @@ def prospect(
 @pytest.mark.parametrize(("stall_s", "fatal"), [(0.0, 0.1), (5.0, 0.02), (40.0, 0.3)])
 def test_a_plan_comes_to_the_mean_over_drawn_futures(stall_s: float, fatal: float, from_checkpoint: bool) -> None:
     gap = Gap(burst_share=0.0, burst_s=1.0, quiet=(Wait(1.0, 1e6, 1e9),))
-    ahead = prospect(gap, restart_s=100.0, exposed=0.5, checkpoints=Checkpoints(unsaved_s=60.0, longest_s=80.0))
+    ahead = prospect(gap, restart_cost_s=100.0, exposed=0.5, checkpoints=Checkpoints(unsaved_s=60.0, longest_s=80.0))
     generator = random.Random(1)
     steps = returns = return_s = 0.0
     draws = 200_000
@@ -71,7 +71,7 @@ def test_a_plan_that_risks_more_writes_more_checkpoints_and_pays_for_them() -> N
 def test_steps_that_are_not_saved_make_a_return_dearer_for_plans_that_keep_them() -> None:
     gap = Gap(burst_share=0.0, burst_s=1.0, quiet=(Wait(1.0, 3.0, 2_000.0),))
     saved, unsaved = (
-        prospect(gap, restart_s=300.0, checkpoints=Checkpoints(unsaved_s=unsaved_s, longest_s=7_200.0))
+        prospect(gap, restart_cost_s=300.0, checkpoints=Checkpoints(unsaved_s=unsaved_s, longest_s=7_200.0))
         for unsaved_s in (0.0, 3_600.0)
     )
     for from_checkpoint in (False, True):
@@ -88,7 +88,7 @@ def of_workers(*, held: LossRisk | None = None, has_checkpoints: bool = True) ->
         workers=4,
         after_incident=held is not None,
         held=held,
-        restart_s=10.0,
+        restart_cost_s=10.0,
         checkpoints=Checkpoints(unsaved_s=60.0),
         reference_step_s=1.0,
         has_checkpoints=has_checkpoints,
@@ -96,9 +96,9 @@ def of_workers(*, held: LossRisk | None = None, has_checkpoints: bool = True) ->
 
 
 def test_without_checkpoints_all_that_was_trained_is_lost() -> None:
-    for has_checkpoints, restart_s, unsaved_s in ((True, 10.0, 60.0), (False, 1_010.0, 0.0)):
+    for has_checkpoints, restart_cost_s, unsaved_s in ((True, 10.0, 60.0), (False, 1_010.0, 0.0)):
         ahead = of_workers(has_checkpoints=has_checkpoints)
-        assert ahead.restart_s == restart_s
+        assert ahead.restart_cost_s == restart_cost_s
         assert ahead.checkpoints.unsaved_s == unsaved_s
         assert ahead.exposed == 0
 

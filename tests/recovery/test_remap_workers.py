@@ -34,7 +34,7 @@ def test_what_moves_more_and_keeps_rings_on_their_hosts_is_proposed_beside_what_
         costs=costs,
         phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0),
         repeat_s=0.0,
-        restart_s=0.0,
+        restart_cost_s=0.0,
     )
     on_hosts = pairs((0, 2), (1, 3))
     found = FoundPlan(

@@ -41,8 +41,8 @@ def test_no_host_is_left_with_all_holders_of_a_layer_and_then_one_is_lost(tmp_pa
     assert_trained_as_if_nothing_failed(ended)
     first, *later = ended.events("decision")
     (chosen,) = (each for each in first["candidates"] if each["policy"] == first["chosen"])
-    assert chosen["last_hosts"] == 0
-    assert any(each["last_hosts"] for each in first["candidates"] if each["feasible"])
+    assert chosen["host_single_points_of_failure"] == 0
+    assert any(each["host_single_points_of_failure"] for each in first["candidates"] if each["feasible"])
     assert later[-1]["rate"]["failures"] == 2, "a host is one failure"
-    assert later[-1]["rate"]["host_share"] == (0.5 + 1) / (1 + 2)
+    assert later[-1]["rate"]["host_failure_fraction"] == (0.5 + 1) / (1 + 2)
     assert {failure.worker for failure in ended.failures} == {1, 2, 3}

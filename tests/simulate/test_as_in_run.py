@@ -144,7 +144,7 @@ def test_without_a_checkpoint_a_run_ends_with_its_last_holder() -> None:
 
 
 def test_a_restart_takes_the_layout_and_the_seconds_of_the_runtime() -> None:
-    parameters = replace(ASSUMED, restart_s=30.0, checkpoint_interval_s=1e-6, checkpoint_write_s=0.0)
+    parameters = replace(ASSUMED, restart_cost_s=30.0, checkpoint_interval_s=1e-6, checkpoint_write_s=0.0)
     result = replayed("restart", Fault((1,), 100.0), parameters=parameters)
     assert result.stall_s == pytest.approx(30.0)
     # Every step was kept, and no time goes into checkpoints.

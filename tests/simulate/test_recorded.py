@@ -78,7 +78,7 @@ def test_prior_knowledge_is_in_the_configuration_and_the_first_plan(tmp_path: Pa
     known = recorded_run(recorded(tmp_path / "run", [started()], of=of), Parameters(detect_s=9.0))
     assert (known.policy, known.start, known.costs) == ("repair", PLAN, costs(2))
     parameters = known.parameters
-    assert (parameters.worker_mtbf_s, parameters.prior_failures, parameters.restart_s) == (7200.0, 3.0, 77.0)
+    assert (parameters.worker_mtbf_s, parameters.prior_failures, parameters.restart_cost_s) == (7200.0, 3.0, 77.0)
     assert parameters.detect_s == 9.0
     assert not parameters.has_checkpoints
 

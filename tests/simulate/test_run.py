@@ -103,7 +103,7 @@ def test_without_a_holder_of_a_layer_all_return_to_a_checkpoint() -> None:
         ]
         assert result.decisions_by_kind == {"checkpoint": 1}
         assert 0 < result.lost_by_cause["checkpoint"] <= BY_CLASS.checkpoint_interval_s + 10
-        assert result.stall_s == pytest.approx(BY_CLASS.restart_s)
+        assert result.stall_s == pytest.approx(BY_CLASS.restart_cost_s)
 
 
 def test_without_live_workers_all_wait() -> None:
@@ -210,7 +210,7 @@ def test_cached_decisions_equal_new_ones() -> None:
             costs=CostModel(model.workload, model.cluster.without([lost])),
             phases=BY_CLASS.after_loss,
             repeat_s=repeat_s,
-            restart_s=300.0,
+            restart_cost_s=300.0,
         )
         rate = FailureModel(worker_mtbf_s=mtbf_h * 3600, prior_failures=1, failures=1)
         one, other = remembered.decide(context, "chameleon", rate), decide(context, "chameleon", rate)
@@ -234,8 +234,8 @@ def test_unknown_policies_and_other_clusters_are_refused() -> None:
         simulate(trace, workload(), cluster(5))
     with pytest.raises(PlanError, match="no pipelines of 4 workers fit"):
         simulate(trace, workload(), cluster(4, memory_bytes=10**9))
-    with pytest.raises(ConfigError, match="restart_s must be zero or a positive"):
-        Parameters(restart_s=-1.0)
+    with pytest.raises(ConfigError, match="restart_cost_s must be zero or a positive"):
+        Parameters(restart_cost_s=-1.0)
     with pytest.raises(ConfigError, match="checkpoint_interval_s must be a positive"):
         Parameters(checkpoint_interval_s=0.0)
 

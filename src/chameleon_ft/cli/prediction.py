@@ -47,7 +47,7 @@ class Candidate:
             "name": self.found.name,
             "step_s": self.estimate.step_s,
             "bytes_to_move": self.found.moved_bytes,
-            "last_hosts": self.found.host_single_points_of_failure,
+            "host_single_points_of_failure": self.found.host_single_points_of_failure,
             "plan": json.loads(self.found.plan.to_json()),
         }
 
@@ -77,7 +77,7 @@ class Search:
             "search_gap": self.gap,
             "family": self.result.family.value,
             "bytes_to_move": best.found.moved_bytes,
-            "last_hosts": best.found.host_single_points_of_failure,
+            "host_single_points_of_failure": best.found.host_single_points_of_failure,
             "alternatives": [other.to_json() for other in others],
         }
 

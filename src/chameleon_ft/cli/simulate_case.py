@@ -10,6 +10,7 @@ from typing import Annotated, Final, Literal, Optional, get_type_hints
 
 from chameleon_ft.cli.arguments import OptionalFloat, OptionalInt, OptionalPath, OptionalStr, Switch, metavar
 from chameleon_ft.cli.costs import NO_PRESET, Preset, WorkersPerHost, hosts_of, profile_of
+from chameleon_ft.config.files import present_name
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe import RunDirectory
 from chameleon_ft.plan import Plan
@@ -75,7 +76,7 @@ class SimulateArguments:
     """Micro-batches of a step, over all pipelines; 4 for each worker if not given."""
     workers_per_host: WorkersPerHost = 8
     assume: Annotated[str, metavar("NAME=NUMBER[,...]")] = ""
-    """Costs of failures that replace those in docs/simulator-internals.md, such as restart_s=600."""
+    """Costs of failures that replace those in docs/simulator-internals.md, such as restart_cost_s=600."""
     sweep: Annotated[OptionalStr, metavar("NAME=VALUE,VALUE,...")] = None
     """Vary one thing: rate (of failures), workers, memory (10^9 bytes a worker), bandwidth (factor), micro-batches."""
     picture: OptionalPath = None
@@ -274,7 +275,7 @@ def _assume(text: str, parameters: Parameters) -> Parameters:
     given: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
-        name, numbers = name.strip(), _numbers([value])
+        name, numbers = present_name(name.strip(), "recovery", source="--assume"), _numbers([value])
         if name not in kinds or not numbers or (kinds[name] is int and not numbers[0].is_integer()):
             raise ConfigError(f"--assume {part}: should be NAME=NUMBER, with a name of {', '.join(kinds)}")
         given[name] = int(numbers[0]) if kinds[name] is int else numbers[0]

@@ -15,7 +15,7 @@ from chameleon_ft.config.run import RunConfig
 from chameleon_ft.config.validation import config_type, parse_config
 from chameleon_ft.errors import ConfigError
 
-__all__ = ["RENAMED_KEYS", "config_to_toml", "load_config", "read_recorded_toml", "read_toml"]
+__all__ = ["RENAMED_KEYS", "config_to_toml", "load_config", "present_name", "read_recorded_toml", "read_toml"]
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +46,16 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_recorded_toml(path: Path) -> dict[str, Any]:
     """Return the configuration that a run has recorded, perhaps in an earlier release. Raises as `read_toml`."""
     return _with_new_names(_content(path))[0]
+
+
+def present_name(name: str, section: str, *, source: str) -> str:
+    """Return the present name of a key of `section`, and warn if `name` is an old one."""
+    new = RENAMED_KEYS.get(f"{section}.{name}")
+    if new is None:
+        return name
+    new = new.rpartition(".")[2]
+    _logger.warning("%s: %s is deprecated, and gone in the next release; use %s", source, name, new)
+    return new
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -51,7 +51,7 @@ __all__ = ["MemoryUse", "MessageBuffers", "WorkerMemory", "WorkloadMemory", "pro
 
 
 _FORWARD, _BACKWARD, _INPUT_GRAD, _WEIGHT_GRAD = range(len(KINDS))
-# What an operation needs while one of its layers runs, the activations of its hop included.
+# Bytes of an operation while one of its layers runs, with the activations of its hop.
 _MOMENT: Final = ("activation_bytes", "weight_grad_bytes", "message_bytes", "working_bytes")
 
 

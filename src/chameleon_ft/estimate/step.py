@@ -103,7 +103,7 @@ def estimate_parts(plan: Plan, parts: Sequence[ScheduledPart], costs: CostModel)
     for part in parts:
         complete_s |= _gradient_times(part)
     sync = sync_after(plan.placement, complete_s, step_s_of(parts), costs)
-    # The same sum as in `StepEstimate`, so that both round alike.
+    # Summed as in `StepEstimate`, so that both round alike.
     return PartsEstimate(sync.program_s, sync.program_s + sync.exposed_s, peak_bytes_of(plan, parts, costs))
 
 

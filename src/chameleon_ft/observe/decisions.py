@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from chameleon_ft.errors import ConfigError
 from chameleon_ft.observe.files import describe_invalid
@@ -24,8 +24,22 @@ __all__ = [
 ]
 
 
+_RENAMED: Final[Mapping[str, str]] = {
+    "host_share": "host_failure_fraction",
+    "last_holders": "worker_single_points_of_failure",
+    "last_hosts": "host_single_points_of_failure",
+    "restart_s": "restart_cost_s",
+}
+"""Keys in runs of earlier releases -> present ones."""
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_present_names(cls, data: Any) -> Any:
+        return {_RENAMED.get(name, name): value for name, value in data.items()} if isinstance(data, dict) else data
 
 
 class ScoredCandidate(_Part):
@@ -36,8 +50,8 @@ class ScoredCandidate(_Part):
     stall_s: float | None
     transfer_s: float | None = None
     moved_bytes: int | None = Field(alias="bytes")
-    last_holders: int = 0
-    last_hosts: int = 0
+    worker_single_points_of_failure: int = 0
+    host_single_points_of_failure: int = 0
     fatal_share: float = 0.0
     return_s: float = 0.0
     samples: float
@@ -52,7 +66,7 @@ class ObservedRate(_Part):
     worker_s: float
     prior_failures: float
     worker_mtbf_s: float
-    host_share: float | None = None
+    host_failure_fraction: float | None = None
     incidents: int | None = None
     together: dict[int, int] = {}
     bursts: int = 0
@@ -66,7 +80,7 @@ class StallParts(_Part):
     stop_s: float
     decide_s: float
     regroup_s: float
-    restart_s: float | None = None
+    restart_cost_s: float | None = None
 
 
 class UsedCorrections(_Part):

@@ -28,7 +28,7 @@ class DecisionContext:
         costs: costs of a step; its cluster has all live workers, including spare and new ones.
         phases: the expected stall without transfers.
         repeat_s: repeated work of the interrupted step, in seconds; see `TransitionEstimate`.
-        restart_s: seconds of a return to a checkpoint without the steps since that checkpoint.
+        restart_cost_s: seconds of a return to a checkpoint without the steps since that checkpoint.
         has_checkpoints: whether there is a checkpoint if a layer loses its last holder; if not, the run ends then.
         step_factor: measured seconds of a step over those that its operations explain; applies to all predicted steps.
         transfer_factor: measured seconds of transfers over those that messages and links explain; likewise.
@@ -48,7 +48,7 @@ class DecisionContext:
     costs: CostModel
     phases: StallModel
     repeat_s: float
-    restart_s: float
+    restart_cost_s: float
     has_checkpoints: bool = True
     step_factor: float = 1.0
     transfer_factor: float = 1.0
@@ -61,7 +61,7 @@ class DecisionContext:
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))
         object.__setattr__(self, "home_in_flight_limits", FrozenMap(self.home_in_flight_limits))
-        for name in ("repeat_s", "restart_s"):
+        for name in ("repeat_s", "restart_cost_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} must be zero or a positive number of seconds; got {value}")
@@ -105,4 +105,4 @@ class DecisionContext:
     def return_s(self) -> float:
         """Seconds that a return to a checkpoint takes now, repeated work included."""
         written_s = self.checkpoints.write_s if self.saves_first else None
-        return self.restart_s + (self.checkpoints.unsaved_s if written_s is None else written_s)
+        return self.restart_cost_s + (self.checkpoints.unsaved_s if written_s is None else written_s)

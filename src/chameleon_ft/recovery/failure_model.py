@@ -5,7 +5,7 @@ the run:
 
 - **Rate** of incidents: Gamma-Poisson, with a prior over several orders of magnitude, see `FailureModel.waits`.
 - **Size** of an incident, in simultaneous failures: a power law with a learned exponent, `size_shares`. Each failure
-  takes one worker or, with probability `host_share`, a whole host.
+  takes one worker or, with probability `host_failure_fraction`, a whole host.
 - **Gap** to the next incident: a mixture of bursts and quiet, `gap`. Right after an incident another one of the same
   burst may follow; otherwise the wait is that of a Poisson process of unknown rate.
 
@@ -103,7 +103,8 @@ class FailureModel:
     Attributes:
         worker_mtbf_s: mean seconds between failures of one worker, as known beforehand.
         prior_failures: weight of that knowledge, in observed failures; not necessarily whole.
-        prior_host_share: share of failures that take a whole host, as known beforehand. A quarter is a guess.
+        prior_host_failure_fraction: share of failures that take a whole host, as known beforehand; a quarter is a
+            guess.
         failures: observed failures, the latest included. Workers of a host that are lost together are one failure.
         host_failures: those of them that left no worker on a host.
         worker_s: seconds that all workers together have been live.
@@ -118,7 +119,7 @@ class FailureModel:
 
     worker_mtbf_s: float
     prior_failures: float
-    prior_host_share: float = 0.25
+    prior_host_failure_fraction: float = 0.25
     failures: int = 0
     host_failures: int = 0
     worker_s: float = 0.0
@@ -131,8 +132,10 @@ class FailureModel:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a positive number; got {value}")
-        if not 0 <= self.prior_host_share <= 1:
-            raise ConfigError(f"prior_host_share must be between 0 and 1; got {self.prior_host_share}")
+        if not 0 <= self.prior_host_failure_fraction <= 1:
+            raise ConfigError(
+                f"prior_host_failure_fraction must be between 0 and 1; got {self.prior_host_failure_fraction}"
+            )
         if self.failures < 0:
             raise ConfigError(f"failures must be zero or more; got {self.failures}")
         if not 0 <= self.host_failures <= self.failures:
@@ -186,9 +189,9 @@ class FailureModel:
         return self.failures - sum((size - 1) * count for size, count in self.together.items())
 
     @property
-    def host_share(self) -> float:
+    def host_failure_fraction(self) -> float:
         """Return the expected share of future failures that take a whole host: the mean of a Beta distribution."""
-        return (self.prior_failures * self.prior_host_share + self.host_failures) / (
+        return (self.prior_failures * self.prior_host_failure_fraction + self.host_failures) / (
             self.prior_failures + self.failures
         )
 
@@ -275,7 +278,7 @@ class FailureModel:
         Incidents that take all hosts or all workers are excluded, because no plan survives them. The bound is exact for
         layers with one holder; see `LossRisk`.
         """
-        of_hosts = 0.0 if risk.hosts is None else self.host_share
+        of_hosts = 0.0 if risk.hosts is None else self.host_failure_fraction
         total = 0.0
         for sets, part in ((risk.workers, 1 - of_hosts), (risk.hosts, of_hosts)):
             if sets is None or not part:
@@ -289,7 +292,7 @@ class FailureModel:
         hosts = 1 if risk.hosts is None else risk.hosts.groups
         # The shares of sizes sum up to 1 but for rounding.
         total = [max(0.0, 1 - math.fsum(self.size_shares(groups - 1))) for groups in (risk.workers.groups, hosts)]
-        return (1 - self.host_share) * total[0] + self.host_share * total[1]
+        return (1 - self.host_failure_fraction) * total[0] + self.host_failure_fraction * total[1]
 
 
 @lru_cache(maxsize=64)

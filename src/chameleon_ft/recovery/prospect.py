@@ -34,7 +34,7 @@ class Prospect:
     Attributes:
         failures: the failure model.
         gap: distribution of the seconds until the next incident (G).
-        restart_s: seconds of a return to a checkpoint without the steps since that checkpoint.
+        restart_cost_s: seconds of a return to a checkpoint without the steps since that checkpoint.
         checkpoints: how often they are written.
         reference_step_s: seconds of a step at which lost time is charged, whatever the plan.
         exposed: probability that the incident takes all holders of some layer if it comes during the stall, while the
@@ -44,7 +44,7 @@ class Prospect:
 
     failures: FailureModel
     gap: Gap
-    restart_s: float
+    restart_cost_s: float
     checkpoints: Checkpoints
     reference_step_s: float
     exposed: float
@@ -58,7 +58,7 @@ class Prospect:
         workers: int,
         after_incident: bool,
         held: LossRisk | None,
-        restart_s: float,
+        restart_cost_s: float,
         checkpoints: Checkpoints,
         reference_step_s: float,
         has_checkpoints: bool,
@@ -71,7 +71,7 @@ class Prospect:
             after_incident: whether some have just been lost.
             held: which workers and hosts hold the layers now; None if some layer has no holder, so that there is
                 nothing to lose.
-            restart_s: seconds of a return to a checkpoint without the steps since that checkpoint.
+            restart_cost_s: seconds of a return to a checkpoint without the steps since that checkpoint.
             checkpoints: how often they are written, if at all.
             reference_step_s: seconds of a step of workers that are never idle.
             has_checkpoints: whether there is one. If not, a return loses all that the run has trained so far.
@@ -79,7 +79,7 @@ class Prospect:
         return cls(
             failures=failures,
             gap=failures.gap(workers, after_incident=after_incident),
-            restart_s=restart_s + (0.0 if has_checkpoints else failures.worker_s / workers),
+            restart_cost_s=restart_cost_s + (0.0 if has_checkpoints else failures.worker_s / workers),
             checkpoints=checkpoints if has_checkpoints else Checkpoints(),
             reference_step_s=reference_step_s,
             exposed=0.0 if held is None else failures.fatal_probability(held),
@@ -119,7 +119,7 @@ class Prospect:
         before, after = during * exposed, (1 - during) * fatal
         repeat_s = (before + during * total_loss) * unsaved_s
         repeat_s += (after + (1 - during) * total_loss) * expected_unsaved_s(unsaved_s, interval_s, mean_gap_s)
-        return_s = (before + after) * self.restart_s + repeat_s
+        return_s = (before + after) * self.restart_cost_s + repeat_s
         trains_s = self.gap.left_after(stall_s) / (1 + (self.checkpoints.write_s or 0.0) / interval_s)
         return Expected(
             fatal_share=before + after,

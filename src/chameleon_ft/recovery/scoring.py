@@ -224,7 +224,7 @@ def best_of(candidates: Sequence[Candidate], prospect: Prospect) -> int | None:
         return None
     if not prospect.has_checkpoints:
         feasible = [index for index in feasible if not candidates[index].worker_single_points_of_failure] or feasible
-        if prospect.failures.host_share:
+        if prospect.failures.host_failure_fraction:
             feasible = [
                 i for i in feasible if candidates[i].samples > 0 and not candidates[i].host_single_points_of_failure
             ] or feasible

@@ -41,7 +41,7 @@ def warm_up() -> None:
         costs=CostModel(Workload((layer,) * 4, plan.micro_batches, 1), cluster),
         phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0),
         repeat_s=0.0,
-        restart_s=0.0,
+        restart_cost_s=0.0,
     )
     course = decide(context, "chameleon", FailureModel(worker_mtbf_s=1.0, prior_failures=1.0)).course
     assert course is not None

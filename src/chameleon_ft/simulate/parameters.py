@@ -27,8 +27,8 @@ class Parameters:
         step_overhead_s: seconds that a step takes beyond its estimate: vote, update, and overhead of the host.
         worker_mtbf_s: prior mean time between two failures of a worker: 5,000 hours in `[recovery]`.
         prior_failures: number of failures that the prior counts for: 1 in `[recovery]`.
-        host_share: prior share of failures that take all workers of a host: a quarter in `[recovery]`.
-        restart_s: seconds from a failure until a restarted job runs, with the reading of the checkpoint but without
+        host_failure_fraction: prior share of failures that take all workers of a host: a quarter in `[recovery]`.
+        restart_cost_s: seconds from a failure until a restarted job runs, reading of the checkpoint included but not
             repeated steps: the 5 minutes of `[recovery] restart_cost_s`.
         checkpoint_write_s: seconds that training stands still for a checkpoint: a copy to the host's memory, with the
             rest in the background as in CheckFreq (Mohan et al., FAST 2021). The duration is a guess.
@@ -53,8 +53,8 @@ class Parameters:
     step_overhead_s: float = 0.0
     worker_mtbf_s: float = 5_000 * 3_600.0
     prior_failures: float = 1.0
-    host_share: float = 0.25
-    restart_s: float = 300.0
+    host_failure_fraction: float = 0.25
+    restart_cost_s: float = 300.0
     checkpoint_write_s: float = 1.0
     checkpoint_interval_s: float = 3_600.0
     redundant_forward: float = 1.0
@@ -68,8 +68,8 @@ class Parameters:
                 raise ConfigError(f"{each.name} must be zero or a positive number; got {value}")
             if not value and each.name in ("worker_mtbf_s", "prior_failures", "checkpoint_interval_s"):
                 raise ConfigError(f"{each.name} must be a positive number; got 0")
-        if self.host_share > 1:
-            raise ConfigError(f"host_share must be between 0 and 1; got {self.host_share}")
+        if self.host_failure_fraction > 1:
+            raise ConfigError(f"host_failure_fraction must be between 0 and 1; got {self.host_failure_fraction}")
 
     @property
     def has_checkpoints(self) -> bool:
@@ -80,7 +80,9 @@ class Parameters:
     def rate(self) -> FailureModel:
         """The prior failure model."""
         return FailureModel(
-            worker_mtbf_s=self.worker_mtbf_s, prior_failures=self.prior_failures, prior_host_share=self.host_share
+            worker_mtbf_s=self.worker_mtbf_s,
+            prior_failures=self.prior_failures,
+            prior_host_failure_fraction=self.host_failure_fraction,
         )
 
     @property

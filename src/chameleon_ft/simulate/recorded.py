@@ -85,8 +85,8 @@ def recorded_run(run: RunDirectory, parameters: Parameters = Parameters()) -> Re
             parameters,
             worker_mtbf_s=recovery.worker_mtbf_hours * 3600,
             prior_failures=recovery.prior_weight,
-            host_share=recovery.host_failure_fraction,
-            restart_s=recovery.restart_cost_s,
+            host_failure_fraction=recovery.host_failure_fraction,
+            restart_cost_s=recovery.restart_cost_s,
             checkpoint_interval_s=every * step_s if every else math.inf,
         ),
     )
@@ -192,7 +192,7 @@ def _searches_s(events: Sequence[Mapping[str, Any]], plans: Mapping[int, Generat
                 costs=planned.costs,
                 phases=StallModel(detect_s=0.0, stop_s=0.0, decide_s=0.0, regroup_s=0.0),
                 repeat_s=0.0,
-                restart_s=0.0,
+                restart_cost_s=0.0,
             )
             found.append(event["prepare_s"] / len(loss_classes(context)))
     return found

@@ -89,7 +89,16 @@ def _show(stories: Sequence[DecisionStory], *, title: str, total: int) -> None:
         )
         out.text(f"{_describe_search(decided)} {duration(decided.search_s)}")
         # Single holders are named only if they tell the candidates apart.
-        differ = len({(each.last_holders, each.last_hosts) for each in decided.candidates if each.feasible}) > 1
+        differ = (
+            len(
+                {
+                    (each.worker_single_points_of_failure, each.host_single_points_of_failure)
+                    for each in decided.candidates
+                    if each.feasible
+                }
+            )
+            > 1
+        )
         out.show(
             out.table(
                 [_candidate_row(each, decided.chosen, holders=differ) for each in decided.candidates],
@@ -175,7 +184,10 @@ def describe_reason(decision: DecisionEvent) -> str:
         return "no other candidate was possible"
     if best.samples < second.samples * (1 - ROUNDING):
         more = f"{second.samples / best.samples - 1:.1%} more" if best.samples else "more"
-        if (second.last_holders, second.last_hosts) > (best.last_holders, best.last_hosts):
+        if (second.worker_single_points_of_failure, second.host_single_points_of_failure) > (
+            best.worker_single_points_of_failure,
+            best.host_single_points_of_failure,
+        ):
             holders = _describe_sole_holders(second)
             return f"{second.policy} would train {more} samples, but for {holders}: there is no checkpoint"
         return f"{second.policy} would train {more} samples by what is known now, but it had been decided before"
@@ -219,16 +231,27 @@ def _lost_s(each: ScoredCandidate) -> float:
 
 def _describe_sole_holders(each: ScoredCandidate) -> str:
     """Count the hosts and workers that would hold some layer alone; empty if there are none."""
-    hosts = f"{counted(each.last_hosts, 'host')} with all holders of a layer"
-    workers = f"{counted(each.last_holders, 'worker')} with the only copy of one"
-    return " and ".join(text for text, count in ((hosts, each.last_hosts), (workers, each.last_holders)) if count)
+    hosts = f"{counted(each.host_single_points_of_failure, 'host')} with all holders of a layer"
+    workers = f"{counted(each.worker_single_points_of_failure, 'worker')} with the only copy of one"
+    return " and ".join(
+        text
+        for text, count in (
+            (hosts, each.host_single_points_of_failure),
+            (workers, each.worker_single_points_of_failure),
+        )
+        if count
+    )
 
 
 def _describe_failure_rate(rate: ObservedRate, *, live: int, horizon_s: float) -> str:
     """Say when the next failure is expected, and from what; see `FailureModel.waits` for the formula."""
     incidents = rate.failures if rate.incidents is None else rate.incidents
     several = f", {counted(incidents, 'incident')}" if incidents < rate.failures else ""
-    of_hosts = "" if rate.host_share is None else f"; {rate.host_share:.0%} of failures take a whole host"
+    of_hosts = (
+        ""
+        if rate.host_failure_fraction is None
+        else f"; {rate.host_failure_fraction:.0%} of failures take a whole host"
+    )
     return (
         f"the next failure in {duration(horizon_s)}, by {counted(rate.failures, 'failure')}{several} in "
         f"{duration(rate.worker_s)} of work by all workers together, {live} of which are live; expected beforehand: "
@@ -249,7 +272,7 @@ def _sum(parts: dict[str, float]) -> str:
 def _describe_predicted_stall(chosen: ScoredCandidate, stall: StallParts) -> str:
     assert chosen.stall_s is not None
     text = f"stall {duration(chosen.stall_s)}"
-    if stall.restart_s is not None and chosen.stall_s == stall.restart_s:
+    if stall.restart_cost_s is not None and chosen.stall_s == stall.restart_cost_s:
         return f"{text}: recovery.restart_cost_s and the steps since the checkpoint"
     return f"{text}, {duration(chosen.transfer_s)} of it transfer" if chosen.transfer_s else text
 

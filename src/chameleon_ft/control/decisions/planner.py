@@ -106,7 +106,7 @@ class Planner:
             costs=CostModel(costs.workload, Cluster(workers, cluster.intra_host, cluster.inter_host)),
             phases=phases,
             repeat_s=repeat_s,
-            restart_s=self._config.recovery.restart_cost_s,
+            restart_cost_s=self._config.recovery.restart_cost_s,
             has_checkpoints=every > 0,
             checkpoints=recovery.Checkpoints(unsaved_s=unsaved * step_s, longest_s=every * step_s),
             step_factor=self.calibration.unexplained(costs),
@@ -146,7 +146,9 @@ class Planner:
                 "worker_s": rate.worker_s,
                 "prior_failures": rate.prior_failures,
                 "worker_mtbf_s": rate.worker_mtbf_s,
-                "host_share": rate.host_share if len(set(context.costs.cluster.hosts.values())) > 1 else None,
+                "host_failure_fraction": rate.host_failure_fraction
+                if len(set(context.costs.cluster.hosts.values())) > 1
+                else None,
             },
             "stall": {
                 "repeat_s": context.repeat_s,
@@ -154,7 +156,7 @@ class Planner:
                 "stop_s": phases.stop_s,
                 "decide_s": phases.decide_s,
                 "regroup_s": phases.regroup_s,
-                "restart_s": context.return_s,
+                "restart_cost_s": context.return_s,
             },
             "corrections": corrections.to_json(),
         }

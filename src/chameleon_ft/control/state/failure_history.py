@@ -88,7 +88,7 @@ class FailureHistory:
             settled=FailureModel(
                 worker_mtbf_s=recovery.worker_mtbf_hours * 3600,
                 prior_failures=recovery.prior_weight,
-                prior_host_share=recovery.host_failure_fraction,
+                prior_host_failure_fraction=recovery.host_failure_fraction,
             )
         )
 

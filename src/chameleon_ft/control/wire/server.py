@@ -122,9 +122,9 @@ class _Server:
 
 
 def control_server(
-    handler: Handler, *, host: str, port: int, token: str, heartbeat_s: float
+    handler: Handler, *, host: str, port: int, token: str, heartbeat_timeout_s: float
 ) -> AbstractAsyncContextManager[Server]:
-    """Listen on host:port for peers that know `token`. A peer silent for `heartbeat_s` is departed."""
+    """Listen on host:port for peers that know `token`. A peer silent for `heartbeat_timeout_s` is departed."""
     server = _Server(handler, token)
     # These add up when a peer falls silent: time to the next ping, to its answer, and to the closing handshake.
     return serve(
@@ -132,9 +132,9 @@ def control_server(
         host,
         port,
         process_request=server.authorize,
-        ping_interval=heartbeat_s / 4,
-        ping_timeout=heartbeat_s / 2,
-        close_timeout=heartbeat_s / 4,
+        ping_interval=heartbeat_timeout_s / 4,
+        ping_timeout=heartbeat_timeout_s / 2,
+        close_timeout=heartbeat_timeout_s / 4,
         compression=None,
         max_size=None,
         create_connection=cast("type[ServerConnection]", partial(_Connection, handler)),

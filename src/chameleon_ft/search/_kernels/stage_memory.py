@@ -171,7 +171,7 @@ def _measure(layers: LayerBytes, split: bool, start: int, stop: int, full: int, 
     for layer in range(stop - 1, start - 1, -1):
         in_full = layer < full and layers.recomputable[layer]
         own = layers.boundary[layer] if in_full else _kept(layers, layer, until)
-        # What I leaves for W stands in for the activations where it is no less.
+        # Tensors that I keeps for W replace the activations if they take no less.
         released += own if layers.weight_grad[layer] >= own else 0
         weight_grads += layers.weight_grad[layer]
         restored = max(0, layers.activation[layer] - own) if layers.weight_grad[layer] < layers.activation[layer] else 0
@@ -271,7 +271,7 @@ def _needs(row: Integers, split: bool, first: bool, in_flight: int, kept: int, d
     `row` is its option, int64 [COLUMNS], and `first` says whether it is a first stage with split backward.
     """
     if not split:
-        # What B returned is there until the next operation begins.
+        # The output of B is kept until the next operation begins.
         most: int = (in_flight - 1) * row[EACH] + max(row[FORWARD], row[BACKWARD], row[EACH])
         return most
     each, waiting = row[EACH], row[WAITING]

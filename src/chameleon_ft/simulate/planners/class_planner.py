@@ -120,7 +120,7 @@ class ProposalsByClass:
             size = min(len(left) // number + (each < len(left) % number), world.pipelines.num_layers)
             share = max(1, world.times.micro_batches * size // len(self._state.speeds))
             fitting = world.pipelines.fitting(PipelineClass(world.pipelines.even_cut(size)), share)
-            # What is left may be too little to hold the model.
+            # The remaining workers may be too few to hold the model.
             if fitting is not None:
                 cuts[fitting.cut] += 1
         return self._options(name, arranged(cuts, sorted({*kept.used, *left}), kept))
@@ -224,7 +224,7 @@ class ProposalsByClass:
                 policy=name,
                 plan=layout,
                 step_s=step_s,
-                still_s=parameters.restart_s + (parameters.checkpoint_write_s if self.is_intact else 0.0),
+                still_s=parameters.restart_cost_s + (parameters.checkpoint_write_s if self.is_intact else 0.0),
                 repeat_s=0.0 if self.is_intact else self._state.checkpoints.unsaved_s,
                 from_checkpoint=True,
                 saves_first=self.is_intact,

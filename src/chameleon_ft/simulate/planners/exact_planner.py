@@ -184,7 +184,7 @@ class ExactPlanner(Planner):
             costs=self._costs_of({worker: speed for worker, speed in state.speeds.items() if worker not in self._lost}),
             phases=phases,
             repeat_s=state.repeat_s,
-            restart_s=parameters.restart_s,
+            restart_cost_s=parameters.restart_cost_s,
             has_checkpoints=parameters.has_checkpoints,
             checkpoints=state.checkpoints,
             home=None if self._home is None else self._home.plan,

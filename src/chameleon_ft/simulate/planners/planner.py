@@ -107,7 +107,7 @@ class Planner(ABC):
                 replace(
                     option,
                     policy="checkpoint",
-                    still_s=self._parameters.restart_s,
+                    still_s=self._parameters.restart_cost_s,
                     repeat_s=state.checkpoints.unsaved_s,
                     from_checkpoint=True,
                 )
@@ -133,7 +133,7 @@ class Planner(ABC):
             workers=len(speeds),
             after_incident=bool(state.lost),
             held=None if self._reached is None else self._risk(self._reached, speeds),
-            restart_s=self._parameters.restart_s,
+            restart_cost_s=self._parameters.restart_cost_s,
             checkpoints=state.checkpoints,
             # Of workers that are never idle.
             reference_step_s=total_work_bound_s(self._costs) * whole_speed / sum(speeds.values()),
