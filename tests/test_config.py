@@ -88,7 +88,7 @@ def test_all_mistakes_are_listed_at_once() -> None:
             "failures[1].worker = 1: already fails in failures[0]",
         ),
         ({"failures": [{"step": 1, "worker": 1, "phase": "checkpoint"}]}, 'failures[0].phase = "checkpoint": no chec'),
-        ({"backend": "nccl"}, 'backend = "nccl": nccl carries tensors between GPUs only'),
+        ({"backend": "nccl"}, 'backend = "nccl": nccl sends tensors between GPUs only'),
         (
             {"timeouts": {"heartbeat_timeout_s": 20.0}},
             "timeouts.watchdog_min_s = 10.0: must be longer than heartbeat_timeout_s = 20",

@@ -17,25 +17,25 @@ class LayerCost:
     """Cost of one layer for one micro-batch on a worker of speed 1.
 
     Attributes:
-        name: a name for people ("embedding", "block 3").
+        name: name for display ("embedding", "block 3").
         forward_s: seconds of the forward.
-        input_grad_s: seconds of the half of the backward that computes the gradient of the layer's input.
-        weight_grad_s: seconds of the half of the backward that computes the gradients of the layer's parameters.
-        fused_backward_s: seconds of the backward in one go; None if that is the sum of both halves. Halves are often
-            slower together, because they repeat some work.
+        input_grad_s: seconds of the backward half that computes the gradient of the layer's input (I).
+        weight_grad_s: seconds of the backward half that computes the gradients of the layer's parameters (W).
+        fused_backward_s: seconds of the backward as one operation; None if it equals the sum of both halves. The halves
+            together often take longer, because they repeat some work.
         param_bytes: bytes of the layer's parameters.
         activation_bytes: bytes kept from the forward until the backward, including the layer's input if it is kept.
         weight_grad_bytes: bytes kept from the input-gradient half until the weight-gradient half.
         output_bytes: bytes of the output, which is sent to the next worker if the layer ends a hop.
-        gradient_bytes: bytes of the gradients of the parameters, which are always held and which gradient sync reduces.
-        optimizer_bytes: bytes of the optimizer's state, including master copies of the parameters.
-        working_bytes: most additional bytes while one of the layer's operations runs.
+        gradient_bytes: bytes of the parameter gradients, which stay allocated and are reduced by gradient sync.
+        optimizer_bytes: bytes of optimizer state, including master copies of the parameters.
+        working_bytes: peak of the additional bytes while one of the layer's operations runs.
         sample_bytes: bytes of the samples that a worker holds for a layer that reads inputs or targets.
-        unmoved_bytes: the share of `param_bytes` that does not move with the layer: buffers that every worker creates.
-        selective_bytes: remainder of `activation_bytes` if the layer is recomputed selectively; None if it cannot be.
-        selective_s: additional seconds of the backward in that case.
+        unmoved_bytes: the part of `param_bytes` that does not move with the layer: buffers that every worker creates.
+        selective_bytes: the part of `activation_bytes` that selective recomputation keeps; None if it is not possible.
+        selective_s: additional seconds of the backward with selective recomputation.
 
-    With tensor parallelism all bytes are those of one rank of the worker.
+    With tensor parallelism, all bytes are per rank of the worker.
 
     Raises:
         ConfigError: a time or a size is negative or not finite.
@@ -65,7 +65,7 @@ class LayerCost:
 
     @property
     def backward_s(self) -> float:
-        """Seconds of the whole backward in one go."""
+        """Seconds of the whole backward as one operation."""
         return self.halves_s if self.fused_backward_s is None else self.fused_backward_s
 
     @property
@@ -75,27 +75,27 @@ class LayerCost:
 
     @property
     def least_backward_s(self) -> float:
-        """Seconds of the backward, in one go or in halves, whichever takes less; for lower bounds."""
+        """Seconds of the backward, fused or split, whichever is faster; for lower bounds."""
         return min(self.backward_s, self.halves_s)
 
     def slowed(self, factor: float) -> LayerCost:
-        """Return the cost with every operation `factor` times as long."""
+        """Return the cost with every operation taking `factor` times as long."""
         times = {field: getattr(self, field) for field, unit in _UNITS.items() if unit == "seconds"}
         slower = {field: seconds * factor for field, seconds in times.items() if seconds is not None}
         return dataclasses.replace(self, **slower)
 
     def recomputed(self, input_bytes: int) -> LayerCost:
-        """Return the cost on a worker that keeps only the layer's input of `input_bytes`, and reruns its forward.
+        """Return the cost on a worker that keeps only the layer's input (`input_bytes`) and reruns its forward.
 
-        The second forward takes as long as the first. Its results, the rest of the activations and once more the
-        output, are needed only while the layer runs. Beside a forward, or an I that leaves the activations for W, that
-        is an upper bound.
+        The second forward takes as long as the first. Its results, which are the rest of the activations and
+        another copy of the output, exist only while the layer runs, so they count as working memory. That count is an
+        upper bound for a forward, and for an I that leaves the activations for W.
         """
-        again_s, fused_s = self.forward_s, self.fused_backward_s
+        rerun_s, fused_s = self.forward_s, self.fused_backward_s
         return dataclasses.replace(
             self,
-            input_grad_s=self.input_grad_s + again_s,
-            fused_backward_s=None if fused_s is None else fused_s + again_s,
+            input_grad_s=self.input_grad_s + rerun_s,
+            fused_backward_s=None if fused_s is None else fused_s + rerun_s,
             activation_bytes=input_bytes,
             working_bytes=self.working_bytes + max(0, self.activation_bytes - input_bytes) + self.output_bytes,
             selective_bytes=None,
@@ -103,7 +103,7 @@ class LayerCost:
         )
 
 
-# Of each amount of a `LayerCost`.
+# Unit of each numeric field of `LayerCost`.
 _UNITS: Final = {
     field.name: "seconds" if field.name.endswith("_s") else "bytes"
     for field in dataclasses.fields(LayerCost)
@@ -116,11 +116,11 @@ class TiedParameters:
     """Parameters that several layers share; each of the layers holds a copy.
 
     Attributes:
-        layers: the layers, ascending.
-        gradient_bytes: of one copy; each layer's own `gradient_bytes` include it.
+        layers: numbers of the layers, in ascending order.
+        gradient_bytes: bytes of one copy's gradients; the `gradient_bytes` of each layer include them.
 
     Raises:
-        ConfigError: fewer than two layers, or not in ascending order, or a negative size.
+        ConfigError: there are fewer than two layers, they are not in ascending order, or the size is negative.
     """
 
     layers: tuple[int, ...]
@@ -128,7 +128,9 @@ class TiedParameters:
 
     def __post_init__(self) -> None:
         if len(self.layers) < 2 or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
-            raise ConfigError(f"tied parameters are of two layers or more, each once, ascending; got {self.layers}")
+            raise ConfigError(
+                f"tied parameters need two or more different layers in ascending order; got {self.layers}"
+            )
         _check_amount(self.gradient_bytes, f"gradient_bytes tied between layers {self.layers}", "bytes")
 
 
@@ -140,8 +142,8 @@ class Workload:
         layers: cost of each layer, in order.
         micro_batches: micro-batches in the global batch (M), over all pipelines.
         micro_batch_size: samples in one micro-batch.
-        operation_overhead_s: fixed seconds of every operation on any worker.
-        tied: parameters that layers share, each set of layers at most once.
+        operation_overhead_s: fixed seconds added to every operation, on any worker.
+        tied: parameters that several layers share; no two entries have the same layers.
 
     Raises:
         ConfigError: no layers, a count below one, a negative overhead, or tied layers that do not exist.
@@ -162,7 +164,7 @@ class Workload:
         _check_amount(self.operation_overhead_s, "operation_overhead_s", "seconds")
         for each in self.tied:
             if each.layers[-1] >= len(self.layers):
-                raise ConfigError(f"layers {each.layers} are tied, and there are only {len(self.layers)} layers")
+                raise ConfigError(f"layers {each.layers} are tied, but there are only {len(self.layers)} layers")
 
     @property
     def tied_layers(self) -> tuple[tuple[int, ...], ...]:
@@ -176,7 +178,7 @@ class Workload:
 
     @property
     def selective_bytes(self) -> tuple[int, ...]:
-        """Bytes that each layer keeps from its forward if it is recomputed selectively, or all if it cannot be."""
+        """Bytes that each layer keeps with selective recomputation; all its activations if that is not possible."""
         return tuple(
             layer.activation_bytes
             if layer.selective_bytes is None or not is_recomputed(number, len(self.layers))
@@ -185,7 +187,7 @@ class Workload:
         )
 
     def recomputed(self) -> Workload:
-        """Return the workload if every worker recomputes in full; see `is_recomputed`."""
+        """Return the workload with full recomputation on every worker; see `is_recomputed`."""
         layers = [
             layer.recomputed(self.layers[number - 1].output_bytes) if is_recomputed(number, len(self.layers)) else layer
             for number, layer in enumerate(self.layers)
@@ -194,10 +196,10 @@ class Workload:
 
 
 def is_recomputed(layer: int, num_layers: int) -> bool:
-    """Return whether a worker that recomputes runs the forward of `layer` twice: for all but the first and last layer.
+    """Return whether recomputation reruns the forward of `layer`: true for all layers but the first and the last.
 
-    The first layer looks up samples, which are kept anyway. The backward of the last layer follows its forward at once,
-    so its activations exist at the moment of peak memory in any case, and recomputing it is expensive.
+    The first layer looks up samples, which are kept anyway. The backward of the last layer follows directly after
+    its forward, so its activations exist at peak memory anyway, and recomputing them is expensive.
     """
     return 0 < layer < num_layers - 1
 

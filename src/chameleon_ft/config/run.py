@@ -27,21 +27,21 @@ from chameleon_ft.config.sections import (
 __all__ = ["LLAMA_JOB", "STAND_IN_JOB", "RunConfig", "TrainConfig"]
 
 LLAMA_JOB = "chameleon_ft.models.llama_job:llama_job"
-"""Reference of the job that `chameleon train` trains unless told otherwise."""
+"""Reference of the default job of `chameleon train`."""
 
 STAND_IN_JOB = "chameleon_ft.models.stand_in:stand_in"
-"""Reference of the job that emulated devices train: almost empty layers, as many as the profile has."""
+"""Reference of the job for emulated devices: nearly empty layers, as many as the profile has."""
 
 
 class RunConfig(Section):
-    """How to run a job: everything but the job itself."""
+    """How to run a job: everything but the code of the job."""
 
     job: str = Field(
         default=LLAMA_JOB,
         min_length=1,
         description='Job to train, as "package.module:function" or "path/to/file.py:function".',
     )
-    # `strict` would refuse the string that a TOML file or a flag holds a path in.
+    # TOML files and flags give paths as strings, which `strict` would refuse.
     output_dir: Annotated[Path, Field(strict=False)] | None = Field(
         default=None, description="New directory for everything the run writes; by default runs/NAME-TIME."
     )
@@ -50,16 +50,16 @@ class RunConfig(Section):
     seed: int = Field(
         default=0, ge=0, le=2**63 - 1, description="Seed of the weights, the sample order and the dropout."
     )
-    backend: Literal["gloo", "nccl"] = Field(default="gloo", description="Library that carries the tensors.")
+    backend: Literal["gloo", "nccl"] = Field(default="gloo", description="Library that sends tensors between workers.")
     device: Literal["cpu", "cuda", "emulated"] = Field(
         default="cpu",
         description="Device of a worker; emulated: nothing is computed, operations last as long as `profile` says.",
     )
     profile: Annotated[Path, Field(strict=False)] | None = Field(
         default=None,
-        description="Profile written by `chameleon profile`, which plans are based on; required to emulate.",
+        description="Profile that plans are based on, written by `chameleon profile`; required for emulated devices.",
     )
-    threads: int = Field(default=1, ge=1, description="Threads of one worker on a CPU.")
+    threads: int = Field(default=1, ge=1, description="Threads per worker on a CPU.")
     plan: Annotated[Path, Field(strict=False)] | None = Field(
         default=None,
         description="Plan to start with, as `chameleon plan --json` prints it, instead of parallel.dp equal pipelines.",
@@ -72,14 +72,12 @@ class RunConfig(Section):
     timelines: Timelines = Timelines()
     emulation: Emulation = Emulation()
     control: Control = Control()
-    failures: Annotated[tuple[Failure, ...], Field(strict=False)] = Field(
-        default=(), description="Failures to inject on purpose."
-    )
+    failures: Annotated[tuple[Failure, ...], Field(strict=False)] = Field(default=(), description="Failures to inject.")
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self._layout_problems()
         if self.backend == "nccl" and self.device != "cuda":
-            yield "backend", f'nccl carries tensors between GPUs only, and device = "{self.device}"; take gloo'
+            yield "backend", f'nccl sends tensors between GPUs only, but device = "{self.device}"; use gloo'
         yield from self._emulation_problems()
         yield from self._failure_problems()
 
@@ -101,7 +99,7 @@ class RunConfig(Section):
     def _emulation_problems(self) -> Iterator[tuple[str, str]]:
         emulated = self.device == "emulated"
         if emulated and self.profile is None:
-            yield "profile", 'device = "emulated" needs one, for the times of operations; see chameleon profile'
+            yield "profile", 'device = "emulated" needs a profile for the times of operations; see chameleon profile'
         if emulated != (self.job == STAND_IN_JOB):
             yield (
                 "job",
@@ -129,7 +127,7 @@ class RunConfig(Section):
                 yield (
                     f"{key}.step",
                     f"there is no such step: the run has {self.steps}, numbered 0 to {self.steps - 1}; "
-                    "change it, or pass --failures none for a run without any",
+                    "change it, or pass --failures none for a run without failures",
                 )
             if failure.phase == "checkpoint" and not self.checkpoint.every:
                 yield f"{key}.phase", "no checkpoint is written during training; set checkpoint.every"
@@ -148,8 +146,8 @@ class TrainConfig(RunConfig):
             yield (
                 "parallel.pp",
                 f"asks for more stages than the model has layers: {self.model.partition_layers}, "
-                f"which are the embedding, model.num_layers = {self.model.num_layers} blocks and the head; "
-                f"take {self.model.partition_layers} at most or add blocks",
+                f"counting the embedding, model.num_layers = {self.model.num_layers} blocks and the head; "
+                f"set {self.model.partition_layers} or fewer, or add blocks",
             )
         if self.data.format == "text" and self.model.vocab_size < 256:
             yield "model.vocab_size", "text is read as bytes, which need 256 ids; set it to 256"
