@@ -1,4 +1,4 @@
-"""The agent of one host: starts its ranks, reaps them, and ends those that the coordinator gives up."""
+"""The agent of one host: starts its ranks, reaps them, and kills any that the coordinator gives up."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _EXIT_GRACE_S = 5.0  # for ranks that are told to exit
 
 
 class Agent:
-    """Serves one coordinator until the run ends or the connection to it is lost.
+    """Serves one coordinator until the run ends or the connection is lost.
 
     Args:
         coordinator: host:port.
         slots: workers to run on this host.
-        host: this host's address for the others; None finds the one that faces the coordinator.
-        context: fork server that has loaded all that a rank needs.
-        entry: runs a rank, with keywords coordinator, token, worker, incarnation, host and local_index.
+        host: address at which other hosts reach this one; None uses the local address towards the coordinator.
+        context: fork server that has already loaded everything a rank needs.
+        entry: function that runs a rank; keywords: coordinator, token, worker, incarnation, host, local_index.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class Agent:
         self._host = host or local_address_towards(coordinator)
         self._context = context
         self._entry = entry
-        self._ranks: dict[tuple[int, int], BaseProcess] = {}  # by worker and incarnation
+        self._ranks: dict[tuple[int, int], BaseProcess] = {}  # (worker, incarnation) -> process
         self._local_indexes: dict[int, int] = {}  # worker -> its index on this host, in all its incarnations
         self._is_over = False
-        self._pending: set[tuple[int, int]] = set()  # ranks that are to be started
+        self._pending: set[tuple[int, int]] = set()  # ranks still to be started
         self._spawn_lock = asyncio.Lock()
         self._failure: ControlError | None = None  # why a rank could not be started
-        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none alive
+        self._tasks: set[asyncio.Task[None]] = set()  # strong references: the event loop holds only weak ones
 
     async def serve(self) -> bool:
         """Carry out the coordinator's orders; return True if it ended the run, False if the connection was lost.
 
         Raises:
-            ControlError: the coordinator does not answer, or does not want this host.
+            ControlError: the coordinator does not answer, or refuses this host.
         """
         try:
             async with control_connection(self._coordinator, self._token) as connection:
@@ -85,14 +85,14 @@ class Agent:
                 await self._obey(connection)
         except (OSError, InvalidHandshake) as error:
             raise ControlError(
-                f"the coordinator at {self._coordinator} cannot be joined: {error}; check address and token"
+                f"cannot connect to the coordinator at {self._coordinator}: {error}; check the address and the token"
             ) from None
         finally:
             await self.end_all()
         return self._is_over
 
     async def end_all(self) -> None:
-        """End every rank that is left, after a grace period if the ranks were told to exit."""
+        """Wait until every rank has ended; kill any left, after a grace period if the run is over, else at once."""
         self._pending.clear()
         async with self._spawn_lock:
             pass  # no rank is being started now, and none will be
@@ -114,7 +114,7 @@ class Agent:
                     case Spawn(workers=workers, incarnations=incarnations):
                         ranks = list(zip(workers, incarnations, strict=True))
                         self._pending.update(ranks)
-                        # A cold fork server takes its time, in which pings must be answered.
+                        # A cold fork server is slow to start, and the event loop must answer pings meanwhile.
                         self._run(self._start(ranks, connection))
                     case Kill(worker=worker):
                         self._pending = {rank for rank in self._pending if rank[0] != worker}
@@ -138,7 +138,7 @@ class Agent:
             raise self._failure
 
     async def _start(self, ranks: Sequence[tuple[int, int]], connection: ClientConnection) -> None:
-        """Start ranks, unless they are given up meanwhile; close the connection if one cannot be started."""
+        """Start the ranks, except any given up meanwhile; close the connection if one cannot be started."""
         async with self._spawn_lock:
             for worker, incarnation in ranks:
                 if (worker, incarnation) not in self._pending:
@@ -169,7 +169,7 @@ class Agent:
                 "worker": worker,
                 "incarnation": incarnation,
                 "host": self._host,
-                # A later incarnation runs on the accelerator of the first one.
+                # Later incarnations run on the accelerator of the first one.
                 "local_index": self._local_indexes.setdefault(worker, len(self._local_indexes)),
             },
         )
@@ -177,7 +177,7 @@ class Agent:
         self._ranks[worker, incarnation] = rank
 
     def _watch(self, worker: int, incarnation: int, connection: ClientConnection) -> None:
-        """Have the event loop reap a rank the moment it ends, and tell the coordinator."""
+        """Have the event loop reap a rank as soon as it ends, and report its exit to the coordinator."""
         loop = asyncio.get_running_loop()
         rank = self._ranks[worker, incarnation]
 
@@ -197,12 +197,12 @@ async def _try_to_send(connection: ClientConnection, message: Message) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal; see proc_pid_stat(5)."""
+    """Return whether a process is stopped by a signal; see proc_pid_stat(5)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    return stat.rpartition(")")[2].split()[0] == "T"  # the command before it may contain anything
+    return stat.rpartition(")")[2].split()[0] == "T"  # the command name before it may contain spaces and brackets
 
 
 def _kill(rank: BaseProcess) -> None:

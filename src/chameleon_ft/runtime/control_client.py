@@ -79,7 +79,7 @@ class ControlClient:
             self._connection = self._loop.run_until_complete(self._connect())
         except Exception as error:  # noqa: BLE001
             raise ControlError(
-                f"the coordinator at {self._coordinator} cannot be joined: {error}; check address and token"
+                f"cannot connect to the coordinator at {self._coordinator}: {error}; check the address and the token"
             ) from None
         threading.Thread(target=self._main, name="control", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""Messages and reductions that take the time of an emulated link, over communicators that are real."""
+"""Emulated links: real communicators whose messages and reductions take as long as on the emulated link."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from chameleon_ft.runtime.communicators.base import CommunicationError, Communic
 
 __all__ = ["EmulatedLinks"]
 
-_STAMP_BYTES: Final = 16  # when a message is due, and how long it keeps its receiver from the next one
+_STAMP_BYTES: Final = 16  # float64 each: when the message is due, seconds that it occupies the link
 
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """A message or a reduction that does its work when it is waited for."""
+    """A message or a reduction whose work is done in `wait`."""
 
     wait: Callable[[], None]
 
 
 class EmulatedLinks:
-    """Communicators that carry every tensor at once and hand it over when the emulated link would have.
+    """Communicators that send every tensor at once and deliver it when the emulated link would.
 
-    A message carries the time at which it is due, by the clock of the machine that all ranks share. An all-reduce
-    begins when all of its group wait for it, and is due a ring's time later: so the reductions of a rank run one after
-    the other. The vote takes its own time only.
+    A message carries its due time, by the clock of the machine that all ranks share. An all-reduce begins when all
+    workers of its group wait for it, and ends one ring duration later, so the reductions of a rank run one after the
+    other. The vote is not delayed.
 
     Args:
-        inner: carries the tensors; not opened yet.
-        cluster_of: gives the links and hosts of emulated workers; not all of them may be there from the beginning.
-        scale: bytes that a byte stands for.
+        inner: real communicators that carry the tensors; not opened yet.
+        cluster_of: returns the links and hosts of the given workers; some workers may join later.
+        scale: emulated bytes per real byte.
     """
 
     def __init__(self, inner: Communicators, cluster_of: Callable[[Sequence[int]], Cluster], *, scale: int) -> None:
@@ -45,7 +45,7 @@ class EmulatedLinks:
         self._scale = scale
         self._worker = -1
         self._over = threading.Event()
-        # When the last of the messages that go one after the other has left, and has arrived.
+        # When the last message with `stands_for_bytes` has left and has arrived; these go one after the other.
         self._sent_at = self._received_at = 0.0
 
     def open(self, membership: Membership) -> None:
@@ -100,7 +100,7 @@ class EmulatedLinks:
         self._inner.close()
 
     def _sleep_until(self, due: float, peer: int | None) -> None:
-        """Sleep; raise CommunicationError as soon as the generation is over."""
+        """Sleep until `due`; raise CommunicationError as soon as the generation is over."""
         remaining = due - time.perf_counter()
         if remaining > 0 and self._over.wait(remaining):
             raise CommunicationError(peer, "the generation is over")
