@@ -1,4 +1,4 @@
-"""The interface of failure detectors: the signals that they are given and the findings that they return."""
+"""The interface of failure detectors: the signals they receive and the findings they return."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ProcessExited(Signal):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionEnded(Signal):
-    """A worker's control connection is gone."""
+    """A worker's control connection ended."""
 
     worker: int
     how: Departure
@@ -55,12 +55,12 @@ class ConnectionEnded(Signal):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReported(Signal):
-    """A rank ends itself because of an error in its own code."""
+    """A rank is about to exit because of an error in its own code."""
 
     worker: int
     error: str
-    step: int  # the step that is being run
-    since_step: int | None  # steps that had been committed when the worker could take part; None if it does not yet
+    step: int  # the step that was running
+    since_step: int | None  # committed steps when the worker began to take part; None if it has not begun
     log: str  # the worker's log file
 
 
@@ -74,7 +74,7 @@ class ProbeAnswered(Signal):
 
 @dataclass(frozen=True, slots=True)
 class OperationsTimed(Signal):
-    """A worker's longest operation of a step took this long."""
+    """A worker reported the duration of its longest operation in a step."""
 
     longest_s: float
 
@@ -89,7 +89,7 @@ class StepCommitted(Signal):
 
 @dataclass(frozen=True, slots=True)
 class Progressed(Signal):
-    """Orders were given, or a worker began to carry them out."""
+    """The coordinator sent orders, or a worker began to carry them out."""
 
     at_s: float
 
@@ -103,7 +103,7 @@ class StopRequested(Signal):
 
 @dataclass(frozen=True, slots=True)
 class MessageFailed(Signal):
-    """A message between `reporter` and `peer` failed; None if the operation does not tell the peer."""
+    """A message between `reporter` and `peer` failed; `peer` is None if the operation does not identify it."""
 
     reporter: int
     peer: int | None
@@ -112,7 +112,7 @@ class MessageFailed(Signal):
 
 @dataclass(frozen=True, slots=True)
 class AllQuiesced(Signal):
-    """All survivors of `generation` have quiesced; `is_explained` tells whether a loss explains failed messages."""
+    """All survivors of `generation` have quiesced; `is_explained`: whether a loss explains the failed messages."""
 
     generation: int
     is_explained: bool
@@ -120,11 +120,11 @@ class AllQuiesced(Signal):
 
 @dataclass(frozen=True, slots=True)
 class Ticked(Signal):
-    """Time went on. For `held_up_s` seconds the coordinator itself did not run, for which no worker is to blame."""
+    """The clock advanced. For `held_up_s` seconds the coordinator did not run, so no worker is to blame for them."""
 
     at_s: float
     held_up_s: float
-    unquiesced: tuple[int, ...]  # live workers that were told to quiesce and have not
+    unquiesced: tuple[int, ...]  # live workers that were told to quiesce but have not yet
 
 
 class Finding:
@@ -135,7 +135,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Lost(Finding):
-    """A worker has to be given up."""
+    """A worker must be given up."""
 
     worker: int
     noticed_by: NoticedBy
@@ -151,21 +151,21 @@ class Fatal(Finding):
 
 @dataclass(frozen=True, slots=True)
 class SendProbe(Finding):
-    """All workers and agents have to be probed."""
+    """The coordinator must probe all workers and agents."""
 
     probe: int
 
 
 @dataclass(frozen=True, slots=True)
 class Note(Finding):
-    """An event to be recorded."""
+    """An event to record."""
 
     event: str
     fields: Mapping[str, Any]
 
 
 class Detector(Protocol):
-    """One way to notice a failure: a frozen value that turns signals into findings. Reads no clock."""
+    """One way to detect a failure: a frozen value that turns signals into findings and never reads the clock."""
 
     def observe(self, signal: Signal) -> tuple[Self, tuple[Finding, ...]]:
-        """Return the detector after a signal, and its findings; it ignores signals that it does not use."""
+        """Return the detector's next value and its findings; signals that it does not use change nothing."""

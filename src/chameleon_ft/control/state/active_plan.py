@@ -1,4 +1,4 @@
-"""The plan of a generation, as the state of the run keeps it."""
+"""The plan of a generation, as stored in the state of the run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["ActivePlan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivePlan:
-    """A plan in force. `policy` and `action` describe it to people."""
+    """A plan in force. `policy` and `action` describe it in records and output."""
 
-    plan: Plan  # what is trained
-    in_flight_limits: Mapping[int, InFlightLimit] = FrozenMap({})  # micro-batches that its workers can keep at most
-    first_step: int  # the step that it begins with
+    plan: Plan
+    in_flight_limits: Mapping[int, InFlightLimit] = FrozenMap({})  # worker -> its limit
+    first_step: int  # first step trained under the plan
     policy: str
     action: str
-    transition: PlannedTransition | None = None  # change of the placement; None if it stays
-    lost_layers: tuple[int, ...] = ()  # layers that no worker held any more
+    transition: PlannedTransition | None = None  # change of placement; None if the placement stays
+    lost_layers: tuple[int, ...] = ()  # layers that no live worker held after the loss
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "in_flight_limits", FrozenMap(self.in_flight_limits))
 
     @property
     def participants(self) -> tuple[int, ...]:
-        """The workers that have orders, ascending: those that train, and those that only send what they hold."""
+        """Workers with orders, in ascending order: the workers of the plan, and any that only send layers."""
         return self.plan.workers if self.transition is None else self.transition.participants
 
     @property

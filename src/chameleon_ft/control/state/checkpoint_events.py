@@ -1,4 +1,4 @@
-"""The ranks' reports on checkpoints that they write."""
+"""The ranks' reports on the checkpoints they write."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class CheckpointParts:
     """The layers of a checkpoint that are on disk."""
 
     layers: frozenset[int] = frozenset()
-    copy_s: float = 0.0  # seconds for which training stood still: the most that a rank took to copy its layers
-    write_s: float = 0.0  # seconds that the slowest rank took to write its copy, beside training
+    copy_s: float = 0.0  # seconds that training paused: the longest that a rank took to copy its layers
+    write_s: float = 0.0  # seconds that the slowest rank took to write its copy in the background
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEvents:
-    """Puts checkpoints together from the parts that ranks write, and remembers which reports were recorded."""
+    """Assembles checkpoints from the parts that ranks write, and remembers the reports that were recorded."""
 
-    parts: Mapping[int, CheckpointParts] = FrozenMap({})  # step that an incomplete checkpoint resumes at -> its parts
-    first_generation: int = 0  # parts of earlier generations are void, because their state was given up
+    parts: Mapping[int, CheckpointParts] = FrozenMap({})  # resume step of an incomplete checkpoint -> its parts
+    first_generation: int = 0  # parts of earlier generations are ignored: their state was discarded
     failed: frozenset[int] = frozenset()  # steps whose checkpoint could not be written
     slow: frozenset[SlowIO] = frozenset()  # reports of slow disks
 
@@ -34,7 +34,7 @@ class CheckpointEvents:
         object.__setattr__(self, "parts", FrozenMap(self.parts))
 
     def saved(self, part: CheckpointSaved, *, num_layers: int) -> tuple[Self, CheckpointParts | None]:
-        """Add a part that was written; return also the checkpoint if it is complete now."""
+        """Add a written part; also return the checkpoint if this part completes it."""
         if part.generation < self.first_generation:
             return self, None
         old = self.parts.get(part.step, CheckpointParts())
@@ -46,5 +46,5 @@ class CheckpointEvents:
         return replace(self, parts={step: each for step, each in self.parts.items() if step != part.step}), new
 
     def forgotten(self, generation: int) -> Self:
-        """Discard incomplete checkpoints, and parts under way: `generation` begins from other state."""
+        """Discard incomplete checkpoints and ignore late parts, because `generation` begins from different state."""
         return replace(self, parts={}, first_generation=generation)

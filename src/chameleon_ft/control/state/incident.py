@@ -17,7 +17,7 @@ __all__ = ["Fault", "Incident", "Loss"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A failure that was injected into a worker, at a time in Unix seconds."""
+    """A failure that was injected into a worker. Times are Unix seconds."""
 
     worker: int
     kind: Literal["kill", "hang", "disconnect"]
@@ -26,7 +26,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A worker that is lost. Times are Unix seconds."""
+    """The loss of a worker. Times are Unix seconds."""
 
     worker: int
     step: int  # the step that was running
@@ -37,16 +37,16 @@ class Loss:
     incarnation: int = 1
 
     def describe_cause(self, *, crash: str | None, exit_code: int | None, fault: Fault | None) -> str:
-        """Describe the cause of the loss by present knowledge.
+        """Describe the cause of the loss as far as it is known by now.
 
         Args:
             crash: the error that the worker reported before it ended.
-            exit_code: of its process, as in `subprocess`.
+            exit_code: exit code of the worker's process, as in `subprocess`; None if not known.
             fault: the failure that was injected into it, if any.
         """
         if crash is not None:
             return crash
-        # A worker that was given up is killed after that, so its exit is not the cause.
+        # A worker that was given up is killed afterwards, so its exit code does not show the cause.
         given_up = self.noticed_by in ("watchdog", "heartbeat", "peer")
         disconnected = fault is not None and fault.kind == "disconnect"
         return self.cause if exit_code is None or given_up or disconnected else describe_exit(exit_code)
@@ -54,22 +54,22 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """The losses between two stretches of training, and when its phases ended. Times are Unix seconds."""
+    """The losses between two stretches of training, and when each phase of the stall ended. Times are Unix seconds."""
 
     losses: tuple[Loss, ...] = ()
     ended_at: float = 0.0  # when the workers were first told to quiesce; 0 if they were not
-    paused: bool = False  # whether that was at the end of a step, as planned
+    paused: bool = False  # whether that was a planned pause at the end of a step
     stopped_at: float = 0.0  # when the last survivor had quiesced
-    chosen_at: float = 0.0  # when the choice was known; 0 if there was nothing to choose
+    chosen_at: float = 0.0  # when the plan was chosen; 0 if there was no choice
     looked_up: bool = False  # whether the decision had been prepared
-    decided_at: float = 0.0  # when all had their orders
+    decided_at: float = 0.0  # when all workers had their orders
     switched: Switched | None = None  # the report of the first worker that saw the transition complete
 
     def stall_so_far(self, since: float | None, expected: StallModel) -> tuple[StallModel, float]:
-        """Return the phases of the stall, past ones as they were, and the seconds of work before it that is repeated.
+        """Return the phases of the stall, past ones as measured, and the seconds of wasted work before it.
 
-        They cover all the time since `since`, the last committed step or the last decision. If the moment of a failure
-        is not known, the expected delay of its detection is assumed.
+        Together they cover the time since `since`, the last committed step or the last decision. If the moment of a
+        failure is not known, the expected delay of its detection is assumed.
         """
         since = self.stopped_at if since is None else since
         noticed_at = min((loss.noticed_at for loss in self.losses if loss.noticed_at >= since), default=self.stopped_at)
@@ -94,9 +94,9 @@ class Incident:
 
         Args:
             active: the chosen plan; None if the run had to end.
-            resumed_at: when the first operation was run again, or the run ended.
-            cause_of: returns the cause of a loss by present knowledge.
-            stop: why the run had to end, if it had.
+            resumed_at: when the first operation after the stall began, or the run ended.
+            cause_of: returns the cause of a loss, as far as it is known by now.
+            stop: why the run had to end, if it did.
         """
         return [
             FailureRecord(
