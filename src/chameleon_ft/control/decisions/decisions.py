@@ -1,7 +1,7 @@
-"""Decisions on the state of a run: prepared beside training, looked up, or searched for when all workers wait.
+"""The decisions of a run: prepared during training, looked up, or searched for while all workers wait.
 
-This holds what the state of the run does without: observed times and prepared decisions. A coordinator that starts anew
-loses only some accuracy and some milliseconds.
+Observed times and prepared decisions are kept here and not in the state of the run. A coordinator that restarts without
+them loses only some accuracy and a few milliseconds.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ __all__ = ["Decisions", "ScaleUpDecision"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleUpDecision:
-    """A decision on newcomers that was made while training went on."""
+    """A decision on newcomers, made while training continued."""
 
     context: recovery.DecisionContext
     rate: FailureModel
-    decision: recovery.Decision  # its program has been checked
-    search_s: float  # its duration in seconds
+    decision: recovery.Decision  # with a program that has been checked
+    search_s: float  # seconds that the decision took
 
     def is_for(self, context: recovery.DecisionContext) -> bool:
-        """Whether the same plan runs on the same live workers."""
+        """Return whether `context` has the plan and the live workers that the decision was made for."""
         return (self.context.plan, self.context.live) == (context.plan, context.live)
 
     @property
     def is_change(self) -> bool:
-        """Whether it is better to stop for it than to continue as before."""
+        """Whether the decision is worth a stop, instead of continuing unchanged."""
         return self.decision.chosen is not None and self.decision.chosen.policy != STAY
 
     @property
     def incoming(self) -> dict[int, LayerBytes]:
-        """Worker -> the layers that it receives, in the order of their arrival."""
+        """Worker -> the layers that it receives, in order of arrival."""
         course = self.decision.course
         costs = self.context.costs.workload.layers
         incoming: dict[int, LayerBytes] = {}
@@ -60,8 +60,8 @@ class Decisions:
     """Makes the decisions of a run.
 
     Args:
-        cache: prepares decisions on losses; None: each is made after the loss.
-        executor: runs decisions on newcomers; None: a thread.
+        cache: prepares decisions on losses; None: each decision is made after its loss.
+        executor: runs decisions on newcomers; None: a thread of the event loop's pool.
     """
 
     def __init__(self, *, planner: Planner, cache: DecisionCache | None, executor: Executor | None) -> None:
@@ -71,7 +71,7 @@ class Decisions:
         self._scale_ups: dict[int, ScaleUpDecision] = {}
 
     def prepare(self, state: State) -> None:
-        """Have decisions prepared for the next loss, after which half a step is repeated, on average."""
+        """Have decisions prepared for the next loss, assuming that it wastes half a step, the average."""
         if self._cache is not None:
             self._cache.expect(partial(self._next_loss, state))
 
@@ -85,29 +85,29 @@ class Decisions:
             self._cache.drop()
 
     async def consider(self, state: State) -> ScaleUpDecision:
-        """Decide on the newcomers. The stop comes at the end of a step: no failure to detect, no work to repeat."""
+        """Decide on the newcomers. The stop is at the end of a step: nothing to detect, nothing to repeat."""
         phases = replace(state.history.phases(looked_up=True), detect_s=0.0)
         context, rate = self._context(state, phases=phases, repeat_s=0.0), state.history.rate
         start, loop = time.perf_counter(), asyncio.get_running_loop()
         decision = await loop.run_in_executor(self._executor, decide_and_check, context, self._planner.policy, rate)
         search_s = time.perf_counter() - start
         found = ScaleUpDecision(context=context, rate=rate, decision=decision, search_s=search_s)
-        self._scale_ups = {state.scale_up.question: found}  # the one before is settled
+        self._scale_ups = {state.scale_up.question: found}  # the previous one is settled
         return found
 
     def describe_scale_up(self, state: State) -> dict[str, Any]:
-        """Return the fields of the event `decision` for newcomers that change nothing."""
+        """Return the fields of the event `decision` for newcomers that stay spares."""
         found = self._scale_ups[state.scale_up.question]
         inputs = self._planner.inputs(state.committed, found.context, found.rate)
         return {"search_s": found.search_s, "prepared": True, **inputs, **found.decision.to_json()}
 
     def decide(self, state: State, checkpoints: Sequence[int]) -> tuple[RecoveryPlan, float]:
-        """Return the next plan and the Unix time of its choice, 0 if there was no choice; see `recovery_plan.decide`.
+        """Return the next plan and the Unix time of the choice, 0 if there was none; see `recovery_plan.decide`.
 
-        The predicted stall includes the search as long as it took, because the search is over by then.
+        The predicted stall includes the actual search time, because the search is over by then.
 
         Args:
-            checkpoints: steps that complete checkpoints resume at, ascending.
+            checkpoints: steps at which complete checkpoints resume, in ascending order.
         """
         chosen_at, incident, history = 0.0, state.incident, state.history
 
@@ -127,18 +127,18 @@ class Decisions:
         return plan, chosen_at
 
     def _look_up(self, context: recovery.DecisionContext, state: State) -> recovery.Decision | None:
-        """Return the decision that was made on this loss or join beside training, with present figures."""
+        """Return the decision prepared for this loss or join, rescored with current figures; None if there is none."""
         rate, question = state.history.rate, state.scale_up.prepared
         found = None if question is None else self._scale_ups.get(question)
         if found is not None and found.is_for(context):
-            # All workers have stopped for it: it is carried out even if another one is a little better by now.
+            # All workers have stopped for this decision, so keep it even if another is slightly better by now.
             return rescore(found.decision, before=found.context, now=context, failures=rate) or found.decision
         return None if self._cache is None else self._cache.look_up(context, rate)
 
     def _context(
         self, state: State, *, phases: StallModel, repeat_s: float, cluster: ClusterState | None = None
     ) -> recovery.DecisionContext:
-        """Return the context of a decision; `cluster` after all workers have quiesced."""
+        """Return the context of a decision; `cluster` is given only once all workers have quiesced."""
         in_force = state.active if cluster is None else state.in_force
         assert in_force is not None
         return self._planner.context(

@@ -1,4 +1,4 @@
-"""Failures that a run has seen so far, from which its model of failures is learned."""
+"""The failures that a run has seen so far, and the failure model learned from them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from chameleon_ft.recovery import FailureModel
 __all__ = ["FailureHistory", "LatestIncident", "PastDecision", "PastStall"]
 
 _UNSEEN = StallModel(detect_s=0.01, stop_s=0.03, decide_s=0.05, regroup_s=0.1)
-"""The phases of a stall before there was one: those of a few workers on one machine."""
+"""Phases assumed until a stall has been measured; typical of a few workers on one machine."""
 _UNSEEN_HAND_OUT_S: Final = 0.01
 
-# Workers with no more between their losses are lost in one incident: not all losses are detected at once, but within
-# about the time from one heartbeat to the next.
+# Losses at most this far apart belong to one incident. They may not be detected at the same moment, but they are
+# detected within about one heartbeat interval.
 _TOGETHER_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class LatestIncident:
-    """Losses at about the same moment, to which further ones may belong."""
+    """The latest losses, close together in time; further losses may still be added."""
 
-    gap_s: float | None  # seconds since the incident before; None for the first
+    gap_s: float | None  # seconds since the previous incident; None for the first
     lost_at: float  # when the last worker was lost
     lost: Mapping[str, int] = FrozenMap({})  # host -> workers lost so far
     failures: int = 0  # hosts that lost workers; a host that comes back and loses workers again counts again
@@ -38,10 +38,10 @@ class LatestIncident:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lost", FrozenMap(self.lost))
 
-    def with_loss(self, host: str, left: Collection[str], now: float) -> Self:
+    def with_loss(self, host: str, live_hosts: Collection[str], now: float) -> Self:
         """Add the loss of a worker; see `FailureHistory.failed`."""
         count = self.lost.get(host, 0) + 1
-        is_whole = count > 1 and host not in left
+        is_whole = count > 1 and host not in live_hosts
         lost = {each: number for each, number in self.lost.items() if each != host}
         return replace(
             self,
@@ -63,7 +63,7 @@ class PastStall:
 
 @dataclass(frozen=True, slots=True)
 class PastDecision:
-    """Duration of a decision, and of the part of it in which its orders were sent."""
+    """Duration of a decision, and of its last part, in which the orders were sent."""
 
     looked_up: bool
     decide_s: float
@@ -72,11 +72,11 @@ class PastDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureHistory:
-    """Counts failures and the time without them, and keeps durations of stalls and decisions. Times are in seconds."""
+    """Counts failures and worker-seconds, and keeps durations of stalls and decisions. Times are in seconds."""
 
-    settled: FailureModel  # the failure model of all but the latest incident, to which further losses may belong
+    settled: FailureModel  # failure model of all incidents but the latest, which may still grow
     workers: int = 0  # number of live workers
-    since: float | None = None  # time of its last change
+    since: float | None = None  # when `workers` last changed
     latest: LatestIncident | None = None
     stalls: tuple[PastStall, ...] = ()
     decisions: tuple[PastDecision, ...] = ()
@@ -99,17 +99,17 @@ class FailureHistory:
             settled = settled.observed(worker_s=self.workers * max(0.0, now - self.since))
         return replace(self, settled=settled, workers=workers, since=now)
 
-    def failed(self, host: str, left: Collection[str], now: float) -> Self:
-        """Note the loss of a worker on `host`; `left` are the hosts of the workers that are live."""
-        history = self.live(len(left), now)
+    def failed(self, host: str, live_hosts: Collection[str], now: float) -> Self:
+        """Note the loss of a worker on `host`; `live_hosts` are the hosts of the live workers, one per worker."""
+        history = self.live(len(live_hosts), now)
         latest = history.latest
         if latest is None or now - latest.lost_at > _TOGETHER_S:
             history = replace(history, settled=history.rate)
             latest = LatestIncident(None if latest is None else now - latest.lost_at, now)
-        return replace(history, latest=latest.with_loss(host, left, now))
+        return replace(history, latest=latest.with_loss(host, live_hosts, now))
 
     def resumed(self, record: FailureRecord) -> Self:
-        """Note the stall of a loss after which training has resumed."""
+        """Note the stall of a loss, once training has resumed."""
         return replace(self, stalls=(*self.stalls, PastStall(record.detect_s, record.stop_s, record.regroup_s)))
 
     def decided(self, *, looked_up: bool, decide_s: float, hand_out_s: float) -> Self:
@@ -117,14 +117,14 @@ class FailureHistory:
 
         Args:
             looked_up: whether it had been prepared.
-            decide_s: seconds from the moment when all workers had quiesced until the orders were sent.
-            hand_out_s: seconds of these after the decision was made.
+            decide_s: seconds from the quiescing of the last worker until the orders were sent.
+            hand_out_s: the part of `decide_s` after the decision was made.
         """
         return replace(self, decisions=(*self.decisions, PastDecision(looked_up, decide_s, hand_out_s)))
 
     @property
     def rate(self) -> FailureModel:
-        """The failure model by present knowledge."""
+        """The failure model with the latest incident included."""
         latest = self.latest
         if latest is None:
             return self.settled
@@ -132,7 +132,7 @@ class FailureHistory:
         return self.settled.observed(failures=latest.failures, host_failures=latest.host_failures, gap_s=gap_s)
 
     def hand_out_s(self, *, looked_up: bool) -> float:
-        """Seconds from a decision until its orders are sent: the median of such decisions, else of the others."""
+        """Median seconds from a decision until its orders are sent; over all decisions if none is of this kind."""
         own = [each.hand_out_s for each in self.decisions if each.looked_up == looked_up]
         return _median(own or (each.hand_out_s for each in self.decisions), default=_UNSEEN_HAND_OUT_S)
 

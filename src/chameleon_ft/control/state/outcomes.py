@@ -10,19 +10,19 @@ from chameleon_ft.observe import OutcomeRecord
 
 __all__ = ["Outcomes", "PendingOutcome"]
 
-_STEPS: Final = 10  # after which the outcome is reported
+_STEPS: Final = 10  # committed steps after which an outcome is reported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingOutcome:
-    """A decision that is being carried out."""
+    """A decision in force, whose outcome has not been reported yet."""
 
     generation: int
     policy: str
     predicted_step_s: float | None
     predicted_stall_s: float | None
-    since: float  # Unix time of the last committed step that counts
-    repeated_s: float  # seconds of committed steps that are run again
+    since: float  # Unix time from which its stall is measured: `Outcomes.since` when it was made
+    repeated_s: float  # seconds of committed steps that are repeated
     stall_s: float | None = None  # None until training has resumed
     steps_s: tuple[float, ...] = ()  # durations of the steps so far
 
@@ -31,16 +31,18 @@ class PendingOutcome:
 class Outcomes:
     """Follows each decision until ten steps are committed, and reports their durations. Times are Unix seconds.
 
-    A stall is measured as it is predicted: all the time without progress, from the last committed step that counts to
-    the next operation. So it is the stall of the failure's record, preceded by the work of the interrupted step that is
-    repeated; after a return to a checkpoint, also the steps that are repeated, each as long as the median of recent
-    ones. A decision that follows another before any step is only charged with the time after that one.
+    A stall is measured by the definition of its prediction: all the time without progress, from the last commit before
+    the failure to the first operation after it. So it is the stall in the failure's record plus the wasted work of the
+    interrupted step. After a return to a checkpoint it also includes the repeated steps, each with the median duration
+    of recent steps. If one decision supersedes another before a step is committed, it is charged only with the time
+    since the first one.
 
-    A decision that is overtaken by another one, or by the end of the run, is reported with its steps so far, or not at
-    all if there are none."""
+    If a decision is superseded or the run ends before ten steps, the outcome covers the steps so far. Without any step
+    there is no outcome.
+    """
 
     pending: PendingOutcome | None = None
-    since: float | None = None  # latest step, start, resumption or decision
+    since: float | None = None  # when the latest commit, start, resumption or decision happened
     recent_s: tuple[float, ...] = ()  # durations of recent steps
 
     def decided(
@@ -53,11 +55,11 @@ class Outcomes:
         repeated_steps: int,
         now: float,
     ) -> tuple[Self, OutcomeRecord | None]:
-        """Follow a new decision; return also the outcome of the one before, if there is one.
+        """Start following a new decision; also return the outcome of the previous one, if there is one.
 
         Args:
-            predicted_step_s: None, like `predicted_stall_s`, if nothing was predicted.
-            repeated_steps: steps that had been committed and are run again.
+            predicted_step_s: None if nothing was predicted; so is `predicted_stall_s`.
+            repeated_steps: committed steps that are repeated.
         """
         pending = PendingOutcome(
             generation=generation,
@@ -77,7 +79,7 @@ class Outcomes:
         return replace(self, since=now, pending=pending)
 
     def committed(self, step_s: float, now: float) -> tuple[Self, OutcomeRecord | None]:
-        """Note a committed step; return also the outcome if it is complete."""
+        """Note a committed step; also return the outcome if it is complete."""
         pending = self.pending
         if pending is not None:
             pending = replace(pending, steps_s=(*pending.steps_s, step_s))
@@ -85,7 +87,7 @@ class Outcomes:
         return after.ended() if pending is not None and len(pending.steps_s) == _STEPS else (after, None)
 
     def ended(self) -> tuple[Self, OutcomeRecord | None]:
-        """Stop following the decision in force; return also its outcome, if it was not reported."""
+        """Stop following the decision in force; also return its outcome if it has not been reported."""
         return replace(self, pending=None), self.outcome
 
     @property
