@@ -65,7 +65,7 @@ def messages(stage: Stage, name: str) -> list[str]:
 
 
 async def lose_and_respawn(stage: Stage, worker: int = 1, committed: int = 3) -> None:
-    """Lose a worker, go on without it, and wait until it is started again."""
+    """Lose a worker, go on without it, and wait until it is restarted."""
     incarnations = stage.host.count(Spawn)
     stage.reap(worker)
     stage.quiesce(stage.order().generation + 1, committed)

@@ -1,6 +1,6 @@
-"""Newcomers: workers that are started again or join while the run goes on, until they are in the plan or stay spares.
+"""Newcomers: workers that are restarted or join a live run, until they are in the plan or stay spares.
 
-None of this holds up training, and a worker that fails before it takes part changes nothing for the others.
+None of this delays training, and a newcomer that fails before it takes part does not affect the other workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["advance", "considered", "host_joined", "ready", "respawn_due"]
 
 
 def host_joined(draft: Draft, agent: int, hello: HostHello) -> None:
-    """Have an agent that comes while the run goes on start its workers."""
+    """Have an agent that joined a live run start its workers."""
     state = draft.state
     blocklist = [worker.id for worker in state.members if state.respawns.is_blocked(worker.id)]
     members, spawn = state.members.with_host(agent, hello, is_late=True, blocklist=blocklist, now=draft.at.unix_s)
@@ -30,18 +30,18 @@ def host_joined(draft: Draft, agent: int, hello: HostHello) -> None:
 
 
 def respawn_due(draft: Draft) -> None:
-    """Have lost workers started again whose delay is over."""
+    """Have the lost workers restarted whose delay is over."""
     respawns, due = draft.state.respawns.at(draft.at.monotonic_s)
     draft.set(respawns=respawns)
     for number in due:
         worker = draft.state.members[number]
         if not worker.lost or worker.agent is None:
-            continue  # another process has taken the number, or its host is gone
+            continue  # another process has taken the number, or the worker's host is gone
         members, spawn = draft.state.members.respawned(worker, now=draft.at.unix_s)
         draft.set(members=members)
         draft.do(Send(worker.agent, spawn))
         incarnation = members[number].incarnation
-        message = f"worker {number} is started again, as incarnation {incarnation}"
+        message = f"worker {number} is restarted as incarnation {incarnation}"
         draft.record("respawn", worker=number, incarnation=incarnation, message=message)
 
 
@@ -57,7 +57,7 @@ def ready(draft: Draft, worker: Worker) -> None:
 
 
 def advance(draft: Draft) -> None:
-    """Take the next step that is due: make newcomers spares, have a decision made on them, or pause for it."""
+    """Do what is due: make newcomers spares, have a decision made on them, or pause for its plan."""
     state, now = draft.state, draft.at.monotonic_s
     if state.phase is not Phase.TRAINING or state.scale_up.is_pausing:
         return
@@ -86,9 +86,9 @@ def considered(draft: Draft, event: Considered) -> None:
     if event.error is not None:
         _leave_as_spares(draft, event.error)
     elif event.live != state.members.live():
-        return  # they are considered anew
+        return  # the newcomers are considered again
     elif event.is_change:
-        # Workers that train have memory for more layers only once they have given up their gradients.
+        # Only newcomers preallocate: training workers have memory for more layers only without their gradients.
         incoming = {worker: layers for worker, layers in event.incoming.items() if worker in scale_up.newcomers}
         deadline_s = draft.at.monotonic_s + PREALLOCATION_S
         change = PendingChange(event.question, state.generation, event.live, deadline_s)
@@ -101,7 +101,7 @@ def considered(draft: Draft, event: Considered) -> None:
 
 
 def _pause_for(draft: Draft, change: PendingChange) -> None:
-    """Have all workers pause after this step, once the newcomers have preallocated. Until then training goes on."""
+    """Have all workers pause after the current step, once the newcomers have preallocated; train until then."""
     state, scale_up = draft.state, draft.state.scale_up
     done = replace(scale_up, change=None)
     if change.generation != state.generation:

@@ -1,4 +1,4 @@
-"""Workers that join while the run goes on: spares until they are considered, and part of the plan if that pays."""
+"""Workers that join a live run: spares until a decision considers them, then part of the plan if that is worth it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from chameleon_ft.plan.frozen_map import FrozenMap
 
 __all__ = ["PREALLOCATION_S", "LayerBytes", "PendingChange", "ScaleUp"]
 
-_QUIET_S: Final = 0.5  # after the last newcomer, before all are considered together
-_GATHERING_S: Final = 10.0  # after the first, for those that are still loading
+_QUIET_S: Final = 0.5  # wait after the last newcomer, before all are considered together
+_GATHERING_S: Final = 10.0  # longest wait after the first newcomer, for others that are still loading
 PREALLOCATION_S: Final = 10.0
 """Seconds for newcomers to preallocate memory for incoming layers."""
 
@@ -21,11 +21,11 @@ LayerBytes: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class PendingChange:
-    """A better plan with newcomers, while they preallocate for it."""
+    """A better plan with newcomers, which are preallocating memory for it."""
 
-    question: int  # of the decision
+    question: int  # number of the decision
     generation: int
-    live: tuple[int, ...]  # workers that it was made for
+    live: tuple[int, ...]  # live workers that the decision was made for
     deadline_s: float  # end of the wait, in monotonic seconds
 
 
@@ -33,23 +33,23 @@ class PendingChange:
 class ScaleUp:
     """The newcomers, and the progress of their admission. Times are monotonic seconds."""
 
-    loaded: tuple[int, ...] = ()  # workers that are ready and do not take part yet, in the order of their arrival
+    loaded: tuple[int, ...] = ()  # ready workers that do not take part yet, in order of arrival
     newcomers: frozenset[int] = frozenset()  # live workers that no decision has taken into account yet
-    first_at_s: float = 0.0  # when the first of them became a spare
-    last_at_s: float = 0.0  # when the last did
-    considering: int | None = None  # generation for which a decision on them is being made; None if there is none
+    first_at_s: float = 0.0  # when the first newcomer became a spare
+    last_at_s: float = 0.0  # when the last newcomer did
+    considering: int | None = None  # generation of the decision that is being made; None if there is none
     question: int = 0  # number of that decision, or of the last one
     change: PendingChange | None = None  # the plan for which they preallocate
     is_pausing: bool = False  # whether all workers were told to pause after the current step for that plan
-    prepared: int | None = None  # question of the decision that the pause is for
-    expecting: frozenset[int] = frozenset()  # workers that were told of incoming layers and have no orders yet
+    prepared: int | None = None  # `question` of the decision that the pause is for
+    expecting: frozenset[int] = frozenset()  # workers that were told of incoming layers but have no orders yet
     preallocating: Mapping[int, LayerBytes] = FrozenMap({})  # expecting worker -> layers, until it has preallocated
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "preallocating", FrozenMap(self.preallocating))
 
     def admitted(self, now: float) -> Self:
-        """Make spares of the workers that are ready."""
+        """Turn the ready workers into spares."""
         if not self.loaded:
             return self
         first_at_s = self.first_at_s if self.newcomers else now
@@ -62,7 +62,7 @@ class ScaleUp:
         return replace(self, loaded=loaded, newcomers=self.newcomers - {worker})
 
     def is_complete(self, now: float, *, is_loading: bool) -> bool:
-        """Whether to consider the newcomers now, rather than wait for more that are loading."""
+        """Return whether to consider the newcomers now, instead of waiting for more that are loading."""
         if not self.newcomers or now < self.last_at_s + _QUIET_S:
             return False
         return not is_loading or now >= self.first_at_s + _GATHERING_S
@@ -72,13 +72,13 @@ class ScaleUp:
         return replace(self, expecting=frozenset(incoming), preallocating=incoming)
 
     def preallocated(self, worker: int, layers: LayerBytes) -> Self:
-        """Note that a worker has preallocated for these layers, which may be outdated."""
+        """Note that a worker has preallocated for `layers`; ignored if it expects others by now."""
         if self.preallocating.get(worker) != layers:
             return self
         return replace(self, preallocating={w: each for w, each in self.preallocating.items() if w != worker})
 
     def released(self, ordered: Collection[int] = ()) -> tuple[Self, tuple[int, ...]]:
-        """Return the workers to which nothing comes after all: those that expect layers and have no orders now."""
+        """Expect no layers any more; also return the workers that expected some and are not among `ordered`."""
         return replace(self, expecting=frozenset(), preallocating={}), tuple(sorted(self.expecting - set(ordered)))
 
     def settled(self) -> Self:
