@@ -1,6 +1,6 @@
 """Output of commands: tables on standard output, files, and progress on standard error.
 
-rich is imported where it is used, because `--help` must not wait for it.
+rich is imported lazily, because `--help` must not wait for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Output", "compile_kernels", "progress_bar", "require_places", "tell_
 
 
 class Output:
-    """Standard output: framed tables on a terminal, plain text elsewhere. No text is taken for markup."""
+    """Standard output: framed tables on a terminal, plain text elsewhere. Text is never parsed as markup."""
 
     def __init__(self) -> None:
         from chameleon_ft.observe.terminal import output
@@ -34,7 +34,7 @@ class Output:
 
     @property
     def width(self) -> int:
-        """Characters of a line."""
+        """Width of a line, in characters."""
         return self._console.width
 
     def text(self, text: str, style: str | None = None) -> None:
@@ -46,7 +46,7 @@ class Output:
         self._console.print(table)
 
     def facts(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Print rows of a name and a value, which may be rich's; an empty name continues the row before it."""
+        """Print (name, value) rows; a value may be a rich renderable, and an empty name continues the previous row."""
         from rich.markup import escape
 
         from chameleon_ft.observe.terminal import facts_table
@@ -66,10 +66,10 @@ class Output:
         styles: Mapping[str | None, str] | None = None,
         title: str | None = None,
     ) -> Table:
-        """Return a table with columns that are aligned left, right, and left again.
+        """Return a table with the columns `left`, then `right` (aligned right), then `last` (aligned left).
 
         Args:
-            styles: of rows, by the first cell.
+            styles: first cell of a row -> style of the row.
         """
         from rich.markup import escape
         from rich.table import Table
@@ -87,7 +87,7 @@ class Output:
 
 
 def waiting(text: str) -> AbstractContextManager[object]:
-    """Show `text` on standard error while the block runs, if that is a terminal."""
+    """Show `text` on standard error while the block runs, if standard error is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -96,9 +96,9 @@ def waiting(text: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def progress_bar(total: float) -> Iterator[Callable[[float, str], None]]:
-    """Show a bar on standard error while the block runs, if that is a terminal.
+    """Show a bar on standard error while the block runs, if standard error is a terminal.
 
-    Yields a function that takes how much of `total` is done and a text beside the bar.
+    Yields a function of the amount done, out of `total`, and the text to show beside the bar.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -111,9 +111,9 @@ def progress_bar(total: float) -> Iterator[Callable[[float, str], None]]:
 
 
 def compile_kernels(compile_all: Callable[[], None] | None = None, *, long_s: float | None = None) -> None:
-    """Compile the kernels of scheduling and search, or load them, so that nothing timed later includes it.
+    """Compile or load the kernels of scheduling and search, so that later timings do not include this.
 
-    Says so on standard error if it takes `long_s` or longer.
+    Prints a message on standard error if this takes `long_s` seconds or longer.
     """
     from chameleon_ft.recovery import warm_up
     from chameleon_ft.recovery.warm_up import COMPILING, COMPILING_AFTER_S
@@ -129,9 +129,9 @@ def compile_kernels(compile_all: Callable[[], None] | None = None, *, long_s: fl
 
 
 def require_places(**files: Path | None) -> None:
-    """Raise ConfigError if a file could not be written; call it before anything is computed.
+    """Raise ConfigError if one of the files cannot be written; call this before computing anything.
 
-    The names say what the files are. None is a file that was not asked for.
+    The keywords say what the files are, for the message; None stands for a file that was not requested.
     """
     for what, path in files.items():
         if path is None:
@@ -140,11 +140,13 @@ def require_places(**files: Path | None) -> None:
             require_picture(path)
         folder = path.absolute().parent
         if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
-            raise ConfigError(f"{path}: the {what} cannot be written there; give a file in a folder of your own")
+            raise ConfigError(
+                f"{path}: the {what} cannot be written there; give a file in a folder that you can write to"
+            )
 
 
 def tell_written(*, json: bool, **files: Path | None) -> None:
-    """Print where each file is; on standard error if standard output is JSON. Arguments as of `require_places`."""
+    """Print the path of each file, on standard error if standard output is JSON; see `require_places` for `files`."""
     for what, path in files.items():
         if path is not None:
             print(f"{what} written to {path}", file=sys.stderr if json else sys.stdout)
@@ -160,7 +162,7 @@ def write_schedule(
     lanes: Sequence[Lane],
     lost: Collection[int],
 ) -> None:
-    """Draw a schedule and write it as a trace, as far as these are asked for; see `draw_schedule`, `write_trace`."""
+    """Write a schedule as a picture and as a trace, each if its path is given; see `draw_schedule`, `write_trace`."""
     if picture is not None:
         from chameleon_ft.observe.schedule_picture import draw_schedule
 

@@ -1,6 +1,6 @@
-"""From a command line to a run that may start: its configuration and its inputs, checked, and its directory.
+"""Preparation of a run from a command line: checks its configuration and inputs, and makes or opens its directory.
 
-Modules that load numpy or torch are imported where they are used, because `--help` must not wait for them.
+Modules that load numpy or torch are imported lazily, because `--help` must not wait for them.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ ConfigFile = Annotated[
 ]
 Resume = Annotated[
     OptionalPath,
-    metavar("RUN", "Directory of a run to resume from its newest checkpoint; the workers may differ."),
+    metavar("RUN", "Directory of a run to resume from its newest checkpoint; the number of workers may change."),
 ]
 
 _RENAMED_FLAGS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in RENAMED_KEYS.items()}
 _FIXED = ("job", "model", "data", "optimizer", "seed", "batch")
-"""Keys that the weights or the numbering of the samples depend on."""
+"""Keys that determine the weights or the numbering of samples; a resumed run has to keep them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """A run that may start; `config.output_dir` is its directory."""
+    """A run that is ready to start; `config.output_dir` is its directory."""
 
     config: RunConfig
     directory: RunDirectory
     resume: bool
 
     def start(self, entry: Callable[..., int]) -> int:
-        """Start the run by `entry`, a function of `chameleon_ft.launch`, and return its exit code.
+        """Start the run with `entry`, a function of `chameleon_ft.launch`, and return its exit code.
 
-        Raises ConfigError if the job itself is wrong, which only running its code can tell. Then, and if interrupted as
-        early, the directory of a new run is removed.
+        Raises ConfigError if the job itself is invalid, which shows only when its code runs. In that case, or if
+        interrupted that early, the directory of a new run is removed.
         """
         try:
             return entry(self.config, run=self.directory, resume=self.resume)
@@ -91,9 +91,9 @@ class PreparedRun:
 def parse_start(
     own: type[_Own], arguments: Sequence[str], *, command: str, without: tuple[str, ...] = ()
 ) -> tuple[_Own, dict[str, Any]]:
-    """Parse the arguments of a command that starts a run; returns and raises as `parse_with_flags`."""
+    """Parse the arguments of a command that starts a run; see `parse_with_flags`."""
     arguments = replace_old_flags(arguments, _RENAMED_FLAGS, command=command)
-    # The file of a job may have the sections of the Llama; the help shows only the sections of every job.
+    # A job's configuration may have the sections of the Llama; the help shows only those that every job has.
     model = RunConfig if without and {"-h", "--help"} & set(arguments) else TrainConfig
     return parse_with_flags(own, model, arguments, command=command, without=without)
 
@@ -104,11 +104,11 @@ def prepare_run(
     """Read the configuration, check everything that can be checked beforehand, and make or open the run directory.
 
     Args:
-        flags: values that go over those of the configuration file.
+        flags: values that override those of the configuration file.
         file: the configuration file.
         resume: the directory of the run to resume, which replaces `file`.
-        job: reference of the job, if not by `flags` or `file`.
-        name: of a new run; by default that of the file.
+        job: reference of the job; None takes it from `flags` or `file`.
+        name: name of a new run; by default that of the file.
 
     Raises:
         ConfigError or CheckpointError: the message says what to change.
@@ -126,7 +126,7 @@ def prepare_run(
         from chameleon_ft.data.corpus import check_data
 
         data = check_data(config)
-        skipped = f", {len(data.skipped)} files left out" if data.skipped else ""
+        skipped = f", {len(data.skipped)} files skipped" if data.skipped else ""
         print(f"data: {data.source}: {data.num_tokens:,} tokens, {data.num_samples:,} samples{skipped}")
     _check_inputs(config)
     directory = RunDirectory.create(out, config)
@@ -138,13 +138,13 @@ def prepare_run(
 def _resumed_run(flags: dict[str, Any], path: Path, *, file: Path | None, job: str | None) -> PreparedRun:
     if file is not None or "output_dir" in flags:
         raise ConfigError(
-            f"--resume {path}: takes configuration and directory from that run; "
-            "leave out the configuration file and --output-dir, and give what is to change as flags"
+            f"--resume {path}: takes the configuration and the directory from that run; "
+            "leave out the configuration file and --output-dir, and give any changes as flags"
         )
     directory = RunDirectory.open(path)
     _refuse_live_run(directory)
     values = read_recorded_toml(directory.config_file)
-    # The failures have happened, and the plan was for the workers of then.
+    # The failures have happened already, and the plan was made for the original workers.
     values = {key: value for key, value in values.items() if key not in ("failures", "plan")}
     if "profile" in values:
         values["profile"] = str(directory.profile_file)
@@ -159,9 +159,9 @@ def _resumed_run(flags: dict[str, Any], path: Path, *, file: Path | None, job: s
 
 
 def _config(values: Mapping[str, Any], flags: Mapping[str, Any], *, job: str | None, source: str) -> RunConfig:
-    """Return the validated configuration of `values`, which are from `source`, and of `flags`, which go over them.
+    """Return the validated configuration: `values`, read from `source`, overridden by `flags`.
 
-    Its paths are absolute, so that it means the same in any working directory.
+    Paths become absolute, so that the configuration does not depend on the working directory.
     """
     job = job or flags.get("job") or values.get("job", LLAMA_JOB)
     model = config_type({**values, "job": job})
@@ -189,7 +189,7 @@ def _refuse_live_run(directory: RunDirectory) -> None:
     except PermissionError:
         pass  # the process lives and belongs to another user
     raise ConfigError(
-        f"--resume {directory.path}: this run is still going on in process {pid}; wait for its end or end it first"
+        f"--resume {directory.path}: this run is still live in process {pid}; wait for it to end, or end it first"
     )
 
 
@@ -204,8 +204,8 @@ def _refuse_another_model(config: RunConfig, directory: RunDirectory) -> None:
             field = next(field for field in before if before[field] != now[field])
             name, before, now = f"{key}.{field}", before[field], now[field]
         raise CheckpointError(
-            f"--resume {directory.path}: its checkpoint is of a run with {name} = {before}, and {now} is asked for; "
-            f"leave {key} as it was, or begin a new run"
+            f"--resume {directory.path}: its checkpoint was written with {name} = {before}, not {now}; "
+            f"keep {key} unchanged, or begin a new run"
         )
 
 
@@ -218,7 +218,7 @@ def _require_steps_left(config: RunConfig, directory: RunDirectory) -> None:
         )
     if checkpoints[-1] >= config.steps:
         raise ConfigError(
-            f"--resume {directory.path}: all of its {config.steps} steps are done; give a larger --steps to train on"
+            f"--resume {directory.path}: all of its {config.steps} steps are done; give a larger --steps to continue"
         )
 
 
@@ -232,17 +232,17 @@ def _check_inputs(config: RunConfig) -> None:
 
 
 def _check_address(control: Control) -> None:
-    """Raise ConfigError if the coordinator could not listen, or the workers could not be told its address."""
+    """Raise ConfigError if the coordinator cannot listen on the address, or workers cannot connect to it."""
     host = f'control.host = "{control.host}"'
     if control.host in ("0.0.0.0", "::"):
         raise ConfigError(
-            f"{host}: stands for every address of this host, and the workers need to be told one; give the one by "
-            "which the other machines reach it"
+            f"{host}: means every address of this host, but the workers need a single one; give the address at "
+            "which the other machines reach this host"
         )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(control.host, control.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            # As the server will, bind a port whose last connection is still in TIME_WAIT.
+            # Like the server, accept a port whose last connection is still in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except socket.gaierror as error:
@@ -252,15 +252,15 @@ def _check_address(control: Control) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"control.port = {control.port}: is in use on {control.host}; take another one, or 0 for any free one"
+                f"control.port = {control.port}: is in use on {control.host}; choose another, or 0 for any free port"
             ) from None
         raise ConfigError(f"{host}: cannot listen there: {error.strerror}; give an address of this host") from None
 
 
 def read_config_values(file: Path) -> dict[str, Any]:
-    """Read the configuration `file`; or, if `file` is a job, the configuration beside it, if there is one.
+    """Return the values of a configuration file; for a job, those of the configuration beside it, if there is one.
 
-    Raises ConfigError if it cannot be read.
+    Raises ConfigError if the file cannot be read.
     """
     script = Path(str(file).partition(":")[0])
     if script.suffix != ".py":
@@ -270,7 +270,7 @@ def read_config_values(file: Path) -> dict[str, Any]:
 
 
 def absolute_job(reference: str) -> str:
-    """Return `reference` with the path of a file made absolute. Raises ConfigError if it names nothing."""
+    """Return a job reference with its file path, if any, made absolute. Raises ConfigError if there is no such job."""
     from chameleon_ft.job import check_job_reference
 
     check_job_reference(reference)
@@ -290,7 +290,7 @@ def _absolute_path(path: Path) -> Path:
 
 
 def prepare_data_of(config: RunConfig) -> None:
-    """Put the data into the run directory, `config.output_dir`, in the form that workers read. Raises DataError."""
+    """Write the data into `config.output_dir`, the run directory, in the form that workers read. Raises DataError."""
     if isinstance(config, TrainConfig) and config.output_dir is not None:
         from chameleon_ft.data.corpus import prepare_data
 

@@ -15,7 +15,7 @@ class CoordinatorArguments:
     """Run the coordinator of a run that spans several machines. It decides, records and displays; it does not compute.
 
     Set control.host to an address that the other machines reach. The coordinator prints the address and the token that
-    `chameleon agent` and `chameleon worker` need, and waits until `workers` of them have joined.
+    `chameleon agent` and `chameleon worker` need, and waits until all `workers` have joined.
     """
 
     config: ConfigFile = None

@@ -20,10 +20,10 @@ __all__ = ["main"]
 class RunArguments:
     """Train a model of your own, with all worker processes on this machine.
 
-    JOB is a Python file or a module with a function `job()` that returns a chameleon_ft.Job; write JOB:FUNCTION for a
-    function of another name. Every field of the configuration is a flag. A flag overrides CONFIG, which by default is
-    the TOML file of the same name beside the Python file, if there is one. What neither sets has the default shown
-    here. With --resume, JOB may be left out: it is that of the run.
+    JOB is a Python file or a module with a function `job()` that returns a chameleon_ft.Job; write JOB:FUNCTION if
+    the function has another name. Every field of the configuration is a flag. A flag overrides CONFIG, which defaults
+    to the TOML file of the same name beside the Python file, if there is one. Fields that neither sets have the
+    defaults shown here. With --resume, JOB may be left out, because the run has recorded it.
     """
 
     script: Annotated[OptionalStr, tyro.conf.Positional, metavar("JOB")] = None
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     given, flags = parse_start(RunArguments, arguments, command="run", without=("job",))
     if given.script is None and given.resume is None:
-        raise ConfigError("JOB is missing: name the Python file, or module, with a function job()")
+        raise ConfigError("JOB is missing: give the Python file or module with the function job()")
     job = None if given.script is None else absolute_job(given.script)
     script = Path((given.script or "").partition(":")[0])
     file = given.config

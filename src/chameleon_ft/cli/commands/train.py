@@ -14,8 +14,8 @@ __all__ = ["main"]
 class TrainArguments:
     """Train the built-in Llama, with all worker processes on this machine.
 
-    Every field of the configuration is a flag. A flag overrides CONFIG, and what neither sets has the default shown
-    here. Ctrl-C ends the run with a checkpoint; a second Ctrl-C ends it at once.
+    Every field of the configuration is a flag. A flag overrides CONFIG; fields that neither sets have the defaults
+    shown here. Ctrl-C ends the run with a checkpoint; a second Ctrl-C ends it at once.
     """
 
     config: ConfigFile = None
