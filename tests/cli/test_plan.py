@@ -218,9 +218,12 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
         ((*PRESET, "--workers-per-host", "0"), "should be 1 or more"),
         ((*PRESET, "--micro-batches", "0"), "--micro-batches 0: should be 1 or more"),
         ((*PRESET, "--dp", "0"), "--dp 0: should be 1 or more"),
-        ((*PRESET, "--micro-batch-size", "0"), "--micro-batch-size 0: should be 1 or more"),
-        ((*PRESET, "--micro-batch-size", "two"), "--micro-batch-size two: should be 1 or more, a whole number"),
-        ((*PRESET, "--micro-batch-size", "1,x"), "--micro-batch-size x of a list such as 1,2,4: should be 1 or more"),
+        ((*PRESET, "--micro-batch-size", "0"), "--micro-batch-size 0: should be a whole number of 1 or more"),
+        ((*PRESET, "--micro-batch-size", "two"), "--micro-batch-size two: should be a whole number of 1 or more"),
+        (
+            (*PRESET, "--micro-batch-size", "1,x"),
+            "--micro-batch-size x of a list such as 1,2,4: should be a whole number of 1 or more",
+        ),
         ((*PRESET, "--micro-batch-size", "1,1"), "--micro-batch-size 1,1: has a size twice"),
         ((*PRESET, "--micro-batch-size", "1,2"), "say how many by --global-batch-size"),
         (
@@ -250,7 +253,7 @@ def test_a_shape_may_come_from_hugging_face(capsys: pytest.CaptureFixture[str], 
         ((*PRESET, "--trace", "no folder/trace.json"), "the trace cannot be written there; give a file in a folder"),
         (
             (*PRESET, "--profile", "profile.json"),
-            "--profile profile.json holds what it would say; leave one of them out",
+            "--profile profile.json determines this already; leave one of them out",
         ),
         (("nothing.toml",), "there is no such file"),
         ((ROOT / "examples" / "quickstart.toml", "--profile", "none.json"), "profile .*none.json: cannot be read"),
@@ -452,7 +455,7 @@ def test_a_configuration_without_a_profile_is_measured_once(
     assert main(["plan", str(config), "--json"]) == 0
     first = capsys.readouterr()
     (kept,) = (tmp_path / "cache" / "chameleon-ft" / "profiles").iterdir()
-    assert f"{config} has no profile: measuring what its layers and links cost" in first.err
+    assert f"{config} has no profile: measuring the costs of its layers and links" in first.err
     assert f"profile kept in {kept}: measured on " in first.err
     assert json.loads(first.out)["profile"] == "measured"
     assert main(["plan", str(config), "--json"]) == 0

@@ -148,11 +148,11 @@ def test_a_trace_can_be_kept(capsys: pytest.CaptureFixture[str], folder: Path) -
 def test_a_list_of_failing_nodes_needs_to_know_of_how_many(capsys: pytest.CaptureFixture[str]) -> None:
     few = (*COMMON, "--trace", "faults.json", "--policies", "drop-replica")
     error = simulate(capsys, *few, "--workers", "4", code=2)
-    assert "names 2 nodes that failed, more than the 1 hosts" in error
+    assert "names only nodes that failed, 2 of them, and the cluster has only 1 hosts" in error
     assert "--nodes" in error
     taken = simulate(capsys, *few, "--workers", "16")
-    assert "taken as measured on 4 nodes" in taken
-    assert "taken as measured" not in simulate(capsys, *few, "--workers", "16", "--nodes", "8")
+    assert "assumed to be measured on 4 nodes" in taken
+    assert "assumed to be measured" not in simulate(capsys, *few, "--workers", "16", "--nodes", "8")
 
 
 def test_assumptions_change_what_comes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +229,7 @@ def test_a_run_is_lived_through_by_other_policies(capsys: pytest.CaptureFixture[
     assert found["policies"]["drop-replica"]["stall_s"] == pytest.approx(1.0)
     assert (found["run_policy"], found["run_samples_per_s"]) == ("chameleon", pytest.approx(10 * 24 / 200.0))
     shown = simulate(capsys, *of_run)
-    assert "the run run, 2 workers, 24 samples a step, 200 s; chameleon trained 1.2 samples/s in it" in shown
+    assert "the run run, 2 workers, 24 samples a step, 200 s; it trained 1.2 samples/s under chameleon" in shown
 
 
 def test_a_checkpoint_of_a_run_costs_what_it_took_and_the_source_is_named(
@@ -246,7 +246,7 @@ def test_a_checkpoint_of_a_run_costs_what_it_took_and_the_source_is_named(
             2.0,
             "a checkpoint stops training for 2.000 s, as given by --assume",
         ),
-        ("old", (), 1.0, "a checkpoint stops training for 1.000 s: assumed, for the run timed none;"),
+        ("old", (), 1.0, "a checkpoint stops training for 1.000 s: assumed, because the run timed none;"),
     ):
         arguments = ("--run", run, "--policies", "drop-replica", *assumed)
         assert simulated(capsys, *arguments)["checkpoint_write_s"] == expected_s
@@ -257,7 +257,7 @@ def test_what_a_run_says_is_not_said_twice(capsys: pytest.CaptureFixture[str], f
     recorded(folder / "run", RUN_EVENTS, steps_s={1: [3.0]})
     for flag in (("--workers", "2"), ("--rate", "2"), ("--sweep", "rate=1,2"), ("--trace", "day.jsonl")):
         error = simulate(capsys, "--run", "run", *flag, code=2)
-        assert f"leave out one of --run and {flag[0]}" in error
+        assert f"leave out either --run or {flag[0]}" in error
     assert "give --workers, or a recorded run by --run" in simulate(capsys, *COMMON, "--trace", "day.jsonl", code=2)
     assert "there is no such directory" in simulate(capsys, "--run", "none", code=2)
 
@@ -271,17 +271,23 @@ def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFix
     ("arguments", "message"),
     [
         (("--workers", "16", "--trace", "day.jsonl"), "give a published --model and its --device, or a --profile"),
-        ((*CASE, "--profile", "p.json"), "--profile p.json holds what it would say; leave one of them out"),
+        ((*CASE, "--profile", "p.json"), "--profile p.json determines this already; leave one of them out"),
         (("--model", "llama2-7c", *CASE[2:]), "llama2-7b"),
         (
             ("--workers", "16", "--trace", "day.jsonl", "--profile", "p.json", "--recompute", "full"),
-            "--recompute full: --profile p.json holds what it would say",
+            "--recompute full: --profile p.json determines this already",
         ),
         (("--model", "shape.json", "--device", "b100", *CASE[4:]), "h100-80g"),
         ((*COMMON, "--workers", "16"), "give a --trace, or --generate bursts|poisson|weibull|spot"),
         ((*CASE, "--generate", "bursts"), "leave one of them out"),
-        ((*COMMON, "--workers", "15", "--trace", "day.jsonl"), "should be 1 or more times the 4 workers of a host"),
-        ((*COMMON, "--workers", "0", "--trace", "day.jsonl"), "should be 1 or more times the 4 workers of a host"),
+        (
+            (*COMMON, "--workers", "15", "--trace", "day.jsonl"),
+            "should be a positive multiple of the 4 workers of a host",
+        ),
+        (
+            (*COMMON, "--workers", "0", "--trace", "day.jsonl"),
+            "should be a positive multiple of the 4 workers of a host",
+        ),
         ((*CASE, "--workers-per-host", "0"), "should be 1 or more"),
         ((*COMMON, "--workers", "32", "--trace", "day.jsonl"), "not of 8: take at most 4, or generate a larger one"),
         ((*COMMON, "--workers", "16", "--trace", "none.jsonl"), "none.jsonl: cannot be read"),
@@ -289,12 +295,12 @@ def test_a_run_in_which_nothing_was_trained_is_refused(capsys: pytest.CaptureFix
         ((*CASE, "--nodes", "5"), "5"),
         ((*COMMON, "--workers", "16", "--generate", "spot", "--nodes", "5"), "leave it out"),
         ((*CASE, "--policies", "chamaeleon"), "did you mean 'chameleon'"),
-        ((*CASE, "--policies", ","), "name some of chameleon"),
+        ((*CASE, "--policies", ","), "name one or more of chameleon"),
         ((*CASE, "--policies", "restart,restart"), "names restart twice"),
         ((*CASE, "--rate", "0"), "--rate 0: should be a number above 0"),
         ((*CASE, "--days", "-1"), "--days -1: should be a number above 0"),
         ((*CASE, "--micro-batches", "0"), "--micro-batches 0: should be 1 or more"),
-        ((*CASE, "--assume", "restart=1"), "with a name of detect_s"),
+        ((*CASE, "--assume", "restart=1"), "with NAME one of detect_s"),
         ((*CASE, "--assume", "restart_cost_s=soon"), "should be NAME=NUMBER"),
         ((*CASE, "--assume", "exact_up_to=1.5"), "should be NAME=NUMBER"),
         ((*CASE, "--assume", "restart_cost_s=-1"), "restart_cost_s must be zero or a positive number"),

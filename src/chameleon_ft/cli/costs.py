@@ -1,4 +1,4 @@
-"""Costs of layers and links: of a published model on a known device, from a file, or measured."""
+"""Costs of layers and links: derived for a published model on a known device, read from a file, or measured."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 AUTO: Final = "auto"
-"""In place of micro-batch sizes: choose the best."""
+"""Value of --micro-batch-size that chooses the best size."""
 _STATE: Final = "bf16-master"
 _QUICK_REPEATS: Final = 10
 
@@ -68,8 +68,8 @@ class PresetArguments:
         OptionalStr,
         metavar(
             "INT",
-            "Samples of a micro-batch; with --model, 1 if not given. `chameleon plan` chooses among several sizes, "
-            "separated by commas, or with auto among all powers of two that divide the batch.",
+            "Samples per micro-batch; with --model, 1 if not given. `chameleon plan` chooses among several sizes "
+            "separated by commas, or, with auto, among all powers of two that divide the batch.",
         ),
     ] = None
     state: Annotated[
@@ -80,13 +80,13 @@ class PresetArguments:
         ),
     ] = None
     recompute: Annotated[OptionalStr, metavar("{" + ",".join(Recompute) + "}")] = None
-    """Activations that every worker computes again to save memory, with --model; none if not given."""
+    """Activations that every worker recomputes to save memory, with --model; none if not given."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes that are given, ascending; empty for none and for auto.
+        """The given micro-batch sizes, in ascending order; empty if none is given, and for auto.
 
-        Raises ConfigError if one is no whole number above 0, or is there twice.
+        Raises ConfigError if a size is not a whole number above 0, or occurs twice.
         """
         if self.micro_batch_size is None or self.micro_batch_size == AUTO:
             return ()
@@ -94,7 +94,7 @@ class PresetArguments:
         for part in self.micro_batch_size.split(","):
             if not part.strip().isdecimal() or not int(part):
                 several = " of a list such as 1,2,4" if "," in self.micro_batch_size else ""
-                raise ConfigError(f"--micro-batch-size {part.strip()}{several}: should be 1 or more, a whole number")
+                raise ConfigError(f"--micro-batch-size {part.strip()}{several}: should be a whole number of 1 or more")
             sizes.append(int(part))
         if len(set(sizes)) < len(sizes):
             raise ConfigError(f"--micro-batch-size {self.micro_batch_size}: has a size twice")
@@ -112,7 +112,7 @@ class PresetArguments:
     def profile(self) -> Profile:
         """Derive the profile of the model on the device.
 
-        Raises ConfigError with what to change; for an unknown name, that is the nearest known one.
+        Raises ConfigError, whose message says what to change; for an unknown name it gives the nearest known one.
         """
         assert self.model is not None
         shape = _read_shape(self.model) if self.model.endswith(".json") else model_shape(self.model)
@@ -129,7 +129,7 @@ class PresetArguments:
         )
 
     def refuse(self, reason: str, *, but: Collection[str] = ()) -> None:
-        """Raise ConfigError, with the reason, for the first argument that is given, except those named in `but`."""
+        """Raise ConfigError with `reason` if an argument is given, other than those in `but`."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and field.name not in but:
@@ -139,11 +139,11 @@ class PresetArguments:
 NO_PRESET: Final = PresetArguments()
 
 Preset = Annotated[PresetArguments, tyro.conf.OmitArgPrefixes]
-"""The type of a field that stands for these flags; their names have no prefix."""
+"""Type of a dataclass field that holds these flags; on the command line they have no prefix."""
 
 WorkersPerHost = Annotated[
     int,
-    tyro.conf.arg(help="Workers of a host. Links between hosts are slower, and a host is lost as a whole."),
+    tyro.conf.arg(help="Workers per host. Links between hosts are slower, and a host fails as a whole."),
 ]
 
 
@@ -165,10 +165,10 @@ def _read_shape(file: str) -> ModelShape:
 def profile_of(preset: PresetArguments, path: Path | None, *, missing: str) -> Profile:
     """Return the profile of a model on a known device, or the one in a file.
 
-    Raises ConfigError with what to change; `missing` if neither is given.
+    Raises ConfigError, whose message says what to change; it is `missing` if neither is given.
     """
     if path is not None:
-        preset.refuse(f"--profile {path} holds what it would say; leave one of them out")
+        preset.refuse(f"--profile {path} determines this already; leave one of them out")
         return read_profile(path)
     if preset.model is None:
         preset.refuse("is for a published --model; name one")
@@ -184,11 +184,11 @@ def hosts_of(workers: int, per_host: int) -> dict[int, str]:
 
 
 def measured_profile(config: RunConfig, *, repeats: int, peer: str | None, command: str) -> Profile:
-    """Measure the job of `config` on this machine; on a terminal, say what is being measured.
+    """Measure the job of `config` on this machine; on a terminal, show the progress.
 
     Raises as `measure_profile` does, and DataError.
     """
-    # Loads torch.
+    # Imported here because it loads torch.
     from chameleon_ft.runtime.profiling.profile import measure_profile
 
     config = config.model_copy(update={"job": absolute_job(config.job)})
@@ -201,9 +201,9 @@ def measured_profile(config: RunConfig, *, repeats: int, peer: str | None, comma
 
 
 def measured_or_cached(config: RunConfig, path: Path, *, environ: Mapping[str, str] = os.environ) -> Profile:
-    """Return the profile of the job of `config`, read from `path`: from the user's cache, or measured and kept there.
+    """Return the profile for the configuration `config` of `path`: from the user's cache, or measured and cached.
 
-    Says its origin on standard error. Raises as `measured_profile` does.
+    Prints the profile's origin on standard error. Raises as `measured_profile` does.
     """
     from chameleon_ft.runtime.inspection import inspect_job
 
@@ -214,11 +214,11 @@ def measured_or_cached(config: RunConfig, path: Path, *, environ: Mapping[str, s
     def measure() -> Profile:
         nonlocal origin
         origin = "kept in"
-        _tell(f"{path} has no profile: measuring what its layers and links cost, which takes some seconds")
+        _tell(f"{path} has no profile: measuring the costs of its layers and links, which takes a few seconds")
         try:
             return measured_profile(config, repeats=_QUICK_REPEATS, peer=None, command=f"chameleon plan {path}")
         except ConfigError as error:
-            raise ConfigError(f"{error}; or give a profile that was measured elsewhere by --profile") from None
+            raise ConfigError(f"{error}; or give a profile that was measured elsewhere with --profile") from None
 
     profile = cached_profile(file, fingerprint, measure)
     if file.is_file():

@@ -32,53 +32,54 @@ __all__ = ["SimulateArguments", "SimulateCase", "chosen_policies", "chosen_sweep
 
 _DAY_S: Final = 86_400.0
 _YEAR_DAYS: Final = 365.0
-_MICRO_BATCHES_OF_A_WORKER: Final = 4  # unless given
+_MICRO_BATCHES_PER_WORKER: Final = 4  # by default
 _WITH_RUN: Final = ("run", "preset", "policies", "assume", "picture", "save_trace", "json")
+"""Arguments that may be given with --run."""
 
 
 @dataclass(frozen=True)
 class SimulateArguments:
-    """Compare policies over months of failures: what each one trains, and where the time goes.
+    """Compare policies over months of failures: how much each one trains, and where the time goes.
 
-    For a published --model on a known --device or a --profile, on a cluster of --workers, over a failure --trace or one
-    drawn by --generate. No process is started, and the same arguments give the same results. --sweep repeats the
+    Simulates a published --model on a known --device, or a --profile, on a cluster of --workers, over a failure --trace
+    or one drawn by --generate. No process is started, and the same arguments give the same results. --sweep repeats the
     simulation at several failure rates, cluster sizes, memories, bandwidths or batches. --run replays the failures of a
     recorded run.
     """
 
     workers: OptionalInt = None
-    """Workers of the cluster: whole hosts."""
+    """Workers in the cluster; a multiple of --workers-per-host."""
     run: OptionalPath = None
-    """Directory of a run to take the workload, the cluster, the first plan and the losses from."""
+    """Directory of a recorded run that gives the workload, the cluster, the first plan and the losses."""
     preset: Preset = NO_PRESET
     profile: OptionalPath = None
     """Measured profile, instead of --model and --device."""
     trace: OptionalPath = None
     """Failure trace, in any of the formats of docs/traces.md."""
     nodes: OptionalInt = None
-    """Nodes that --trace was measured on, if it names only those that failed."""
+    """Number of nodes that --trace was measured on, if it names only the failed ones."""
     generate: Annotated[
         Optional[Literal["bursts", "poisson", "weibull", "spot"]],  # noqa: UP045
         metavar("{bursts,poisson,weibull,spot}"),
     ] = None
     """Draw a trace from this model, fitted to measured traces."""
     days: OptionalFloat = None
-    """Days to simulate; by default 365 of a drawn trace, and all of another."""
+    """Days to simulate; by default 365 for a drawn trace, and the whole length of any other."""
     seed: int = 0
     """Seed of everything drawn."""
     rate: float = 1.0
     """Factor on the failure rate; repairs are faster by the same factor."""
     keep_repairs: Switch = False
-    """Repairs take as long at every --rate, so that more workers are down."""
+    """Keep repair times the same at every --rate, so that higher rates leave more workers down."""
     policies: Annotated[str, metavar("NAME[,NAME ...]")] = "all"
     """Policies to compare, or all. (default: all)"""
     micro_batches: OptionalInt = None
-    """Micro-batches of a step, over all pipelines; 4 for each worker if not given."""
+    """Micro-batches per step, over all pipelines; 4 per worker if not given."""
     workers_per_host: WorkersPerHost = 8
     assume: Annotated[str, metavar("NAME=NUMBER[,...]")] = ""
-    """Costs of failures that replace those in docs/simulator-internals.md, such as restart_cost_s=600."""
+    """Costs of failures that override those in docs/simulator-internals.md, such as restart_cost_s=600."""
     sweep: Annotated[OptionalStr, metavar("NAME=VALUE,VALUE,...")] = None
-    """Vary one thing: rate (of failures), workers, memory (10^9 bytes a worker), bandwidth (factor), micro-batches."""
+    """Vary one input: rate (of failures), workers, memory (10^9 bytes a worker), bandwidth (factor), micro-batches."""
     picture: OptionalPath = None
     """Draw the throughput over time and the time lost, or the sweep: .svg, .png or .pdf."""
     save_trace: OptionalPath = None
@@ -92,10 +93,10 @@ class SimulateCase:
     """A scene to simulate.
 
     Attributes:
-        title: a line that names it.
-        facts: JSON values that are printed with the results.
-        note: a line about the assumptions; None if there is nothing to say.
-        start: the plan that the simulation begins with; None lets each policy choose.
+        title: one line that names the case.
+        facts: values that the JSON output adds to the results.
+        note: one line about assumptions; None if there are none.
+        start: initial plan; None lets each policy choose its own.
         as_in_run: whether the simulation repeats a recorded run.
     """
 
@@ -109,7 +110,7 @@ class SimulateCase:
 
 
 def simulate_case(given: SimulateArguments) -> SimulateCase:
-    """Return the case that the arguments describe. Raises ConfigError with what to change."""
+    """Return the case that the arguments describe. Raises ConfigError, whose message says what to change."""
     parameters = _assume(given.assume, Parameters())
     if given.run is not None:
         return _recorded_case(given, given.run)
@@ -119,21 +120,21 @@ def simulate_case(given: SimulateArguments) -> SimulateCase:
     hosts = hosts_of(workers, per_host)
     if workers < 1 or workers % per_host:
         raise ConfigError(
-            f"--workers {workers}: should be 1 or more times the {per_host} workers of a host; "
-            "change one of --workers and --workers-per-host"
+            f"--workers {workers}: should be a positive multiple of the {per_host} workers of a host; "
+            "change --workers or --workers-per-host"
         )
     preset = given.preset
     missing = "nothing to simulate: give a published --model and its --device, or a --profile"
     profile = profile_of(preset, given.profile, missing=missing)
     trace = _trace(given, hosts=workers // per_host)
-    micro_batches = _MICRO_BATCHES_OF_A_WORKER * workers if given.micro_batches is None else given.micro_batches
+    micro_batches = _MICRO_BATCHES_PER_WORKER * workers if given.micro_batches is None else given.micro_batches
     if micro_batches < 1:
         raise ConfigError(f"--micro-batches {micro_batches}: should be 1 or more")
     scene = Scene(trace, profile.workload(micro_batches), profile.cluster(hosts))
     model = f"{preset.model} on {preset.device}" if given.profile is None else f"the profile {given.profile.name}"
     name = trace.name or "a trace"
     if given.trace is not None and given.nodes is None and _names_only_failing(given.trace):
-        name += f", taken as measured on {trace.hosts:,} nodes"
+        name += f", assumed to be measured on {trace.hosts:,} nodes"
     if given.rate != 1:
         name += f", {given.rate:g} times the failures"
     figures = trace_statistics(trace)
@@ -157,12 +158,12 @@ def simulate_case(given: SimulateArguments) -> SimulateCase:
 
 
 def _recorded_case(given: SimulateArguments, path: Path) -> SimulateCase:
-    """Return the case of a recorded run. Raises ConfigError if it is no run or its records do not say enough."""
-    given.preset.refuse(f"the run {path} says what is simulated; leave out one of --run and this")
+    """Return the case of a recorded run. Raises ConfigError if there is no run or its records are insufficient."""
+    given.preset.refuse(f"the run {path} determines what is simulated; leave out either --run or this flag")
     for each in fields(given):
         if each.name not in _WITH_RUN and getattr(given, each.name) != each.default:
             flag = f"--{each.name.replace('_', '-')}"
-            raise ConfigError(f"{flag}: the run {path} says what is simulated; leave out one of --run and {flag}")
+            raise ConfigError(f"{flag}: the run {path} determines what is simulated; leave out either --run or {flag}")
     run = RunDirectory.open(path)
     recorded = recorded_run(run, measured_parameters([run]))
     changes, duration_s = recorded_changes(run)
@@ -179,12 +180,12 @@ def _recorded_case(given: SimulateArguments, path: Path) -> SimulateCase:
     elif timed_checkpoints:
         note += f", the median of {timed_checkpoints:,} in the run"
     else:
-        note += ": assumed, for the run timed none; --assume checkpoint_write_s=SECONDS changes it"
+        note += ": assumed, because the run timed none; --assume checkpoint_write_s=SECONDS changes it"
     return SimulateCase(
         scene=Scene(trace, costs.workload, costs.cluster),
         title=(
             f"the run {path}, {workers:,} workers, {costs.workload.samples:,} samples a step, {duration_s:,.0f} s; "
-            f"{recorded.policy} trained {samples / duration_s:.4g} samples/s in it"
+            f"it trained {samples / duration_s:.4g} samples/s under {recorded.policy}"
         ),
         parameters=parameters,
         facts={
@@ -208,13 +209,13 @@ def _trace(given: SimulateArguments, *, hosts: int) -> Trace:
     per_host = given.workers_per_host
     if given.trace is not None:
         if given.generate is not None:
-            raise ConfigError(f"--generate {given.generate}: {given.trace} is the trace; leave one of them out")
+            raise ConfigError(f"--generate {given.generate}: --trace {given.trace} is given too; leave one of them out")
         if given.nodes is None and _names_only_failing(given.trace):
             named = load_trace(given.trace).hosts
             if hosts < named:
                 raise ConfigError(
-                    f"--trace {given.trace}: names {named} nodes that failed, more than the {hosts} hosts that are "
-                    "asked for, and not the others; give by --nodes the number it was measured on, for its rate"
+                    f"--trace {given.trace}: names only nodes that failed, {named} of them, and the cluster has only "
+                    f"{hosts} hosts; give the number of measured nodes with --nodes, to determine the failure rate"
                 )
         trace = load_trace_for(given.trace, hosts=hosts, workers_per_host=per_host, nodes=given.nodes)
         trace = _at_rate(trace, given)
@@ -223,7 +224,7 @@ def _trace(given: SimulateArguments, *, hosts: int) -> Trace:
         raise ConfigError(f"no failures to simulate: give a --trace, or --generate {'|'.join(MODELS)}")
     if given.nodes is not None:
         raise ConfigError(
-            f"--nodes {given.nodes}: is for a --trace that names only the nodes that failed; leave it out"
+            f"--nodes {given.nodes}: applies only to a --trace that names only the nodes that failed; leave it out"
         )
     # Compressing by the rate makes the trace shorter, so draw a longer one.
     drawn_s = (given.days or _YEAR_DAYS) * _DAY_S * (1.0 if given.keep_repairs else given.rate)
@@ -237,7 +238,7 @@ def _at_rate(trace: Trace, given: SimulateArguments) -> Trace:
 
 
 def _names_only_failing(path: Path) -> bool:
-    """Whether a file is a list of faults, as InfiniteHBD's; False if it cannot be read, which loading it reports."""
+    """Return whether a file is a list of faults like InfiniteHBD's; False if unreadable, which loading will report."""
     try:
         with path.open("rb") as file:
             return file.read(200).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
@@ -246,12 +247,12 @@ def _names_only_failing(path: Path) -> bool:
 
 
 def chosen_policies(text: str) -> tuple[str, ...]:
-    """Return the policies that are named, or all. Raises ConfigError if one is named twice, or none."""
+    """Return the policies that `text` names. Raises ConfigError if it names one twice, or none."""
     if text == "all":
         return SIMULATED_POLICIES
     names = tuple(current_name(name.strip()) for name in text.split(",") if name.strip())
     if not names:
-        raise ConfigError(f"--policies {text!r}: name some of {', '.join(SIMULATED_POLICIES)}, or all")
+        raise ConfigError(f"--policies {text!r}: name one or more of {', '.join(SIMULATED_POLICIES)}, or all")
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"--policies {text}: names {name} twice")
@@ -259,7 +260,7 @@ def chosen_policies(text: str) -> tuple[str, ...]:
 
 
 def chosen_sweep(text: str) -> tuple[str, tuple[float, ...]]:
-    """Return the name of the thing to vary and its values. Raises ConfigError if the text is malformed."""
+    """Return the input to vary and its values. Raises ConfigError if the text is malformed."""
     name, _, values = text.partition("=")
     numbers = _numbers(values.split(","))
     if name not in SWEPT or not numbers:
@@ -270,21 +271,21 @@ def chosen_sweep(text: str) -> tuple[str, tuple[float, ...]]:
 
 
 def _assume(text: str, parameters: Parameters) -> Parameters:
-    """Return `parameters` with the changes in the text. Raises ConfigError for an unknown name or a wrong value."""
-    kinds = get_type_hints(Parameters)
+    """Return `parameters` with the changes in the text. Raises ConfigError for an unknown name or an invalid value."""
+    types = get_type_hints(Parameters)
     given: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         name, numbers = present_name(name.strip(), "recovery", source="--assume"), _numbers([value])
-        if name not in kinds or not numbers or (kinds[name] is int and not numbers[0].is_integer()):
-            raise ConfigError(f"--assume {part}: should be NAME=NUMBER, with a name of {', '.join(kinds)}")
-        given[name] = int(numbers[0]) if kinds[name] is int else numbers[0]
+        if name not in types or not numbers or (types[name] is int and not numbers[0].is_integer()):
+            raise ConfigError(f"--assume {part}: should be NAME=NUMBER, with NAME one of {', '.join(types)}")
+        given[name] = int(numbers[0]) if types[name] is int else numbers[0]
     change: Callable[..., Parameters] = replace
     return change(parameters, **given)
 
 
 def _numbers(texts: Sequence[str]) -> tuple[float, ...]:
-    """Return the numbers, or none if one of the texts is not a finite one."""
+    """Return the texts as numbers; empty if any of them is not a finite number."""
     try:
         found = tuple(float(text) for text in texts)
     except ValueError:
