@@ -333,6 +333,15 @@ def _check_numbers(before: State, after: State, commands: tuple[Command, ...]) -
             case Launch(plan=plan):
                 assert after.active == plan.active(), "one generation is in force"
                 assert after.phase is Phase.REGROUPING
+            case Task.DECIDE:  # carried out with the state after the event, whatever else the event led to
+                assert after.phase in (Phase.GATHERING, Phase.DECIDING)
+                assert after.members.live()
+                assert after.active is None or after.quiesced.keys() >= set(after.members.live())
+            case Task.CONSIDER_SCALE_UP:
+                assert after.phase is Phase.TRAINING
+                assert after.scale_up.considering == after.generation
+            case Task.PREPARE_DECISIONS:
+                assert after.active is not None
             case Record(record=StepRecord(step=number)):
                 assert number == before.committed, "steps are recorded once, in order"
 
