@@ -41,7 +41,7 @@ def test_a_missing_holder_keeps_its_layers_across_processes() -> None:
             "forward_s of layer 'a' must be zero or a positive number of seconds; got",
         ),
         (lambda: LayerCost("a", 0, math.nan, 0), "input_grad_s of layer 'a'"),
-        (lambda: TiedParameters((1,), 4), "of two layers or more"),
+        (lambda: TiedParameters((1,), 4), "two or more different layers"),
         (lambda: TiedParameters((2, 1), 4), "ascending"),
         (lambda: TiedParameters((0, 1), -4), "gradient_bytes tied between layers"),
         (lambda: Workload((LAYER,), 1, 1, tied=(TiedParameters((0, 1), 4),)), "there are only 1 layers"),

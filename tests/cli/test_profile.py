@@ -112,7 +112,10 @@ def test_a_model_by_its_hugging_face_file_printed_as_json(chameleon: CommandLine
             "--micro-batch-size auto: give",
         ),
         (("mine.py", "--recompute", "full"), "--recompute full: is for --model, and mine.py says what is measured"),
-        (("--model", "llama2-7b", "--device", "h100", "--micro-batch-size", "0"), "--micro-batch-size 0: should be 1"),
+        (
+            ("--model", "llama2-7b", "--device", "h100", "--micro-batch-size", "0"),
+            "--micro-batch-size 0: should be a whole number",
+        ),
         (("--serve", "127.0.0.1:1", "--state", "bf16"), "only answers"),
         (("mine.py", "--repeats", "0"), "--repeats 0"),
         (("mine.py", "--serve", "127.0.0.1:1"), "only answers"),
