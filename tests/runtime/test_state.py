@@ -39,7 +39,7 @@ def held_layers(job: Job | None = None, layers: range = range(LAYERS)) -> HeldLa
     return HeldLayers(job or toy_job(LAYERS), layers, seed=SEED, device=CPU)
 
 
-def nobody_fails(tmp_path: Path) -> FaultInjector:
+def no_faults(tmp_path: Path) -> FaultInjector:
     return FaultInjector(0, (), log=FaultLog(tmp_path / "faults.jsonl"), disconnect=lambda: None)
 
 
@@ -165,16 +165,16 @@ def committer(held: HeldLayers, tmp_path: Path, *, clip_norm: float | None, comm
         clip_norm=clip_norm,
         committed=committed,
         activity=Activity(),
-        faults=nobody_fails(tmp_path),
+        faults=no_faults(tmp_path),
     )
 
 
 def alone(committer: Committer, stats: StepStats, *, finish: bool = False) -> Any:
-    with Reductions(committer.buffers, (), NOBODY) as reductions:
-        return committer.commit(stats, reductions, NOBODY, (0,), finish=finish)
+    with Reductions(committer.buffers, (), NO_PEERS) as reductions:
+        return committer.commit(stats, reductions, NO_PEERS, (0,), finish=finish)
 
 
-NOBODY: Communicators = None  # type: ignore[assignment]  # a worker without peers
+NO_PEERS: Communicators = None  # type: ignore[assignment]  # a worker without peers
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.3, 1e6])

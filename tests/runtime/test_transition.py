@@ -156,7 +156,7 @@ def part_of(planned: PlannedTransition, worker: int) -> Transition:
     )
 
 
-def nobody_fails(worker: int, directory: Path) -> FaultInjector:
+def no_faults(worker: int, directory: Path) -> FaultInjector:
     return FaultInjector(worker, (), log=FaultLog(directory / "faults.jsonl"), disconnect=lambda: None)
 
 
@@ -172,7 +172,7 @@ def carry_out(
 
     def one(worker: int) -> Any:
         allocator = LayerAllocator(toy_job(LAYERS), seed=SEED, device=CPU, ahead=ahead)
-        faults = nobody_fails(worker, directory)
+        faults = no_faults(worker, directory)
         transfer = StateTransfer(worker, CPU, allocator=allocator, activity=Activity(), faults=faults)
         part = part_of(planned, worker)
         transfer.begin(part, states[worker])
@@ -455,7 +455,7 @@ def test_failures_of_the_phases_come_when_they_are_due(
         each: FaultInjector(each, [planning], log=FaultLog(tmp_path / "faults.jsonl"), disconnect=lambda: None)
         for each in states
     }
-    monkeypatch.setattr("tests.runtime.test_transition.nobody_fails", lambda worker, directory: faults[worker])
+    monkeypatch.setattr("tests.runtime.test_transition.no_faults", lambda worker, directory: faults[worker])
     carry_out(planned, states, Network(), tmp_path)
     assert failed == [f"{phase} of 3"]
 
