@@ -1,30 +1,30 @@
-"""Memory of each worker at its worst moment.
+"""Peak memory of each worker.
 
 A worker holds:
 
 - throughout a step, for its layers: parameters, gradients, optimizer state, and cached samples;
-- from the F of a hop to its B or I: the activations of the hop's layers, and the hop's output. The output is one tensor
-  with the message that is sent, which is held until the gradient that answers it has come; or with the input of the
-  next hop if that is on the same worker, up to that one's I;
-- from I to W: what the layers keep for their weight gradients, the gradient that came in among it; at the first hop of
-  a route, whose I computes nothing, the activations and the gradient that has come in;
-- messages: those it has asked for and not yet used; of the gradients it has sent, the latest few to each worker; and
-  gradients handed over between two hops of its own, until the lower has used them.
+- from the F of a hop to its B or I: the activations of the hop's layers, and the hop's output. The output shares its
+  tensor with the sent message, which is held until its gradient arrives; or, if the next hop is on the same worker,
+  with that hop's input, until that hop's I;
+- from I to W: tensors that the layers keep for their weight gradients, including the incoming gradient; at the first
+  hop of a route, whose I computes nothing, the activations and the incoming gradient;
+- messages: posted receives that are not yet used; the latest few gradients sent to each worker; and gradients passed
+  between two of its own hops, until the lower hop has used them.
 
-An operation runs its layers one by one; each needs `working_bytes` in addition while it runs:
+An operation runs its layers one by one, and the running layer needs `working_bytes` in addition:
 
-- F upwards: activations of the layers so far, and the output of the one that runs;
-- B downwards: activations of the layers that are left, the hop's output if it is kept, the gradient that came in until
-  the end, and the gradients of the input and output of the layer that runs;
-- I downwards: all activations, what the layers so far leave for W, and the gradient that the one that runs makes. A
-  layer that leaves at least as much as its activations leaves these too, as in this package's runtime; where it leaves
-  less, both are counted, although they may share tensors: an upper bound;
-- W: what the layers have kept.
+- F, upwards: activations of the layers so far, and the output of the running layer;
+- B, downwards: activations of the remaining layers, the hop's output if it is kept, the incoming gradient until the
+  end, and the gradients of the input and output of the running layer;
+- I, downwards: all activations, the tensors that the layers so far leave for W, and the gradient that the running
+  layer computes. A layer that leaves at least as many bytes as its activations leaves these too, as in this package's
+  runtime; if it leaves fewer, both are counted, although they may share tensors: an upper bound;
+- W: the tensors that the layers have kept.
 
-Of the activations of a layer that is recomputed in full only its input is kept, and the output of a hop whose last
-layer is one is not kept beyond the arrival of its gradient; one that is recomputed selectively keeps `selective_bytes`
-and its output. The rest is there while the layer's own F runs, and again, in full with the output, while its B or I
-does; an I that leaves the activations for W makes them there.
+A layer recomputed in full keeps only its input; if it is the last layer of a hop, the arrival of the gradient frees the
+hop's output. A layer recomputed selectively keeps `selective_bytes` and its output. The rest exists while the layer's
+own F runs, and again, in full with the output, while its B or I runs; an I that leaves the activations for W creates
+them there.
 
 Vote and update are left out, because no activations are held then. The logits are activations and working bytes of the
 last layer. With tensor parallelism all bytes are those of one rank.
@@ -57,7 +57,7 @@ _MOMENT: Final = ("activation_bytes", "weight_grad_bytes", "message_bytes", "wor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes that a worker holds at one moment, by what they are for; the module's text defines what counts as what."""
+    """Bytes that a worker holds at one moment, by purpose; the module docstring defines the categories."""
 
     param_bytes: int
     gradient_bytes: int
@@ -70,23 +70,23 @@ class MemoryUse:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Sum of all fields."""
         return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
 class MessageBuffers:
-    """How many messages a runtime holds; the defaults are those of this package's runtime.
+    """Numbers of messages that a runtime holds; the defaults are those of this package's runtime.
 
-    An activation that was sent is held until the gradient that answers it has come.
+    A sent activation is held until its gradient arrives.
 
     Attributes:
-        receives_ahead: receives that are posted, at most, counting the one that the next operation needs.
-        sends_kept: the latest gradients sent to a worker that are held, at most; before the next is sent, the earliest
-            of them must have arrived.
+        receives_ahead: most receives posted at a time, including the one that the next operation needs.
+        sends_kept: most gradients held after they are sent to one worker; before the next is sent, the earliest must
+            have arrived.
 
     Raises:
-        ConfigError: one of them is below one.
+        ConfigError: a number is below 1.
     """
 
     receives_ahead: int = 4
@@ -100,14 +100,14 @@ class MessageBuffers:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """The worst moment of a worker: the bytes that it holds, and the operation that it runs (None if it runs none)."""
+    """Peak memory of a worker, and the operation that it runs then (None if it runs none)."""
 
     peak: MemoryUse
     during: Operation | None
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes held at that moment."""
+        """Bytes held at the peak."""
         return self.peak.total_bytes
 
 
@@ -117,12 +117,12 @@ def program_memory(
     workload: Workload,
     buffers: MessageBuffers = MessageBuffers(),
 ) -> Mapping[int, WorkerMemory]:
-    """Return the worst moment of every worker of `placement`, ascending.
+    """Return the peak memory of every worker of `placement`, ascending.
 
-    Exact for the module's model, whatever the routes: it follows from the order of a worker's own operations.
+    Exact for this module's model with any routes: only the order of a worker's own operations matters.
 
     Raises:
-        PlanError: the workload has another number of layers than the placement.
+        PlanError: the workload and the placement differ in their number of layers.
     """
     if placement.num_layers != len(workload.layers):
         raise PlanError(
@@ -141,20 +141,20 @@ def program_memory(
 
 @lru_cache(maxsize=4)
 def workload_memory(workload: Workload) -> WorkloadMemory:
-    """Return the memory of a workload, shared by all callers because it caches figures of its layers."""
+    """Return the memory of a workload; all callers share it because it caches figures of its layers."""
     return WorkloadMemory(workload)
 
 
 class WorkloadMemory:
-    """Bytes that workers hold for the layers of a workload, throughout a step and at its worst moment."""
+    """Bytes that workers hold for the layers of a workload, throughout a step and at its peak."""
 
     def __init__(self, workload: Workload) -> None:
         layers = self._layers = workload.layers
         names = ("activation_bytes", "weight_grad_bytes", "working_bytes")
-        # Of each layer what it keeps, selectively, leaves for W, and works with.
+        # By layer: bytes kept, left for W, of work space, and kept if recomputed selectively.
         own = [*([getattr(layer, name) for layer in layers] for name in names), workload.selective_bytes]
         self._activations, self._weight_grads, self._working, self._selective = np.array(own, np.int64)
-        # Of each layer its input: none for the first. The output of the last one is a loss.
+        # Bytes of each layer's input: none for the first. The output of the last layer is a loss.
         self._inputs = np.array([0, *(layer.output_bytes for layer in layers[:-1]), 0], np.int64)
         self._state_bytes = cache(lambda ranges: self.state_of(ranges).total_bytes)
         self._figures = cache(self._new_figures)
@@ -175,27 +175,27 @@ class WorkloadMemory:
         return {worker: self._state_bytes(held) for worker, held in placement.ranges.items()}
 
     def moving_bytes(self, records: Records, starts: Sequence[int] | Integers) -> list[int]:
-        """Return the most that each worker holds beside its state, with default buffers; arguments as of `worst`."""
+        """Return each worker's peak bytes beside its state, with default buffers; arguments as in `worst`."""
         found: list[int] = self.worst(records, starts, MessageBuffers())[1].sum(axis=1).tolist()
         return found
 
     def worst(
         self, records: Records, starts: Sequence[int] | Integers, buffers: MessageBuffers
     ) -> tuple[Integers, Integers]:
-        """Find the worst moment of each worker.
+        """Find the memory peak of each worker.
 
         Args:
-            records: operations of one worker after the other, `PROGRAM_RECORD`.
-            starts: the place of each worker's first operation, and in the end their number.
-            buffers: those of the runtime.
+            records: operations, worker by worker, `PROGRAM_RECORD`.
+            starts: index of each worker's first operation, then the number of operations.
+            buffers: message buffers of the runtime.
 
         Returns:
-            The places of the operations that the workers are in then, -1 for a worker that has none; and the bytes that
-            they hold beside their state, by `_MOMENT`, int64 [workers, 4].
+            Index of the operation at each worker's peak, -1 for a worker without operations; and the bytes that it
+            holds beside its state, by `_MOMENT`; int64 [workers] and [workers, 4].
         """
         fields = ["start", "stop", "recompute_start", "recompute_stop", "recompute_selective"]
         width = 1 + int(records["stop"].max(initial=0))
-        # As one number: sorting rows takes many times as long.
+        # Each row becomes one number, because sorting rows is many times slower.
         keys = np.zeros(len(records), np.int64)
         for name in fields:
             keys = keys * width + records[name]
@@ -208,24 +208,24 @@ class WorkloadMemory:
     def _new_figures(
         self, start: int, stop: int, again_start: int, again_stop: int, num_selective: int
     ) -> tuple[tuple[int, ...], Integers]:
-        """`stages` and `moments`, as in `_worst_moments`, of layers start to stop, of which some are recomputed."""
+        """Return `stages` and `moments`, as in `_worst_moments`, of layers start to stop, some recomputed."""
         layer, own = np.arange(start, stop), slice(start, stop)
         is_inner = (layer > 0) & (layer < len(self._layers) - 1)
         is_again = is_inner & (again_start <= layer) & (layer < again_stop)
         in_full = is_again & (layer < again_stop - num_selective)
         activations, weight_grads, working = self._activations[own], self._weight_grads[own], self._working[own]
         inputs, outputs = self._inputs[own], self._inputs[start + 1 : stop + 1]
-        # Kept from F to B or I, and the part of it that is in what I leaves for W.
+        # Bytes kept from F to B or I, and the part of these that I leaves for W.
         kept = np.select([in_full, is_again], [inputs, self._selective[own]], activations)
         left = np.where(weight_grads >= kept, kept, 0)
         kept_output = 0 if in_full[-1] else int(outputs[-1])
-        # While the backward of a layer runs: what is computed again, and the gradient of its input.
+        # While the backward of a layer runs: recomputed tensors, and the gradient of its input.
         rest = np.maximum(0, activations - kept)
         again = working + np.where(in_full, outputs, 0)
         sent = np.where(layer == start, inputs, 0)
         from_above = np.append(outputs[:-1], 0)
 
-        # The amounts of `_MOMENT` by kind while each layer runs; layers below it, or above, it included.
+        # `_MOMENT` by kind while each layer runs; sums over layers below or above include that layer.
         moments = np.zeros((len(KINDS), 4, len(layer)), np.int64)
         moments[_FORWARD] = kept.cumsum() + outputs, 0 * rest, 0 * rest, working + rest
         moments[_BACKWARD] = kept.cumsum() + kept_output, 0 * rest, sent, again + rest + from_above + inputs - sent
@@ -244,47 +244,46 @@ class WorkloadMemory:
 def _worst_moments(
     records: Records, starts: Integers, stages: Integers, moments: Integers, row_of: Integers, buffers: MessageBuffers
 ) -> tuple[Integers, Integers]:
-    """`WorkloadMemory.worst` from what single operations need.
+    """Return `WorkloadMemory.worst` from the bytes that single operations need.
 
-    Every amount that a worker holds is a sum of changes, each of which follows from one operation alone, so arrays have
-    an element for each operation.
+    Each operation changes the bytes held by an amount that depends on it alone, so arrays have one element per
+    operation.
 
     Args:
-        stages: bytes of the layers of each operation: of the tensor that comes in from below, of the one that leaves
-            above, of kept activations, of what is kept for the weight gradients, and of the output if the layers keep
-            it themselves; int64 [operations, 5].
-        moments: what an operation needs at its worst, by row, kind and `_MOMENT`; int64 [rows, 4, 4].
+        stages: bytes of each operation's layers: input from below, output to above, kept activations, tensors kept for
+            the weight gradients, and the output if the layers keep it themselves; int64 [operations, 5].
+        moments: peak bytes of an operation, by row, kind and `_MOMENT`; int64 [rows, 4, 4].
         row_of: the row in `moments` of each operation; int64 [operations].
     """
     below, above, activations, weight_grads, output = stages.T
     kind, first = records["kind"], records["first"]
     receives, is_sent = records["receive_from"] >= 0, records["send_to"] >= 0
     forward = kind == _FORWARD
-    # The I of a first hop computes nothing: what the hop keeps stays until its W, which is the backward in one go.
+    # The I of a first hop computes nothing: the hop keeps its tensors until its W, which is the whole backward.
     idle, late = (kind == _INPUT_GRAD) & first, (kind == _WEIGHT_GRAD) & first
     backward = (kind == _BACKWARD) | late
     input_grad, weight_grad = (kind == _INPUT_GRAD) & ~first, (kind == _WEIGHT_GRAD) & ~first
 
-    # From F to the backward; an input that comes from the same worker is counted as the output of the hop before.
+    # From F to the backward; an input from the same worker is counted as the output of the previous hop.
     shared = np.where(np.where(forward, receives, is_sent), 0, below)
-    # When the gradient is there, the output is let go of, unless the hop keeps it itself.
+    # The arrival of the gradient frees the output, unless the hop keeps it itself.
     answered = np.where(idle | late, above - output, 0)
     released = np.where(backward | input_grad, activations + above - shared - answered, 0)
     kept = np.where(forward, activations + above - shared, -np.where(idle, answered, 0))
     held_activations = _sum_before(kept - released, starts)
 
-    # From I to W; at a first hop that is the gradient that came in.
+    # From I to W; at a first hop, the incoming gradient.
     used = np.where(weight_grad, weight_grads, np.where(late, above, 0))
     held_weight_grads = _sum_before(np.where(input_grad, weight_grads, np.where(idle, above, 0)) - used, starts)
 
-    # Gradients that go down, to another worker or to another hop of this one, which uses it up.
+    # Gradients that go down, to another worker or to another hop of this worker, which consumes them.
     gradient = np.where((backward | input_grad) & ~first, below, 0)
     is_used_up = ((kind == _BACKWARD) | (kind == _INPUT_GRAD)) & ~receives
     handed_over = np.where(is_sent, 0, gradient) - np.where(is_used_up, above, 0)
     sent = _sent(records, starts, gradient, buffers.sends_kept)
     held_messages = _sum_before(handed_over + sent, starts)
 
-    # Receives are asked for when an operation begins to wait, some ahead.
+    # Receives are posted when an operation begins to wait, a few ahead.
     arrived = np.concatenate(([0], np.cumsum(receives)))
     asked_for = np.minimum(arrived[:-1] + buffers.receives_ahead, np.repeat(arrived[starts[1:]], np.diff(starts)))
     bytes_until = np.concatenate(([0], np.cumsum(np.where(forward, below, above)[receives])))
@@ -301,14 +300,14 @@ def _worst_moments(
 
 
 def _sum_before(changes: Integers, starts: Integers) -> Integers:
-    """Of changes by operation, the sum of those by earlier operations of the same worker."""
+    """Return, for each operation, the sum of changes by earlier operations of the same worker."""
     until = np.concatenate(([0], np.cumsum(changes)))
     found: Integers = until[:-1] - np.repeat(until[starts[:-1]], np.diff(starts))
     return found
 
 
 def _sent(records: Records, starts: Integers, gradient: Integers, sends_kept: int) -> Integers:
-    """Changes in the bytes of sent gradients: of those to one receiver, only the latest few are held."""
+    """Return the changes in held bytes of sent gradients: only the latest few to each receiver are held."""
     worker = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     receiver = np.where((records["kind"] != _FORWARD) & (records["send_to"] >= 0), records["send_to"], -1)
     sends = np.flatnonzero(receiver >= 0)
@@ -323,7 +322,7 @@ def _sent(records: Records, starts: Integers, gradient: Integers, sends_kept: in
 
 
 def _worst(amounts: Integers, starts: Integers) -> tuple[Integers, Integers]:
-    """Of the amounts at each moment of each operation, [operations, moments, 4], the first of the largest by worker."""
+    """Return each worker's first largest amounts, of those of all operations, [operations, moments, 4]."""
     totals = amounts.sum(axis=2)
     places = np.full(len(starts) - 1, -1)
     found = np.zeros((len(starts) - 1, amounts.shape[2]), np.int64)

@@ -1,4 +1,4 @@
-"""A learned model of failures: how often they come, how many at a time, and how soon after each other.
+"""A learned model of failures: their rate, their number at a time, and the gaps between them.
 
 The model has three parts, each a conjugate estimate that starts from prior knowledge and is updated by the failures of
 the run:
@@ -38,7 +38,7 @@ _TOTALS: Final = tuple(math.fsum(size**-each for size in range(1, _LARGEST + 1))
 # Components of the prior of the rate: (weight, share of `worker_mtbf_s`).
 _PRIORS: Final = ((0.6, 1.0), (0.1, 1e-1), (0.1, 1e-2), (0.1, 1e-3), (0.1, 1e-4))
 _PRIOR_MEAN: Final = math.fsum(weight * share for weight, share in _PRIORS)
-# Share of incidents that are followed by another one of the same burst. In the InfiniteHBD trace an incident has 0.13
+# Share of incidents followed by another of the same burst. In the InfiniteHBD trace an incident has 0.13
 # failures beyond the first on average, and 0.35 of these come later than the first.
 _PRIOR_BURST_SHARE: Final = 0.05
 
@@ -48,7 +48,7 @@ class Wait:
     """A Lomax distribution: the wait for an event whose rate has a Gamma distribution.
 
     Attributes:
-        weight: probability of this part of a mixture.
+        weight: probability of this component of a mixture.
         shape: above 1, so that the mean is finite.
         scale_s: seconds.
     """
@@ -63,7 +63,7 @@ class Wait:
         return self.scale_s / (self.shape - 1)
 
     def within(self, seconds: float) -> float:
-        """Return the probability that the wait is shorter."""
+        """Return P(wait < seconds)."""
         return -math.expm1(-self.shape * math.log1p(seconds / self.scale_s))
 
     def left_after(self, seconds: float) -> float:
@@ -86,7 +86,7 @@ class Gap:
     quiet: tuple[Wait, ...]
 
     def within(self, seconds: float) -> float:
-        """Return the probability that the next incident comes within so many seconds."""
+        """Return P(gap < seconds)."""
         quiet = math.fsum(wait.weight * wait.within(seconds) for wait in self.quiet)
         return quiet + self.burst_share * (-math.expm1(-seconds / self.burst_s) - quiet)
 
@@ -98,23 +98,21 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureModel:
-    """Knowledge of failures as a value; `observed` updates it.
+    """The failure model as a value; `observed` returns an updated one.
 
     Attributes:
-        worker_mtbf_s: mean seconds between failures of one worker, as known beforehand.
-        prior_failures: weight of that knowledge, in observed failures; not necessarily whole.
-        prior_host_failure_fraction: share of failures that take a whole host, as known beforehand; a quarter is a
-            guess.
-        failures: observed failures, the latest included. Workers of a host that are lost together are one failure.
-        host_failures: those of them that left no worker on a host.
-        worker_s: seconds that all workers together have been live.
-        together: incidents of two simultaneous failures or more: number of failures -> number of incidents. All other
-            failures are incidents of their own.
-        bursts: incidents that came less than 300 s after the one before.
+        worker_mtbf_s: prior mean seconds between failures of one worker.
+        prior_failures: weight of the prior, in observed failures; may be fractional.
+        prior_host_failure_fraction: prior share of failures that take a whole host; the default is a guess.
+        failures: observed failures, including the latest. Workers lost together with their host are one failure.
+        host_failures: failures that left no worker on a host.
+        worker_s: live time of all workers together, in worker-seconds.
+        together: incidents of two or more simultaneous failures: number of failures -> number of incidents. Each
+            other failure is an incident of its own.
+        bursts: incidents less than 300 s after the previous one.
 
     Raises:
-        ConfigError: a prior that is not positive and finite, a share beyond 0 to 1, or counts that contradict each
-            other.
+        ConfigError: a prior is not positive and finite, a share is outside 0 to 1, or counts contradict each other.
     """
 
     worker_mtbf_s: float
@@ -157,9 +155,9 @@ class FailureModel:
 
         Args:
             failures: failures of the incident; zero if there was none.
-            host_failures: those of them that took a whole host.
-            worker_s: seconds that all workers together have been live since the last update.
-            gap_s: seconds between this incident and the one before; infinite for the first.
+            host_failures: the failures among these that took a whole host.
+            worker_s: live time of all workers together since the last update, in worker-seconds.
+            gap_s: seconds since the previous incident; infinite for the first.
         """
         together = self.together
         if failures > 1:
@@ -196,17 +194,17 @@ class FailureModel:
         )
 
     def horizon_s(self, workers: int) -> float:
-        """Return D, the mean of `waits`: the expected seconds until the next incident among so many live workers.
+        """Return D, the mean of `waits`: the expected seconds until the next incident among `workers`.
 
-        This is not the wait at the mean rate, because samples until the next incident are proportional to the wait.
+        It is the mean wait, not the wait at the mean rate, because samples are proportional to the wait.
         Before any observation, it is `worker_mtbf_s` / `workers`. Raises ConfigError if there is no worker.
         """
         return math.fsum(wait.weight * wait.mean_s for wait in self.waits(workers))
 
     def waits(self, workers: int) -> tuple[Wait, ...]:
-        """Return the wait for the next incident among so many live workers, a mixture whose weights add up to 1.
+        """Return the wait for the next incident among so many live workers: a mixture with weights that add up to 1.
 
-        A prior that weighs as much as w = `prior_failures` incidents in w m worker-seconds is a Gamma distribution of a
+        A prior worth w = `prior_failures` incidents in w m worker-seconds is a Gamma distribution of a
         worker's failure rate with shape 1 + w and rate w m. After k incidents in T worker-seconds, the wait for the
         next one among n workers has a Lomax distribution with shape 1 + w + k and scale (w m + T) / n.
 
@@ -224,7 +222,7 @@ class FailureModel:
         for weight, share in _PRIORS:
             prior_s = self.prior_failures * self.worker_mtbf_s * share / _PRIOR_MEAN
             scales_s.append(prior_s + self.worker_s)
-            # The likelihood of the observations: negative binomial, without the factors that are common to all.
+            # The likelihood of the observations: negative binomial, without factors common to all components.
             logs.append(
                 math.log(weight) - shape * math.log1p(self.worker_s / prior_s) - self.incidents * math.log(scales_s[-1])
             )
@@ -238,7 +236,7 @@ class FailureModel:
 
         They fall as n ** -a up to n = 64, and are means over the posterior of a, whose prior is normal with mean 3.3
         and standard deviation 0.75, on a grid. The heavy tail is inferred, because large incidents cost most and are
-        too rare to be counted. Larger incidents are left out, so the sum may be below 1.
+        too rare to count. Larger incidents are left out, so the sum may be below 1.
         """
         logs = math.fsum(count * math.log(min(size, _LARGEST)) for size, count in self.together.items())
         return _size_shares(self.incidents, logs)[:most]
@@ -246,9 +244,9 @@ class FailureModel:
     def gap(self, workers: int, *, after_incident: bool) -> Gap:
         """Return the distribution of the seconds until the next incident among so many live workers.
 
-        Right after an incident the next one belongs to the same burst with a probability b. The share of gaps below
-        300 s is a Beta estimate; it is b plus the share that `waits` explains of the other gaps. The mean of the
-        mixture stays D. At any other moment there is no burst.
+        Right after an incident, the next one belongs to the same burst with probability b. The share of gaps below
+        300 s, a Beta estimate, is b plus the share of the other gaps that `waits` explains. The mean of the mixture
+        stays D. At any other moment there is no burst.
 
         Args:
             workers: number of live workers.
@@ -265,7 +263,7 @@ class FailureModel:
         return Gap(burst_share=share, burst_s=burst_s, quiet=quiet)
 
     def _burst_share(self, by_chance: float) -> float:
-        """Return b = 1 - (share of gaps above 300 s) / (1 - `by_chance`), with the share of short gaps by chance."""
+        """Return b = 1 - (share of gaps above 300 s) / (1 - `by_chance`), the share of short gaps by chance."""
         if by_chance >= 1:
             return 0.0
         later = (self.incidents - self.bursts) / (1 - by_chance)
@@ -290,7 +288,7 @@ class FailureModel:
     def total_loss_probability(self, risk: LossRisk) -> float:
         """Return the probability that the next incident takes all workers or all hosts, whatever the plan."""
         hosts = 1 if risk.hosts is None else risk.hosts.groups
-        # The shares of sizes sum up to 1 but for rounding.
+        # The shares of all sizes sum to 1 up to rounding.
         total = [max(0.0, 1 - math.fsum(self.size_shares(groups - 1))) for groups in (risk.workers.groups, hosts)]
         return (1 - self.host_failure_fraction) * total[0] + self.host_failure_fraction * total[1]
 

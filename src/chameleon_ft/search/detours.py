@@ -20,22 +20,22 @@ from chameleon_ft.schedule.network import builder_of
 
 __all__ = ["reroute"]
 
-# In a small plan, operations that may be scheduled to compare a spread, and in search of a better one. A plan is small
-# where such a search would have so many trials.
+# Most operations scheduled in a small plan, to compare a spread and to search for a better one. A plan is small if that
+# search has at least `_LEAST_TRIALS` trials.
 _COMPARE: Final = 6_000
 _SEARCH: Final = 8_000
 _LEAST_TRIALS: Final = 25
 # F, and B or I and W.
 _OPERATIONS: Final = 3
-# At most this many workers for each lost micro-batch share them: more would gain little, and all pipelines that take
-# part wait for each other.
+# Most workers that take over, by lost micro-batch: more would gain little, and all pipelines that take part wait for
+# each other.
 _HELPERS: Final = 2
 _BISECTIONS: Final = 30
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Layers of a route on a worker; `holders` are all workers that could run them, where their own is lost."""
+    """Layers of a route on a worker; `holders` are all workers that could run them if the original one is lost."""
 
     layers: LayerRange
     worker: int
@@ -53,23 +53,23 @@ def reroute(
     *,
     in_flight_limits: Mapping[int, InFlightLimit] | None = None,
 ) -> Plan:
-    """Return the plan without the lost workers: only micro-batches that have lost one move, and no layer does.
+    """Return the plan without the lost workers: only their micro-batches move, and no layers.
 
-    Several spreads of these micro-batches are scheduled, and the fastest is taken: either the lost hops alone go to
-    live holders of their layers, so that the largest load is least, and a hop may be cut between several; or whole
-    micro-batches go to other pipelines, and to new ones of workers that are left idle. In plans of up to a few hundred
-    operations, hops then move and change places as long as that makes the step shorter. Good, not proven optimal;
-    deterministic. Works on any plan, also one that was rerouted before. Workers that `plan` does not have are ignored.
+    Several spreads of these micro-batches are scheduled, and the fastest is taken. Either only the lost hops go to live
+    holders of their layers, several to a hop if useful, so that the largest load is least; or whole micro-batches go to
+    other pipelines, and to new ones of idle workers. In plans of up to a few hundred operations, a local search then
+    moves and swaps hops as long as the step gets shorter. Not proven optimal; deterministic. Works on any plan,
+    including a rerouted one. Workers outside `plan` are ignored.
 
     Args:
-        plan: what was running.
+        plan: the plan that was running.
         lost: ids of the lost workers.
-        costs: how long operations and messages take.
-        in_flight_limits: what each worker can keep at most; pass the same to `best_program`.
+        costs: durations of operations and messages.
+        in_flight_limits: limits of each worker; pass the same to `best_program`.
 
     Raises:
-        NoHolderError: layers whose last holder is lost.
-        PlanError: the workload has another number of layers than the plan.
+        NoHolderError: some layers have lost their last holder.
+        PlanError: the workload and the plan differ in their number of layers.
     """
     placement = plan.placement.without(lost)
     if unheld := placement.unheld_layers:
@@ -99,7 +99,7 @@ def reroute(
 def _improved(
     start: _Spread, losses: _Losses, costs: CostModel, in_flight_limits: Mapping[int, InFlightLimit] | None
 ) -> _Spread:
-    """Return `start` after moves and swaps of pieces that made the step shorter, by the best heuristics first."""
+    """Return `start` after moves and swaps of pieces that shorten the step, by the best heuristics first."""
     builder = builder_of(losses.rerouted(start), costs)
     paths = distinct_paths(route.hops for route in losses.routes(start))
     tried = ListSchedules(Problem.of(builder, *paths, in_flight_limits))
@@ -122,7 +122,7 @@ def _improved(
 
 
 def _neighbours(spread: _Spread) -> Iterator[_Spread]:
-    """Yield spreads that differ in the worker of one piece, or in those of two that have changed places."""
+    """Yield spreads in which one piece has moved to another worker, or two have swapped workers."""
     pieces = {
         (micro_batch, index): piece
         for micro_batch, own in sorted(spread.items())
@@ -148,9 +148,9 @@ class _Losses:
     """The losses of a plan.
 
     Attributes:
-        plan: what was running.
-        placement: what is left.
-        broken: micro-batches that have lost a worker on their path, in the order in which they pass their pipelines.
+        plan: the plan that was running.
+        placement: layers of the live workers.
+        broken: micro-batches that have lost a worker on their path, in the order in which they run.
     """
 
     def __init__(self, plan: Plan, placement: Placement, costs: CostModel) -> None:
@@ -174,28 +174,28 @@ class _Losses:
         self.broken = [micro_batch for _, micro_batch in sorted(broken)]
 
     def routes(self, spread: _Spread) -> tuple[Route, ...]:
-        """Return all routes, of which broken ones go by this spread."""
+        """Return all routes; broken ones follow this spread."""
         return tuple(
             Route(route.micro_batch, _joined_hops(spread[route.micro_batch])) if route.micro_batch in spread else route
             for route in self.plan.routes
         )
 
     def rerouted(self, spread: _Spread) -> Plan:
-        """Return the plan in which broken routes go by this spread."""
+        """Return the plan in which broken routes follow this spread."""
         plan, ranges, routes = self.plan, self.placement.ranges, self.routes(spread)
         recompute = {worker: own for worker, own in plan.recompute.items() if worker in ranges}
         fused = plan.fused_workers
-        # All pipelines that detours join split their backward if one of them does.
+        # Pipelines joined by detours all split their backward if any does.
         joined = (own.workers for own in components(routes) if not fused.issuperset(own.workers)) if fused else ()
         fused = fused.intersection(ranges).difference(*joined)
         return Plan(self.placement, routes, plan.split_backward, recompute, fused)
 
     def detoured(self, *, cut: bool, whole_holders: bool) -> _Spread:
-        """Move only the lost hops, in the end to the same load on all workers that take some of them.
+        """Move only the lost hops, and level the load of the workers that take them.
 
         Args:
-            cut: whether a hop may be shared by several workers, which takes more messages.
-            whole_holders: whether holders of the whole hop go before those of parts of it.
+            cut: whether several workers may share a hop, which takes more messages.
+            whole_holders: whether to prefer holders of the whole hop to holders of parts.
         """
         load_s = self._loads(self._counts)
         groups: dict[tuple[LayerRange, tuple[int, ...]], list[int]] = defaultdict(list)
@@ -215,9 +215,9 @@ class _Losses:
         return {micro_batch: tuple(sorted(own, key=lambda piece: piece.layers)) for micro_batch, own in pieces.items()}
 
     def parts(self, *, whole_holders: bool) -> dict[LayerRange, list[tuple[LayerRange, tuple[int, ...]]]]:
-        """Return for the layers of each lost hop the ranges they are cut into, with the workers that hold each whole.
+        """Return the ranges into which each lost hop is cut, with the workers that hold each range.
 
-        They are cut where their holders change, or with `whole_holders` not at all if some worker holds them all.
+        A hop is cut where the holders of its layers change; with `whole_holders`, not if some worker holds all layers.
         """
         holders = self.placement.holders
         found: dict[LayerRange, list[tuple[LayerRange, tuple[int, ...]]]] = {}
@@ -229,7 +229,7 @@ class _Losses:
         return found
 
     def moved(self) -> _Spread | None:
-        """Move whole micro-batches to other pipelines, or to new ones of workers that have nothing else to do."""
+        """Move whole micro-batches to other pipelines, or to new ones of idle workers; None if there are none."""
         load_s = self._loads(self._intact)
         paths = [*self._intact, *self._chains([worker for worker, load in load_s.items() if load == 0])]
         if not paths:
@@ -246,7 +246,7 @@ class _Losses:
         return self._seconds(hop.worker, hop.layers.start, hop.layers.stop)
 
     def _seconds(self, worker: int, start: int, stop: int) -> float:
-        """Return the seconds that `worker` computes for these layers of a micro-batch."""
+        """Return the seconds that `worker` takes to compute one micro-batch on these layers."""
         recompute, split = self.plan.recompute.get(worker), self.plan.splits(worker)
         key = self._costs.pace(worker), recompute, split, start, stop
         if key not in self._known_s:
@@ -259,7 +259,7 @@ class _Losses:
         return self._known_s[key]
 
     def _loads(self, paths: Mapping[tuple[Hop, ...], int]) -> dict[int, float]:
-        """Return the seconds that each live worker computes, when so many micro-batches take these paths."""
+        """Return the seconds that each live worker computes, given the number of micro-batches on each path."""
         load_s = dict.fromkeys(self.placement.workers, 0.0)
         for hops, count in paths.items():
             for hop in hops:
@@ -280,10 +280,10 @@ class _Losses:
         *,
         cut: bool,
     ) -> Iterator[tuple[int, _Piece]]:
-        """Yield the workers that run `layers` of each micro-batch, so that the largest load is least.
+        """Yield (micro-batch, piece) for `layers` of each micro-batch, so that the largest load is least.
 
-        The micro-batches are laid end to end and dealt out: each worker takes the next layers, up to a common level,
-        which is found by bisection.
+        The micro-batches are laid end to end. Each worker takes the next layers up to a common level of load, which is
+        found by bisection.
         """
         count = len(micro_batches)
         chosen = sorted(sorted(holders, key=lambda worker: (load_s[worker], worker))[: _HELPERS * count])
@@ -307,9 +307,9 @@ class _Losses:
     def _dealt(
         self, count: int, layers: LayerRange, rooms_s: Iterable[tuple[int, float]], *, cut: bool
     ) -> list[tuple[int, LayerRange, int]] | None:
-        """Return for each piece the number of its micro-batch, its layers and its worker; None if time is too short.
+        """Return (micro-batch number, layers, worker) of each piece; None if the time is too short.
 
-        Each worker takes as many of the next layers as it can run in its time.
+        Each worker takes as many of the next layers as fit its time.
         """
         dealt: list[tuple[int, LayerRange, int]] = []
         number, start = 0, layers.start
@@ -330,7 +330,7 @@ class _Losses:
         return dealt if number == count else None
 
     def _chains(self, idle: Sequence[int]) -> Iterator[tuple[Hop, ...]]:
-        """Yield pipelines of idle workers, each in one; at every layer, the worker that holds most of the next ones."""
+        """Yield disjoint pipelines of idle workers: at each layer, the worker whose range reaches furthest is next."""
         left = set(idle)
         while True:
             hops: list[Hop] = []
@@ -351,7 +351,7 @@ class _Losses:
 
 
 def _joined_hops(pieces: Iterable[_Piece]) -> tuple[Hop, ...]:
-    """Return the pieces of a route as hops; neighbours on the same worker are one."""
+    """Return the pieces of a route as hops, with neighbours on the same worker merged."""
     hops: list[Hop] = []
     for worker, own in groupby(pieces, key=lambda piece: piece.worker):
         layers = [piece.layers for piece in own]
@@ -360,9 +360,9 @@ def _joined_hops(pieces: Iterable[_Piece]) -> tuple[Hop, ...]:
 
 
 def _order(dealt: Sequence[tuple[int, LayerRange, int]], layers: LayerRange) -> dict[int, int]:
-    """Return the place of each micro-batch, by number: those of one worker evenly over all, cut ones in the middle.
+    """Return the position of each micro-batch, by number: those of one worker spread evenly, cut ones in the middle.
 
-    In the middle, because a route through more workers takes longer, which the first and the last have to wait for.
+    A route through more workers takes longer, which delays the start or the end of the step if it is first or last.
     """
     uncut: dict[int, list[int]] = defaultdict(list)
     key: dict[int, tuple[float, int]] = {}

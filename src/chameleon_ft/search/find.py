@@ -1,4 +1,4 @@
-"""The plan of least step time for the live workers, with a proof of how good it is."""
+"""The plan of least step time for the live workers, with a proven bound."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ def find_plan(
     two_holders: bool = False,
     effort: int | None = DEFAULT_EFFORT,
 ) -> SearchResult:
-    """Return the fastest plan that is found for the workers of `costs.cluster`: pipelines, or one of `others`.
+    """Return the fastest plan found for the workers of `costs.cluster`: pipelines, or one of `others`.
 
-    Pipelines stand side by side and may have any depths, cuts and shares of the micro-batches, and their stages may
-    recompute any number of their layers; workers may stay idle. With `effort` None the search goes on until nothing of
-    that kind can be faster (see `SearchResult.complete`), which may not end in practice on large instances.
-    Deterministic.
+    Pipelines run side by side with any depths, cuts and shares of the micro-batches; stages may recompute any number of
+    their layers, and workers may stay idle. With `effort` None the search continues until no such plan can be faster
+    (see `SearchResult.complete`), which is impractical on large instances. Deterministic.
 
     Args:
         costs: costs of the workload on the live workers.
-        current: which layers the live workers hold now; None if nothing is held yet, so that everything has to move.
+        current: layers that the live workers hold now; None if they hold none, so that all layers have to move.
         others: plans to compare with, by name, such as a rerouted one.
-        others_in_flight_limits: the most that workers can keep under `others`, where a run will hold them to it. By
-            default as much as there is memory for, and where that does not hold it, what `default_limits` says.
-        two_holders: only plans in which every layer has at least two holders, so that the loss of any one worker can
-            be survived; if there are none that fit, any plans. Bounds are those of all plans.
-        effort: operations to schedule, about, before the search settles for what it has; None for no end. A
-            complete search follows where the model and the cluster are small. Bounds come on top.
+        others_in_flight_limits: in-flight limits under `others`, if a run imposes them. By default memory alone limits
+            them, or `default_limits` where memory does not suffice for that.
+        two_holders: require at least two holders of every layer, so that the plan survives the loss of any one
+            worker; if no such plan fits, any plan will do. Bounds cover all plans.
+        effort: approximate number of operations to schedule before the search stops; None for no limit. A complete
+            search follows if the model and the cluster are small. Bounds take additional time.
 
     Raises:
-        InfeasibleError: no pipelines fit the memory of the workers, and none of `others` does.
+        InfeasibleError: neither pipelines nor `others` fit the memory of the workers.
         PlanError: no worker is left.
-        ConfigError: one of `others` has a worker that the cluster does not.
+        ConfigError: a plan of `others` has a worker outside the cluster.
     """
     _require_workers(costs)
     others_found, too_large = evaluated(others or {}, costs, current, others_in_flight_limits)
@@ -82,10 +81,10 @@ def find_plan(
 
 
 def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAULT_EFFORT) -> SearchResult:
-    """Return the fastest plan that is found for any of several micro-batch sizes of one global batch.
+    """Return the fastest plan found over several micro-batch sizes of one global batch.
 
-    Sizes are searched by `find_plan`, the one of least bound first. A size whose bound is not below the best step found
-    so far is ruled out.
+    `find_plan` searches the size of least bound first. A size is ruled out if its bound is not below the best step
+    found so far.
 
     Args:
         costs: costs of the workload at each micro-batch size, on the same live workers.
@@ -94,7 +93,7 @@ def find_plan_of_sizes(costs: Sequence[CostModel], *, effort: int | None = DEFAU
     Raises:
         InfeasibleError: no plan of any size fits the memory of the workers; the message is about the smallest size.
         PlanError: no worker is left.
-        ConfigError: no costs, two of one size, or costs of another model, global batch or other workers.
+        ConfigError: no costs, two of one size, or costs that differ in model, global batch or workers.
     """
     workloads = [each.workload for each in costs]
     by_size = {each.workload.micro_batch_size: each for each in costs}

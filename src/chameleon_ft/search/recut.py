@@ -1,4 +1,4 @@
-"""Between rerouting and new pipelines: whole pipelines stay, and only broken ones are cut anew.
+"""Plans between rerouting and a full re-partition: whole pipelines stay, and only broken ones are cut anew.
 
 Only workers of broken pipelines receive layers; the shares of the micro-batches change for all pipelines.
 """
@@ -31,9 +31,9 @@ from chameleon_ft.search.result import FoundPlan
 
 __all__ = ["recut", "recut_plan"]
 
-# The share by which a cut that moves less may be above the least bound.
+# Share by which the bound of a cut that moves less may exceed the least bound.
 _NEAR: Final = 0.02
-# How often a micro-batch goes from the pipeline that ends last to one that would then end earlier.
+# Most micro-batches that move from the pipeline that ends last to the one that ends first.
 _SHIFTS: Final = 8
 
 _Cut: TypeAlias = tuple[Shape, CutPoints, tuple[int, ...]]
@@ -43,20 +43,20 @@ _Cut: TypeAlias = tuple[Shape, CutPoints, tuple[int, ...]]
 def recut_plan(
     costs: CostModel, current: Placement, *, split_backward: bool, effort: int | None = DEFAULT_EFFORT
 ) -> FoundPlan | None:
-    """Return the plan in which whole pipelines of `current` stay, and the rest of broken ones is cut anew.
+    """Return the plan that keeps whole pipelines of `current` and cuts the rest of broken ones anew.
 
-    Workers that hold nothing fill the gaps, first those of broken pipelines, then those of pipelines that have fewer
-    stages than others; the workers left over make pipelines of their own. None where no pipeline is whole, a worker
-    holds several ranges, or memory or the number of micro-batches forbids it.
+    Workers without layers fill gaps, first in broken pipelines, then in pipelines with fewer stages than others;
+    workers left over form pipelines of their own. None if no pipeline is whole, a worker holds several ranges, or
+    memory or the number of micro-batches forbids it.
 
     Args:
         costs: costs of the workload on the live workers.
-        current: which layers workers hold; lost workers are passed over.
+        current: layers that workers hold; lost workers are ignored.
         split_backward: whether backward is split in two.
-        effort: operations to schedule, about; see `find_plan`.
+        effort: approximate number of operations to schedule; see `find_plan`.
 
     Raises:
-        ConfigError: a worker of `current` that is live is not in the cluster.
+        ConfigError: a live worker of `current` is not in the cluster.
     """
     if not costs.cluster.workers:
         return None
@@ -75,14 +75,14 @@ def recut_plan(
 def recut(
     current: Placement, search: PipelineSearch, costs: CostModel, options: SearchOptions
 ) -> PlacedPipelines | None:
-    """Return the pipelines of such a plan, as `search` schedules them."""
+    """Return the pipelines of `recut_plan`, scheduled by `search`."""
     class_of = search.scheduler.pool.class_of()
     live = current.without([worker for worker in current.workers if worker not in class_of])
     if any(len(ranges) != 1 for ranges in live.ranges.values()):
         return None
     held = {worker: layers for worker, (layers,) in live.ranges.items()}
     whole: list[tuple[int, ...]] = []
-    # The layers of workers that are free for new pipelines, near to which their stages should be.
+    # The layers of workers that are free for new pipelines; their stages should be near these.
     wanted: dict[int, LayerRange] = {}
     for chain in _chains(held, costs.cluster):
         if held[chain[0]].start == 0 and held[chain[-1]].stop == live.num_layers:
@@ -93,11 +93,11 @@ def recut(
         return None
     depth = max(map(len, whole))
     idle = sorted(class_of.keys() - held.keys())
-    # Pipelines that have become short grow again while more workers are idle than fill up the broken ones.
+    # Shortened pipelines grow again while more workers are idle than the broken ones need.
     while len(idle) > -len(wanted) % depth and len(whole) > 1 and len(shortest := min(whole, key=len)) < depth:
         whole.remove(shortest)
         wanted |= {worker: held[worker] for worker in shortest}
-    # An idle worker takes the stage of a whole pipeline whose layers the fewest other workers are to hold.
+    # An idle worker takes the stage, of a whole pipeline, whose layers the fewest other workers will hold.
     holders = Counter(layer for layers in wanted.values() for layer in layers)
     stages = [held[worker] for worker in max(whole, key=len)]
     for worker in idle:
@@ -115,19 +115,19 @@ def recut(
         shape = tuple(class_of[worker] for worker in workers)
         share = max(1, costs.workload.micro_batches * len(workers) // (len(left) + kept))
         cut_points = _nearest_cut(held, wanted, workers, shape, share, search)
-        # Workers that cannot hold a model together stay idle.
+        # Workers that cannot hold the model together stay idle.
         if cut_points is not None:
             cuts.append((shape, cut_points, workers))
     return _shared_out(cuts, costs.workload.micro_batches, search, options)
 
 
 def _chains(held: Mapping[int, LayerRange], cluster: Cluster) -> list[tuple[int, ...]]:
-    """Return chains of workers whose layers follow each other, each worker in one.
+    """Return chains of workers with consecutive layers, each worker in one chain.
 
-    Chains from the first layer on go before others, so that as many as can be are whole; where there is a choice,
-    neighbours by host and by number are joined.
+    Chains that begin at the first layer are extended first, so that as many as possible are whole; ties join neighbours
+    by host and by number.
     """
-    # Here, because it takes long to import, and most searches do without.
+    # Imported here, because it is slow to import and most searches do not need it.
     from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 
     starts: dict[int, list[int]] = defaultdict(list)
@@ -168,7 +168,7 @@ def _nearest_cut(
     micro_batches: int,
     search: PipelineSearch,
 ) -> CutPoints | None:
-    """Return, of a few cuts that are nearly as fast as can be, the one for which these workers lack the least."""
+    """Return the cut for which these workers lack the fewest bytes, among a few nearly optimal ones."""
     layers = search.scheduler.stages.costs.workload.layers
     if len(shape) > len(layers):
         return None
@@ -194,9 +194,9 @@ def _nearest_cut(
 def _shared_out(
     cuts: Sequence[_Cut], micro_batches: int, search: PipelineSearch, options: SearchOptions
 ) -> PlacedPipelines | None:
-    """Return the pipelines with shares for which the last of them ends first, by estimates and then by schedules.
+    """Return the pipelines with shares that let the last one end earliest, by estimates and then by schedules.
 
-    None where they do not fit.
+    None if they do not fit.
     """
 
     @cache
@@ -227,7 +227,7 @@ def _shared_out(
             found[place] = timed
         elif share:
             return None
-    # Then one at a time from the pipeline that ends last to the one that ends first, as long as both end earlier.
+    # Then one moves at a time from the pipeline that ends last to the one that ends first, while that helps.
     for _ in range(_SHIFTS):
         slowest = max(found, key=lambda place: found[place].program_s)
         quickest = min(found, key=lambda place: found[place].program_s)

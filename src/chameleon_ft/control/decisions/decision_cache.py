@@ -1,4 +1,4 @@
-"""Decisions prepared beside training, so that a loss only needs to look one up."""
+"""Decisions prepared during training, so that a loss only needs a look-up."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["DecisionCache", "decide_and_check"]
 
 _Answer = TypeVar("_Answer")
 
-_LOOK_EVERY_S: Final = 1.0  # between two checks whether the prepared decisions still hold
+_LOOK_EVERY_S: Final = 1.0  # between two checks of the prepared decisions
 _PAUSE_S: Final = 0.005  # for the event loop, between the decisions of a class
-# Factors by which the time of a step's work, or the time until the next failure, may differ:
-_RENEWED: Final = 1.1  # beyond it, decisions are prepared anew,
-_USED: Final = 1.5  # and beyond it, not used any more
+# Factors by which the time of a step's work, or the time until the next failure, may change:
+_RENEWED: Final = 1.1  # beyond this, decisions are prepared anew
+_USED: Final = 1.5  # beyond this, they are no longer used
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _Question:
     rate: FailureModel
 
     def is_like(self, other: _Question, *, tolerance: float) -> bool:
-        """Whether the same workers run the same plan, with all times equal up to this factor."""
+        """Return whether the same workers run the same plan, with all times equal up to this factor."""
         own, others = self.context, other.context
         return (own.plan, own.in_flight_limits, own.live) == (
             others.plan,
@@ -50,7 +50,7 @@ class _Question:
         ) and all(max(a, b) <= tolerance * min(a, b) for a, b in zip(self._times, other._times, strict=True))
 
     def after(self, lost: Collection[int]) -> _Question:
-        """Return the question once these workers are lost, which is one failure."""
+        """Return the question after the loss of these workers, counted as one failure."""
         costs = self.context.costs
         left = CostModel(costs.workload, costs.cluster.without(lost))
         return _Question(replace(self.context, costs=left), self.rate.observed(failures=1))
@@ -66,29 +66,29 @@ class _Question:
 
 @dataclass(slots=True)
 class DecisionCache:
-    """Prepares decisions for the loss of each single worker, and of each host, and looks up the one that is needed.
+    """Decisions for the loss of each single worker and of each host, prepared before they are needed.
 
-    All methods are called from the thread of the event loop, and keep it busy for a few milliseconds only.
+    Call all methods from the thread of the event loop; each keeps it busy for a few milliseconds only.
 
     Attributes:
-        prepared: called with (single losses that have a decision, seconds that it took, error) when all of these are
-            there, or when an error ends the preparation for good. Decisions for hosts follow.
+        prepared: called with (number of single losses that have a decision, seconds taken, error) when all are ready,
+            or when an error ends the preparation for good. Decisions for hosts follow.
     """
 
     policy: str  # name of the policy that decides
-    executor: Executor  # runs the searches; a process of its own, because they take seconds of processor time
+    executor: Executor  # runs the searches in a process of its own, because they take seconds of processor time
     prepared: Callable[[int, float, str | None], None]
     _asked: _Question | None = None
-    # Lost workers -> the decision, and the question that it answers; an older one stays until it is made anew.
+    # Lost workers -> the question and its decision; an old entry stays until it is replaced.
     _decisions: dict[frozenset[int], tuple[_Question, Decision]] = field(default_factory=dict)
     _work: asyncio.Task[None] | None = None
     _looked_at: float = float("-inf")
     _broken: bool = False
 
     def expect(self, ask: Callable[[], tuple[DecisionContext, FailureModel]]) -> None:
-        """Prepare decisions for the context and rate that `ask` returns, without a lost worker.
+        """Prepare decisions for the context and rate that `ask` returns while no worker is lost.
 
-        To be called often: `ask` is called at most once a second, and work begins only if its answer has changed.
+        Call this often: it calls `ask` at most once a second, and work begins only if the answer has changed.
         """
         now = asyncio.get_running_loop().time()
         if self._broken or now < self._looked_at + _LOOK_EVERY_S:
@@ -99,17 +99,17 @@ class DecisionCache:
             return
         if self._work is not None and not self._work.done():
             if self._asked is not None and question.is_like(self._asked, tolerance=_USED):
-                return  # the decisions under way will do, and are only finished if they are not cancelled
+                return  # the decisions in progress will do; cancelling them would only delay them
             self._work.cancel()
         self._asked = question
         self._work = asyncio.create_task(self._prepare(question))
 
     def look_up(self, context: DecisionContext, rate: FailureModel) -> Decision | None:
-        """Return the decision prepared for exactly this loss, with present figures; None if there is none.
+        """Return the decision prepared for exactly this loss, rescored with current figures; None if there is none.
 
         Args:
-            context: after the loss.
-            rate: likewise.
+            context: the context after the loss.
+            rate: the failure model after the loss.
         """
         if self._asked is None:
             return None
@@ -122,7 +122,7 @@ class DecisionCache:
         return rescore(decision, before=asked.context, now=context, failures=rate)
 
     def drop(self) -> None:
-        """Discard all decisions, prepared or under way."""
+        """Discard all decisions, prepared or in progress."""
         if self._work is not None:
             self._work.cancel()
         self._work = self._asked = None
@@ -139,7 +139,7 @@ class DecisionCache:
             self.prepared(single, time.monotonic() - began, None)
             for host_losses in of_hosts:
                 await self._prepare_class(host_losses, question)
-        except Exception as error:  # noqa: BLE001 - from now on, decisions are made when they are needed
+        except Exception as error:  # noqa: BLE001 - from now on, decisions are made on demand
             self._broken = True
             self._decisions = {}
             self.prepared(0, time.monotonic() - began, f"{type(error).__name__}: {error}")
@@ -156,7 +156,7 @@ class DecisionCache:
 
 
 def decide_and_check(context: DecisionContext, policy: str, rate: FailureModel) -> Decision:
-    """Decide, and check the program, so that it can be sent as it is; see `recovery.decide`."""
+    """Decide, and check the program, so that it is ready to send; see `recovery.decide`."""
     return _checked(decide(context, policy, rate))
 
 

@@ -1,4 +1,4 @@
-"""The recovery plan after workers are lost or have joined: a pure function of the cluster state."""
+"""The recovery plan after workers are lost or join: a pure function of the cluster state."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = ["ClusterState", "RecoveryPlan", "decide", "describe_pipelines"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """The part of the state of a run that a recovery plan depends on, once all survivors have quiesced."""
+    """The part of a run's state that determines the recovery plan, once all survivors have quiesced."""
 
     plan: Plan  # the plan whose placement is in force
     live: Collection[int]  # available workers, spares included
-    quiesced: Mapping[int, Quiesced]  # the report of each of them
-    committed: int  # steps known to be applied by some worker, alive or not
+    quiesced: Mapping[int, Quiesced]  # the report of each live worker
+    committed: int  # steps that some worker, live or lost, has applied
     last_vote: Vote | None  # the vote of step ``committed - 1``, if a worker has reported it
-    checkpoints: Sequence[int] = ()  # steps that complete checkpoints resume at, ascending
+    checkpoints: Sequence[int] = ()  # steps at which complete checkpoints resume, ascending
     newcomers: Collection[int] = ()  # live workers that have joined since the last decision
 
     @classmethod
     def of(cls, state: State, checkpoints: Sequence[int]) -> Self:
-        """Return the part of a state; `checkpoints` are on disk."""
+        """Extract it from a run's state; `checkpoints` are the complete ones on disk."""
         assert state.in_force is not None
         return cls(
             plan=state.in_force.plan,
@@ -52,27 +52,27 @@ class ClusterState:
 
     @property
     def held(self) -> dict[int, tuple[int, ...]]:
-        """Every live worker -> the layers that it holds; what one outside the plan may have is of an earlier step."""
+        """Live worker -> layers it holds; none for a worker outside the plan, whose state may be outdated."""
         return {w: self.quiesced[w].layers if w in self.plan.placement.ranges else () for w in sorted(self.live)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryPlan(ActivePlan):
-    """The next work of every worker, from which the orders are made."""
+    """The next plan of all workers; their orders are built from it."""
 
-    load: Literal["initial", "keep"] | int  # fresh weights, state that workers hold, or checkpoint of this step
-    roll_forward: Vote | None  # the vote with which workers that lack step ``first_step - 1`` apply it
-    program: Program | None = None  # of the plan, if it is known already
+    load: Literal["initial", "keep"] | int  # fresh weights, the workers' state, or the checkpoint of this step
+    roll_forward: Vote | None  # the vote with which lagging workers apply step ``first_step - 1``
+    program: Program | None = None  # the plan's program, if already known
     decision: recovery.Decision | None = None  # all candidates; None if there was nothing to choose
-    prepared: bool = False  # whether the decision was made before the workers quiesced, and `program` checked then
-    inputs: Mapping[str, object] = FrozenMap({})  # what the decision was made from, in JSON values
+    prepared: bool = False  # whether the decision was made, and `program` checked, before the workers quiesced
+    inputs: Mapping[str, object] = FrozenMap({})  # the inputs of the decision, as JSON values
 
     def active(self) -> ActivePlan:
-        """Return the part that the state of the run keeps."""
+        """Return the part kept in the state of the run."""
         return ActivePlan(**{each.name: getattr(self, each.name) for each in fields(ActivePlan)})
 
     def to_json(self) -> dict[str, object]:
-        """Return the fields of the event `decision`, except for its generation and its duration."""
+        """Return the fields of the `decision` event, except generation and duration."""
         decision = {} if self.decision is None else self.decision.to_json()
         return {"prepared": self.prepared, **self.inputs, **decision}
 
@@ -88,7 +88,7 @@ def decide(
 ) -> RecoveryPlan:
     """Choose how to continue; if no proposal of the policy is feasible, return to the newest checkpoint.
 
-    If no worker is lost and none has joined, there is nothing to choose: the plan is tried again.
+    If no worker is lost and none has joined, there is nothing to choose: the current plan is retried.
 
     Args:
         context: the cluster in numbers: the plan in force, the live workers, and all costs.
@@ -98,9 +98,9 @@ def decide(
         decide_s: returns the duration of the decision once the candidates are measured; see `recovery.decide`.
 
     Raises:
-        NoHolderError: layers are held by no worker and there is no checkpoint.
-        ControlError: nothing else can be done, and there is no checkpoint; or the survivors' states do not fit
-            together, which the commit protocol rules out.
+        NoHolderError: no worker holds some layers, and there is no checkpoint.
+        ControlError: no plan is feasible and there is no checkpoint; or the survivors' states are inconsistent, which
+            the commit protocol rules out.
     """
     if not context.lost and not cluster.newcomers:
         return _keep(cluster, context, cluster.plan, "again", context.in_flight_limits, transition=None)
@@ -115,7 +115,7 @@ def decide(
     if course.transfer is None:
         anew = _from_checkpoint(cluster, context, course.plan, chosen.policy, course.in_flight_limits)
     else:
-        # A prepared transfer assumes workers that hold their part of the placement in force and no more.
+        # A prepared transfer assumes that each worker holds exactly its part of the placement in force.
         is_as_planned = prepared is None or context.held == context.placement
         transition = _transition(cluster, course.plan, context, transfer=course.transfer if is_as_planned else None)
         anew = _keep(cluster, context, course.plan, chosen.policy, course.in_flight_limits, transition=transition)
@@ -131,7 +131,7 @@ def _keep(
     *,
     transition: PlannedTransition | None,
 ) -> RecoveryPlan:
-    """Return the plan to continue with the state that the workers hold."""
+    """Return a plan that continues from the workers' state."""
     first_step, vote = _resume_point(cluster)
     applied = "" if vote is None else f"step {first_step - 1} applied, "
     if transition is None:
@@ -159,8 +159,8 @@ def _transition(
 
 
 def _resume_point(cluster: ClusterState) -> tuple[int, Vote | None]:
-    """Return (the step to run next, the vote by which workers that have not applied the step before it do so)."""
-    # Not of spares, whose state may be of a time that was given up.
+    """Return (the next step, the vote with which lagging workers apply the step before it, if any lag)."""
+    # Spares are left out, because their state may date from before a rollback.
     states = [cluster.quiesced[worker] for worker in cluster.plan.workers if worker in cluster.quiesced]
     first_step = max((cluster.committed, *(state.committed for state in states)))
     behind = [state for state in states if state.committed < first_step]
@@ -176,7 +176,7 @@ def _resume_point(cluster: ClusterState) -> tuple[int, Vote | None]:
 
 
 def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, decision: recovery.Decision) -> RecoveryPlan:
-    """Return a plan where no candidate is feasible: new pipelines, from copies that are left or from a checkpoint."""
+    """Return new pipelines if no candidate is feasible, from the remaining copies or from a checkpoint."""
     layers, lost_layers = context.costs.workload.layers, context.placement.unheld_layers
     plan = largest_symmetric_layout(
         live=sorted(cluster.live),
@@ -187,7 +187,7 @@ def _fall_back(cluster: ClusterState, context: recovery.DecisionContext, decisio
     )
     held = placement_of(cluster.held, len(layers))
     if lost_layers and not held.unheld_layers:
-        # A failed transition has left copies of layers that all other holders have lost.
+        # A failed transition has left copies of layers whose other holders are all lost.
         kinds = worker_kinds(context.costs.cluster)
         plan = remap_plan(plan, plan_transfer(held, plan.placement, kinds=kinds, layers=layers).roles)
         transition = _transition(cluster, plan, context)
@@ -251,9 +251,9 @@ def _describe_reroute(before: Plan, plan: Plan, lost: Sequence[int], first_step:
 
 
 def describe_pipelines(plan: Plan) -> str:
-    """Write "4 pipelines of 2 stages", or "3 pipelines: 2 of 3 stages, 1 of 1 stage; 2 detours".
+    """Describe the pipelines: "4 pipelines of 2 stages", or "3 pipelines: 2 of 3 stages, 1 of 1 stage; 2 detours".
 
-    A detour is a sequence of workers that is no pipeline of its own.
+    A detour is any other path that micro-batches take.
     """
     pipelines = disjoint_pipelines(plan)
     depths = sorted(Counter(map(len, pipelines)).items(), key=lambda item: (-item[1], -item[0]))

@@ -33,11 +33,11 @@ class Phase(Enum):
     GATHERING = "gathering"
     """Workers are joining."""
     STOPPING = "stopping"
-    """A generation is over, and some survivors have not quiesced."""
+    """A generation is over, and some survivors have not quiesced yet."""
     DECIDING = "deciding"
     """All survivors have quiesced and wait for a decision."""
     REGROUPING = "regrouping"
-    """A new generation has its orders, and has not run an operation."""
+    """A new generation has its orders, but has not run an operation yet."""
     TRAINING = "training"
     OVER = "over"
 
@@ -52,7 +52,7 @@ class Settings:
     recovery: Recovery
     timeouts: Timeouts
     workers_per_host: int | None  # on emulated hosts; None if hosts are real
-    logs: str  # folder of the logs, for messages to people
+    logs: str  # folder of the logs, for messages
     checkpoints: str  # folder of the checkpoints, likewise
 
     @classmethod
@@ -72,19 +72,19 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A run between two events."""
+    """State of a run between two events."""
 
     settings: Settings
     phase: Phase = Phase.GATHERING
     generation: int  # the current one; while it is being stopped, the next
-    committed: int = 0  # steps known to be applied by some worker, alive or not
+    committed: int = 0  # steps that some worker, live or lost, has applied
     active: ActivePlan | None = None  # the plan of the newest generation; None before the first
     in_force: ActivePlan | None = None  # the last plan whose placement all survivors hold; None before the first
     last_vote: Vote | None = None  # the vote of step ``committed - 1``, if a worker has reported it
     quiesced: Mapping[int, Quiesced] = FrozenMap({})  # worker -> report, for the generation that is ending
-    finished: frozenset[int] = frozenset()  # workers that have reached the end of their training in this generation
+    finished: frozenset[int] = frozenset()  # workers that have finished training in this generation
     at_boundary: bool = False  # whether the generation that is being stopped had paused after a step
-    question: int = 0  # number of the last decision that was asked for
+    question: int = 0  # number of the last decision requested
     members: Members
     detectors: Detectors
     incident: Incident = field(default_factory=Incident)
@@ -93,9 +93,9 @@ class State:
     checkpoints: CheckpointEvents = field(default_factory=CheckpointEvents)
     outcomes: Outcomes = field(default_factory=Outcomes)
     history: FailureHistory
-    faults: tuple[Fault, ...] = ()  # failures that were injected in this run, oldest first
+    faults: tuple[Fault, ...] = ()  # failures injected in this run, oldest first
     interrupted: bool = False  # whether the run is to end after the current step
-    ticked_at_s: float | None = None  # of the last tick, in monotonic seconds
+    ticked_at_s: float | None = None  # time of the last tick, in monotonic seconds
     ended: tuple[RunStatus, str] | None = None  # how the run ended, and why; None until then
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class State:
         """Return the state of a run that no worker has joined.
 
         Args:
-            last_generation: of the run that is resumed, whose numbering continues.
+            last_generation: of the resumed run, whose numbering continues.
         """
         return cls(
             settings=settings,
@@ -119,33 +119,33 @@ class State:
 
     @property
     def nothing_trained(self) -> bool:
-        """Whether ending the run now would lose no training, of this run or one that it resumes."""
+        """Whether ending the run now would lose no training of this run or of the one it resumes."""
         return self.phase is Phase.GATHERING or (self.phase is Phase.REGROUPING and self.last_vote is None)
 
     @property
     def reported(self) -> int:
-        """The generation whose failed messages count: while it is being stopped, the one before."""
+        """The generation whose failed messages count: the previous one while it is being stopped."""
         return self.generation - 1 if self.phase is Phase.STOPPING else self.generation
 
     def is_needed(self, worker: int) -> bool:
-        """Whether the generation needs a worker: to train, or for its transition."""
+        """Return whether the generation needs a worker, to train or for its transition."""
         if self.active is None:
             return False
         return worker in (self.active.participants if self.phase is Phase.REGROUPING else self.active.plan.workers)
 
     def hosts(self) -> dict[int, str]:
-        """Return the host of every worker that has ever joined, emulated if devices are."""
+        """Return the host of every worker that has ever joined; an emulated host if devices are emulated."""
         hosts = self.members.hosts()
         size = self.settings.workers_per_host
         return hosts if size is None else {worker: f"host{worker // size}" for worker in hosts}
 
     def fault_of(self, worker: Worker) -> Fault | None:
-        """Return the first failure that was injected into this incarnation of a worker."""
+        """Return the first failure injected into this incarnation of a worker."""
         times = (each for each in self.faults if each.worker == worker.id and each.time >= worker.since)
         return next(times, None)
 
     def describe_cause(self, loss: Loss) -> str:
-        """Describe the cause of a loss by present knowledge."""
+        """Describe the cause of a loss, as far as it is known."""
         worker = self.members.incarnation_of(loss.worker, loss.incarnation)
         assert worker is not None
         return loss.describe_cause(crash=worker.crash, exit_code=worker.exit_code, fault=self.fault_of(worker))
@@ -156,7 +156,7 @@ class State:
 
     @staticmethod
     def from_json(text: str) -> State:
-        """Read what `to_json` wrote. Raises ValidationError if it is anything else."""
+        """Read the output of `to_json`. Raises ValidationError for any other text."""
         return _adapter().validate_json(text)
 
 

@@ -1,7 +1,7 @@
-"""Activations that a worker saves of a hop from its forward to its backward, and the backward: whole, or in halves.
+"""Activations that a worker saves from the forward of a hop to its backward, and the backward, whole or in halves.
 
-The cut of a backward into I (gradient of the input) and W (gradients of the weights) is torch's own, from its
-pipelining package. It is private there, and only this file uses it.
+Torch's pipelining package splits a backward into I (gradient of the input) and W (gradients of the weights). The split
+is private there, and only this file uses it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class _Part:
 class SavedActivations:
     """The saved state of one hop, whose backward runs once, whole or in halves.
 
-    Each layer that is recomputed in full is a part of its own, of which only the input is saved. So is each stretch of
-    layers between those, of which autograd keeps the graph. A layer that is recomputed in full runs with a graph the
-    first time too, which is freed at once: without a graph torch may choose other kernels, and the loss would differ
-    in its last bits. A layer that is recomputed selectively keeps its graph, which makes some of its tensors again: see
+    Each layer recomputed in full is a part of its own, of which only the input is saved. Each stretch of layers between
+    those is a part too, and autograd keeps its graph. The first run of a layer recomputed in full also builds a graph,
+    which is freed at once: without a graph torch may choose other kernels, and the loss would differ in its last bits.
+    A layer recomputed selectively keeps its graph, which recomputes some of its tensors: see
     `chameleon_ft.models.recomputation`.
 
     Args:
@@ -62,7 +62,7 @@ class SavedActivations:
         self._parts: list[_Part] = []
 
     def forward(self, boundary: Tensor) -> Tensor:
-        """Run the hop's F on its input; return the output, with its graph if it is that of the model's last layer."""
+        """Run the hop's F on its input; return the output, with its graph if the model's last layer made it."""
         for layers, again in _parts_of(self._operation, self._num_layers):
             boundary = self._part_forward(layers, boundary, again=again)
         return boundary
@@ -72,7 +72,7 @@ class SavedActivations:
         self._parts[-1].output = loss
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
-        """Add to the gradients of the parameters; return the gradient of the hop's input, None where it has none.
+        """Add to the gradients of the parameters; return the gradient of the hop's input, None if it has none.
 
         `gradient` is that of the hop's output; None for the loss.
         """
@@ -80,12 +80,12 @@ class SavedActivations:
             part = self._parts.pop()
             _backward(self._output(part), gradient)
             gradient = part.boundary.grad
-            if gradient is None:  # the layers below have no part in the loss
+            if gradient is None:  # the layers below do not contribute to the loss
                 self._parts.clear()
         return gradient
 
     def input_gradient(self, gradient: Tensor | None) -> tuple[Tensor | None, WeightHalf]:
-        """Run I: return the gradient of the hop's input, None where it has none, and the W that remains."""
+        """Run I: return the gradient of the hop's input, None if it has none, and the remaining W."""
         if not self._parts[0].boundary.requires_grad:
             return None, partial(self.backward, gradient)
         halves: list[WeightHalf] = []
@@ -123,13 +123,13 @@ def input_gradient(
     if not boundary.requires_grad:
         return None, partial(_backward, output, output_gradient)
     if output._is_view():
-        output = output.clone()  # torch detaches the output in place, which it does not allow of a view
+        output = output.clone()  # torch detaches the output in place, which a view does not allow
     whole = partial(_backward, output.view_as(output), output_gradient)
     gradients = None if output_gradient is None else [output_gradient]
     (gradient,), groups = stage_backward_input([output], gradients, [boundary], iter(parameters))
-    # Torch leaves the gradient there too, where it would stay for as long as W keeps the input.
+    # Torch also stores the gradient here, where it would stay as long as W keeps the input.
     boundary.grad = None
-    # Torch looks for weights on the path from the output to the input; where there is no such path it finds none.
+    # Torch looks for weights on the path from the output to the input; without such a path it finds none.
     return gradient, whole if gradient is None else partial(stage_backward_weight, iter(parameters), groups)
 
 
@@ -144,7 +144,7 @@ def _run_all(halves: list[WeightHalf]) -> None:
 
 
 def _parts_of(operation: Operation, num_layers: int) -> Iterator[tuple[LayerRange, bool]]:
-    """Yield the parts of a hop from below, and whether the backward runs each again."""
+    """Yield the parts of a hop from below, and whether the backward recomputes each."""
     layers, recomputed = operation.layers, operation.recompute
     again = [layer for layer in (recomputed.full if recomputed else ()) if is_recomputed(layer, num_layers)]
     edges = {layers.start, layers.stop, *again, *(layer + 1 for layer in again)}

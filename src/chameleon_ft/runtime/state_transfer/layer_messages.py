@@ -2,9 +2,9 @@
 
 Under one tag a sender sends, in this order: size and checksum of the description; the description, with type and shape
 of every tensor of every layer and the value of everything else; then for each layer its tensors, large ones in pieces,
-and the checksum of each piece. So a receiver needs to know nothing of the sender's optimizer, and no tensor is copied
-on either side. Because the receiver knows all layers from the beginning, it can allocate the next one, and have it
-arrive, while it still works on the one before.
+and the checksum of each piece. The receiver needs no knowledge of the sender's optimizer, and neither side copies a
+tensor. Because the receiver knows all layers from the beginning, it can allocate and receive the next layer while it
+works on the previous one.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ __all__ = [
 _PIECE_BYTES: Final = 1 << 25  # a piece is checked while the next one arrives
 _COLUMNS: Final = 4096
 _ROW_BYTES: Final = 8 * _COLUMNS
-_ROWS_AT_ONCE: Final = 1 << 12  # enough for a launch to pay
+_ROWS_AT_ONCE: Final = 1 << 12  # enough to amortize a launch
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingLayer:
-    """A layer to be sent.
+    """A layer to send.
 
     Attributes:
         state: as `HeldLayers.state_of` gives it.
-        num_bytes: the layer's bytes in the profile, for links that are emulated.
-        checksums: `layer_checksums` of the state, which may still be computed.
+        num_bytes: the layer's bytes in the profile, for emulated links.
+        checksums: `layer_checksums` of the state, possibly still in progress.
     """
 
     state: Mapping[str, Any]
@@ -62,15 +62,15 @@ def tensor_bytes(state: Mapping[str, Any]) -> int:
 
 
 class OutgoingLayers:
-    """Layers that are sent to one worker after the other, described at once.
+    """Layers sent to one worker in order, after a description of all layers.
 
     Args:
-        layers: in the order in which they are sent.
+        layers: in sending order.
         peer: the receiver.
-        device: where tensors are sent from; those elsewhere, such as a counter of an optimizer, are copied to it.
+        device: tensors are sent from it; tensors elsewhere, such as an optimizer's counter, are copied to it first.
 
     Raises:
-        CommunicationError: the peer is gone; so do the methods.
+        CommunicationError: the peer is gone. The methods raise it too.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class OutgoingLayers:
         self._description = [self._send(size), self._send(description.to(device))]
 
     def start_next(self) -> None:
-        """Start sending the next layer, if there is one. Its tensors must not change until it has been finished."""
+        """Start sending the next layer, if there is one. Its tensors must not change until it has arrived."""
         if not self._waiting:
             return
         layer = self._waiting.popleft()
@@ -110,7 +110,7 @@ class OutgoingLayers:
         """Block until the earliest layer in flight has arrived."""
         sent = self._in_flight.popleft()
         if sent:
-            sent[-1][0].wait()  # they arrive in the order in which they were sent
+            sent[-1][0].wait()  # messages arrive in the order of sending
 
     def _send(self, tensor: Tensor, stands_for_bytes: int = 0) -> tuple[InFlight, Tensor]:
         sending = self._communicators.send(tensor, peer=self._peer, tag=self._tag, stands_for_bytes=stands_for_bytes)
@@ -118,9 +118,9 @@ class OutgoingLayers:
 
 
 class IncomingLayers:
-    """Layers that are received from a worker one after the other; their tensors are on `device`.
+    """Layers received from one worker in order, with their tensors on `device`.
 
-    All methods raise CommunicationError where the peer is gone, or a checksum is not the sender's.
+    All methods raise CommunicationError if the peer is gone or a checksum differs from the sender's.
     """
 
     def __init__(self, communicators: Communicators, *, peer: int, tag: int, device: torch.device) -> None:
@@ -132,7 +132,7 @@ class IncomingLayers:
         self._in_flight: deque[tuple[LayerState, list[tuple[InFlight, Tensor]]]] = deque()
 
     def describe(self) -> None:
-        """Receive the description of the layers. Call it once, before all else."""
+        """Receive the description of the layers. Call this once, before the other methods."""
         size, expected = map(int, self._arrived(torch.empty(2, dtype=torch.int64, device=self._device)))
         description = self._arrived(torch.empty(size, dtype=torch.uint8, device=self._device))
         self._require([checksum(description)], [expected])
@@ -142,9 +142,9 @@ class IncomingLayers:
         """Start receiving the next layer.
 
         Args:
-            targets: tensors to receive into, by the keys of the state; not used where type, shape or device differ, or
-                where they are not contiguous.
-            memory: for tensors without a target, as far as it goes.
+            targets: tensors to receive into, by the keys of the state; ignored if type, shape or device differ, or if
+                not contiguous.
+            memory: for tensors without a target, as long as it lasts.
         """
         state = {key: self._target(entry, targets.get(key), memory) for key, entry in self._described.popleft().items()}
         pieces = [piece for value in state.values() if isinstance(value, Tensor) for piece in _pieces(value)]
@@ -204,7 +204,7 @@ def layer_checksums(state: Mapping[str, Any], device: torch.device) -> list[int]
 def checksum(data: Tensor) -> int:
     """Return a checksum, below 2^63, of contiguous bytes: XXH3 on a CPU, `checksum_of_sums` on an accelerator.
 
-    Both are several times as fast as a link.
+    Both are several times faster than a link.
     """
     if data.device.type != "cpu":
         return checksum_of_sums(data)
@@ -215,8 +215,8 @@ def checksum_of_sums(data: Tensor) -> int:
     """Return a checksum, below 2^32, of contiguous bytes, computed on their device.
 
     The bytes form a table of 64-bit words. The checksum is the CRC-32 of its row and column sums, modulo 2^64. A change
-    goes unnoticed if it leaves every sum as it was, and then it affects four words at least, at the corners of a
-    rectangle and by one amount; or if the CRC of the new sums is that of the old, as in one change of 2^32.
+    goes undetected if it preserves every sum, which takes at least four words, at the corners of a rectangle and
+    changed by one amount; or if the CRC of the new sums equals the old one, as in one change of 2^32.
     """
     whole = data.numel() - data.numel() % _ROW_BYTES
     rest = zlib.crc32(data[whole:].cpu().numpy().data)
@@ -224,7 +224,7 @@ def checksum_of_sums(data: Tensor) -> int:
         return rest
     table = data[:whole]
     if table.storage_offset() % 8:
-        table = table.clone()  # torch takes words only where words begin
+        table = table.clone()  # torch requires aligned words
     words = table.view(torch.int64).view(-1, _COLUMNS)
     columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=data.device)
     rows = []

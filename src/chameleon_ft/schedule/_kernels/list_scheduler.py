@@ -1,12 +1,12 @@
 """The event loop of the list scheduler, on the arrays of a network.
 
-Time advances from decision to decision: a worker that is free takes one of the operations whose input is there. A
-message is known to its receiver as soon as the operation that makes it starts, with the time at which it will arrive.
+Time advances from decision to decision: a free worker takes an operation whose input has arrived. The receiver knows
+the arrival time of a message as soon as the operation that produces it starts.
 
 Channels hold one message, as in `check_program`: a worker may run one operation ahead of a full channel, and is then
-blocked until the receiver has taken a message out. It must not do so if the receiver is itself blocked, directly or
-through other workers, by this worker. So the decisions, in the order in which they are made, are a run with blocking
-sends that ends, and the program they make cannot deadlock.
+blocked until the receiver has taken a message out. It must not run ahead if it blocks
+the receiver itself, directly or through other workers. So the decisions, in order, are a run with blocking sends that
+ends, and the resulting program cannot deadlock.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SLACK: Final = 1e-9
 
 @no_refcount_kernel
 def run_scheduler(run: Run) -> tuple[bool, bool, bool]:
-    """Schedule; return whether all operations have been, whether the schedule is strained, and beyond a limit.
+    """Schedule all operations; return whether the schedule is complete, strained, and beyond a limit.
 
-    At a dead end, any further operation would close a cycle of blocked workers. If limits stop all workers, the one
-    with the first ready forward exceeds its own.
+    It is incomplete if any further operation would close a cycle of blocked workers. If limits stop all workers, the
+    one with the first ready forward exceeds its own.
     """
     state = run.state[0]
     _connect(run)
@@ -54,7 +54,7 @@ def run_scheduler(run: Run) -> tuple[bool, bool, bool]:
 
 @no_refcount_inline
 def _connect(run: Run) -> None:
-    """Set workers to their limits, and link each to its queues, those of lower numbers first."""
+    """Set workers to their limits, and link each to its queues in ascending order."""
     num_channels, num_workers = len(run.channels), len(run.workers)
     for index in range(num_workers):
         worker, starts = run.workers[index], num_channels + 2 * index
@@ -97,7 +97,7 @@ def _decide(run: Run, worker: int, now: float) -> float:
     own = run.workers[worker]
     horizon = now + run.state[0].slack_s
     is_pending = run.queues[own.pending].head >= 0
-    # A further I would defer more W than allowed.
+    # Another I would defer more W than allowed.
     is_full = own.deferred <= 0
     forward = -1
     if own.room > 0 and run.forward_first:
@@ -123,7 +123,7 @@ def _decide(run: Run, worker: int, now: float) -> float:
 
 @no_refcount_inline
 def _ready(run: Run, worker: int, forward: bool, horizon: float) -> int:
-    """The slot of the ready forward, or backward, with the highest priority whose result may be sent, or -1."""
+    """Return the slot of the ready forward, or backward, of highest priority whose result may be sent, or -1."""
     best = -1
     queue = run.workers[worker].forward_in if forward else run.workers[worker].backward_in
     while queue >= 0:
@@ -144,7 +144,7 @@ def _goes_before(run: Run, slot: int, best: int) -> bool:
 
 @no_refcount_inline
 def _better_soon(run: Run, worker: int, horizon: float) -> bool:
-    """Whether an input that the worker can use arrives within its patience for the next W."""
+    """Return whether an input that the worker can use arrives within its patience for the next W."""
     own = run.workers[worker]
     until = horizon + run.patience * run.slots[run.queues[own.pending].head].weight_s
     for forward in (False, True):
@@ -238,7 +238,7 @@ def _send(run: Run, worker: int, channel: int, slot: int, arrival: float) -> Non
     queue = run.queues[channel]
     if queue.remote:
         run.workers[worker].sending = channel
-        # A receiver that is busy beyond then decides anyway when it is free.
+        # A receiver that is busy for longer decides when it is free.
         if run.workers[queue.receiver].free <= arrival:
             _push_event(run, arrival, queue.receiver)
 
@@ -264,7 +264,7 @@ def _take(run: Run, channel: int, now: float) -> None:
 
 @no_refcount_inline
 def _is_blocked(run: Run, worker: int) -> bool:
-    """Whether the last message of `worker` waits for the receiver to take the one before it."""
+    """Return whether the last message of `worker` waits for the receiver to take the one before it."""
     channel = run.workers[worker].sending
     if channel < 0 or run.queues[channel].head < 0:
         return False
@@ -274,7 +274,7 @@ def _is_blocked(run: Run, worker: int) -> bool:
 
 @no_refcount_inline
 def _may_send(run: Run, worker: int, channel: int) -> bool:
-    """Whether sending into `channel` closes no cycle of blocked workers; if it does, that is recorded as a denial."""
+    """Return whether sending into `channel` closes no cycle of blocked workers; record a denial if it would."""
     if channel < 0:
         return True
     queue = run.queues[channel]
@@ -311,7 +311,7 @@ def _exceed_limit(run: Run) -> int:
 
 @no_refcount_inline
 def _push_event(run: Run, at_s: float, worker: int) -> None:
-    """Add an event to the heap; of events at one time, that of the lowest worker comes first."""
+    """Add an event to the heap; simultaneous events are in the order of their workers."""
     events, place = run.events, run.state[0].events
     run.state[0].events += 1
     events[place].at_s, events[place].worker = at_s, worker

@@ -1,11 +1,11 @@
-"""The replay of orders, and of their neighbours in a local search.
+"""Replay of orders, and of their neighbours in a local search.
 
-An operation starts when its worker is free and its input is there, so its end is the longest path to it over the
-operations. Arguments that recur:
+An operation starts when its worker is free and its input has arrived, so its end is the longest path to it over the
+operations. Recurring arguments:
 
 - operations: the predecessor and the times of each operation, by code; `OPERATION` [operations].
 - codes: the orders of all workers, one after the other; int64 [operations].
-- first: the place in `codes` of each worker's first operation, and in the end their number; int64 [workers + 1].
+- first: the place in `codes` of each worker's first operation, then the number of operations; int64 [workers + 1].
 - starts_s, ends_s: seconds since the start of the step, by code; float64 [operations].
 - received_in, sent_in: by code, the channel that an operation receives from and sends into, or -1; int64 [operations].
 """
@@ -23,9 +23,9 @@ from chameleon_ft.schedule.records import Booleans, Floats, Integers, Records
 
 @kernel
 def longest_path(operations: Records, codes: Integers, first: Integers) -> tuple[Floats, Floats]:
-    """Return start and end of each operation, if every worker runs its own in this order and sends do not block.
+    """Return the start and end of each operation, if workers run these orders and sends do not block.
 
-    An operation that is in no order, or that never starts, ends at -1.
+    An operation that has no place in the orders, or never starts, ends at -1.
     """
     starts_s = np.zeros(len(operations))
     ends_s = np.empty(len(operations))
@@ -35,16 +35,16 @@ def longest_path(operations: Records, codes: Integers, first: Integers) -> tuple
 
 @kernel_part
 def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Floats, ends_s: Floats) -> None:
-    """Fill in starts and ends: run each worker until it waits for an operation, and again when that has run."""
+    """Fill in starts and ends: run each worker until it waits for an operation, and resume it when that has run."""
     num_workers = len(first) - 1
     ends_s[:] = -1.0
     # By worker: the place of its next operation, and when it is free.
     place = first[:-1].copy()
     free_s = np.zeros(num_workers)
-    # Linked lists of waiting workers: by code the last one that waits for it, and by worker the one before; or -1.
+    # Linked lists of waiting workers: by code the last one, and by worker the previous one; -1 if none.
     waiting = np.full(len(operations), -1)
     before = np.full(num_workers, -1)
-    # A stack of workers that can run, of which `left` are on it.
+    # A stack of the `left` workers that can run.
     runnable = np.arange(num_workers)
     left = num_workers
     while left:
@@ -75,12 +75,12 @@ def _replay(operations: Records, codes: Integers, first: Integers, starts_s: Flo
 
 
 class Neighbourhood(NamedTuple):
-    """The data that define the neighbours of orders.
+    """Data that define the neighbours of orders.
 
     Attributes:
         workers: the index of each slot's worker; int64 [slots].
         operations, received_in, sent_in, first: as above.
-        limits: micro-batches in flight, kept and deferred by worker; int64 [3, workers].
+        limits: micro-batches in flight, kept and deferred, by worker; int64 [3, workers].
         split: whether backward is split.
     """
 
@@ -95,16 +95,15 @@ class Neighbourhood(NamedTuple):
 
 @kernel
 def replay_neighbours(of: Neighbourhood, codes: Integers) -> tuple[Integers, Floats, Floats]:
-    """Replay all orders that differ from `codes` by one change of operations on the critical path.
+    """Replay all orders that differ from `codes` by one change on the critical path.
 
-    `codes` run to their end within the limits. The path is followed from its end to its start, block by block. In each
-    block, operations move to its front and to its end, as far as limits allow, and its first and last are exchanged
-    with earlier ones of their kind, which keeps any limit. Messages in one channel keep their order.
+    `codes` must complete within the limits. The path is followed from end to start, block by block. In each block,
+    operations move to the front and to the end, as far as limits allow, and the first and the last are swapped with
+    earlier ones of their kind, which keeps all limits. Messages in one channel keep their order.
 
     Returns:
-        Changes, int64 [changes, 3]: whether two operations are exchanged, and the places in `codes` of both, or those
-        from and to which one moves. Seconds of the step after each change, and the sum of the workers' ends, both
-        float64 [changes]; infinite if operations wait for each other.
+        Changes, int64 [changes, 3]: 1 for a swap or 0 for a move, and the two places in `codes`. Seconds of the step
+        after each change, and the sum of the workers' ends, both float64 [changes]; infinite for a deadlock.
     """
     starts_s, ends_s = np.zeros(len(codes)), np.empty(len(codes))
     _replay(of.operations, codes, of.first, starts_s, ends_s)
@@ -122,7 +121,7 @@ def replay_neighbours(of: Neighbourhood, codes: Integers) -> tuple[Integers, Flo
 
 @kernel_part
 def _changes(of: Neighbourhood, codes: Integers, starts_s: Floats, ends_s: Floats) -> Integers:
-    """The changes to try, int64 [changes, 3], as in `replay_neighbours`."""
+    """Return the changes to try, int64 [changes, 3], as in `replay_neighbours`."""
     workers, received_in, sent_in, first = of.workers, of.received_in, of.sent_in, of.first
     count, num_slots = 0, len(workers)
     changes = np.empty((64, 3), np.int64)
@@ -137,7 +136,7 @@ def _changes(of: Neighbourhood, codes: Integers, starts_s: Floats, ends_s: Float
         begin = end
         while begin > low and ends_s[codes[begin - 1]] == starts_s[codes[begin]]:
             begin -= 1
-        # Two moves of each operation in the block, and exchanges of two with all before them.
+        # At most two moves of each operation in the block, and swaps of two with all before them.
         while count + 2 * (end - begin + 1) + 2 * (end - low) > len(changes):
             changes = np.concatenate((changes, np.empty_like(changes)))
         # Move each operation to the front and to the end.
@@ -153,7 +152,7 @@ def _changes(of: Neighbourhood, codes: Integers, starts_s: Floats, ends_s: Float
                         changes[count] = 0, source, target
                         count += 1
                     _change(trial, 0, target, source)
-        # Exchange the first and the last with operations of their kind before them.
+        # Swap the first and the last with operations of their kind before them.
         for place in (begin, end):
             if begin == end:
                 break
@@ -178,7 +177,7 @@ def changed(codes: Integers, exchange: int, source: int, target: int) -> Integer
 
 @no_refcount_inline
 def _change(codes: Integers, exchange: int, source: int, target: int) -> None:
-    """Exchange two operations, or move the one at `source` to `target`; with both places swapped, undo that."""
+    """Swap two operations, or move the one at `source` to `target`; with the places exchanged, undo that."""
     code = codes[source]
     if exchange:
         codes[source] = codes[target]
@@ -191,7 +190,7 @@ def _change(codes: Integers, exchange: int, source: int, target: int) -> None:
 
 @no_refcount_inline
 def _passes(num_slots: int, received_in: Integers, sent_in: Integers, code: int, others: Integers) -> bool:
-    """Whether an operation may change places with all of these."""
+    """Return whether an operation may move past all of `others`."""
     for other in others:
         if _must_stay_in_order(num_slots, received_in, sent_in, code, other):
             return False
@@ -200,7 +199,7 @@ def _passes(num_slots: int, received_in: Integers, sent_in: Integers, code: int,
 
 @no_refcount_inline
 def _must_stay_in_order(num_slots: int, received_in: Integers, sent_in: Integers, one: int, other: int) -> bool:
-    """Whether two operations are on the same hop, or both receive, or both send, through one channel."""
+    """Return whether two operations are on the same hop, or both receive, or both send, through one channel."""
     received, sent = received_in[one], sent_in[one]
     same_hop: bool = one % num_slots == other % num_slots
     both_receive: bool = received >= 0 and received == received_in[other]
@@ -210,7 +209,7 @@ def _must_stay_in_order(num_slots: int, received_in: Integers, sent_in: Integers
 
 @no_refcount_inline
 def _is_within(limits: Integers, order: Integers, num_slots: int, split: bool) -> bool:
-    """Whether a worker that runs its operations in this order always keeps within its limits."""
+    """Return whether a worker that runs this order stays within its limits."""
     in_flight, kept, deferred = limits
     for code in order:
         if code < num_slots:
@@ -234,7 +233,7 @@ def _is_within(limits: Integers, order: Integers, num_slots: int, split: bool) -
 
 @no_refcount_inline
 def _last_ends(codes: Integers, first: Integers, ends_s: Floats) -> tuple[float, float]:
-    """The latest end of the workers' last operations, and their sum; infinite where one never runs."""
+    """Return the latest end of the workers' last operations, and the sum of these ends; infinite if one never runs."""
     step_s = sum_s = 0.0
     for worker in range(len(first) - 1):
         if first[worker + 1] > first[worker]:
@@ -250,22 +249,22 @@ def _last_ends(codes: Integers, first: Integers, ends_s: Floats) -> tuple[float,
 def run_blocking(
     starts: Integers, sources: Integers, targets: Integers, senders: Integers, receivers: Integers
 ) -> tuple[Integers, Booleans]:
-    """Run all workers until each has ended or is blocked, where a send into a full channel blocks its worker.
+    """Run all workers until each has ended or is blocked; a send into a full channel blocks its worker.
 
     Args:
-        starts: the first operation of each worker, and in the end the number of operations; int64 [workers + 1].
+        starts: the first operation of each worker, then the number of operations; int64 [workers + 1].
         sources, targets: the channel that each operation receives from and sends into, or -1; int64 [operations].
         senders, receivers: the workers at the ends of each channel; int64 [channels].
 
     Returns:
-        By worker, the operation that it is blocked at or its end, and whether it has run that but not sent the result;
-        int64 and bool [workers].
+        By worker, the operation at which it is blocked (or its end), and whether it has run that operation but not sent
+        the result; int64 and bool [workers].
     """
     count = len(starts) - 1
     position = starts[:-1].copy()
     sending = np.zeros(count, np.bool_)
     full = np.zeros(len(senders), np.bool_)
-    # A stack of workers to look at, of which `number` are on it.
+    # A stack of the `number` workers to visit.
     waiting = np.arange(count)
     is_waiting = np.ones(count, np.bool_)
     number = count

@@ -1,4 +1,4 @@
-"""Depths that use up the workers, and shares of the micro-batches, by the estimate of a published planner."""
+"""Pipeline depths and shares of the micro-batches, by the estimate of a published planner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chameleon_ft.quantities import SUM_ROUNDING
 __all__ = ["LeastMix", "Mix", "shared_out"]
 
 _FOREVER_S: Final = 1e300
-# Of mixes that an estimate finds equal, the fewest pipelines have least to reduce, and the most the fewest messages.
+# Among mixes of equal estimate, the fewest pipelines reduce least, and the most send the fewest messages.
 _FROM_EACH_END: Final = 2
 
 
@@ -28,12 +28,12 @@ class Mix:
 
 @dataclass(frozen=True, kw_only=True)
 class LeastMix:
-    """Depths that add up to `workers`, and shares that add up to `micro_batches`, of least time.
+    """The mixes of least time: depths add up to `workers`, and shares to `micro_batches`.
 
-    The time of a mix is that of its slowest pipeline, and `sync_s` of the number of pipelines on top. Whether there is
-    a mix by a given time is a knapsack, and the least such time is found by bisection. Exact if `sync_s` does not fall
-    with more pipelines, nor the time of a pipeline with more micro-batches. Other than in `mixes.knapsack`, a pipeline
-    does not only finish up to so many micro-batches, but also takes at least its `least_share`.
+    The time of a mix is that of its slowest pipeline plus `sync_s` of the number of pipelines. A knapsack decides
+    whether a mix meets a given time, and bisection finds the least such time. Exact if `sync_s` does not fall with more
+    pipelines, nor the time of a pipeline with more micro-batches. Unlike in `mixes.knapsack`, a pipeline takes at least
+    its `least_share`.
     """
 
     depths: Sequence[int]
@@ -52,7 +52,7 @@ class LeastMix:
     def mixes(self) -> list[Mix]:
         """Return mixes of least time with different numbers of pipelines, the two fewest and the two most.
 
-        None if there is no mix at all.
+        Empty if there is no mix.
         """
         largest = {depth: self._most(depth, _FOREVER_S) for depth in self.depths}
         longest_s = max(
@@ -67,7 +67,7 @@ class LeastMix:
         numbers = [n for n in range(self.least_pipelines, most + 1) if self._is_whole(table[n])]
         found = [self._mix(table, number, pipelines_s) for number in numbers]
         least_s = min(mix.time_s for mix in found)
-        # Fewer pipelines take longer, but may gain as much in gradient sync; most do not, which one table shows.
+        # Fewer pipelines take longer, but may gain as much in gradient sync. One table rules out most numbers.
         fewer = range(self.least_pipelines, numbers[0])
         table = self._table(least_s - self.sync_s(fewer[0]), fewer[-1]) if fewer else []
         for number in reversed(fewer):
@@ -81,7 +81,7 @@ class LeastMix:
         return [mix for place, mix in enumerate(fastest) if min(place, len(fastest) - 1 - place) < _FROM_EACH_END]
 
     def _least_s(self, low_s: float, high_s: float, pipelines: int, *, or_more: bool = False) -> float:
-        """Return the least time up to `high_s` at which there is a mix of so many pipelines; infinite if none is."""
+        """Return the least time up to `high_s` that a mix of so many pipelines meets; infinite if none does."""
 
         def reached(time_s: float) -> bool:
             return self._is_whole(self._table(time_s, pipelines, or_more=or_more)[-1])
@@ -94,16 +94,16 @@ class LeastMix:
         return high_s
 
     def _most(self, depth: int, time_s: float) -> int:
-        """Return the most micro-batches of a pipeline by then, or one less than its least share."""
+        """Return the most micro-batches of a pipeline within `time_s`, or one less than its least share."""
         shares = range(self._least_shares[depth], self.micro_batches + 1)
         return shares.start - 1 + bisect_right(shares, time_s, key=lambda share: self.time_s(depth, share))
 
     def _is_whole(self, row: Sequence[int]) -> bool:
-        """Return whether a row of the table has all micro-batches on all workers."""
+        """Return whether a row of the table places all micro-batches on all workers."""
         return bool(row[self.workers] >> self.micro_batches & 1)
 
     def _table(self, time_s: float, pipelines: int, *, or_more: bool = False) -> list[list[int]]:
-        """Return which numbers of micro-batches can be done by then: bits, by number of pipelines and of workers.
+        """Return the feasible numbers of micro-batches, as bits, by number of pipelines and of workers.
 
         With `or_more` the last row is for that many pipelines or more.
         """
@@ -125,7 +125,7 @@ class LeastMix:
         return table
 
     def _mix(self, table: Sequence[Sequence[int]], pipelines: int, time_s: float) -> Mix:
-        """Return so many pipelines that end by then, back through the table."""
+        """Trace a mix of so many pipelines within `time_s` back through the table."""
         workers, left = self.workers, self.micro_batches
         depths: list[int] = []
         for number in reversed(range(pipelines)):
@@ -152,7 +152,7 @@ def shared_out(
     least_share: Callable[[int], int] = lambda _: 1,
     sync_s: Callable[[int], float] = lambda _: 0.0,
 ) -> Mix:
-    """Return pipelines of these depths, with shares of the micro-batches for which the slowest ends earliest.
+    """Return pipelines of these depths, with shares of the micro-batches that let the slowest end earliest.
 
     The micro-batches left after the least shares go, one by one, to the pipeline that ends earliest with one more.
     """
@@ -164,7 +164,7 @@ def shared_out(
 
 
 def _shifted(bits: int, low: int, high: int) -> int:
-    """Return all of `bits` shifted left by any number from `low` to `high`."""
+    """Return the union of `bits` shifted left by each number from `low` to `high`."""
     found, width, wanted = bits, 1, high - low + 1
     while width < wanted:
         step = min(width, wanted - width)

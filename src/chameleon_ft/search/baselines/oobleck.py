@@ -41,12 +41,12 @@ def oobleck_plan(
 ) -> BaselinePlan | None:
     """Return the pipelines that Oobleck makes of all workers; None if none fit or none use up the workers.
 
-    Oobleck's, by section of its paper: templates for n_0, n_0 + 1, ... N - f n_0 nodes, n_0 the fewest that hold the
-    model (4.1.1); the stages of each so that T1 + T2 + T3 is least for N_b = 4 S (4.1.2); of all combinations of at
-    least f + 1 templates that use up the nodes the one of highest throughput (4.2.1); and shares of the micro-batches
-    that make all pipelines end at the same time (4.2.2).
+    From Oobleck's paper, by section: templates for n_0, n_0 + 1, ... N - f n_0 nodes, where n_0 is the fewest that hold
+    the model (4.1.1); for each, the stages that minimize T1 + T2 + T3 for N_b = 4 S (4.1.2); among all combinations of
+    at least f + 1 templates that use up the nodes, the one of highest throughput (4.2.1); and shares of the
+    micro-batches that make all pipelines end at the same time (4.2.2).
 
-    Read from the released code (github.com/SymbioticLab/Oobleck; branch `develop` is that of the paper,
+    From the released code (github.com/SymbioticLab/Oobleck; branch `develop` is that of the paper,
     `colossalai-backend` a later one):
 
     - T2 = (N_b - S + k* - 1) t_k* with N_b = 4 S is `PipelineExecutionResult::new` of `rust/execution_result.rs` in
@@ -55,39 +55,39 @@ def oobleck_plan(
       inside a node of several GPUs to each stage.
     - The all-reduce between nodes is added to the time of a combination, for the first layer only and by the number of
       pipelines: `HeterogeneousPipelinesExecutionPlan.iteration_time` of `oobleck/planning/instantiator.py` in
-      `develop`. Later layers are taken to be hidden behind the backward. Here it takes the ring formula of
+      `develop`. Later layers are assumed to overlap with the backward. Here it follows the ring formula of
       `Link.ring_all_reduce_s` on the link between hosts, or inside the host if there is only one.
-    - `_distribute_batch` (`develop`) makes the variance of B_i T_i / S_i least over templates; `distribute_batch` of
-      `oobleck/engine/pipeline_instantiator.py` (`colossalai-backend`) makes the largest of them least. Both give all
+    - `_distribute_batch` (`develop`) minimizes the variance of B_i T_i / S_i over templates; `distribute_batch` of
+      `oobleck/engine/pipeline_instantiator.py` (`colossalai-backend`) minimizes its maximum. Both give all
       pipelines of a template the same share. Here the slowest pipeline ends earliest by T1 + T2 + T3 with B_i for N_b,
-      which is proportional to the same where B_i = 4 S, and each pipeline has its own share.
+      which is proportional to B_i T_i / S_i where B_i = 4 S, and each pipeline has its own share.
     - Activations are recomputed in all layers but embedding and loss, always: `is_checkpointable` and
       `checkpoint_wrapper` in `oobleck/execution/layer.py` (`develop`). `colossalai-backend` leaves it to the model. So
-      both are tried, each with templates of its own, and the faster plan counts.
+      both are tried, each with its own templates, and the faster plan counts.
     - Programs are 1F1B with fused backward: `OobleckPipelineSchedule` of `oobleck/execution/pipeline.py` extends
       DeepSpeed's `TrainSchedule`. Gradients are reduced after the last backward (`_train_step` of
       `oobleck/execution/engine.py`); here they are reduced as early as they are made.
-    - The code knows no f: templates go from n_0 to N nodes, and n_0 only counts total memory. Here every stage has to
-      fit under 1F1B, and cuts that do not are left out.
+    - The code has no f: templates go from n_0 to N nodes, and n_0 only counts total memory. Here every stage has to
+      fit under 1F1B.
 
-    Ours, or simplified: a worker is a node of one accelerator, and so a stage. Stages are cut so that the estimate is
-    least of all cuts, where dividing and conquering keeps one cut for each part. Where workers are unequal, the
-    smallest memory counts and their speeds do not. An operation's overhead is part of its time, messages are free. No
-    pipeline goes without micro-batches. Combinations are not listed one by one: a knapsack finds the best. Of mixes of
-    equal time, two with the fewest and two with the most pipelines are replayed. Several placements of the
-    pipelines on hosts are tried, and the fastest plan is taken.
+    Ours, or simplified: a worker is a node of one accelerator, and so a stage. The cut has the least estimate of all
+    cuts, whereas Oobleck's divide and conquer keeps one cut for each part. If workers are unequal, the smallest memory
+    counts and speeds are ignored. An operation's overhead is part of its time; messages are free. Every pipeline gets
+    micro-batches. A knapsack finds the best combination. Among mixes of equal time, two with the fewest and two with
+    the most pipelines are replayed. Several placements of the pipelines on hosts are tried, and the fastest plan is
+    taken.
 
     Args:
         costs: costs of the workload on the live workers.
-        fault_tolerance: f, losses that leave a copy of every layer; there are at least f + 1 pipelines.
-        split_backward: whether the plan runs our programs with split backward (`best_program`) and not 1F1B, Oobleck's
-            own. It does not change the choice of templates.
-        live_nodes: nodes left of each pipeline that was running; None to choose the best combination. The released
+        fault_tolerance: f, the losses that every layer survives; there are at least f + 1 pipelines.
+        split_backward: whether the plan runs our programs with split backward (`best_program`) instead of Oobleck's
+            1F1B. The choice of templates does not depend on it.
+        live_nodes: remaining nodes of each running pipeline; None to choose the best combination. The released
             code chooses a combination only once. After a loss it keeps the pipelines and replaces the
             templates of those that have lost nodes (see `reconfigured_pipelines`), then shares micro-batches anew.
-        with_room: whether n_0 leaves nodes room to be reconfigured, see `pipeline_templates`: for a planner that has to
-            go on after losses. The released code takes 6 times the bytes of the parameters for it.
-        current: which layers the live workers hold now, for the bytes to move.
+        with_room: whether n_0 leaves nodes room to be reconfigured after losses, see `pipeline_templates`. The released
+            code reserves 6 times the bytes of the parameters.
+        current: layers that the live workers hold now, for the bytes to move.
 
     Raises:
         PlanError: no worker is left.
@@ -134,7 +134,7 @@ def reconfigured_pipelines(pipelines: Iterable[Sequence[int]], fewest: int) -> l
     `_merge_pipelines` of `oobleck/execution/engine.py` in branch `develop`.
 
     Args:
-        pipelines: live workers of each, which may be none.
+        pipelines: live workers of each pipeline, possibly none.
         fewest: workers of the smallest template.
     """
     left = sorted((list(pipeline) for pipeline in pipelines if pipeline), key=len)
@@ -149,7 +149,7 @@ def reconfigured_pipelines(pipelines: Iterable[Sequence[int]], fewest: int) -> l
     return left
 
 
-# Shared by decisions on as many workers: which of them are lost makes no difference.
+# Shared by decisions on equally many workers: it makes no difference which ones are lost.
 @lru_cache(maxsize=64)
 def _mixes(
     memory: OneFOneBMemory,
@@ -162,7 +162,7 @@ def _mixes(
 ) -> list[Mix]:
     """Return the combinations of least estimate, or that of `depths` if templates, micro-batches and memory allow it.
 
-    The estimate is that of the slowest pipeline, and the all-reduce of the first layer on `link`.
+    The estimate is the time of the slowest pipeline plus the all-reduce of the first layer on `link`.
     """
     of_nodes, workload = dict(templates), memory.workload
 
@@ -194,7 +194,7 @@ class PipelineTemplate:
     """A pipeline for a number of nodes.
 
     Attributes:
-        cut_points: for each stage, one on each node, the layer after its last one.
+        cut_points: the layer after each stage; each node has one stage.
         slowest: number of the slowest stage (k*), from 0; the first of equals.
         slowest_s: seconds of its forward and backward.
         pass_s: T1, seconds of one micro-batch through all stages and back.
@@ -221,12 +221,12 @@ def pipeline_templates(
     n_0 is the fewest nodes that hold the model under 1F1B, with 4 S micro-batches or the step's if those are fewer. See
     `oobleck_plan`.
 
-    Such a pipeline may leave no room for layers that arrive, and then its nodes can take no other template's stages.
-    `with_room`, n_0 is the fewest nodes of which each can receive any stage beside its own, if there are any.
+    Such a pipeline may leave no room for arriving layers, so that its nodes cannot switch to another template. With
+    `with_room`, n_0 is the fewest nodes that can each receive any stage beside their own, if there is such a number.
 
     Args:
         costs: costs of the workload on the live workers.
-        fault_tolerance: f, losses that leave a copy of every layer.
+        fault_tolerance: f, the losses that every layer survives.
         recompute: whether all stages recompute activations.
         with_room: whether nodes have room to be reconfigured.
 
@@ -246,7 +246,7 @@ def pipeline_templates(
             found[nodes] = template
     if not with_room or (most_bytes := memory.capacity_bytes) is None:
         return found
-    # Between two steps a node holds its stage with gradients, and the state of another such stage that it receives.
+    # Between two steps a node holds its stage with gradients, and receives the state of another such stage.
     layers = costs.workload.layers
     held = list(accumulate((2 * state_bytes(layer) + layer.gradient_bytes for layer in layers), initial=0))
 
@@ -262,7 +262,7 @@ class _Cutter:
     """Cuts of least T1 + T2 + T3, by number of nodes.
 
     All cuts have equal T1, so only the slowest stage matters: its layers, and how many stages are ahead of it. The
-    other stages may be any that are no slower.
+    other stages may be any that are not slower.
     """
 
     def __init__(self, memory: OneFOneBMemory) -> None:
@@ -285,7 +285,7 @@ class _Cutter:
         for slowest_s, start, stop in self._by_time:
             if nodes * slowest_s < whole_s * (1 - SUM_ROUNDING):
                 continue
-            # With k* = 0, and nothing after the slowest.
+            # The least estimate: k* = 0, and no stage after the slowest.
             if whole_s + (_PER_STAGE - 1) * nodes * slowest_s >= best_s:
                 break
             for position in range(max(0, nodes - self._num_layers + stop - 1), min(start, nodes - 1) + 1):
@@ -304,7 +304,7 @@ class _Cutter:
 
     def _of(self, cut_points: CutPoints) -> PipelineTemplate:
         times_s = [self._stage_s(start, stop) for start, stop in pairwise((0, *cut_points))]
-        # The estimate depends on which of equals it is: no matter of rounding.
+        # The estimate depends on which of equal stages is chosen, so rounding must not decide.
         slowest = next(stage for stage, own_s in enumerate(times_s) if own_s >= max(times_s) * (1 - SUM_ROUNDING))
         return PipelineTemplate(
             cut_points=cut_points,
@@ -315,7 +315,7 @@ class _Cutter:
         )
 
     def _around(self, nodes: int, position: int, start: int, stop: int) -> CutPoints | None:
-        """Return a cut with this stage at this position and none slower; None if none fits."""
+        """Return a cut with this stage at this position and no slower stage; None if none fits."""
         if not self._fits(nodes, position, start, stop):
             return None
         most_s = self._stage_s(start, stop) * (1 + SUM_ROUNDING)

@@ -1,14 +1,14 @@
 """Lower bounds on pipelines: seconds that no order of operations beats, for the best cut and for a given one.
 
-Going from the last stage of a pipeline to the first, three times are kept for the stages from some layer on, counted
-from when the first activation comes in there, each the least over all cuts:
+From the last stage of a pipeline to the first, three times are computed for the stages from some layer on. Each counts
+from the arrival of the first activation there, and is the least over all cuts:
 
-    first: the gradient of a single micro-batch has gone out again
-    returned: the last gradient of m micro-batches has gone out again
-    ended: every worker has computed everything and has reduced its gradients
+    first: the gradient of a single micro-batch has been sent back
+    returned: the last gradient of m micro-batches has been sent back
+    ended: every worker has finished computing and has reduced its gradients
 
-A stage of f, b, w seconds (F; B or I; W), with messages of c seconds to the next stage and s seconds of gradient sync,
-that has room for K micro-batches in flight and for V that wait for their W, gives
+A stage that takes f, b, w seconds (F; B or I; W), c seconds for a message to the next stage and s seconds for gradient
+sync, with room for K micro-batches in flight and for V that wait for their W, gives
 
     first    = f + 2 c + first' + b
     idle     = max(0, f + 2 c + first' - min(m, K) f)
@@ -17,17 +17,16 @@ that has room for K micro-batches in flight and for V that wait for their W, giv
                    rounds first + (m - rounds - (rounds - 1) (K - 1)) d)
     ended    = max(m (f + b + w) + idle + s, returned + w + s, f + c + ended')
 
-where ' is of the stages after it, and d are the seconds between two gradients that leave the last stage. Until the
-first gradient comes back a stage runs no more than K forwards, and then it waits (idle). When its last I has ended, at
-most V of its W are left. When it starts the F of the first micro-batch of a round, all but K - 1 of those of earlier
-rounds are back. Likewise for bytes: while an operation runs, all other micro-batches have only the memory that it
-leaves.
+where ' marks the stages after it, and d is the time between two gradients that leave the last stage. A stage runs at
+most K forwards before the first gradient comes back, and then waits (idle). When its last I has ended, at most V of its
+W are left. When it starts the F of the first micro-batch of a round, all but K - 1 micro-batches of earlier rounds are
+back. The limit also holds in bytes: while an operation runs, all other micro-batches share the memory that it leaves.
 
-K and V follow from memory: to recompute more layers of the stage makes b longer and K larger, and of all these options
-the best counts, each of the three times for itself (`quick_s`). Together they may be too good to be true: `first` of
-stages that recompute nothing, `returned` of such that do. So `least_s` is the least limit on the step for which there
-still is a pipeline of stages that do not exceed it. With K = P that is the bubble of ZB-H1, (P - 1) (f + b - w) (Qi et
-al., Zero Bubble Pipeline Parallelism, 2023). Nothing is assumed about the order of operations, so the bounds hold for
+K and V follow from memory: recomputing more layers of a stage makes b longer and K larger. `quick_s` takes the best
+option for each of the three times separately. No pipeline may reach all three: `first` may assume stages that recompute
+nothing, and `returned` stages that do. So `least_s` is the least limit on the step that the stages of some pipeline can
+meet together. With K = P that is the bubble of ZB-H1, (P - 1) (f + b - w) (Qi et al., Zero Bubble Pipeline Parallelism,
+2023). Nothing is assumed about the order of operations, so the bounds hold for
 schedules with fewer micro-batches in flight than 1F1B too.
 """
 
@@ -52,28 +51,28 @@ from chameleon_ft.search.pipelines.worker_classes import Shape
 
 __all__ = ["CutPoints", "PipelineBounds"]
 
-# Kernels are imported where they are called: importing them loads numba, and most importers of this module run none.
+# Kernels are imported where they are called: they load numba, which most importers of this module do not need.
 
 CutPoints: TypeAlias = tuple[int, ...]
 """The layer after the last one of each stage of a pipeline, first stage to last."""
 
-# Relative precision of bounds and of options that are found by bisection.
+# Relative precision of bounds and of options found by bisection.
 _PRECISION: Final = 2e-3
-# By how much the bound of a cut may exceed the least one. All up to `_BALANCED_SLACK` are tried, larger ones only if no
-# cut is found.
+# Relative excess of a cut's bound over the least one. All up to `_BALANCED_SLACK` are tried, larger ones only if no cut
+# is found.
 _SLACKS: Final = (1e-9, 0.01, 0.04, math.inf)
 _BALANCED_SLACK: Final = 0.04
-# Limits under which options are chosen, as shares above the least bound.
+# Limits on the step for which options are chosen, as shares above the least bound.
 _LIMITS: Final = tuple(0.01 * 1.5**step for step in range(12))
-# Numbers that the remembered times of stages may have together.
+# Most numbers in the cache of stage times.
 _REMEMBERED: Final = 8_000_000
 
 
 class PipelineBounds:
-    """Lower bounds on pipelines of `stages`, gradient sync included; or with an `in_flight_share` estimates.
+    """Lower bounds on pipelines of `stages`, including gradient sync; estimates if `in_flight_share` is positive.
 
-    Estimates are the bounds of pipelines whose stages have room for at least that share of the micro-batches that 1F1B
-    has in flight on them, where they can. Some pipelines violate that and are faster, so an estimate is no bound.
+    Estimates are bounds on pipelines whose stages have room, where possible, for at least that share of the
+    micro-batches that 1F1B has in flight. A pipeline with less room may be faster, so an estimate is not a bound.
     """
 
     def __init__(self, stages: Stages, sync: SyncCost, in_flight_share: float = 0.0) -> None:
@@ -101,7 +100,7 @@ class PipelineBounds:
         return found
 
     def quick_s(self, shape: Shape, micro_batches: int) -> float:
-        """Return `least_s`, or less, much sooner: each time is minimized for itself."""
+        """Return a lower bound of `least_s`, much sooner: each time is minimized separately."""
         kind, count, after = _front(shape)
         known = self._quick_s.setdefault((after, kind, micro_batches), [])
         if count >= len(known):
@@ -109,7 +108,7 @@ class PipelineBounds:
         return known[count]
 
     def least_s(self, shape: Shape, micro_batches: int) -> float:
-        """Return the seconds below which no pipeline of this shape can be; infinite if none fits."""
+        """Return a lower bound, in seconds, on pipelines of this shape; infinite if none fits."""
         high_s = self.quick_s(shape, micro_batches)
         share = _PRECISION
         while high_s < math.inf and not self.holds(shape, micro_batches, high_s):
@@ -121,11 +120,11 @@ class PipelineBounds:
         return low_s
 
     def holds(self, shape: Shape, micro_batches: int, limit_s: float) -> bool:
-        """Return whether there may be a pipeline of this shape that takes no longer than a limit."""
+        """Return whether the bounds allow a pipeline of this shape within a limit."""
         low_s, high_s = self._range_s(shape, micro_batches)
         if limit_s < low_s:
             return False
-        # Closer than that, the two times are not told apart.
+        # Times closer than the precision count as equal.
         if limit_s >= high_s or (low_s * (1 + _PRECISION) >= high_s and limit_s > low_s):
             return True
         kind, count, after = _front(shape)
@@ -142,8 +141,8 @@ class PipelineBounds:
         return self._ranges_s[key]
 
     def most(self, shape: Shape, time_s: float, enough: int, *, quick: bool) -> int:
-        """Return the most micro-batches, up to `enough`, that the bound, or the quick one, does not rule out."""
-        # Where memory forbids it, it takes infinitely long.
+        """Return the most micro-batches, up to `enough`, that the bound allows, or the quick one."""
+        # A number that memory forbids has an infinite bound.
         limit_s = min(time_s * (1 + SUM_ROUNDING), sys.float_info.max)
 
         def is_beyond(count: int) -> bool:
@@ -152,19 +151,19 @@ class PipelineBounds:
         return bisect_left(range(1, enough + 1), True, key=is_beyond)
 
     def bound_s(self, shape: Shape, cut_points: CutPoints, micro_batches: int, options: Sequence[int]) -> float:
-        """Return the seconds below which no order of operations can be on this cut with these options."""
+        """Return a lower bound, in seconds, on any order of operations on this cut with these options."""
         return self._cut_s(shape, cut_points, micro_batches, math.inf, np.array(options))
 
     def chosen(self, shape: Shape, cut_points: CutPoints, micro_batches: int) -> list[tuple[float, tuple[int, ...]]]:
-        """Return options of the stages of this cut for which the bound is about the least, and the bound for these.
+        """Return (bound, options of the stages) of this cut, for options whose bound is about the least.
 
-        In a step that may take longer stages recompute less, so that those in front need to hold fewer micro-batches,
-        but their gradients take longer. No schedule comes near to the bound with as little recomputation as that, so
-        options with which each stage for itself ends first are chosen too. None where a stage does not fit.
+        Under a longer limit stages recompute less, so that those in front need to hold fewer micro-batches, but their
+        gradients take longer. No schedule comes near the bound with so little recomputation, so the options with which
+        each stage on its own ends first are returned too. Empty if a stage does not fit.
         """
 
         def within(limit_s: float) -> tuple[int, ...] | None:
-            """Return the options chosen in a step up to a limit; None if a stage has none."""
+            """Return the options chosen for a step within a limit; None if a stage has none."""
             options = np.full(len(shape), -1)
             own_s = self._cut_s(shape, cut_points, micro_batches, limit_s, options)
             return tuple(options.tolist()) if own_s < math.inf else None
@@ -190,7 +189,7 @@ class PipelineBounds:
         return cut_s(self.tables, np.array(shape), np.array(cut_points), micro_batches, limit_s, self.sync_s, options)
 
     def cuts(self, shape: Shape, micro_batches: int, *, limit_s: float) -> Iterator[CutPoints]:
-        """Yield all cuts whose bound is within a limit, and some whose bound is a little larger."""
+        """Yield all cuts whose bound is within a limit, and some slightly above it."""
         from chameleon_ft.search._kernels.pipeline_bounds import fill_allowed, next_stage
 
         pipeline = self._pipeline(shape, micro_batches, limit_s)
@@ -211,9 +210,9 @@ class PipelineBounds:
         return from_stage(0, 0, 0.0, 0.0)
 
     def candidates(self, shape: Shape, micro_batches: int, *, far: bool = False) -> Iterator[CutPoints]:
-        """Yield cuts of the least bound, or of one little larger: with stages as equal as can be, or filled.
+        """Yield cuts whose bound is the least or slightly larger, with stages as equal as possible, or filled.
 
-        Some of any bound come last if no schedule may come near to the least one, `far`.
+        If no schedule may come near the least bound (`far`), some cuts of any bound follow.
         """
         from chameleon_ft.search._kernels.pipeline_bounds import EARLIEST, LATEST, NEAREST
 
@@ -223,7 +222,7 @@ class PipelineBounds:
         found: list[CutPoints] = []
         for slack in _SLACKS:
             pipeline = self._pipeline(shape, micro_batches, least_s * (1 + slack))
-            # Nearly equal stages, or small ones first, have room in memory where the least bound would have them full.
+            # Nearly equal stages, or small ones first, leave memory free where the least bound fills it.
             for rule in (NEAREST, EARLIEST) if found else (NEAREST, LATEST, EARLIEST):
                 cut_points = self._greedy_cut(pipeline, rule)
                 if cut_points is not None and cut_points not in found:
@@ -233,7 +232,7 @@ class PipelineBounds:
                 return
 
     def nearest(self, shape: Shape, micro_batches: int, wanted: Sequence[int], *, slack: float) -> CutPoints | None:
-        """Return a cut whose stages stop near to the wanted layers, with a bound that is little above the least."""
+        """Return a cut whose stages end near the wanted layers, with a bound at most `slack` above the least."""
         from chameleon_ft.search._kernels.pipeline_bounds import NEAREST
 
         least_s = self.least_s(shape, micro_batches)
@@ -260,9 +259,9 @@ class PipelineBounds:
         return Pipeline(np.array(shape), micro_batches, limit_s, self.sync_s, stacked)
 
     def _bounds_of(self, after: Shape, kind: int, count: int, micro_batches: int, limit_s: float = math.inf) -> Bounds:
-        """Return the bounds of 0, 1, ... and at least `count` stages on workers of a class in front of others.
+        """Return the bounds of 0, 1, ... up to at least `count` stages on workers of one class, followed by `after`.
 
-        Those within a limit are remembered until the next limit.
+        Bounds within a limit are cached until the limit changes.
         """
         from chameleon_ft.search._kernels.pipeline_bounds import fill_bounds
 
@@ -280,7 +279,7 @@ class PipelineBounds:
                 bounds = self._bounds_of(behind, own_kind, own_count, micro_batches, limit_s)
                 last = Bounds(*(each[own_count] for each in bounds))
             size = self.stages.num_layers + 1
-            # Deeper pipelines are likely to be asked for next.
+            # Requests for deeper pipelines are likely to follow.
             more = 0 if found is None or limit_s < math.inf else 2 * len(found.ended_s)
             found = Bounds(*np.empty((3, min(max(count + 1, more), size - len(after)), size)))
             for own, given in zip(found, last, strict=True):
@@ -295,9 +294,9 @@ class PipelineBounds:
         return found
 
 
-# The shapes of a search are asked for over and over.
+# A search asks for the same shapes many times.
 @lru_cache(maxsize=20_000)
 def _front(shape: Shape) -> tuple[int, int, Shape]:
-    """Return the class of the first workers of a pipeline, how many of that class come first, and those behind."""
+    """Return the class of a pipeline's first workers, the number of workers in that run, and the rest."""
     count = len(list(next(groupby(shape))[1]))
     return shape[0], count, shape[count:]

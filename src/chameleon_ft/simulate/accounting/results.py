@@ -1,4 +1,4 @@
-"""The results of a simulation: for every policy how much it trained, and where the time went."""
+"""The results of a simulation: samples trained and time spent, by policy."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class DecisionRecord:
     Attributes:
         time_s: seconds since the trace began.
         cause: `lost`, `back` or `slow`.
-        chosen: the kind of plan that was chosen, such as `reroute`; `checkpoint` if all workers returned to one because
-            nothing else could be done, `wait` if too few workers are live.
+        chosen: the chosen kind of plan, such as `reroute`; `checkpoint` if no plan was feasible and all workers
+            returned to a checkpoint, `wait` if too few workers are live.
         live: number of live workers.
-        predicted_stall_s: predicted seconds in which nothing is gained, work that is done again included.
-        stall_s: the simulated seconds, which are fewer if the next event came first.
+        predicted_stall_s: predicted seconds without progress, including repeated work.
+        stall_s: simulated seconds, fewer if the next event came first.
         predicted_step_s: predicted seconds of a step; infinite for `wait`.
         step_s: mean seconds of the steps until the next decision; None if there were none.
     """
@@ -59,23 +59,23 @@ class PolicyResult:
 
     Attributes:
         workers, duration_s: those of the trace.
-        samples: of steps that were not given up later.
-        failure_free_samples: of the fastest known plan for all workers in this time without any event.
+        samples: of steps that were not rolled back.
+        failure_free_samples: of the fastest known plan for all workers in this time, without any event.
         oracle_samples: of the oracle; see `oracle`.
         useful_s: seconds of steps that count.
         down_s: seconds in which no plan fitted the live workers.
         used_hours, idle_hours, dead_hours: worker-hours of workers in the active plan, of other live workers, and of
-            lost workers, which add up to those of all workers.
-        timeline: throughput at each change of it.
-        checkpoint_s: seconds in which training stood still for a checkpoint.
+            lost workers; they add up to those of all workers.
+        timeline: throughput at each change.
+        checkpoint_s: seconds in which training stopped for a checkpoint.
         unfinished_s: seconds in the step that the end of the trace cut off.
         stall_by_cause: seconds of stalls after a decision, by its cause (`lost`, `back`, `slow`).
-        lost_by_cause: seconds of lost work: `step` (the interrupted one) or `checkpoint` (all since the last one). All
-            these seconds add up to `duration_s`.
-        decisions: all of them, in order.
+        lost_by_cause: seconds of lost work, in the interrupted step (`step`) or since the last checkpoint
+            (`checkpoint`). All these seconds add up to `duration_s`.
+        decisions: in order of time.
 
     Raises:
-        ConservationError: the sums fail, or the samples exceed those of the oracle.
+        ConservationError: a sum does not match, or the samples exceed those of the oracle.
     """
 
     policy: str
@@ -119,17 +119,17 @@ class PolicyResult:
 
     @property
     def goodput(self) -> float:
-        """Samples that count per second of the trace, with the completed part of the step that the end cut off."""
+        """Samples kept per second of the trace, including the completed part of the last step."""
         return self._done / self.duration_s
 
     @property
     def share_of_failure_free(self) -> float:
-        """The samples of `goodput` as a share of those without any event."""
+        """`goodput` as a share of the failure-free goodput."""
         return self._done / self.failure_free_samples
 
     @property
     def share_of_oracle(self) -> float:
-        """The samples of `goodput` as a share of the oracle's; 1 if both are zero."""
+        """`goodput` as a share of the oracle's; 1 if both are zero."""
         return self._done / self.oracle_samples if self.oracle_samples else 1.0
 
     @property
@@ -153,7 +153,7 @@ class PolicyResult:
 
     @property
     def decisions_by_kind(self) -> dict[str, int]:
-        """Number of decisions for each kind of plan, the most first."""
+        """Number of decisions for each kind of plan, the most frequent first."""
         counts = Counter(each.chosen for each in self.decisions)
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
@@ -164,7 +164,7 @@ class PolicyResult:
 
     @property
     def step_error(self) -> float | None:
-        """Error as in `stall_error` of the seconds of a step, over decisions that were followed by a step."""
+        """Error of predicted step times, as in `stall_error`, over decisions followed by a step."""
         steps = [(each.predicted_step_s, each.step_s) for each in self.decisions if each.step_s is not None]
         return _mean_error(steps)
 
@@ -194,9 +194,9 @@ class PolicyResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """The results of all policies on a trace, in the order in which they were asked for.
+    """The results of all policies on a trace, in the requested order.
 
-    `trace` is the name of the trace, `start` a description of the initial plan; `lost_events` counts the moments at
+    `trace` is the name of the trace, `start` a description of the initial plan; `lost_events` counts the events in
     which workers are lost.
     """
 

@@ -30,9 +30,9 @@ __all__ = [
     "recomputed_layers",
 ]
 
-# Operations that may be scheduled for a program; the first list schedule is always made.
+# Most operations scheduled for a program; the first list schedule is always made.
 _EFFORT: Final = 1_000
-# Shares of up to this many micro-batches are scheduled; of larger ones, shares an eighth apart.
+# Shares of up to this many micro-batches are all scheduled, larger ones an eighth apart.
 _EACH: Final = 16
 # Beyond twice this many micro-batches, or the depth if that is more, a pipeline is in its steady state.
 _STEADY: Final = 32
@@ -40,7 +40,7 @@ _STEADY: Final = 32
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cut:
-    """The layer after each stage of a pipeline, and how its workers recompute, each all of its layers."""
+    """The layer after each stage of a pipeline, and the recomputation of all its layers."""
 
     cut_points: tuple[int, ...]
     recompute: Recompute = Recompute.NONE
@@ -63,7 +63,7 @@ def _stages(cut_points: tuple[int, ...]) -> tuple[LayerRange, ...]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PipelineClass:
-    """A cut on workers of these speeds, one for each stage; no speeds if all are 1."""
+    """A cut, and the speed of each stage's worker; no speeds if all are 1."""
 
     cut: Cut
     speeds: tuple[float, ...] = ()
@@ -74,9 +74,9 @@ class PipelineRun:
     """One pipeline with its share of the micro-batches.
 
     Attributes:
-        program_s: seconds until its last operation has ended.
-        ends_s: seconds until the last operation of each stage has ended.
-        peak_bytes: bytes of the worker that needs most, at its worst moment.
+        program_s: seconds until its last operation ends.
+        ends_s: seconds until the last operation of each stage ends.
+        peak_bytes: peak memory of the worker that needs most.
     """
 
     program_s: float
@@ -87,15 +87,15 @@ class PipelineRun:
 class Pipelines:
     """Times of pipelines by class and share of the micro-batches, each scheduled and replayed once.
 
-    Stages lie on hosts as on an empty cluster, from the first worker of a host on: a message crosses hosts after every
-    `per_host` stages. Programs are by `best_program`, so times are those of the runtime for a pipeline that lies so.
-    Between two scheduled shares, up to an eighth apart, times and memory are linear; in the steady state they continue
-    the line through two shares in it.
+    Stages are placed as on an empty cluster, from the first worker of a host on: a message crosses hosts after every
+    `per_host` stages. Programs come from `best_program`, so times are those of the runtime for this placement. Times
+    and memory are linear between two scheduled shares, up to an eighth apart; in the steady state they continue the
+    line through two shares.
 
     Args:
         costs: costs of the workload on all workers.
         split_backward: whether backward is split into I and W.
-        redundant: whether every stage also has the state of its successor, and the last stage that of the first.
+        redundant: whether every stage also holds the state of its successor, and the last stage that of the first.
     """
 
     def __init__(self, costs: CostModel, *, split_backward: bool, redundant: bool = False) -> None:
@@ -127,11 +127,11 @@ class Pipelines:
         self._times = cache(self._pipeline_times)
 
     def _cuts(self, depth: int) -> tuple[Cut, ...]:
-        """Return the cuts whose slowest stage is fastest, longer stages late or early, and the one of least memory."""
+        """Return the cuts whose slowest stage is fastest, longer stages late or early, and the cut of least memory."""
         late = tuple(layers.stop for layers in split_layers(self._layer_s, depth))
         mirrored = split_layers(self._layer_s[::-1], depth)
         early = tuple(self.num_layers - layers.start for layers in reversed(mirrored))
-        # The least size of the largest stage, with recomputation and as many in flight as 1F1B has.
+        # The least size of the largest stage, with recomputation and the in-flight micro-batches of 1F1B.
         most = self._least_stage_bytes(0, self.num_layers, depth, Recompute.FULL)
         least = 1 + bisect_left(range(1, most), True, key=lambda size: bool(self._filled(depth, size)))
         return tuple(Cut(cut_points) for cut_points in dict.fromkeys((late, early, self._filled(depth, least))))
@@ -159,11 +159,11 @@ class Pipelines:
         return self.cuts(depth)[0]
 
     def held_bytes(self, layers: LayerRange) -> int:
-        """Return the bytes that a worker holds of a stage between two steps."""
+        """Return the bytes that a worker holds for a stage between two steps."""
         return self._held[layers.stop] - self._held[layers.start]
 
     def bound_s(self, own: PipelineClass, micro_batches: int) -> float:
-        """Return seconds below which no order of operations can be."""
+        """Return a lower bound, in seconds, on any order of operations."""
         return pipeline_bound_s(self._times(own), micro_batches)
 
     def _pipeline_times(self, own: PipelineClass) -> PipelineTimes:
@@ -173,7 +173,7 @@ class Pipelines:
         )
 
     def _fitting_run(self, own: PipelineClass, micro_batches: int) -> PipelineRun | None:
-        """Return the fastest run that fits the memory; None if not even as few in flight as 1F1B has fit."""
+        """Return the fastest run that fits the memory; None if not even those of 1F1B fit."""
         if not self.fits(own, micro_batches):
             return None
         looser = len(limit_levels(self._plan(own, 1))) - 1
@@ -181,7 +181,7 @@ class Pipelines:
         return self._run(own, micro_batches, -1 if level is None else level)
 
     def fits(self, own: PipelineClass, micro_batches: int) -> bool:
-        """Return whether the memory holds the pipeline with as few micro-batches in flight as 1F1B has."""
+        """Return whether the pipeline fits the memory with the in-flight micro-batches of 1F1B."""
         if self.memory_bytes is not None and self._least_bytes(own, micro_batches) > self.memory_bytes:
             return False
         return self._fits_under(own, micro_batches, -1)
@@ -192,8 +192,8 @@ class Pipelines:
     def line(self, own: PipelineClass, micro_batches: int) -> tuple[float, float] | None:
         """Return (start_s, period_s): a share near `micro_batches` takes about start_s + share * period_s.
 
-        The period is at least the increase of the lower bound with one more micro-batch, however good the two programs
-        are. None if the share does not fit.
+        The period is at least the increase of the lower bound with one more micro-batch, whatever the two programs.
+        None if the share does not fit.
         """
         one, two = self.run(own, micro_batches), self.run(own, micro_batches + 1)
         if one is None:
@@ -211,7 +211,7 @@ class Pipelines:
         return math.inf if run is None else run.program_s
 
     def fitting(self, own: PipelineClass, micro_batches: int) -> PipelineClass | None:
-        """Return the class with as little more recomputation as it takes to fit; None if it never fits."""
+        """Return the class with the least additional recomputation with which it fits; None if it never fits."""
         for recompute in self._recompute[self._recompute.index(own.cut.recompute) :]:
             changed = replace(own, cut=replace(own.cut, recompute=recompute))
             if self.fits(changed, micro_batches):
@@ -229,7 +229,7 @@ class Pipelines:
         )
 
     def _run(self, own: PipelineClass, micro_batches: int, level: int) -> PipelineRun:
-        """Return the run under one of the `limit_levels`, scheduled or on the line through two that are."""
+        """Return the run under one of the `limit_levels`, scheduled or on the line through two scheduled runs."""
         low, high = _scheduled_shares(micro_batches, own.cut.depth)
         first = self._schedule(own, low, level)
         if low == high:
@@ -278,7 +278,7 @@ class Pipelines:
         )
 
     def _redundant_bytes(self, cut: Cut, stage: int) -> int:
-        """Return the bytes of its successor's state that a stage has."""
+        """Return the bytes of its successor's state that a stage holds."""
         if not self._redundant or cut.depth == 1:
             return 0
         return sum(self.state_bytes[layer] for layer in cut.stages[(stage + 1) % cut.depth])
@@ -289,7 +289,7 @@ class Pipelines:
 
 
 def limit_levels(plan: Plan) -> list[Mapping[int, InFlightLimit]]:
-    """Return limits of the micro-batches in flight, each of which needs no more memory than the one before.
+    """Return limits of the micro-batches in flight, each needing no more memory than the one before.
 
     No limits, then equal limits for all workers, below two pipeline depths, then those of ZB-H1, then those of 1F1B.
     """
@@ -301,9 +301,9 @@ def limit_levels(plan: Plan) -> list[Mapping[int, InFlightLimit]]:
 
 
 def first_fitting(count: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the least number below `count` that fits, if all after it fit as well; None if none does.
+    """Return the least number below `count` that fits, if all larger ones fit too; None if none fits.
 
-    Most often 0 fits, so it is tried before the bisection.
+    0 usually fits, so it is tried before the bisection.
     """
     if fits(0):
         return 0
@@ -332,7 +332,7 @@ def _hops(cut: Cut) -> tuple[Hop, ...]:
 
 
 def _scheduled_shares(micro_batches: int, depth: int) -> tuple[int, int]:
-    """Return the two scheduled shares on whose line a share lies; twice the share itself if it is scheduled."""
+    """Return the two scheduled shares whose line gives a share; twice the share itself if it is scheduled."""
     if micro_batches <= _EACH:
         return micro_batches, micro_batches
     steady = 2 ** (max(depth, _STEADY) - 1).bit_length()
